@@ -139,6 +139,16 @@ OTHERS: dict[str, Callable[[], Any]] = {
         **_GROUPED, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=256
     ),
     "smollm3": lambda: hf.SmolLM3Config(**_GROUPED),
+    "gptj": lambda: hf.GPTJConfig(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=256,
+        rotary_dim=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
 }
 """Not promised, but they work; when one stops to, it should be known."""
 
@@ -214,16 +224,46 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
 }
 """Models with recurrent layers or convolutions, at least one family of each kind of state."""
 
+KINDS: dict[str, Callable[[], Any]] = {
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **_GROUPED, **_sliding(), head_dim=8, num_local_experts=2, num_experts_per_tok=1
+    ),
+    "granite_swa": lambda: hf.GraniteSWAConfig(**_GROUPED, **_sliding()),
+    "mimo_v2_flash": lambda: hf.MiMoV2FlashConfig(
+        **_GROUPED, **_sliding(), head_dim=8, v_head_dim=6, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, moe_intermediate_size=16,
+    ),
+    "bloom": lambda: hf.BloomConfig(hidden_size=48, n_layer=3, n_head=6, vocab_size=VOCAB, **_NO_ENDS),
+    "mpt": lambda: hf.MptConfig(d_model=48, n_layers=3, n_heads=6, max_seq_len=256, vocab_size=VOCAB, **_NO_ENDS),
+    "falcon-alibi": lambda: hf.FalconConfig(**(_FALCON | {"alibi": True})),
+    "gemma3n": lambda: hf.Gemma3nTextConfig(
+        **_GROUPED, **_sliding(), head_dim=8, num_kv_shared_layers=1, hidden_size_per_layer_input=8, laurel_rank=8,
+        altup_num_inputs=2, vocab_size_per_layer_input=VOCAB, activation_sparsity_pattern=[0.0] * 3,
+    ),
+    "gemma4": lambda: hf.Gemma4TextConfig(
+        **_GROUPED, **_sliding(("sliding_attention", "full_attention", "full_attention")), head_dim=8,
+        global_head_dim=12, num_kv_shared_layers=1, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB,
+    ),
+    "llama4-chunked": lambda: hf.Llama4TextConfig(
+        **_GROUPED, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=WINDOW
+    ),
+    "phimoe": lambda: hf.PhimoeConfig(
+        **_GROUPED, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "minicpm3": lambda: hf.MiniCPM3Config(
+        **(_SIZES | {"num_key_value_heads": 4}), q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=4, v_head_dim=10,
+    ),
+}  # fmt: skip
+"""Attention of other kinds: sinks, ALiBi, layers that share keys and values, head widths by layer, chunks, windows that
+stand in the mask alone, compressed keys."""
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "rwkv": lambda: hf.RwkvConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2),
     "minimax": lambda: hf.MiniMaxConfig(
         **_GROUPED, **_HYBRID, num_local_experts=2, num_experts_per_tok=1, head_dim=8, block_size=16
     ),
     "zaya": lambda: hf.ZayaConfig(**_GROUPED),
-    "bloom": lambda: hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
-    "mpt": lambda: hf.MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=256),
-    "falcon-alibi": lambda: hf.FalconConfig(**(_FALCON | {"alibi": True})),
-    "gpt_oss": lambda: hf.GptOssConfig(**_GROUPED, **_sliding(), num_local_experts=2, num_experts_per_tok=1),
     "doge": lambda: hf.DogeConfig(**_GROUPED, keep_window_size=WINDOW),
     "gpt_neo": lambda: hf.GPTNeoConfig(
         vocab_size=VOCAB,
@@ -236,9 +276,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
         eos_token_id=None,
     ),
 }
-"""What cannot work: recurrent states that are not known here cannot be rolled back, ALiBi keys know columns instead of
-positions, attention sinks and masks that the model makes itself are unknown to our operators, gpt_neo cuts its own mask
-by columns."""
+"""What cannot work: recurrent states that are not known here cannot be rolled back, masks that the model makes itself
+are unknown to our operators, gpt_neo cuts its own mask by columns."""
 
 ALL = CONFIGS | VARIANTS | OTHERS
 
@@ -275,8 +314,8 @@ def make(config: Any, seed: int = 0) -> Any:
 
 @cache
 def model_of(name: str) -> Any:
-    """The model of a name in ``ALL`` or ``HYBRIDS``, the same object every time: not to be changed."""
-    return make((ALL | HYBRIDS)[name]())
+    """The model of a name in ``ALL``, ``HYBRIDS`` or ``KINDS``, the same object every time: not to be changed."""
+    return make((ALL | HYBRIDS | KINDS)[name]())
 
 
 def refused_model(name: str) -> Any:

@@ -38,8 +38,6 @@ NEW, CHUNK, BUDGET = 100, 48, 72
 PROMPTS = [prompt(150, 1), prompt(5, 2), prompt(100, 3)]
 """Longer than a tail and some groups, shorter than any, and one that ends within a chunk."""
 SMALL = "[residual=16]"
-OWN = ("falcon",)
-"""Architectures that keep their own attention."""
 
 
 def options(spec: str) -> dict[str, Any]:
@@ -78,7 +76,7 @@ def test_reading_ahead_changes_nothing(kind: str, skill: Any) -> None:
     assert drafted("llama", spec, skill, 5) == plain("llama", spec)
 
 
-@pytest.mark.parametrize("name", [name for name in (*CONFIGS, "gemma", "mixtral", "deepseek_v3") if name not in OWN])
+@pytest.mark.parametrize("name", [*CONFIGS, "gemma", "mixtral", "deepseek_v3"])
 def test_every_architecture(name: str) -> None:
     spec = f"quant-4{SMALL}"
     assert drafted(name, spec, Branching, 3) == plain(name, spec)
@@ -323,5 +321,5 @@ def test_refusals() -> None:
             LLM((model_of(name), TOKENIZER), "none", cache="kvquant-4")
     with pytest.raises(InputError, match=r"levels are fitted on a text"):
         build_runner(model_of("llama"), eviction=EvictionPlan(None, None, 64, packing=LeveledPacking(4)))
-    with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
-        LLM((model_of("falcon"), TOKENIZER), "none", cache="quant-4")
+    with pytest.raises(UnsupportedError, match=r"GPTJ.*keeps its own attention.*cache='full'"):
+        LLM((model_of("gptj"), TOKENIZER), "none", cache="quant-4")

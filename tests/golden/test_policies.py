@@ -48,8 +48,6 @@ SMALL = {
     "pyramidkv": "[window=4,local=0,pyramid=4]",
     "minference": "[vertical=4,slash=4,block=4]",
 }
-OWN = ("falcon",)
-"""Architectures that keep their own attention."""
 
 
 def spec(name: str, **options: object) -> str:
@@ -218,7 +216,7 @@ def test_reading_ahead_where_positions_move(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["h2o", "minference"])
-@pytest.mark.parametrize("name", [name for name in (*CONFIGS, "gemma", "mixtral", "deepseek_v3") if name not in OWN])
+@pytest.mark.parametrize("name", [*CONFIGS, "gemma", "mixtral", "deepseek_v3"])
 def test_every_architecture(name: str, policy: str) -> None:
     assert drafted(name, spec(policy), Branching, gamma=3) == plain(name, spec(policy))
 
@@ -229,8 +227,8 @@ def test_expected_attention_of_other_architectures(name: str) -> None:
 
 
 def test_what_keeps_its_own_attention_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
-        llm_of("falcon", spec("h2o"))
+    with pytest.raises(UnsupportedError, match=r"GPTJ.*keeps its own attention.*cache='full'"):
+        llm_of("gptj", spec("h2o"))
 
 
 def kept_after(places: list[int], length: int) -> list[int]:

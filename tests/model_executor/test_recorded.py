@@ -40,7 +40,7 @@ from warm import warm
 
 pytestmark = pytest.mark.skipif(native() is None, reason="recordings are of the compiled kernels")
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
-NOT_RECORDED = {"falcon"}
+NOT_RECORDED: set[str] = set()
 """Models that keep their own attention, so that nothing is traced."""
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Llama4TextConfig
 
 import sakiyomi.kernels.native
 from architectures import ALL, REFUSED, VOCAB, WINDOW, logits_after, make, model_of, prompt, refused_model
@@ -404,18 +403,6 @@ def test_every_layer_is_proven_to_have_been_called(path: str) -> None:
     target = packed(model)
     with pytest.raises(UnsupportedError, match="2 of 3"):
         fill(target, prompt(5))
-
-
-def test_chunked_attention_ends_the_context(path: str) -> None:
-    """llama4 begins attention anew every so many tokens, by a mask that ours replaces: one chunk is what can be had."""
-    model = make(Llama4TextConfig(**(ALL["llama4"]().to_dict() | {"attention_chunk_size": 32, "layer_types": None})))
-    assert packed(model).max_context == 32
-
-
-def test_attention_sinks_are_refused_by_name(path: str) -> None:
-    """gpt-oss adds a learnt sink to every softmax: an operator that ignores the argument would be silently wrong."""
-    with pytest.raises(UnsupportedError, match="s_aux"):
-        packed(refused_model("gpt_oss"))
 
 
 @pytest.fixture(autouse=True)

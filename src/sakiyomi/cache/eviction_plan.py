@@ -100,15 +100,25 @@ class EvictionPlan:
         """The policy, if rows of passes leave something behind for it."""
         return self.policy if self.policy is not None and self.policy.needs_queries else None
 
-    @staticmethod
-    def check_model(name: str, *, own_attention: bool, has_encoder: bool) -> None:
+    def check_model(self, name: str, shapes: Sequence[LayerShape], *, own_attention: bool, has_encoder: bool) -> None:
         """Refuse a model whose pairs cannot be evicted or quantized.
 
+        Args:
+            name: of the model.
+            shapes: of its layers.
+            own_attention, has_encoder: whether it has one.
+
         Raises:
-            UnsupportedError: it keeps its own attention, or has an encoder.
+            UnsupportedError: it keeps its own attention, or has an encoder; its scores depend on positions that
+                evicted pairs would change; or attention to some of the columns alone is asked for, and it has sinks.
         """
-        if own_attention or has_encoder:
+        placed = any(shape.chunk or shape.alibi is not None for shape in shapes)
+        sinks = self.sparse is not None and any(shape.sinks is not None for shape in shapes)
+        if own_attention or has_encoder or placed or sinks:
             what = "keeps its own attention" if own_attention else "has an encoder"
+            what = (
+                "has ALiBi or chunks, which count all positions" if placed else "has attention sinks" if sinks else what
+            )
             raise UnsupportedError(
                 f"{name} {what}: its cache is not kept within a budget, nor packed; use cache='full'"
             )

@@ -8,23 +8,88 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["KVCache", "LayerShape", "Part"]
+__all__ = ["Alibi", "KVCache", "LayerShape", "Part"]
+
+
+class Alibi(NamedTuple):
+    """What ALiBi adds to scores: (position of the key) * slope * unit.
+
+    Attributes:
+        slopes: (query heads,) float32.
+        unit: of the slopes.
+        coarse: position * slope is rounded to bfloat16, as the model's class does.
+    """
+
+    slopes: Tensor
+    unit: float = 1.0
+    coarse: bool = False
+
+    def scores(self, heads: slice, positions: Tensor) -> Tensor:
+        """Of these query heads (heads, 1, n), float32."""
+        found = self.slopes[heads, None, None].to(positions.device) * positions
+        return self.unit * (found.bfloat16().float() if self.coarse else found)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV heads, sizes of a key and of a value, the device, and the sliding window (0: none) of one attention layer."""
+    """What one attention layer keeps, and how far its rows see.
+
+    Attributes:
+        heads: of keys and values.
+        key_dim, value_dim: sizes of a key and of a value.
+        device: of the layer.
+        window: positions that a row sees, itself among them; 0: all before it.
+        chunk: a row sees its own chunk of so many positions alone; 0: there are no chunks.
+        sinks: (query heads,) float32, a score of each head that takes part in its softmax and belongs to no key; None:
+            there are none.
+        alibi: what is added to scores by the positions of keys; None: nothing is.
+    """
 
     heads: int
     key_dim: int
     value_dim: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     window: int = 0
+    chunk: int = 0
+    sinks: Tensor | None = field(default=None, compare=False)
+    alibi: Alibi | None = field(default=None, compare=False)
+
+    @property
+    def reach(self) -> int:
+        """The window as operators of attention are told it, or the chunk as a negative number."""
+        return -self.chunk if self.chunk else self.window
+
+    @property
+    def plain(self) -> bool:
+        """Whether softmax runs over scores of keys alone, of all keys or of those in a window."""
+        return not self.chunk and self.sinks is None and self.alibi is None
+
+    def as_json(self) -> list[Any]:
+        """All but the device, for a file."""
+        sinks = None if self.sinks is None else self.sinks.tolist()
+        alibi = None if self.alibi is None else [self.alibi.slopes.tolist(), *self.alibi[1:]]
+        return [self.heads, self.key_dim, self.value_dim, self.window, self.chunk, sinks, alibi]
+
+    @classmethod
+    def from_json(cls, about: Sequence[Any]) -> LayerShape:
+        """What ``as_json`` gave, on the CPU; in older files the last ones are missing."""
+        sinks, alibi = (*about[5:], None, None)[:2]
+        heads, key_dim, value_dim, window, chunk = (*about, 0)[:5]
+        return cls(
+            heads,
+            key_dim,
+            value_dim,
+            torch.device("cpu"),
+            window,
+            chunk,
+            sinks=None if sinks is None else torch.tensor(sinks),
+            alibi=None if alibi is None else Alibi(torch.tensor(alibi[0]), *alibi[1:]),
+        )
 
     def pair_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values in this layer."""

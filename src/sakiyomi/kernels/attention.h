@@ -23,6 +23,16 @@ struct Layer {
   // Added to scores by how many places the key lies before the row: [query heads][far], and the last one further back.
   const float* bias = nullptr;
   int64_t far = 0;
+  // Of each query head: a score that takes part in its softmax and belongs to no key; what is added to a score for each position
+  // of its key (ALiBi), in units, and rounded to bf16 before where it is coarse.
+  const float *sinks = nullptr, *slopes = nullptr;
+  float unit = 1.0f;
+  bool coarse = false;
+
+  float by_position(int64_t query, int64_t t) const {
+    const float found = slopes[query] * t;
+    return unit * (coarse ? widen(narrow(found)) : found);
+  }
   // Pairs that a head has dropped or packed: [slots][dropped_stride], this layer's heads first. Columns of `keys` and `values` are
   // places less those.
   const int32_t* dropped = nullptr;
@@ -216,8 +226,8 @@ void add_values(float* y, int64_t y_stride, const float* p, int64_t p_stride, co
 }
 
 // Scores [0, end) to exp(scaling * (score - highest)), the ones before `begin` to 0; their sum. Memory up to the next multiple of 16
-// is used.
-inline float soften(float* score, int64_t begin, int64_t end, float scaling, float softcap) {
+// is used. `sink`: a score more, of no column, as it is after scaling by 1.
+inline float soften(float* score, int64_t begin, int64_t end, float scaling, float softcap, float sink = -INFINITY) {
   const int64_t first = begin / 16 * 16;
   if (softcap > 0) {
     for (int64_t t = begin; t < end; ++t) score[t] = softcap * std::tanh(score[t] * scaling / softcap);
@@ -233,13 +243,14 @@ inline float soften(float* score, int64_t begin, int64_t end, float scaling, flo
   }
   float highest = top[0];
   for (int i = 1; i < 16; ++i) highest = std::max(highest, top[i]);
+  highest = std::max(highest, sink);
   f16v sum = {};
   for (int64_t t = first; t < end; t += 16) {
     f16v e = exp16((load16(score + t) - highest) * scaling);
     sum += e;
     store16(score + t, e);
   }
-  return total(sum);
+  return sink > -INFINITY ? total(sum) + std::exp(sink - highest) : total(sum);
 }
 
 // One request, one key head: all its rows and the query heads of its group. A `source` is not the request's text: all rows see all
@@ -313,14 +324,21 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
     int64_t depth = source ? 0 : start[1] - start[0], end = length + depth;
     float* score = s.scores.data() + r * stride;
     for (int64_t t = 0; t < depth; ++t) score[length + t] = s.own[r * own_stride + own[t]];
-    int64_t begin = window > 0 ? std::max<int64_t>(0, end - window) : 0;  // the window counts positions, not columns
-    float left = scaling;
+    // Windows and chunks count positions, not columns.
+    int64_t begin = window > 0 ? std::max<int64_t>(0, end - window) : window < 0 ? (end - 1) / -window * -window : 0;
+    float left = scaling, sink = -INFINITY;
+    if (layer.sinks || layer.slopes) {
+      const int64_t query = head * group + r % group;
+      for (int64_t t = begin; t < end; ++t) score[t] = score[t] * scaling + (layer.slopes ? layer.by_position(query, t) : 0.0f);
+      if (layer.sinks) sink = layer.sinks[query];
+      left = 1.0f;
+    }
     if (layer.bias) {
       const float* bias = layer.bias + (head * group + r % group) * layer.far;
       for (int64_t t = begin; t < end; ++t) score[t] = score[t] * scaling + bias[std::min(end - 1 - t, layer.far - 1)];
       left = 1.0f;
     }
-    s.weight[r] = 1.0f / soften(score, begin, end, left, softcap);
+    s.weight[r] = 1.0f / soften(score, begin, end, left, softcap, sink);
     lowest = std::min(lowest, begin);
   }
   if (packed) with_packed([&](auto columns) {

@@ -71,6 +71,11 @@ def _family(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return own, torch.tensor([len(path) - 1 for path in paths])
 
 
+def _within(columns: Tensor, rows: Tensor, window: int) -> Tensor:
+    """Which positions a window or chunk (see ``BatchPlan.visible``) lets rows at other positions see."""
+    return columns > rows - window if window > 0 else columns >= rows // -window * -window
+
+
 class BatchPlan:
     """A pass: segments laid out one after the other.
 
@@ -162,7 +167,7 @@ class BatchPlan:
         Args:
             segment: index of the segment.
             window: sliding window in positions (a row sees itself and the `window - 1` positions before it); 0 for
-                none.
+                none; a negative number: chunks of so many positions, of which a row sees its own.
             device: of the result.
             dropped: pairs that are not there any more; what is left of them counts as one position each.
 
@@ -177,24 +182,30 @@ class BatchPlan:
         if part.parents is None:
             position = column[length:, None]
             seen = column <= position
-            return seen & (column > position - window) if window else seen
+            return seen & _within(column, position, window) if window else seen
         own, depth = (tensor.to(device) for tensor in _family(part.parents))
         before = length - part.done
         seen = torch.cat([own.new_ones(rows, before), own[part.done :]], 1)
         if window:
             position = torch.cat([column[:before], before + depth])  # of siblings the same
-            seen &= position > before + depth[part.done :, None] - window
+            seen &= _within(position, before + depth[part.done :, None], window)
         return seen
 
-    def distances(self, segment: int, device: torch.device | str = "cpu") -> Tensor:
-        """How many places before each row of a segment each column lies, as positions count: (rows, columns) int64.
-
-        Columns are those of ``visible``; what a row does not see has any number that is not negative.
-        """
+    def column_positions(self, segment: int, device: torch.device | str = "cpu") -> Tensor:
+        """The position of each column of ``visible``, (columns,) int64, of siblings the same."""
         _, _, rows, length, _ = self.table[segment]
         part = self.parts[segment]
         position = torch.arange(length + rows, device=device)
         if part.parents is not None:
             before = length - part.done
             position[before:] = before + _family(part.parents)[1].to(device)
+        return position
+
+    def distances(self, segment: int, device: torch.device | str = "cpu") -> Tensor:
+        """How many places before each row of a segment each column lies, as positions count: (rows, columns) int64.
+
+        Columns are those of ``visible``; what a row does not see has any number that is not negative.
+        """
+        length = self.parts[segment].length
+        position = self.column_positions(segment, device)
         return (position[length:, None] - position).clamp_min_(0)

@@ -41,6 +41,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_packed_count": ([_int64, _pointer], None),
     "sk_source": ([_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int, _pointer], None),
     "sk_distances": ([_int64, _pointer, _int64], None),
+    "sk_layer_scores": ([_int64, _int64, _pointer, _pointer, ctypes.c_double, ctypes.c_int], None),
     "sk_site": ([_int64, _int64, _int64, *[_pointer] * 5], None),
     "sk_fold": ([_int64, _int64, _int64], None),
     "sk_keep_rows": ([_int64, _int64, _int64, _int64, _pointer], None),

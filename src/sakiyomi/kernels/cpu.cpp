@@ -250,7 +250,7 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64
   int64_t work = 0, used = 0;
   std::vector<const Segment*> short_segments;
   for (const Segment& s : pass.segments) {
-    if (s.prompt && softcap <= 0 && !layer.bias)
+    if (s.prompt && softcap <= 0 && window >= 0 && !layer.bias && !layer.sinks && !layer.slopes)
       attend_prompt(layer, s, qv, kv, vv, out, heads, scaling, window);
     else
       short_segments.push_back(&s);
@@ -461,6 +461,12 @@ void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads,
   auto& layers = ((Session*)m)->layers;
   if ((int64_t)layers.size() <= index) layers.resize(index + 1);
   layers[index] = {(char*)keys, (char*)values, {starts, starts + heads + 1}, heads, key_dim, value_dim, half != 0};
+}
+
+// What a layer adds to its scores, see Layer, after sk_layer; null where it does not.
+void sk_layer_scores(int64_t m, int64_t index, const float* sinks, const float* slopes, double unit, int coarse) {
+  Layer& layer = ((Session*)m)->layers[index];
+  layer.sinks = sinks, layer.slopes = slopes, layer.unit = (float)unit, layer.coarse = coarse != 0;
 }
 
 // Pairs that heads have dropped: [slots][layers][heads], `heads` those of the largest layer.

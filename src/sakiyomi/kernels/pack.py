@@ -3,56 +3,109 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sakiyomi.kernels.native import PackedLinear, PackedWeights, can_pack
 
-__all__ = ["Watch", "is_linear", "join_siblings", "linear_beside", "pack_linears", "present", "weight_of"]
+__all__ = [
+    "Watch", "is_linear", "join_siblings", "linear_beside", "pack_linears", "present", "replaced_forward", "weight_of",
+]  # fmt: skip
+
+TURNED = ("transformers.pytorch_utils", "Conv1D")
+"""Transformers' linear layer with its weight the other way round."""
+_ALIKE = [("transformers.models.falcon.modeling_falcon", "FalconLinear")]
+"""Those of its classes that compute what torch's does."""
+_ABOUT = {"dtype", "device", "requires_grad"}
+"""What a packed layer's weight can be asked for, too."""
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is exactly torch's linear layer, or transformers' one with its weight the other way round."""
+    """Whether it is exactly torch's linear layer, or one of transformers' own."""
     kind = type(module)
-    return kind is nn.Linear or (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    linear = kind is nn.Linear or (kind.__module__, kind.__name__) in (TURNED, *_ALIKE)
+    return linear and replaced_forward(module) is None
 
 
-class ReadLinear(nn.Linear):
-    """A linear layer whose weight its parent reads by itself: it is not packed."""
+def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """What somebody put in the place of a module's forward, below the hooks of accelerate; None: nothing."""
+    own = vars(module).get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
+    return None if getattr(own, "__func__", own) is type(module).forward else own
+
+
+class _Weight(Tensor):
+    """A layer's weight as others than the layer see it: whatever they compute with it is noted."""
+
+    note: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(getattr(func, "__self__", None), "__name__", "") not in _ABOUT:
+            for given in args:
+                if isinstance(given, _Weight):
+                    given.note()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class Watch:
-    """Sees which linear layers of a module read the same tensor: q, k and v of an attention, gate and up of an MLP.
+    """Sees how a model uses its linear layers. Use as a context around one forward of the model.
 
-    Found in a pass, not by names. Use as a context around one forward of the model.
+    Which of them read the same tensor (q, k and v of an attention, gate and up of an MLP) is found in a pass, not by
+    names; and so is whose weight somebody else computes with.
+
+    Attributes:
+        read: ids of the latter.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         # The tensors are held, so that an id means one of them; their versions, since they may change in between.
         self._calls: list[tuple[nn.Module, Tensor, int]] = []
+        self._within: nn.Module | None = None  # the layer that runs
+        self.read: set[int] = set()
 
     def __enter__(self) -> Watch:
-        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        def begin(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._within = module
             if inputs:
                 self._calls.append((module, inputs[0], 0 if inputs[0].is_inference() else inputs[0]._version))
 
-        layers = [module for module in self._model.modules() if is_linear(module)]
-        self._hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+        def end(*_: Any) -> None:
+            self._within = None
+
+        self._layers = [(module, type(module)) for module in self._model.modules() if is_linear(module)]
+        self._hooks = [layer.register_forward_pre_hook(begin) for layer, _ in self._layers]
+        self._hooks += [layer.register_forward_hook(end) for layer, _ in self._layers]
+        watched = {kind: self._watched(kind) for _, kind in self._layers}
+        for layer, kind in self._layers:
+            layer.__class__ = watched[kind]
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
+        for layer, kind in self._layers:
+            layer.__class__ = kind
 
-    def leave_unread(self, parents: Sequence[nn.Module]) -> None:
-        """Have linear layers of these modules that were never called stay as they are when the others are packed."""
-        called = {id(layer) for layer, *_ in self._calls}
-        for child in (child for parent in parents for child in parent.children()):
-            if type(child) is nn.Linear and id(child) not in called:
-                child.__class__ = ReadLinear
+    def _watched(self, kind: type[nn.Module]) -> type[nn.Module]:
+        """The class of a layer, which sees who asks for its weight."""
+        watch = self
+
+        def ask(layer: nn.Module, name: str) -> Any:
+            found = kind.__getattr__(layer, name)
+            if name != "weight" or watch._within is layer or type(found) is not nn.Parameter:
+                return found
+            seen = found.as_subclass(_Weight)
+            seen.note = lambda: watch.read.add(id(layer))
+            seen._is_param = True
+            return seen
+
+        return type(kind.__name__, (kind,), {"__getattr__": ask})
 
     def siblings(self) -> list[list[nn.Module]]:
         """Groups of two and more layers, each called once."""
@@ -81,7 +134,8 @@ def present(layer: nn.Module) -> Iterator[None]:
 
 def weight_of(layer: nn.Module) -> Tensor:
     """A linear layer's weight as (out, in)."""
-    weight: Tensor = layer.weight if type(layer) is nn.Linear else layer.weight.T  # type: ignore[assignment]
+    turned = (type(layer).__module__, type(layer).__name__) == TURNED
+    weight: Tensor = layer.weight.T if turned else layer.weight  # type: ignore[assignment]
     return weight
 
 
@@ -90,18 +144,20 @@ def pack_linears(
     native: PackedWeights,
     siblings: Sequence[Sequence[nn.Module]] = (),
     *,
+    read: Collection[int] = (),
     free: bool = False,
     bits: Mapping[int, int] | None = None,
 ) -> int:
     """Replace plain linear layers on the CPU by packed ones; the number of layers that were replaced.
 
-    Only the exact classes are taken: a subclass, a layer with hooks, or quantized or distributed weights stay as they
-    are.
+    Only the exact classes are taken: a subclass, a layer with hooks or another forward, or quantized or distributed
+    weights stay as they are.
 
     Args:
         model: changed in place.
         native: tables for the weights.
         siblings: layers that are computed together.
+        read: ids of layers that stay as they are, since others read their weights (see ``Watch``).
         free: the weights are not used by anybody else: each is freed when it is packed, or read from the disk for it.
         bits: of the weights of each layer by its id, where they are to be rounded (see ``PackedWeights.add_linear``).
     """
@@ -112,9 +168,9 @@ def pack_linears(
             if id(child) in done:
                 setattr(parent, name, done[id(child)])
                 continue
-            if isinstance(child, ReadLinear) and free and hasattr(child, "_hf_hook"):
+            if id(child) in read and free and hasattr(child, "_hf_hook"):
                 _load(child)
-            if not is_linear(child) or type(child.weight) is not nn.Parameter:
+            if id(child) in read or not is_linear(child) or type(child.weight) is not nn.Parameter:
                 continue
             if child._forward_pre_hooks or child._forward_hooks or (hasattr(child, "_hf_hook") and not free):
                 continue

@@ -68,6 +68,8 @@ def build_runner(
     else:
         weights.pack()
         weights.check_quantized()
+        if weights.expected is None:
+            weights.expect(bool(weights.stateful))
     capacity = Capacity()
     if eviction is not None:  # what is tried out below is read at once
         alone = max(len(weights.text) if quantize else 0, TRIAL if exact else 0)
@@ -105,7 +107,7 @@ def build_runner(
         _make_exact(runner)
     if eviction is not None:
         name = type(weights.module).__name__
-        eviction.check_model(name, own_attention=weights.own_attention, has_encoder=sources is not None)
+        eviction.check_model(name, weights.shapes, own_attention=weights.own_attention, has_encoder=sources is not None)
         runner.evict_by(eviction, EvictingCache(eviction, capacity, cache, runner))
     return runner
 

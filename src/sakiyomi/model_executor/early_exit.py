@@ -10,6 +10,7 @@ from torch import nn
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import DRAFT_SIZES
+from sakiyomi.model_executor.structural_copy import layer_list
 
 __all__ = ["FirstLayers"]
 
@@ -61,15 +62,8 @@ class FirstLayers(ModelRunner):
 
 def _cut(model: nn.Module, count: int, layers: int) -> Any:
     """The model with fewer layers: new modules on the way to the list of layers, all others are the model's own."""
-    lists = [
-        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == layers
-    ]
-    if len(lists) != 1:
-        raise UnsupportedError(
-            f"early exit: {type(model).__name__} has {len(lists)} lists of {layers} layers where one is expected"
-        )
+    *way, last = layer_list(model, layers, "early exit").split(".")
     top = place = _shallow(model)
-    *way, last = lists[0].split(".")
     for name in way:
         place._modules[name] = inner = _shallow(place.get_submodule(name))
         place = inner

@@ -1,47 +1,64 @@
-"""What a model's layers store, learnt from a small pass; and the proof for models that keep their own attention."""
+"""What a model's layers store, learnt from a small pass; and what its own forward gives, for the proof at load."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sakiyomi.cache.layout import LayerShape
-from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.pack import Watch
-from sakiyomi.model_executor.attention import BackendNeeds, op
-from sakiyomi.model_executor.attention.hf_cache import HFCacheBackend
+from sakiyomi.model_executor.attention import op
 
-__all__ = ["Probed", "expected_logits", "probe", "proof_text"]
+__all__ = ["PROOF", "Expectation", "Probed", "expect", "probe", "proof_text"]
 
 PROOF = 11  # tokens of the proof at load
+SHORT = 4  # positions of windows and chunks in the proof, so that it reaches beyond them
+REACHES = ("sliding_window", "attention_chunk_size")
+"""Names of windows and chunks in configurations."""
 
-Probed = tuple[list[LayerShape], list[list[nn.Module]], bool]
-"""Shapes of the cache by layer; groups of linear layers that read the same input; whether the class keeps its own
-attention."""
+
+class Expectation(NamedTuple):
+    """What the proof at load compares with.
+
+    Attributes:
+        logits: (PROOF, V) of the model's own forward, without any cache, with windows of ``SHORT`` positions.
+        reaches: by the number of each layer that called attention how far it saw.
+    """
+
+    logits: Tensor
+    reaches: dict[int, int]
 
 
-def probe(
-    model: Any,
-    vocab_size: int,
-    layers: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    stateful: Sequence[nn.Module],
-) -> Probed:
+class Probed(NamedTuple):
+    """What a small pass tells of a model.
+
+    Attributes:
+        shapes: of the cache, by layer.
+        siblings: groups of linear layers that read the same input.
+        read: ids of linear layers whose weights others read.
+        own_attention: the class keeps its own attention.
+    """
+
+    shapes: list[LayerShape]
+    siblings: list[list[nn.Module]]
+    read: set[int]
+    own_attention: bool
+
+
+def probe(model: Any, vocab_size: int, layers: int | None, device: torch.device) -> Probed:
     """Run a model on two tokens; its attention is left switched.
 
     Args:
         model: our structural copy.
         vocab_size: of the model.
         layers: attention layers; None: other layers, whose states are served, are among them.
-        dtype, device: of the model.
-        stateful: modules that call state functions.
+        device: of the model.
 
     Raises:
         UnsupportedError: it does not run on a cache of ours.
@@ -62,37 +79,80 @@ def probe(
                 "use transformers for this model"
             ) from error
         if shapes is not None:
-            watch.leave_unread(stateful)
-            return shapes, watch.siblings(), False
+            return Probed(shapes, watch.siblings(), watch.read, False)
         if layers is None:
             raise UnsupportedError(
                 f"{type(model).__name__} has recurrent layers beside attention of its own, which cannot be switched to "
                 "ours; use transformers for this model"
             )
-        return _own_shapes(model, ids, layers, dtype), watch.siblings(), True
+        return Probed(_own_shapes(model, ids, layers), watch.siblings(), watch.read, True)
 
 
-def proof_text(vocab_size: int) -> list[int]:
+def proof_text(config: Any, vocab_size: int) -> list[int]:
     """Tokens on which a model's path is compared with its own forward; the last two stand beside the text."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, vocab_size, (PROOF + 2,), generator=generator).tolist()
+    ids: list[int] = torch.randint(0, vocab_size, (4 * PROOF,), generator=generator).tolist()
+    pad = getattr(config, "pad_token_id", None)  # which some classes give no position
+    return [token for token in ids if token != pad][: PROOF + 2]
 
 
 @torch.no_grad()
-def expected_logits(model: Any, vocab_size: int, device: torch.device) -> Tensor:
-    """Logits (PROOF, V) of a model's own forward on the text of the proof, without any cache."""
-    text = torch.tensor([proof_text(vocab_size)[:PROOF]], device=device)
-    logits: Tensor = model(input_ids=text, use_cache=False).logits[0].float()
-    return logits
+def expect(model: Any, vocab_size: int, device: torch.device, *, stateful: bool) -> Expectation | None:
+    """What a model's own forward gives on the text of the proof; None: it does not run on it.
+
+    Args:
+        model: our structural copy; its attention is left switched.
+        vocab_size, device: of the model.
+        stateful: layers without attention are among its layers; those with attention are numbered without them.
+
+    Raises:
+        UnsupportedError: its attention asks for what is not known here.
+    """
+    config = model.config.get_text_config()
+    text = torch.tensor([proof_text(config, vocab_size)[:PROOF]], device=device)
+    found: list[Tensor] = []
+
+    def forward() -> None:
+        found.append(model(input_ids=text, use_cache=False).logits[0].float())
+
+    try:
+        with _short_reaches(model):
+            try:
+                op.switch_to_probe(model)
+            except ValueError:  # the class has only its own attention
+                forward()
+                return Expectation(found[0], {})
+            callers, shapes = op.note_calls(model, forward)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return None  # what is wrong with it, the probe says
+    numbers = range(len(callers)) if stateful else [int(module.layer_idx) for module in callers]
+    return Expectation(found[0], {i: shape.reach for i, shape in zip(numbers, shapes, strict=True)})
 
 
-def _own_shapes(model: Any, ids: Tensor, layers: int, dtype: torch.dtype) -> list[LayerShape]:
-    """Layer shapes of a model that keeps its own attention, and the proof that a cache of ours serves it."""
+@contextmanager
+def _short_reaches(model: Any) -> Iterator[None]:
+    """Windows and chunks in a model's configurations are ``SHORT`` for a time."""
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    changed = [
+        (config, name, vars(config)[name])
+        for config in configs.values()
+        for name in REACHES
+        if type(vars(config).get(name)) is int and vars(config)[name] > SHORT
+    ]
+    try:
+        for config, name, _ in changed:
+            setattr(config, name, SHORT)
+        yield
+    finally:
+        for config, name, value in changed:
+            setattr(config, name, value)
+
+
+def _own_shapes(model: Any, ids: Tensor, layers: int) -> list[LayerShape]:
+    """Layer shapes of a model that keeps its own attention."""
     name, config = type(model).__name__, model.config.get_text_config()
-    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedError(
-            f"{name} derives positions from the column of the cache (ALiBi); such models are not supported"
-        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedError(f"{name} derives positions from the column of the cache; such models are not supported")
     if "local" in (getattr(config, "attention_layers", None) or ()) or getattr(config, "sliding_window", None):
         raise UnsupportedError(
             f"{name} cuts its sliding window by the column of the cache; such models are not supported"
@@ -104,21 +164,7 @@ def _own_shapes(model: Any, ids: Tensor, layers: int, dtype: torch.dtype) -> lis
         raise UnsupportedError(
             f"{name} keeps something else than keys and values of {layers} layers; such models are not supported"
         )
-    shapes = [
+    return [
         LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.device)
         for layer in stored
     ]
-    trial = SlotCache(shapes, dtype=dtype, max_slots=1)
-    trial.reserve(0, 2)
-    backend, rows = HFCacheBackend(BackendNeeds(ids.device, own_attention=True), trial), []
-    for i in range(2):  # one token after the other through our cache must give what one pass gave
-        backend.begin(BatchPlan([SequenceRows(0, i, [int(ids[0, i])])]), 1)
-        position = torch.tensor([[i]], device=ids.device)
-        rows.append(model(input_ids=ids[:, i : i + 1], position_ids=position, **backend.inputs(1)).logits[0, 0])
-    difference = (torch.stack(rows) - done.logits[0].float()).abs().max()
-    scale = done.logits.float().abs().max()
-    if not bool(difference <= (1e-3 if dtype == torch.float32 else 0.1) * scale):
-        raise UnsupportedError(
-            f"{name} gives other logits through our cache (difference {float(difference):.2g}); it is not supported"
-        )
-    return shapes

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from torch import Tensor
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.attention import op
 from sakiyomi.model_executor.probe import proof_text
 from sakiyomi.model_executor.runner import ModelRunner
 
@@ -14,22 +18,40 @@ __all__ = ["prove"]
 FIRST = 5  # tokens read as a prompt
 TREE = (-1, 0, 0, 2, 2)  # the text goes on along its rows 0, 2 and 4
 PATH = (0, 2, 4)
-BOUND = {torch.float32: 1e-3}
-ROUNDED = 0.1  # in bfloat16 and float16, as a part of the largest logit
+BOUND = 1e-3  # of the largest logit
+ROUNDED = 0.1  # the same in bfloat16 and float16, and where weights are quantized
 
 
 def prove(runner: ModelRunner) -> None:
     """Take the text through prompt, single rows, a token tree and a commit, beside another request.
 
-    Nothing is done for a model whose own logits were not taken (see ``ModelWeights.expected``).
+    Windows are as short as they were when the model's own forward was run, so that the text reaches beyond them.
+    Nothing is done for a model whose own logits were not taken (see ``ModelWeights.expect``).
 
     Raises:
         UnsupportedError: the logits differ by more than rounding.
     """
-    expected, runner.weights.expected = runner.weights.expected, None
+    weights = runner.weights
+    expected, weights.expected = weights.expected, None
     if expected is None:
         return
-    text = proof_text(runner.vocab_size)
+    reaches = [expected.reaches.get(i, shape.reach) for i, shape in enumerate(weights.shapes)]
+    trial = [replace(s, window=max(r, 0), chunk=max(-r, 0)) for s, r in zip(weights.shapes, reaches, strict=True)]
+    op.set_reach(runner.module, trial)
+    try:
+        with runner.eagerly():
+            _compare(runner, expected.logits)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"{type(runner.module).__name__} does not run on a cache of ours ({type(error).__name__}: {error}); "
+            "use transformers for this model"
+        ) from error
+    finally:
+        op.set_reach(runner.module, weights.shapes)
+
+
+def _compare(runner: ModelRunner, expected: Tensor) -> None:
+    text = proof_text(runner.config, runner.vocab_size)
     cache, found = runner.cache, {}
     with cache.lent(len(text) + len(TREE)) as slot:
         beside = cache.take() if cache.free else None
@@ -54,8 +76,9 @@ def prove(runner: ModelRunner) -> None:
     scale = expected.abs().max()
     errors = torch.stack([(row.float() - expected[at]).abs().max() for at, row in found.items()]) / scale
     # Where numbers are rounded, an expert may be chosen otherwise for a token; most tokens must agree even so.
-    worst = float(errors.max() if runner.dtype == torch.float32 else errors.median())
-    bound = BOUND.get(runner.dtype, ROUNDED)
+    exact = runner.dtype == torch.float32 and runner.weights.quantization is None
+    worst = float(errors.max() if exact else errors.median())
+    bound = BOUND if exact else ROUNDED
     if not worst <= bound:
         raise UnsupportedError(
             f"{type(runner.module).__name__} gives other logits through our cache than by itself (they differ by "

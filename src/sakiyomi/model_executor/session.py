@@ -158,8 +158,14 @@ class Session:
     # ------------------------------------------------------------ attention, and recorded passes
 
     def settle(self) -> None:
-        """Take kernels into use that were being built when the model was loaded. Only while no request runs."""
+        """Take into use what changed since the model was loaded: kernels that were being built, layers that the user
+        patched. Only while no request runs.
+
+        Raises:
+            UnsupportedError: another module than a linear layer was patched.
+        """
         weights = self.weights
+        weights.take_patches()
         if weights.unsettled and native_at_hand():
             weights.unsettled = False
             share_processors(False)
@@ -301,10 +307,10 @@ class Session:
         with self.lock:
             tracked = self.eviction.tracking_queries()
             apart = self.weights.own_attention or self.sources is not None or self.weights.stateful
-            if tracked is None or apart:
+            if tracked is None or apart or not all(shape.plain for shape in self.weights.shapes):
                 raise UnsupportedError(
                     f"the cache of {type(self.module).__name__} does not hold all keys and values that the model "
-                    "attends to, or the model keeps them itself; use cache='full'"
+                    "attends to, the model keeps them itself, or attends to something else, too; use cache='full'"
                 )
             if tracked is self.eviction:
                 return tracked

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,9 +22,10 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
-from sakiyomi.kernels.pack import is_linear, pack_linears
+from sakiyomi.kernels.pack import is_linear, pack_linears, replaced_forward
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
-from sakiyomi.model_executor.attention import BackendNeeds
+from sakiyomi.model_executor.attention import BackendNeeds, op
+from sakiyomi.model_executor.attention.own import serve_own
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
 from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
@@ -31,10 +33,10 @@ from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
 from sakiyomi.model_executor.multimodal import set_aside
 from sakiyomi.model_executor.positions import take_positions
-from sakiyomi.model_executor.probe import expected_logits, probe
+from sakiyomi.model_executor.probe import PROOF, Expectation, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
-from sakiyomi.model_executor.structural_copy import structural_copy
+from sakiyomi.model_executor.structural_copy import layer_list, structural_copy
 
 __all__ = ["ModelWeights"]
 
@@ -71,7 +73,7 @@ class ModelWeights:
         stream: where those come from that lie in files; None: no weights do.
         shapes: of the cache, by layer.
         stateful: layers that keep something else than keys and values, see ``cache/layer_state.py``.
-        expected: logits of the model's own forward, for the proof that ours gives the same; None: none is made.
+        expected: what the model's own forward gives, for the proof that ours gives the same; None: none is made.
         own_attention: the class keeps its own attention and cannot be switched to another.
         packed: linear layers in the compiled kernels; None: none are.
         unsettled: kernels are being built, and taken into use by ``ModelRunner.settle``.
@@ -128,10 +130,14 @@ class ModelWeights:
         self.lock = threading.RLock()
         self.capture = HiddenStateCapture()
         self._together: list[list[nn.Module]] = []
+        self._read: set[int] = set()
+        self._others = [] if owned or recorded else _forwards(model)
         callers = stateful_modules(self.module)
-        # Quantized, it gives other logits; and what is packed by now has no forward of its own.
-        proven = bool(callers) and not (recorded or prepared is not None or quantize)
-        self.expected = expected_logits(self.module, self.vocab_size, self.device) if proven else None
+        self.expected: Expectation | None = None
+        self._replaced = False  # modules have another forward than their class
+        if not quantize and (prepared is None or prepared.native is None):  # else it gives other logits
+            self.expect(bool(callers))
+        self._replaced = not recorded and serve_own(self.module)
         modules = serve_modules(self.module)
         callers = [module for module in callers if all(module is not other for other in modules.values())]
         calls = serve_functions(callers)
@@ -142,8 +148,10 @@ class ModelWeights:
             if prepared is not None and prepared.native is not None:
                 prepared.native.begin(BatchPlan([]), 0)
             layers = None if callers or modules else int(self.config.num_hidden_layers)
-            found = probe(self.module, self.vocab_size, layers, self.dtype, self.device, callers)
-            self.shapes, self._together, self.own_attention = found
+            found = probe(self.module, self.vocab_size, layers, self.device)
+            self.shapes, self._together, self._read, self.own_attention = found
+        if not recorded:
+            op.set_reach(self.module, self.shapes)
         self.stateful: dict[int, Served] = {**modules, **calls}
         self._before: Tensor | None = None
 
@@ -157,7 +165,22 @@ class ModelWeights:
         """Put the transformers model in the place of a recorded one, for its modules, once sessions settle."""
         if isinstance(self.module, RecordedModel):
             self.module = self.module.whole(self.module)
+            op.set_reach(self.module, self.shapes)
             self.generation += 1
+
+    def expect(self, stateful: bool) -> None:
+        """Run the model's own forward for the proof at load, where there is one; attention is left switched.
+
+        What was recorded was proven then; the decoders of encoder-decoder models are those of ``FAMILIES``, and have no
+        forward of their own, nor have classes whose attention was replaced; a pass with offloaded weights costs as much
+        as loading them.
+        """
+        apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded or self._replaced
+        if apart or self.max_context < PROOF + 2:
+            return
+        if self.packed is not None:
+            self.packed.begin(BatchPlan([]), 0)
+        self.expected = expect(self.module, self.vocab_size, self.device, stateful=stateful)
 
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Have every pass give what these decoder layers give, too (see ``PassOutput``), once sessions have settled.
@@ -177,13 +200,8 @@ class ModelWeights:
                 f"hidden states of layers {', '.join(map(str, layers))} are wanted, and {name} has {count}, counted "
                 "from 0: name others"
             )
-        lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-        if len(lists) != 1:
-            raise UnsupportedError(
-                f"{name} has {len(lists)} lists of {count} layers where one is expected: hidden states of its layers "
-                "cannot be captured"
-            )
-        wanted = {layer: lists[0][layer] for layer in sorted({*self.capture.wanted, *layers})}
+        found = self.module.get_submodule(layer_list(self.module, count, "hidden states of layers"))
+        wanted = {layer: found[layer] for layer in sorted({*self.capture.wanted, *layers})}
         if wanted.keys() != self.capture.wanted.keys():
             self.capture.wanted = wanted
             self.generation += 1
@@ -235,6 +253,7 @@ class ModelWeights:
             offloaded=self.offloaded,
             encoder=self.encoder is not None,
             distances=getattr(self.module, "distances", None),
+            plain=all(shape.plain for shape in self.shapes),
         )
 
     # ------------------------------------------------------------ packing
@@ -271,9 +290,31 @@ class ModelWeights:
         bits = self._choose_bits(self._given.quantize) if self._given.quantize else None
         names = {id(module): name for name, module in self.module.named_modules()}
         self.siblings = [[names[id(layer)] for layer in group] for group in self._together]
-        pack_linears(self.module, table, self._together, free=self._given.owned, bits=bits)
+        pack_linears(self.module, table, self._together, read=self._read, free=self._given.owned, bits=bits)
         self._together = []
         return table
+
+    def take_patches(self) -> None:
+        """Run linear layers whose forward the user has replaced in his model since they were packed.
+
+        Raises:
+            UnsupportedError: he has replaced that of another module.
+        """
+        for name, place, before in self._others:
+            theirs = place()
+            if theirs is None or vars(theirs).get("forward") is before or replaced_forward(theirs) is None:
+                continue
+            path = name if self.encoder is None else f"inner.{name}"
+            ours = dict(self.module.named_modules()).get(path)
+            if ours is theirs:
+                continue
+            if not isinstance(ours, nn.Linear | PackedLinear):
+                raise UnsupportedError(
+                    f"forward of {name} was replaced in the user's model after sakiyomi had taken it over; make a new "
+                    "LLM of the changed model"
+                )
+            self.module.set_submodule(path, theirs)
+            self.generation += 1
 
     def _choose_bits(self, kind: str) -> dict[int, int]:
         """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
@@ -305,6 +346,11 @@ class ModelWeights:
         self.quantization = QuantizationReport(str(self._given.quantize), *counts)
 
 
+def _forwards(model: nn.Module) -> list[tuple[str, weakref.ref[nn.Module], Any]]:
+    """The modules of a model, not kept alive, and what stands in the place of their forwards."""
+    return [(name, weakref.ref(part), vars(part).get("forward")) for name, part in model.named_modules() if name]
+
+
 def _device(model: Any) -> torch.device:
     """Where a model computes. One that is offloaded as a whole is brought there by hooks."""
     device: torch.device = model.device
@@ -330,10 +376,7 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 def _max_context(config: Any) -> int:
     """Tokens that a text may have, prompt included."""
-    most = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):  # llama4: chunks are in the mask only
-        most = min(most, int(config.attention_chunk_size or most))
-    return min(most, _rope_limit(config))
+    return min(int(getattr(config, "max_position_embeddings", 0) or 1 << 30), _rope_limit(config))
 
 
 def _rope_limit(config: Any) -> int:

@@ -157,6 +157,10 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     layer, scale, softcap, window = op.call_arguments(module, query, attention_mask, scaling, kwargs)
+    if kwargs.get("s_aux") is not None:
+        raise UnsupportedError(
+            f"attention of {type(module).__name__} has sinks: nothing is trained on it here; choose another target"
+        )
     assert _attending is not None
     return _attending(layer, query, key, value, scale, softcap, window).transpose(1, 2).contiguous(), None
 

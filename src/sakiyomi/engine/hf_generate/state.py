@@ -78,7 +78,8 @@ def _view(tensor: Tensor) -> Tensor | None:
 def _module_facts(model: nn.Module) -> list[tuple[Any, ...]]:
     facts: list[tuple[Any, ...]] = []
     for module in model.modules():
-        own: list[Any] = [type(module), *module._forward_hooks, *module._forward_pre_hooks]
+        own: list[Any] = [type(module), id(vars(module).get("forward"))]
+        own += [*module._forward_hooks, *module._forward_pre_hooks]
         for name, value in vars(module).items():
             if name not in _PASSING and type(value) in _PLAIN:
                 own.append((name, value))

@@ -78,6 +78,8 @@ class CpuBackend(AttentionBackend):
             starts, half = numbers(cache.starts[i]), int(cache.dtype == torch.bfloat16)
             pointers = keys.data_ptr(), values.data_ptr()
             library.sk_layer(session, i, *pointers, shape.heads, starts, shape.key_dim, shape.value_dim, half)
+            slopes, unit, coarse = shape.alibi or (None, 1.0, False)
+            library.sk_layer_scores(session, i, pointer(shape.sinks), pointer(slopes), unit, coarse)
         dropped = cache.dropped
         if dropped is None:
             library.sk_dropped(session, None, 0)

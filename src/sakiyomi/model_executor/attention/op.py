@@ -1,33 +1,36 @@
 """The attention functions that transformers' models are switched to.
 
-A backend's operator is registered with transformers under its name when the backend is first chosen; `sakiyomi_probe`
-computes ordinary causal attention and notes what each layer asked for. Masks are ours, so the mask functions return
-None.
+A backend's operator is registered with transformers under its name when the backend is first chosen. Masks are ours, so
+its mask function returns None. `sakiyomi_probe` computes what the model's class does, on its masks, and notes
+what each layer asks for: how far it sees is read from the class's own mask functions (``masks.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.attention import observe  # noqa: F401  (their operators are registered)
 from sakiyomi.model_executor.attention import torch as dense
+from sakiyomi.model_executor.attention.masks import Reach, reach_of
 
 # Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.
-UNKNOWN = ("s_aux", "position_bias", "alibi", "head_mask", "relative_position_bias")
+UNKNOWN = ("position_bias", "alibi", "head_mask", "relative_position_bias")
 
 
 Note = Callable[[int, Tensor, float], Tensor]
 """What is noted of a pass's rows for the cache's policy: from layer, queries (1, heads, rows, dim) after their rotation
 and the factor of scores to (rows, width)."""
 NOTE = "sakiyomi_note"
+REACH = "sakiyomi_reach"
+"""Name of what says how far a layer's rows see, see ``LayerShape.reach``."""
 PROBE = "sakiyomi_probe"
 Attend = Callable[[Tensor, Tensor, Tensor, int, float, float, int], Tensor]
 """See ``AttentionBackend.attend``."""
@@ -37,18 +40,21 @@ _probed: list[LayerShape] = []
 """What the layers of a model that is probed have asked for, in the order of their calls."""
 _callers: list[nn.Module] = []
 """Those layers."""
+_masks: dict[int, tuple[Tensor, Reach]] = {}
+"""Masks of the pass that probes a model, by the address of their storage, and how far they let rows see."""
 
 
 def call_arguments(
     module: nn.Module, query: Tensor, mask: Tensor | None, scaling: float | None, kwargs: dict[str, Any]
 ) -> tuple[int, float, float, int]:
-    """Layer, scaling, soft cap and sliding window (0: none) of one call of attention.
+    """Layer, scaling, soft cap and reach (see ``LayerShape.reach``) of one call of attention.
 
     Raises:
         UnsupportedError: it has a mask of its own, or an argument that changes the result and is not known here.
     """
-    # The mask functions give None, so a mask is the layer's own.
-    asked = "makes its own mask" if mask is not None else ""
+    known = None if mask is None else _masks.get(mask.untyped_storage().data_ptr())
+    # In passes of requests the mask functions give None.
+    asked = "makes its own mask" if mask is not None and known is None else ""
     asked = asked or next((f"uses {name}" for name in UNKNOWN if kwargs.get(name) is not None), "")
     if asked:
         raise UnsupportedError(
@@ -56,10 +62,26 @@ def call_arguments(
         )
     return (
         int(module.layer_idx),  # type: ignore[arg-type]
-        float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+        _scaling(query, scaling),
         float(kwargs.get("softcap") or 0.0),
-        int(kwargs.get("sliding_window") or 0),
+        _reach(module, known[1] if known is not None else None, kwargs),
     )
+
+
+def _reach(module: nn.Module, of_mask: Reach | None, kwargs: dict[str, Any]) -> int:
+    """How far the rows of a call see: as its mask says, as was found out before, or as the call itself says."""
+    if of_mask is not None:
+        return -of_mask.chunk if of_mask.chunk else of_mask.window
+    known = getattr(module, REACH, None)
+    return int(kwargs.get("sliding_window") or 0) if known is None else int(known)
+
+
+def set_reach(model: nn.Module, shapes: Sequence[LayerShape]) -> None:
+    """Have every layer see as far as these shapes say, instead of what its calls say."""
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and layer < len(shapes):
+            setattr(module, REACH, shapes[layer].reach)
 
 
 def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
@@ -74,10 +96,6 @@ def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        if own is _probe:
-            _callers.append(module)
-            if getattr(module, "layer_idx", None) is None:  # a block that several layers share
-                module.layer_idx = len(_callers) - 1  # type: ignore[assignment]
         layer, scale, softcap, window = call_arguments(module, query, attention_mask, scaling, kwargs)
         # What is recorded are decoding passes, which nothing takes over.
         apart = not torch.compiler.is_compiling() and dense.taken_over()
@@ -91,10 +109,65 @@ def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
     return attention
 
 
-def _probe(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-    _probed.append(LayerShape(k.shape[1], k.shape[3], v.shape[3], k.device, window))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2).contiguous()
+def _noting(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """Note what a layer asks for, and compute it as its class does."""
+    _callers.append(module)
+    if getattr(module, "layer_idx", None) is None:  # a block that several layers share
+        module.layer_idx = len(_callers) - 1  # type: ignore[assignment]
+    *_, reach = call_arguments(module, query, attention_mask, scaling, kwargs)
+    sinks = kwargs.get("s_aux")
+    _probed.append(
+        LayerShape(
+            key.shape[1],
+            key.shape[3],
+            value.shape[3],
+            key.device,
+            max(reach, 0),
+            max(-reach, 0),
+            None if sinks is None else sinks.detach().float().contiguous(),
+            kwargs.get("own_alibi"),
+        )
+    )
+    if attention_mask is None and query.shape[2] > 1:
+        attention_mask = torch.full(
+            (1, 1, *[query.shape[2]] * 2), -torch.inf, dtype=query.dtype, device=query.device
+        ).triu(1)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None) or _eager
+    out: tuple[Tensor, Any] = eager(
+        module, query, key, value, attention_mask, scaling=_scaling(query, scaling), **kwargs
+    )
+    return out
+
+
+def _scaling(query: Tensor, scaling: float | None) -> float:
+    return float(scaling if scaling is not None else query.shape[-1] ** -0.5)
+
+
+def _eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention of a class whose file has no function of that."""
+    group = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scaling
+    weights = (scores if mask is None else scores + mask).float().softmax(-1).to(query.dtype)
+    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
+
+
+def _noting_mask(**kwargs: Any) -> Tensor:
+    """The mask that a class asks for, made as transformers' own eager one is; and how far it reaches is noted."""
+    from transformers.masking_utils import eager_mask
+
+    mask: Tensor = eager_mask(**(kwargs | {"allow_is_bidirectional_skip": False}))
+    _masks[mask.untyped_storage().data_ptr()] = mask, reach_of(kwargs["mask_function"])
+    return mask
 
 
 def _probe_cross(q: Tensor, layer: int, scaling: float) -> Tensor:
@@ -105,6 +178,11 @@ CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {}
 """Cross-attention by the names of operators: (1, heads, rows, dim) to (1, rows, heads, dim)."""
 
 
+def _no_mask(*_: Any, config: Any = None, **__: Any) -> Tensor | None:
+    """In the place of a mask: nothing, or a tensor for classes that do something with any (see ``own.py``)."""
+    return torch.zeros(1) if getattr(config, "_any_mask", False) else None
+
+
 @functools.cache
 def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Tensor]) -> None:
     """Make an operator known to transformers, once a process; see ``AttentionBackend`` for what it computes."""
@@ -112,8 +190,50 @@ def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Te
 
     if name != "eager":  # a model's own
         AttentionInterface.register(name, _attention_of(attend))
-        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+        AttentionMaskInterface.register(name, _no_mask)
     CROSS[name] = cross
+
+
+def note_calls(model: nn.Module, forward: Callable[[], object]) -> tuple[list[Any], list[LayerShape]]:
+    """The layers that call attention in a pass, and what each asks for.
+
+    Args:
+        model: its attention is left switched to the probe.
+        forward: runs the model.
+
+    Raises:
+        ValueError: its class says that it has only its own attention.
+        UnsupportedError: a layer asks for what is not known here.
+    """
+    switch_to_probe(model)
+    dense.take_over(None)  # as the pass before may have been
+    for noted in (_probed, _callers, _masks):
+        noted.clear()
+    try:
+        forward()
+        return list(_callers), list(_probed)
+    finally:
+        _callers.clear()
+        _masks.clear()
+
+
+def switch_to_probe(model: nn.Module) -> None:
+    """Have a model call the probe.
+
+    Raises:
+        ValueError: its class says that it has only its own attention.
+    """
+    _register_probe()
+    model.set_attn_implementation(PROBE)  # type: ignore[operator]
+
+
+@functools.cache
+def _register_probe() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(PROBE, _noting)
+    AttentionMaskInterface.register(PROBE, _noting_mask)
+    CROSS[PROBE] = _probe_cross
 
 
 def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int | None) -> list[LayerShape] | None:
@@ -128,18 +248,11 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int | 
         layers: attention layers that the config announces; None: other layers are among them, and those with attention
             are numbered anew without them.
     """
-    register(PROBE, _probe, _probe_cross)
-    dense.take_over(None)  # as the pass before may have been
-    _probed.clear()
-    _callers.clear()
     try:
-        model.set_attn_implementation(PROBE)  # type: ignore[operator]
+        switch_to_probe(model)
     except ValueError:  # the class says itself that it has only its own attention
         return None
-    forward()
-    callers: list[Any] = list(_callers)
-    shapes = list(_probed)
-    _callers.clear()
+    callers, shapes = note_calls(model, forward)
     if layers is None:
         for number, module in enumerate(callers):
             module.layer_idx = number

@@ -45,6 +45,7 @@ class BackendNeeds:
         encoder: layers attend to a source, too.
         distances: (heads, n) added to scores by distance; None: nothing is.
         sparse: which columns rows of prompts look at; None: at all.
+        plain: see ``LayerShape.plain``; all layers are.
     """
 
     device: torch.device
@@ -57,6 +58,7 @@ class BackendNeeds:
     encoder: bool = False
     distances: Tensor | None = None
     sparse: Sparse | None = None
+    plain: bool = True
 
 
 class PassRecorder(Protocol):

@@ -113,8 +113,9 @@ def attend_all(
     scaling: float,
     softcap: float,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Queries (H, T, D), keys and values (H_kv, n, D), mask (T, n), bias (H, T, n) -> (T, H, D_v).
+    """Queries (H, T, D), keys and values (H_kv, n, D), mask (T, n), bias (H, T, n), sinks (H,) -> (T, H, D_v).
 
     The query heads that share a key head are packed as rows, so that no key is copied. With a bias there is no softcap.
     """
@@ -125,11 +126,15 @@ def attend_all(
     if bias is not None:
         bias = bias.reshape(keys.shape[0], group * rows, -1).to(q.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-    if softcap:
-        scores = softcap * torch.tanh((q @ keys.transpose(1, 2)).float() * (scaling / softcap))
+    if softcap or sinks is not None:
+        scores = (q @ keys.transpose(1, 2)).float() * (scaling / (softcap or 1.0))
+        scores = softcap * torch.tanh(scores) if softcap else scores
         if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        out = scores.softmax(-1).to(values.dtype) @ values
+            scores = scores.masked_fill(~mask, -torch.inf) if bias is None else scores + mask
+        if sinks is not None:  # a column more, without a value
+            aside = sinks.view(-1, group, 1).expand(-1, -1, rows).reshape(-1, group * rows, 1)
+            scores = torch.cat([scores, aside.to(scores)], -1)
+        out = scores.softmax(-1)[..., : keys.shape[1]].to(values.dtype) @ values
     else:
         out = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask, scale=scaling)[0]
     return out.reshape(heads, rows, -1).transpose(0, 1)
@@ -159,21 +164,29 @@ def _attend_part(
         return attend_some(dense.sparse, Chunk(queries, keys, scaling, softcap, window), values)
     gone = part.dropped - part.packed
     length -= gone
+    shape, group = dense.cache.shapes[layer], queries.shape[0] // keys.shape[0]
+    own = slice(part.heads.start * group, part.heads.stop * group)  # query heads
+    sinks = None if shape.sinks is None else shape.sinks[own]
     if not (dense.by_row and alone):
         mask = _pass.mask(segment, window, gone, queries.device) if rows > 1 or window else None
         bias = _pass.bias(segment, dense.distances) if dense.distances is not None else None
-        return attend_all(queries, keys, values, mask, scaling, softcap, bias)
+        if shape.alibi is not None:
+            bias = shape.alibi.scores(own, plan.column_positions(segment, queries.device)).expand(-1, rows, -1)
+        return attend_all(queries, keys, values, mask, scaling, softcap, bias, sinks)
     outs = []
     for row in range(rows):
         path = plan.path(segment, row) - gone
         columns = torch.tensor([*range(length - plan.parts[segment].done), *path.tolist()], device=queries.device)
-        columns = columns[-window:] if window else columns
+        if window:
+            columns = columns[-window if window > 0 else (len(columns) - 1) // -window * -window :]
         bias = dense.distances
         if bias is not None:
             far = torch.arange(len(columns) - 1, -1, -1, device=queries.device).clamp_max_(bias.shape[1] - 1)
             bias = bias[:, None, far]
+        if shape.alibi is not None:  # never with a window
+            bias = shape.alibi.scores(own, torch.arange(len(columns), device=queries.device))
         pairs = keys[:, columns], values[:, columns]
-        outs.append(attend_all(queries[:, row : row + 1], *pairs, None, scaling, softcap, bias))
+        outs.append(attend_all(queries[:, row : row + 1], *pairs, None, scaling, softcap, bias, sinks))
     return torch.cat(outs)
 
 

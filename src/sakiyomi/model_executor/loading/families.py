@@ -12,7 +12,7 @@ from sakiyomi.core.messages import one_line
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.model_executor.recurrences import has_state_functions
 
-__all__ = ["auto_class", "check_supported", "has_encoder", "has_experts", "read_config", "text_config"]
+__all__ = ["auto_class", "check_adapter", "check_supported", "has_encoder", "has_experts", "read_config", "text_config"]
 
 MOST_LAYERS = 10_000
 
@@ -122,6 +122,25 @@ def check_supported(config: Any, name: str, model_class: type | None = None, *, 
     _check_states(config, name, kind, model_class)
 
 
+def check_adapter(model: Any, name: str) -> None:
+    """Refuse a loaded model to whose prompts peft adds tokens of its own: they are no part of its layers.
+
+    Raises:
+        UnsupportedError: prompt tuning, prefix tuning or the like is active.
+    """
+    # While peft's own generate() runs, the base model has a method of the adapted one.
+    adapted = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    for part in (model, adapted):
+        config = None if part is None else getattr(part, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False) and not getattr(part, "_adapters_disabled", False):
+            kind = getattr(getattr(config, "peft_type", None), "value", type(config).__name__)
+            raise UnsupportedError(
+                f"{name!r} has an adapter of peft that learns prompts ({kind}): its virtual tokens stand before every "
+                "text and are no layers, which is not supported; use peft's own generate(), or an adapter of layers "
+                "(LoRA)"
+            )
+
+
 def _check_states(config: Any, name: str, kind: str, model_class: type | None) -> None:
     """Refuse layers that keep something which cannot be rolled back here; remote code is known once it is loaded."""
     types = sorted(_STATES.intersection(getattr(text_config(config), "layer_types", None) or ()))
@@ -155,7 +174,8 @@ def auto_class(config: Any) -> str:
 def has_experts(config: Any) -> bool:
     """Whether a configuration is that of a mixture of experts."""
     text = text_config(config)
-    return any(int(getattr(text, name, 0) or 0) > 1 for name in _EXPERTS)
+    parts = text, getattr(text, "ffn_config", None)
+    return any(int(getattr(part, name, 0) or 0) > 1 for part in parts for name in _EXPERTS)
 
 
 def _is_causal(config: Any) -> bool:

@@ -23,7 +23,13 @@ from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, Unsupp
 from sakiyomi.core.memory import require_bytes
 from sakiyomi.kernels.quantization import check_quantization
 from sakiyomi.model_executor.loading.accelerated import read_quantized
-from sakiyomi.model_executor.loading.families import check_supported, has_encoder, read_config, text_config
+from sakiyomi.model_executor.loading.families import (
+    check_adapter,
+    check_supported,
+    has_encoder,
+    read_config,
+    text_config,
+)
 from sakiyomi.model_executor.loading.fit import by_layer, check_memory
 from sakiyomi.model_executor.loading.folder import gguf_file, local_folder, read_extractor, read_tokenizer
 from sakiyomi.model_executor.loading.gguf import read_gguf
@@ -284,12 +290,17 @@ def _from_packed(
 
 
 def stop_tokens(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
-    """End tokens of a model: of its generation settings, its configuration or its tokenizer, in this order."""
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        ends = getattr(source, "eos_token_id", None)
-        if ends is not None:
-            return (ends,) if isinstance(ends, int) else tuple(ends)
-    return ()
+    """End tokens of a model: those of its generation settings, which go before its configuration, as in transformers.
+
+    Where neither names one, the tokenizer's.
+    """
+    settings = getattr(model, "generation_config", None)
+    ends = getattr(model.config if settings is None else settings, "eos_token_id", None)
+    if ends is None and getattr(model.config, "eos_token_id", None) is None:
+        ends = getattr(tokenizer, "eos_token_id", None)
+    if ends is None:
+        return ()
+    return (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def _from_pair(
@@ -311,6 +322,7 @@ def _from_pair(
     if extractor is not None:  # a processor, which holds both
         tokenizer = tokenizer.tokenizer
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    check_adapter(model, name)
     check_supported(model.config, name, type(model), encoder_decoder=encoder_decoder)
     if has_encoder(model.config):
         _check_encoder(name, quantize, None)

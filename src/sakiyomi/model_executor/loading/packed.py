@@ -146,7 +146,7 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
             for name, layer in layers.items()
         },
         "siblings": packed.weights.siblings,
-        "cache": [[shape.heads, shape.key_dim, shape.value_dim, shape.window] for shape in packed.cache.shapes],
+        "cache": [shape.as_json() for shape in packed.cache.shapes],
         "report": None if report is None else asdict(report),
     }
     size = sum(tensor.nbytes for tensor in (*tensors.values(), *others.values()))
@@ -385,8 +385,7 @@ def read_layers(
             packed[name] = native.adopt(parts, layer["in"], layer["out"], dtype, layer["bits"])
         for group in about["siblings"]:
             join_siblings(native, [packed[name] for name in group])
-        cpu = torch.device("cpu")
-        shapes = [LayerShape(heads, key, value, cpu, window) for heads, key, value, window in about["cache"]]
+        shapes = list(map(LayerShape.from_json, about["cache"]))
         report = about["report"] and QuantizationReport(**{**about["report"], "kept": tuple(about["report"]["kept"])})
     return packed, Prepared(native, shapes, report, about["siblings"])
 

@@ -126,7 +126,7 @@ def _record(
         ],
         "head": next(name for name, layer in layers.items() if layer is weights.head),
         "siblings": weights.siblings,
-        "cache": [[shape.heads, shape.key_dim, shape.value_dim, shape.window] for shape in weights.shapes],
+        "cache": [shape.as_json() for shape in weights.shapes],
     }
     scripts = {SCRIPT: script}
     if (tail := _tail(runner)) is not None:

@@ -192,8 +192,7 @@ def _from_checkpoint(
     layers = {layer["name"]: table.add_linear(*source.linear(layer, dtype)) for layer in about["layers"]}
     for group in about["siblings"]:
         join_siblings(table, [layers[name] for name in group])
-    cpu = torch.device("cpu")
-    shapes = [LayerShape(heads, key, value, cpu, window) for heads, key, value, window in about["cache"]]
+    shapes = list(map(LayerShape.from_json, about["cache"]))
     return layers, Prepared(table, shapes, None, about["siblings"]), source
 
 

@@ -1,0 +1,141 @@
+"""Attention of other kinds than llama's: greedy text equals transformers', whatever way it takes through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from architectures import KINDS, VOCAB, WINDOW, greedy, make, model_of, prompt
+from drafters import Branching, Scripted, texts_of
+from sakiyomi import LLM, SamplingParams, UnsupportedError
+from sakiyomi.kernels.native import native
+from sakiyomi.model_executor.build import build_runner
+from toys import character_tokenizer
+
+TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
+NEW = 24
+PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(19, 3)]
+"""Longer than windows and chunks, or so in the end."""
+WITHOUT_EXPERTS = ["granite_swa", "bloom", "mpt", "falcon-alibi", "gemma3n", "gemma4", "minicpm3"]
+
+
+@cache
+def wanted(name: str) -> list[list[int]]:
+    return [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
+
+
+def drafter(name: str, kind: Any) -> Any:
+    return kind(texts_of(PROMPTS, wanted(name)), "sometimes", VOCAB)
+
+
+def check(llm: LLM, name: str) -> None:
+    """Each prompt alone, and all in a batch."""
+    values = SamplingParams(max_new_tokens=NEW, ignore_eos=True, gamma=3)
+    for chosen in ([0], [1], [0, 1, 2]):
+        done = llm.generate([PROMPTS[i] for i in chosen], values)
+        assert [out.token_ids for out in done] == [wanted(name)[i] for i in chosen], chosen
+    assert not llm.engine._speculation.broken, "the drafter raised"
+
+
+@pytest.mark.parametrize("how", ["plain", "chain", "tree", "chunks", "traced"])
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_text(name: str, how: str) -> None:
+    draft = drafter(name, Scripted if how == "chain" else Branching) if how in ("chain", "tree") else "none"
+    options: dict[str, Any] = {"chunk_size": 4} if how == "chunks" else {}
+    check(LLM((model_of(name), TOKENIZER), draft, compile="auto" if how == "traced" else False, **options), name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_in_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
+    check(LLM((model_of(name), TOKENIZER), drafter(name, Branching), compile=False), name)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", WITHOUT_EXPERTS)
+def test_exact(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that do not depend on their company."""
+    if not compiled:
+        monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
+    check(LLM((model_of(name), TOKENIZER), drafter(name, Branching), compile=False, exact=True), name)
+
+
+@pytest.mark.skipif(native() is None, reason="the kernels cannot be compiled here")
+@pytest.mark.parametrize("name", KINDS)
+def test_the_kernels_serve_them(name: str) -> None:
+    runner = build_runner(model_of(name), compile=False)
+    assert runner.weights.packed is not None
+    assert not runner.weights.own_attention
+
+
+def test_what_is_kept_of_each_layer() -> None:
+    """Windows and chunks are read from masks, widths and sinks from calls."""
+    phimoe, llama4, gemma4, mimo = (
+        build_runner(model_of(name), compile=False).weights.shapes
+        for name in ("phimoe", "llama4-chunked", "gemma4", "mimo_v2_flash")
+    )
+    assert [shape.window for shape in phimoe] == [WINDOW] * 3
+    assert [shape.chunk for shape in llama4] == [WINDOW] * 3
+    assert [shape.key_dim for shape in gemma4] == [8, 12, 12]
+    assert [shape.sinks is not None for shape in mimo] == [shape.window > 0 for shape in mimo]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("bloom", {"cache": "quant-4"}, "ALiBi or chunks"),
+        ("llama4-chunked", {"cache": "streaming", "kv_budget": 64}, "ALiBi or chunks"),
+        ("gpt_oss", {"cache": "minference"}, "attention sinks"),
+    ],
+)
+def test_policies_that_would_move_positions_are_refused(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        LLM((model_of(name), TOKENIZER), "none", compile=False, **options)
+
+
+def drop(name: str, layer: int) -> Sequence[Any]:
+    """What is kept of each layer, one of which forgets how far it sees and what is added to its scores."""
+    shapes = build_runner(model_of(name), compile=False).weights.shapes
+    old = shapes[layer]
+    shapes[layer] = type(old)(old.heads, old.key_dim, old.value_dim)
+    return shapes
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "bloom", "llama4-chunked", "phimoe"])
+def test_the_proof_finds_what_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks, ALiBi, chunks or windows of one layer that attention does not know of."""
+    broken = drop(name, 0)
+    from sakiyomi.model_executor.weights import ModelWeights
+
+    def forgetful(self: ModelWeights, *given: Any, **options: Any) -> None:
+        own(self, *given, **options)
+        self.shapes = broken
+        assert self.expected is not None
+        self.expected.reaches.pop(0, None)
+
+    own = ModelWeights.__init__
+    monkeypatch.setattr(ModelWeights, "__init__", forgetful)
+    with pytest.raises(UnsupportedError, match="other logits through our cache"):
+        build_runner(model_of(name), compile=False)
+
+
+def test_a_window_that_the_text_does_not_reach() -> None:
+    """The proof's windows are shorter than its text; afterwards they are the model's own again."""
+    config = KINDS["phimoe"]()
+    config.sliding_window = 100
+    model = make(config)
+    runner = build_runner(model, compile=False)
+    assert [shape.window for shape in runner.weights.shapes] == [100] * 3
+    assert model.config.sliding_window == runner.module.config.sliding_window == 100
+    tokens = prompt(130)
+    llm = LLM((model, TOKENIZER), "none", compile=False)
+    done = llm.generate([tokens], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert done[0].token_ids == greedy(model, tokens, 8)
+    with torch.no_grad():
+        config.sliding_window = 250
+        far = make(config)
+    assert greedy(far, tokens, 8) != done[0].token_ids, "the window makes no difference"
