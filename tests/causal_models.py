@@ -128,9 +128,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "rope_parameters": dict.fromkeys(
-            ("sliding_attention", "full_attention"), {"rope_theta": 10000.0, "rope_type": "default"}
-        ),
+        "rope_parameters": {
+            kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in ("sliding_attention", "full_attention")
+        },
         "pad_token_id": 0,
     },
     "dbrx": {
@@ -223,7 +223,7 @@ def values(made: type, given: dict[str, Any]) -> dict[str, Any]:
     if isinstance(fields.get("sliding_window"), int):
         found["sliding_window"] = WINDOW
     if "layer_types" in fields and "layer_types" not in given:
-        kinds = list(dict.fromkeys(getattr(made(**(found | given | {"num_hidden_layers": 12})), "layer_types") or ()))
+        kinds = list(dict.fromkeys(made(**(found | given | {"num_hidden_layers": 12})).layer_types or ()))
         if len(kinds) > 1:
             found["layer_types"] = (kinds * 3)[:3]
     return found | given
@@ -311,19 +311,17 @@ def rows(table: Path = TABLE) -> list[dict[str, Any]]:
 
 
 def main(kinds: Sequence[str]) -> None:
-    """Run all types, or those that are named, and write the table; a row is there when its run is over."""
-    known = {row["type"]: row for row in rows()[1:]} if TABLE.is_file() else {}
+    """Run all types, or those that are named, and write their rows of the table."""
+    found = {}
     for kind in kinds or KINDS:
         try:
-            known[kind] = outcome(kind)
+            found[kind] = outcome(kind)
         except Exception as error:
-            known[kind] = {
-                "type": kind,
-                "class": KINDS[kind],
-                "state": "wrong",
-                "why": f"{type(error).__name__}: {error}",
-            }
-        print(json.dumps(known[kind]), flush=True)
+            what = f"{type(error).__name__}: {error}"
+            found[kind] = {"type": kind, "class": KINDS[kind], "state": "wrong", "why": what}
+        print(json.dumps(found[kind]), flush=True)
+    known = {row["type"]: row for row in rows()[1:]} if TABLE.is_file() else {}
+    known = {kind: row for kind, row in (known | found).items() if kind in KINDS}
     lines = [{"transformers": transformers.__version__}, *(known[kind] for kind in sorted(known))]
     TABLE.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import architectures
 import causal_models
-from architectures import VOCAB
 
 IMAGE, BEGIN, END = 5, 6, 7
 MARK = "<image>"

@@ -143,7 +143,7 @@ KEPT = [
 
 @pytest.mark.parametrize("kept", KEPT)
 def test_replies_where_pairs_are_evicted(drafts: dict[str, str], kept: str) -> None:
-    """Boundaries, and what a prompt's rows look at, are those of a fresh request: from its last border on all is read."""
+    """Boundaries, and what a prompt's rows look at, are those of a fresh request."""
     options: dict[str, Any] = {"cache": kept} | ({"kv_budget": 24} if not kept.startswith(("quant", "minf")) else {})
     fresh, full = llm_with("none", **options), llm_with("none")
     for draft in ("none", "near"):

@@ -42,6 +42,7 @@ class ManagedCache:
         tail: tokens, the last ones of a prompt, that a policy may treat as such: what is kept before them is the same
             for all prompts that begin alike.
         policy: what evicts; None: nothing does.
+        shifts: by slot, what is added to places for positions, where images in a text take up others.
     """
 
     def __init__(self, cache: SlotCache) -> None:
@@ -51,6 +52,7 @@ class ManagedCache:
         self.policy: Policy | None = None
         self.needs_log_probs = self.chunked = False
         self.reread_tokens, self.tail = 0, 1
+        self.shifts: dict[int, int] = {}
 
     @property
     def far_bytes(self) -> int:
@@ -61,6 +63,7 @@ class ManagedCache:
 
     def begin(self, slot: int) -> None:
         """A text begins in this slot, which is empty."""
+        self.shifts.pop(slot, None)
         self._observe_from(slot, 0)
 
     def end(self, slot: int) -> None:
@@ -143,7 +146,9 @@ class FullCache(ManagedCache):
 
     def tracking_queries(self) -> QueryTrackingCache | None:
         """One that also keeps the queries of each slot's last row."""
-        return QueryTrackingCache(self.cache)
+        tracked = QueryTrackingCache(self.cache)
+        tracked.shifts = self.shifts
+        return tracked
 
 
 class QueryTrackingCache(FullCache):

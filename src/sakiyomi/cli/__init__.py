@@ -1,5 +1,5 @@
-"""The command line: ``sakiyomi demo | generate | transcribe | chat | tree | audit | info | models | bench | memory | cache |
-plan | tune | train | export | serve``.
+"""The command line: ``sakiyomi demo | generate | transcribe | chat | tree | audit | info | models | plan | serve |
+bench | memory | cache | tune | export | train``.
 
 Results on stdout, progress on stderr, ``--json`` everywhere (the last line of stdout is then one JSON object). Exit
 codes: 0, 1 for what cannot be done (and a defect found by ``audit``), 2 for misuse, 130 after Ctrl-C. Nothing here

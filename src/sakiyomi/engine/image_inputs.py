@@ -26,7 +26,7 @@ class ImageInputProcessor(TextInputProcessor):
     """
 
     def __init__(self, loaded: Loaded, target: ModelRunner, max_context: int) -> None:
-        super().__init__(loaded.tokenizer, target.vocab_size, max_context)
+        super().__init__(loaded.tokenizer, target.vocab_size, max_context, target.weights.context_note)
         self._loaded, self._target = loaded, target
 
     def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
@@ -45,5 +45,7 @@ class ImageInputProcessor(TextInputProcessor):
             made = dict(processor(text=[prompt.text], images=list(prompt.images), return_tensors="pt"))
         except Exception as error:  # processors raise whatever they like
             raise InputError(f"{prompt!r}: the model's processor does not take it ({one_line(error)})") from error
-        tokens = prompt_tokens(made["input_ids"][0].tolist(), self._tokenizer, self._vocab_size, self._max_context)
+        tokens = prompt_tokens(
+            made["input_ids"][0].tolist(), self._tokenizer, self._vocab_size, self._max_context, self._note
+        )
         return TokenizedPrompt(tokens, with_ids(params, self._tokenizer), Source(made, len(tokens)))

@@ -138,7 +138,10 @@ class LLM:
         self.draft = self.drafter(self.profile.draft if self.profile is not None else drafters)
         own = self.target.max_context
         if max_context is not None and max_context > own:
-            raise InputError(f"max_context={max_context} exceeds the model's {own} positions; leave it out or lower it")
+            note = self.target.weights.context_note
+            raise InputError(
+                f"max_context={max_context} exceeds the model's {own} positions; leave it out or lower it{note}"
+            )
         self.max_context = max_context or own
         self.engine = Engine(
             self.target,

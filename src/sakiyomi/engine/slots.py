@@ -82,8 +82,6 @@ class SlotManager:
             self._go_on(request)
         if lender is not None and lender.slot is not None and not self._eviction.chunked:
             self._copy(request, lender.slot, self._lendable(lender.slot, self._held(lender, request)))
-        assert request.slot is not None
-        self._target.shifts.pop(request.slot, None)
         self._share(request)
 
     def _hand_over(self, place: RetainedSlot, request: Request) -> None:

@@ -112,7 +112,7 @@ class ModelRunner(Session):
                 self.cache.keys[layer][slot][:, :count] = pairs.keys[0, :, :count]
                 self.cache.values[layer][slot][:, :count] = pairs.values[0, :, :count]
             shift = getattr(self.module.model, "rope_deltas", None)
-            self.shifts[slot] = 0 if shift is None else int(shift.flatten()[0])
+            self.eviction.shifts[slot] = 0 if shift is None else int(shift.flatten()[0])
             self.forward_seconds += time.perf_counter() - began
         return count
 
@@ -214,8 +214,8 @@ class ModelRunner(Session):
         if self._reassigned:
             for slot, first, count, _, _ in plan.table:
                 numbers[1, first : first + count] -= self.cache.least(slot)
-        for slot, first, count, _, _ in plan.table if self.shifts else ():
-            numbers[1, first : first + count] += self.shifts.get(slot, 0)
+        for slot, first, count, _, _ in plan.table if self.eviction.shifts else ():
+            numbers[1, first : first + count] += self.eviction.shifts.get(slot, 0)
         numbers[:, rows:] = 0
         return (ids, positions) if self.device.type == "cpu" else (ids.to(self.device), positions.to(self.device))
 
@@ -252,7 +252,11 @@ class ModelRunner(Session):
         if session is None or self.recorder is None or not self._proven or rows > self.sizes[-1]:
             return None
         simple = not (
-            self.watchers or self.shifts or self._reassigned or self.cache.states.stores or self.sources is not None
+            self.watchers
+            or self.eviction.shifts
+            or self._reassigned
+            or self.cache.states.stores
+            or self.sources is not None
         )
         if not simple or self._note is not None or self.eviction.observations is not None:
             return None

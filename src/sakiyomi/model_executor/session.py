@@ -68,7 +68,6 @@ class Session:
         max_context: tokens that a text may have, prompt included.
         forward_seconds: spent in passes so far.
         watchers: told of every pass when it is done: its plan, and its seconds.
-        shifts: by slot, what is added to places for positions, where images take up others.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class Session:
         self.max_context = weights.max_context
         self.forward_seconds = 0.0
         self.watchers: list[Callable[[BatchPlan, float], None]] = []
-        self.shifts: dict[int, int] = {}
         self._observer, self._evicts = observer, evicts
         self._note: op.Note | None = None if observer is None else observer.observe
         self.compile = compile

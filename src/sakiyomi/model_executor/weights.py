@@ -67,6 +67,7 @@ class ModelWeights:
         encoder: of an encoder-decoder model, whose decoder is the module.
         multimodal: the class reads more than text; its encoders stand aside.
         max_context: positions that the model has.
+        context_note: why they are fewer than its configuration says, for messages; "": they are not.
         small_head: the logits of all rows of a prompt cost next to nothing.
         offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
             same whatever the number of rows.
@@ -112,7 +113,13 @@ class ModelWeights:
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
         self.device = _device(model)
-        self.max_context = _max_context(self.config)
+        self.max_context, self.context_note = _max_context(self.config), ""
+        if self.max_context < (positions := int(getattr(self.config, "max_position_embeddings", 0) or 0)):
+            self.context_note = (
+                f"; the model has {positions} positions, but its rotary embedding (longrope) changes all of them when "
+                f"a text grows beyond {self.max_context}, which is not supported: use transformers' generate() there"
+            )
+            logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
         # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
         self.offloaded = not owned and is_offloaded(self.module)
@@ -390,10 +397,4 @@ def _rope_limit(config: Any) -> int:
         return 1 << 30
     own = rope.get("original_max_position_embeddings")
     limit = int(own or getattr(config, "original_max_position_embeddings", None) or 0)
-    if 0 < limit < config.max_position_embeddings:
-        logger.warning(
-            "longrope changes all positions beyond %d tokens: the context is limited to them instead of %d",
-            limit,
-            config.max_position_embeddings,
-        )
     return limit or 1 << 30

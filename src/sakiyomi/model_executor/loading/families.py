@@ -27,8 +27,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 _ENCODERS = frozenset(
     {
-        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert", "roberta",
-        "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+        "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
     }
 )  # fmt: skip
 """Encoders that transformers loads as causal models all the same; without ``is_decoder`` they look ahead."""
@@ -180,23 +180,22 @@ def has_experts(config: Any) -> bool:
 
 def _is_causal(config: Any) -> bool:
     """Whether transformers' causal class reads it; remote code, and what is unknown, counts as such."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING,
-    )
-
-    return type(config) in CAUSAL or type(config) not in SEEING
+    causal, seeing = _classes()
+    return type(config) in causal or type(config) not in seeing
 
 
 def _causal_class(config: Any) -> type | None:
-    """transformers' class of text, or of images and text, which writes text alike."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING,
-    )
-
-    found = CAUSAL.get(type(config), None) or SEEING.get(type(config), None)
+    """The class of text, or of images and text, which writes text alike; None: transformers has none."""
+    causal, seeing = _classes()
+    found = causal.get(type(config), None) or seeing.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
+
+
+def _classes() -> tuple[Any, Any]:
+    """By configuration transformers' causal classes, and those of images and text."""
+    from transformers.models.auto import modeling_auto as auto
+
+    return auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def _without_config(folder: Path) -> str:
