@@ -25,6 +25,7 @@ from sakiyomi.core.version import __version__
 if TYPE_CHECKING:
     from sakiyomi import theory
     from sakiyomi.core.audio import Audio
+    from sakiyomi.core.images import ImagePrompt
     from sakiyomi.core.outputs import Generation, Stats, Step, TokenTrace
     from sakiyomi.core.params import SamplingParams
     from sakiyomi.core.tree import Draft, TokenTree, Verdict
@@ -39,6 +40,7 @@ __all__ = [
     "DraftError",
     "Engine",
     "Generation",
+    "ImagePrompt",
     "InputError",
     "LoadError",
     "MemoryLimitError",
@@ -61,6 +63,7 @@ __all__ = [
 _HOME = {
     "LLM": "sakiyomi.engine.llm",
     "Audio": "sakiyomi.core.audio",
+    "ImagePrompt": "sakiyomi.core.images",
     "custom_generate": "sakiyomi.engine.hf_generate",
     "Engine": "sakiyomi.engine.engine",
     "SamplingParams": "sakiyomi.core.params",

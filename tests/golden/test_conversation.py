@@ -126,3 +126,58 @@ def test_the_draft_keeps_its_place_too(drafts: dict[str, str], tmp_path: Path) -
         assert second.stats.accepted > 0
         assert second.token_ids == llm_with("none").generate([tokens], COUPLED)[0].token_ids
     assert llm.draft.model.cache.free == llm.draft.model.cache.max_slots  # type: ignore[union-attr]
+
+
+KEPT = [
+    "h2o[local=4]",
+    "snapkv[window=8,local=0]",
+    "sirllm[local=4]",
+    "streaming",
+    "infllm[block=4,sinks=4,local=4,representatives=2]",
+    "knorm[local=4,positions=reassigned]",
+    "quant-8[residual=16]",
+    "minference[vertical=4,slash=4,block=4]",
+    "h2o[local=4]+minference[vertical=4,slash=4,block=4]",
+]
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_replies_where_pairs_are_evicted(drafts: dict[str, str], kept: str) -> None:
+    """Boundaries, and what a prompt's rows look at, are those of a fresh request."""
+    options: dict[str, Any] = {"cache": kept} | ({"kv_budget": 24} if not kept.startswith(("quant", "minf")) else {})
+    fresh, full = llm_with("none", **options), llm_with("none")
+    for draft in ("none", "near"):
+        done = turns(llm_with(drafts[draft], **options), GREEDY)
+        for tokens, out in done:
+            assert out.token_ids == fresh.generate([tokens], GREEDY)[0].token_ids
+        assert any(out.token_ids != full.generate([tokens], GREEDY)[0].token_ids for tokens, out in done)
+        reused = [out.stats.reused for _, out in done]
+        assert all(count % CHUNK == 0 for count in reused) and sum(reused) >= 64
+        assert kept != KEPT[-2] or reused == [0, 32, 64, 48, 48, 0, 0], "where nothing is dropped, any chunk serves"
+
+
+def test_without_borders_replies_would_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above would see it: what a shorter prompt has evicted at its end is gone."""
+    options: dict[str, Any] = {"cache": "h2o[local=4]", "kv_budget": 24}
+    fresh, llm = llm_with("none", **options), llm_with("none", **options)
+    monkeypatch.setattr(llm.engine._slots, "_held", lambda place, request: place.shared(request.tokens[:-1]))
+    monkeypatch.setattr(llm.engine._slots._eviction, "lendable", lambda slot, length, multiple=1: length)
+    done = turns(llm, GREEDY)
+    assert any(out.token_ids != fresh.generate([tokens], GREEDY)[0].token_ids for tokens, out in done)
+
+
+@pytest.mark.parametrize("kept", ["h2o[local=4]", "sirllm[local=4]"])
+def test_replies_behind_a_prefix_where_pairs_are_evicted(kept: str) -> None:
+    """Borders are counted from the prefix's end, as in requests that go on from it."""
+    options: dict[str, Any] = {"cache": kept, "kv_budget": 24}
+    fresh, llm = llm_with("none", **options), llm_with("none", **options)
+    begin = prompt(21, 7)
+    prefixes = fresh.prefix(begin), llm.prefix(begin)
+    with llm.conversation(prefix=prefixes[1]) as conversation:
+        tokens, reused = begin + prompt(40, 8), []
+        for seed in (9, 10):
+            out = conversation.generate(tokens, GREEDY)
+            assert out.token_ids == fresh.generate([tokens[21:]], GREEDY, prefix=prefixes[0])[0].token_ids
+            reused.append(out.stats.reused)
+            tokens = [*tokens, *out.token_ids, *prompt(5, seed)]
+        assert reused == [21, 53]

@@ -186,8 +186,8 @@ def test_what_must_not_be_shared(broken: str, monkeypatch: pytest.MonkeyPatch) -
     assert not same()
 
 
-def test_a_conversation_lends_nothing_that_others_would_not_have() -> None:
-    """Its first prompt ended where for others it goes on, and the policy has kept that end."""
+def test_a_conversation_lends_what_others_would_have() -> None:
+    """Its first prompt ended where for others it goes on, and the policy has kept that end: it goes on before it."""
     llm = shared("both ends")
     place = RetainedSlot()
     llm.engine.submit(BEGINNING[:96], replace(GREEDY, max_new_tokens=4), place=place)
@@ -195,8 +195,8 @@ def test_a_conversation_lends_nothing_that_others_would_not_have() -> None:
     second, other = llm.engine.submit(PROMPTS[0], GREEDY, place=place), llm.engine.submit(PROMPTS[0], GREEDY)
     finish(llm)
     llm.engine.release(place)
-    assert (second.stats.reused, other.stats.reused) == (96, 0)
-    assert other.output == alone(llm, PROMPTS[:1], GREEDY)[0].output
+    assert second.stats.reused < 96
+    assert second.output == other.output == alone(llm, PROMPTS[:1], GREEDY)[0].output
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt2", "falcon"])

@@ -42,6 +42,7 @@ class ManagedCache:
         tail: tokens, the last ones of a prompt, that a policy may treat as such: what is kept before them is the same
             for all prompts that begin alike.
         policy: what evicts; None: nothing does.
+        shifts: by slot, what is added to places for positions, where images in a text take up others.
     """
 
     def __init__(self, cache: SlotCache) -> None:
@@ -51,6 +52,7 @@ class ManagedCache:
         self.policy: Policy | None = None
         self.needs_log_probs = self.chunked = False
         self.reread_tokens, self.tail = 0, 1
+        self.shifts: dict[int, int] = {}
 
     @property
     def far_bytes(self) -> int:
@@ -61,6 +63,7 @@ class ManagedCache:
 
     def begin(self, slot: int) -> None:
         """A text begins in this slot, which is empty."""
+        self.shifts.pop(slot, None)
         self._observe_from(slot, 0)
 
     def end(self, slot: int) -> None:
@@ -143,7 +146,9 @@ class FullCache(ManagedCache):
 
     def tracking_queries(self) -> QueryTrackingCache | None:
         """One that also keeps the queries of each slot's last row."""
-        return QueryTrackingCache(self.cache)
+        tracked = QueryTrackingCache(self.cache)
+        tracked.shifts = self.shifts
+        return tracked
 
 
 class QueryTrackingCache(FullCache):
@@ -254,16 +259,17 @@ class EvictingCache(ManagedCache):
         self._slots.pop(slot, None)
 
     def resume(self, slot: int, length: int, multiple: int = 1) -> int:
-        """Take a slot's text back, but not behind its last boundary: before that it begins anew.
+        """Take a slot's text back; where pairs are evicted, not behind its last boundary: before that it begins anew.
 
         Where log probabilities are needed, the token behind them must be the one that was there: how likely it was,
         the row before it has said, which is not computed again.
         """
         record = self._slots[slot]
         length = super().resume(slot, length, multiple)
-        if length < record.boundary:
+        if length < record.boundary and self.cache.dropped is not None:
             self.begin(slot)
             return 0
+        record.boundary = min(record.boundary, length)
         del record.neg_log_prob[length - record.boundary + (length > 0) :]
         return length
 

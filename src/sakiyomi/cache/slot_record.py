@@ -56,6 +56,8 @@ class SlotRecord:
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of all tensors by name."""
         known = {name: heads[head].to("cpu", copy=True) for name, heads, head in self._named()}
+        if self.neg_log_prob:
+            known["neg_log_prob"] = torch.tensor(self.neg_log_prob, dtype=torch.float64)
         return known if self.ahead is None else known | {"ahead": self.ahead.to("cpu", copy=True)}
 
     def restore(self, length: int, known: Mapping[str, Tensor]) -> None:
@@ -63,6 +65,7 @@ class SlotRecord:
         for name, heads, head in self._named():
             heads[head] = known[name].to(heads[head].device)
         self.boundary, self.ahead = length, known.get("ahead")
+        self.neg_log_prob = known["neg_log_prob"].tolist() if "neg_log_prob" in known else []
 
     def add_prompt(self, logits: Tensor, ids: Sequence[int], at: int, end: int) -> None:
         """Take -log p of the tokens that a prompt's chunk ids[at:end] has predicted: ids[at + 1 : end + 1].

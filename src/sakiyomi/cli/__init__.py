@@ -1,5 +1,5 @@
-"""The command line: ``sakiyomi demo | generate | transcribe | chat | tree | audit | info | bench | memory | cache |
-plan | tune | train | export | serve``.
+"""The command line: ``sakiyomi demo | generate | transcribe | chat | tree | audit | info | models | plan | serve |
+bench | memory | cache | tune | export | train``.
 
 Results on stdout, progress on stderr, ``--json`` everywhere (the last line of stdout is then one JSON object). Exit
 codes: 0, 1 for what cannot be done (and a defect found by ``audit``), 2 for misuse, 130 after Ctrl-C. Nothing here
@@ -29,6 +29,7 @@ from sakiyomi.cli import (
     generate,
     info,
     memory,
+    models,
     plan,
     serve,
     train,
@@ -92,6 +93,7 @@ add_command(app, chat.chat, defaults={"max_new_tokens": chat.MAX_NEW_TOKENS})
 add_command(app, tree.tree)
 add_command(app, audit.audit)
 add_command(app, info.info)
+add_command(app, models.models)
 add_command(app, plan.plan)
 add_command(app, serve.serve, defaults={"max_batch": serve.MAX_BATCH}, environment=ENVIRONMENT)
 _bench = add_group(app, "bench", bench.inflate, bench.long, bench.report, main=bench.bench)

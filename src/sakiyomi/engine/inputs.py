@@ -10,6 +10,7 @@ from typing import Any
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
 
 __all__ = ["InputProcessor", "TextInputProcessor", "TokenizedPrompt", "prompt_tokens", "with_ids"]
@@ -41,20 +42,26 @@ class TextInputProcessor:
         tokenizer: of the model.
         vocab_size: width of its logits.
         max_context: most tokens of prompt and output.
+        note: why they are so few, for messages.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_context: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, max_context: int, note: str = "") -> None:
         self._tokenizer, self._vocab_size, self._max_context = tokenizer, vocab_size, max_context
+        self._note = note
 
     def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
         """See ``InputProcessor``."""
         if isinstance(prompt, Audio):
             raise InputError(f"the prompt is {prompt!r}, and the model reads text; load a speech model (whisper)")
-        tokens = prompt_tokens(prompt, self._tokenizer, self._vocab_size, self._max_context)
+        if isinstance(prompt, ImagePrompt):
+            raise InputError(f"the prompt is {prompt!r}, and the model reads text; load a model that sees")
+        tokens = prompt_tokens(prompt, self._tokenizer, self._vocab_size, self._max_context, self._note)
         return TokenizedPrompt(tokens, with_ids(params, self._tokenizer))
 
 
-def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, max_context: int) -> list[int]:
+def prompt_tokens(
+    prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, max_context: int, note: str = ""
+) -> list[int]:
     """The tokens of a prompt; token ids are used as they are.
 
     Raises:
@@ -84,7 +91,7 @@ def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, 
     if len(tokens) >= max_context:
         raise InputError(
             f"the prompt has {len(tokens)} tokens, the context holds {max_context} with at least one new one; "
-            "shorten the prompt"
+            f"shorten the prompt{note}"
         )
     return tokens
 

@@ -14,6 +14,7 @@ from sakiyomi.cache.policies import CacheSpec, read_cache
 from sakiyomi.cache.prefix import Prefix
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.memory import parse_bytes
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
@@ -29,7 +30,7 @@ from sakiyomi.model_executor.loading import load_model, stop_tokens
 
 __all__ = ["LLM"]
 
-Prompt = str | Sequence[int] | Audio | Tensor
+Prompt = str | Sequence[int] | Audio | Tensor | ImagePrompt
 
 
 class LLM:
@@ -137,7 +138,10 @@ class LLM:
         self.draft = self.drafter(self.profile.draft if self.profile is not None else drafters)
         own = self.target.max_context
         if max_context is not None and max_context > own:
-            raise InputError(f"max_context={max_context} exceeds the model's {own} positions; leave it out or lower it")
+            note = self.target.weights.context_note
+            raise InputError(
+                f"max_context={max_context} exceeds the model's {own} positions; leave it out or lower it{note}"
+            )
         self.max_context = max_context or own
         self.engine = Engine(
             self.target,
@@ -158,7 +162,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Audio | Tensor | Sequence[Prompt],
+        prompts: str | Audio | ImagePrompt | Tensor | Sequence[Prompt],
         params: SamplingParams | None = None,
         *,
         rounds_trace: bool = False,
@@ -180,7 +184,9 @@ class LLM:
             InputError, MemoryLimitError: before any work is done.
         """
         params = as_params(params)
-        alone = isinstance(prompts, str | Audio) or (isinstance(prompts, Tensor) and prompts.is_floating_point())
+        alone = isinstance(prompts, str | Audio | ImagePrompt) or (
+            isinstance(prompts, Tensor) and prompts.is_floating_point()
+        )
         if not alone and not isinstance(prompts, Iterable):
             raise InputError(f"prompts is {prompts!r:.80}; expected a text, or a list of texts or of token-id lists")
         given: list[Any] = [prompts] if alone else list(prompts)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from sakiyomi.core.progress import progress
 from sakiyomi.core.prompts import judging_text
 from sakiyomi.drafters import Context, DrafterContext
 from sakiyomi.engine.engine import Engine
-from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
+from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
 from sakiyomi.kernels.build import builder
 from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder
 from sakiyomi.model_executor.runner import ModelRunner
@@ -99,10 +99,15 @@ class ModelPool:
         for model in self.models:
             model.settle()
 
-    def input_processor(self, max_context: int) -> InputProcessor | None:
-        """What makes sources for the target's encoder; None where it has none."""
+    def input_processor(self, max_context: int) -> InputProcessor:
+        """What makes tokens of prompts, sources for the target's encoder, or reads images."""
+        if self.target.weights.multimodal:
+            from sakiyomi.engine.image_inputs import ImageInputProcessor
+
+            return ImageInputProcessor(self.loaded, self.target, max_context)
         if not has_encoder(self.loaded.model.config):
-            return None
+            note = self.target.weights.context_note
+            return TextInputProcessor(self.loaded.tokenizer, self.target.vocab_size, max_context, note)
         from sakiyomi.engine.encoder_inputs import SourceInputProcessor
 
         return SourceInputProcessor(self.loaded, self.target, max_context)

@@ -52,6 +52,8 @@ class Prefill:
         for request in running:
             if request.prefilled or request.over or self.slots.waits(request):
                 continue
+            if not (request.cached or self._read_images(request, steps)):
+                continue
             unread = min(request.prompt_tokens, request.boundary) - request.cached
             count = min(self.chunk_size, unread)
             if batch.requests and (count > budget or self.exact):
@@ -66,6 +68,18 @@ class Prefill:
             batch.add(request, Draft.empty(), SequenceRows(request.slot, request.cached, tokens, prompt=True))
             budget -= count
         return batch
+
+    def _read_images(self, request: Request, steps: list[Step]) -> bool:
+        """Read a prompt's images, if it has any, and all tokens but the last; whether there was memory for them."""
+        source = request.context.source
+        if source is not None and self.target.weights.encoder is None:
+            assert request.slot is not None
+            try:
+                request.cached = self.target.read_images(request.slot, source.inputs)
+            except MemoryLimitError as error:
+                steps.append(request.fail(error))
+                return False
+        return True
 
     def take(
         self, batch: Batch, output: PassOutput, running: list[Request], steps: list[Step], began: float
@@ -102,6 +116,7 @@ class Prefill:
                 last.append(at.stop - 1)
                 continue
             self.evict(request)
+            self.slots.keep_border(request)
             running.remove(request)  # the others' turn, so that a long prompt does not hold up short ones
             running.append(request)
         self.slots.share()

@@ -40,6 +40,9 @@ class RetainedSlot:
         held: the tokens whose keys and values lie there.
         prompt: so many of them were its request's prompt.
         whole: so many of them were computed as whole chunks of a prompt, as any prompt that begins with them would be.
+        base: where chunks are counted from: behind a prefix that had eviction boundaries of its own, else 0.
+        border: what lay there at the last eviction boundary that any prompt which begins alike has, too; None: none
+            was kept, or nothing is evicted.
         context: of the last request, with the drafter's own memory.
     """
 
@@ -50,7 +53,14 @@ class RetainedSlot:
     held: list[int] = field(default_factory=list)
     prompt: int = 0
     whole: int = 0
+    base: int = 0
+    border: Prefix | None = None
     context: Context | None = None
+
+    @property
+    def lends(self) -> bool:
+        """Whether it holds what any prompt with these tokens would have there: no prefix's, and no image's."""
+        return not self.base and (self.context is None or self.context.source is None)
 
     def shared(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, from the first on, are held."""
@@ -85,7 +95,7 @@ class Request:
         error: what ended the request, if it was not its text: a processor of the user's that raised, its removal.
         slot: place in the target's cache; None while waiting.
         cached: tokens whose keys and values the target has computed.
-        fresh: all of them lie there as they do for a request that has read its prompt from the first token on.
+        base: eviction boundaries are counted from here: the length of a prefix that had its own, else 0.
         boundary: where something of them may be dropped next, in tokens; no round goes beyond it.
     """
 
@@ -104,7 +114,7 @@ class Request:
     shares: bool = True
     slot: int | None = None
     cached: int = 0
-    fresh: bool = True
+    base: int = 0
     boundary: int = 0
     finish_reason: FinishReason | None = None
     error: Exception | None = None

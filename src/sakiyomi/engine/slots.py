@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from sakiyomi.cache.eviction import ManagedCache
-from sakiyomi.cache.prefix import LEAST, alike
+from sakiyomi.cache.prefix import LEAST, Prefix, alike
 from sakiyomi.core.errors import MemoryLimitError, RemovedError
 from sakiyomi.drafters.base import Drafter, tell_end, tell_inherit
 from sakiyomi.engine.request import Request, RetainedSlot
@@ -87,13 +87,25 @@ class SlotManager:
     def _hand_over(self, place: RetainedSlot, request: Request) -> None:
         """Give a retained slot to a request, rolled back to what can be reused."""
         assert place.slot is not None and place.context is not None
-        same = request.context.source is None  # else what is held was made from another source
+        # Else what is held was made from another source.
+        same = request.context.source is None and place.context.source is None
         shared = self._held(place, request) if same else 0
         self._kept.remove(place)
-        shared = self._eviction.resume(place.slot, shared, self._chunk_size if self._exact else 1)
+        whole = self._chunk_size if self._exact or (self._eviction.chunked and not place.base) else 1
+        read = self._eviction.lendable(place.slot, shared, whole)
+        border = place.border
+        if border is not None and read < len(border.tokens) <= shared:
+            self._eviction.begin(place.slot)
+            self._eviction.restore(place.slot, len(border.tokens), border.tensors)
+            read = len(border.tokens)
+        else:
+            read = self._eviction.resume(place.slot, read, whole)
         request.slot, place.slot = place.slot, None
-        request.cached = request.stats.reused = shared
-        request.fresh = not (shared and self._eviction.chunked)
+        request.cached = request.stats.reused = read
+        request.base = place.base if read else 0
+        if not read:
+            self._eviction.begin(request.slot)
+            self._go_on(request)
         if same:
             tell_inherit(self._drafter, request.context, place.context)
         tell_end(self._drafter, place.context)
@@ -108,22 +120,29 @@ class SlotManager:
             assert request.slot is not None
             self._eviction.restore(request.slot, count, prefix.tensors)
             request.cached = request.stats.reused = count
-            request.fresh = not self._eviction.chunked
+            request.base = count if self._eviction.chunked else 0
 
     def _held(self, place: RetainedSlot, request: Request) -> int:
         """How many first tokens of a request's prompt a retained slot holds that can be reused."""
         shared = place.shared(request.tokens) - self._eviction.needs_log_probs  # of the token behind them
         shared = min(max(shared, 0), request.prompt_tokens - 1)  # the last one is wanted
-        if self._exact:
-            # Rows of decoding passes, and of a chunk of another length, round otherwise than those of a fresh request.
-            shared = min(shared, place.whole) // self._chunk_size * self._chunk_size
+        if self._eviction.chunked:
+            shared = min(shared, request.prompt_tokens - self._eviction.tail)
+        if self._exact or self._eviction.chunked:
+            # Rows of decoding passes, and of a chunk of another length, round otherwise than those of a fresh request;
+            # and what is evicted depends on the boundaries, of which a fresh request has one at the end of each chunk.
+            shared = self._whole(min(shared, place.whole), place.base)
         return shared
+
+    def _whole(self, count: int, base: int) -> int:
+        """The part of so many tokens that are whole chunks behind the first `base`."""
+        return base + (count - base) // self._chunk_size * self._chunk_size if count > base else 0
 
     def _lender(self, request: Request) -> RetainedSlot | None:
         """The shareable place that has most of a request's prompt."""
         if not request.shares or request.context.source is not None:
             return None
-        held = {place: self._held(place, request) for place in self._kept if place.shareable}
+        held = {place: self._held(place, request) for place in self._kept if place.shareable and place.lends}
         best = max(held, key=held.__getitem__, default=None)
         return best if best is not None and held[best] >= LEAST else None
 
@@ -168,7 +187,12 @@ class SlotManager:
 
     def _akin(self, request: Request, other: Request) -> bool:
         """Whether two requests may share anything; what an encoder has read is shared by ``SourceCache``."""
-        return other is not request and request.shares and other.shares and request.context.source is None
+        return (
+            other is not request
+            and request.shares
+            and other.shares
+            and not (request.context.source or other.context.source)
+        )
 
     def _coming(self, request: Request, other: Request, count: int) -> bool:
         """Whether another request is about to read enough that waiting for it pays."""
@@ -182,7 +206,7 @@ class SlotManager:
         count = min(count - self._eviction.needs_log_probs, read, request.prompt_tokens - tail)
         if not self._exact and not self._eviction.chunked:
             return count
-        return min(count, other.prompt_tokens - tail) // self._chunk_size * self._chunk_size if other.fresh else 0
+        return min(count, other.prompt_tokens - tail) // self._chunk_size * self._chunk_size if not other.base else 0
 
     def _copy(self, request: Request, slot: int, count: int) -> None:
         """Copy the first tokens of another slot to a request, if that pays and there is storage."""
@@ -200,6 +224,23 @@ class SlotManager:
         request.cached = count
         request.boundary = self._eviction.boundary(request.slot, request.prompt_tokens)
 
+    def _read_once(self, request: Request) -> int:
+        """How many tokens of a prompt any prompt that begins with them, and goes on, reads and keeps alike."""
+        eviction = self._eviction
+        return max(0, request.prompt_tokens - max(eviction.reread_tokens, eviction.tail if eviction.chunked else 0))
+
+    def keep_border(self, request: Request) -> None:
+        """Copy what a retained slot holds at the last boundary that longer prompts have, too.
+
+        What is evicted at the end of this one cannot be brought back.
+        """
+        place, at = request.place, request.cached
+        if place is None or place.beginning or self._cache.dropped is None or not self._eviction.chunked:
+            return
+        assert request.slot is not None
+        if at <= self._read_once(request) < at + self._chunk_size and self._eviction.lendable(request.slot, at) == at:
+            place.border = Prefix(request.tokens[:at], "", {}, self._eviction.snapshot(request.slot, at))
+
     # ------------------------------------------------------------ at the end
 
     def free(self, request: Request) -> None:
@@ -213,8 +254,12 @@ class SlotManager:
             # not read even so, as where nothing was drafted: what is read next begins at the same place.
             place.held = request.tokens[:-1][: request.cached]
             place.prompt = min(request.prompt_tokens, len(place.held))
-            read_once = max(0, request.prompt_tokens - self._eviction.reread_tokens)
-            place.whole = min(request.cached, read_once) // self._chunk_size * self._chunk_size
+            place.base, place.whole = (
+                request.base,
+                self._whole(min(request.cached, self._read_once(request)), request.base),
+            )
+            if place.border is not None and place.held[: len(place.border.tokens)] != place.border.tokens:
+                place.border = None
             place.slot, place.context = slot, request.context
             self._kept.append(place)
             return
@@ -231,7 +276,7 @@ class SlotManager:
         self._kept.remove(place)
         self._eviction.end(place.slot)
         self._cache.release(place.slot)
-        place.slot = None
+        place.slot = place.border = None
         tell_end(self._drafter, place.context)
 
     def check_memory(self, requests: Sequence[Request]) -> None:

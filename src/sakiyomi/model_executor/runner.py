@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -64,6 +64,57 @@ class ModelRunner(Session):
             self.begin(BatchPlan([]), hidden.shape[1])
             self.sources.fill(slot, source, encoder.pairs(hidden))
             self.forward_seconds += time.perf_counter() - began
+
+    @property
+    def blind(self) -> str | None:
+        """Why the model reads no images; None: it does."""
+        if not self.weights.multimodal:
+            return "it is a model of text"
+        if self.eviction.chunked or self.cache.dropped is not None:
+            return "its cache evicts or quantizes; use cache='full'"
+        if self.weights.stateful or self.weights.own_attention or self.weights.offloaded:
+            return "it has recurrent layers, attention of its own, or weights that are offloaded"
+        return None
+
+    def read_images(self, slot: int, inputs: Mapping[str, Tensor]) -> int:
+        """Read a prompt with images in an empty slot, all tokens but the last one, by the model's own forward.
+
+        Rows of an image may look at each other, and encoders have a say: so this is one pass with transformers' own
+        attention and cache, whose keys and values are then copied. Positions behind the images may be others than
+        places: the slot's later rows are shifted as the model does it.
+
+        Args:
+            slot: of the request.
+            inputs: what the model's processor has made, a batch of one.
+
+        Returns:
+            How many tokens lie in the slot.
+
+        Raises:
+            MemoryLimitError: there is no room for them.
+        """
+        from transformers import DynamicCache
+
+        count = inputs["input_ids"].shape[1] - 1
+        given = {name: part.to(self.device) for name, part in inputs.items()}
+        given = {name: part.to(self.dtype) if part.is_floating_point() else part for name, part in given.items()}
+        self.cache.reserve(slot, count + 1)
+        with torch.no_grad(), self.lock:
+            began = time.perf_counter()
+            self.begin(BatchPlan([]), count + 1)
+            self.module.set_attn_implementation("sdpa")
+            try:
+                made = self.module(**given, past_key_values=DynamicCache(), use_cache=True)
+            finally:
+                self.module.set_attn_implementation(self.backend.operator)
+                self.cache.begin(None)
+            for layer, pairs in enumerate(made.past_key_values.layers):
+                self.cache.keys[layer][slot][:, :count] = pairs.keys[0, :, :count]
+                self.cache.values[layer][slot][:, :count] = pairs.values[0, :, :count]
+            shift = getattr(self.module.model, "rope_deltas", None)
+            self.eviction.shifts[slot] = 0 if shift is None else int(shift.flatten()[0])
+            self.forward_seconds += time.perf_counter() - began
+        return count
 
     # ------------------------------------------------------------ passes
 
@@ -165,6 +216,8 @@ class ModelRunner(Session):
         if self._reassigned:
             for slot, first, count, _, _ in plan.table:
                 numbers[1, first : first + count] -= self.cache.least(slot)
+        for slot, first, count, _, _ in plan.table if self.eviction.shifts else ():
+            numbers[1, first : first + count] += self.eviction.shifts.get(slot, 0)
         if rows < size:
             numbers[:, rows:] = 0
         return (ids, positions) if self.device.type == "cpu" else (ids.to(self.device), positions.to(self.device))
@@ -201,7 +254,13 @@ class ModelRunner(Session):
         session, recorder = self.backend.session, self.recorder
         if session is None or recorder is None or not self._proven or rows > self.sizes[-1]:
             return None
-        simple = not (self.watchers or self._reassigned or self.cache.states.stores or self.sources is not None)
+        simple = not (
+            self.watchers
+            or self.eviction.shifts
+            or self._reassigned
+            or self.cache.states.stores
+            or self.sources is not None
+        )
         if not simple or self._note is not None or self.eviction.observations is not None:
             return None
         for size in self.sizes[: bisect_left(self.sizes, rows) + 1]:

@@ -31,6 +31,8 @@ from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
+from sakiyomi.model_executor.multimodal import set_aside
+from sakiyomi.model_executor.positions import take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
@@ -64,7 +66,9 @@ class ModelWeights:
     Attributes:
         module: the transformers model as it runs here.
         encoder: of an encoder-decoder model, whose decoder is the module.
+        multimodal: the class reads more than text; its encoders stand aside.
         max_context: positions that the model has.
+        context_note: why they are fewer than its configuration says, for messages; "": they are not.
         small_head: the logits of all rows of a prompt cost next to nothing.
         offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
             same whatever the number of rows.
@@ -99,14 +103,24 @@ class ModelWeights:
         recorded = isinstance(model, RecordedModel)
         self.module: Any = model if recorded else structural_copy(model).eval()
         self.encoder: Encoder | None = None
+        self.multimodal = False
         if getattr(model.config, "is_encoder_decoder", False):
             self.module, self.encoder = split(self.module)
+        elif not recorded:
+            take_positions(self.module)
+            self.multimodal = set_aside(self.module, model)
         self.config = self.module.config.get_text_config()
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
         self.device = _device(model)
-        self.max_context = _max_context(self.config)
+        self.max_context, self.context_note = _max_context(self.config), ""
+        if self.max_context < (positions := int(getattr(self.config, "max_position_embeddings", 0) or 0)):
+            self.context_note = (
+                f"; the model has {positions} positions, but its rotary embedding (longrope) changes all of them when "
+                f"a text grows beyond {self.max_context}, which is not supported: use transformers' generate() there"
+            )
+            logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
         # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
         self.offloaded = not owned and is_offloaded(self.module)
@@ -400,10 +414,4 @@ def _rope_limit(config: Any) -> int:
         return 1 << 30
     own = rope.get("original_max_position_embeddings")
     limit = int(own or getattr(config, "original_max_position_embeddings", None) or 0)
-    if 0 < limit < config.max_position_embeddings:
-        logger.warning(
-            "longrope changes all positions beyond %d tokens: the context is limited to them instead of %d",
-            limit,
-            config.max_position_embeddings,
-        )
     return limit or 1 << 30

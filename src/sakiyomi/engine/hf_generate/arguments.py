@@ -160,7 +160,9 @@ def prompts(
         pad = _padding(mask, i, ids.shape[1], "attention_mask")
         if positions is not None and not _counted(positions, i, pad):
             raise _refused("position_ids", "a tensor", "positions count a prompt's tokens from 0 on: leave it out")
-        tokens = prompt_tokens(row[pad:].tolist(), NO_TEXT, target.vocab_size, target.max_context)
+        tokens = prompt_tokens(
+            row[pad:].tolist(), NO_TEXT, target.vocab_size, target.max_context, target.weights.context_note
+        )
         own = list(processors)
         if len(ids) > 1 or pad:
             own = [_OfRow(processor, i, len(ids), ids[i : i + 1, :pad]) for processor in own]

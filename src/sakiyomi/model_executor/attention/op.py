@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -178,7 +179,8 @@ def _noting_mask(**kwargs: Any) -> Tensor:
     from transformers.masking_utils import eager_mask
 
     mask: Tensor = eager_mask(**(kwargs | {"allow_is_bidirectional_skip": False}))
-    _masks[mask.untyped_storage().data_ptr()] = mask, reach_of(kwargs["mask_function"])
+    with suppress(UnsupportedError):  # one for cross-attention, too, which nobody may use; a layer that does is refused
+        _masks[mask.untyped_storage().data_ptr()] = mask, reach_of(kwargs["mask_function"])
     return mask
 
 

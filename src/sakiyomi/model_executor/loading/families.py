@@ -27,8 +27,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 _ENCODERS = frozenset(
     {
-        "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert", "roberta",
-        "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+        "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
     }
 )  # fmt: skip
 """Encoders that transformers loads as causal models all the same; without ``is_decoder`` they look ahead."""
@@ -167,7 +167,7 @@ def has_encoder(config: Any) -> bool:
 def auto_class(config: Any) -> str:
     """Name of transformers' class that reads a model of this configuration."""
     if not has_encoder(config):
-        return "AutoModelForCausalLM"
+        return "AutoModelForCausalLM" if _is_causal(config) else "AutoModelForImageTextToText"
     return "AutoModelForSpeechSeq2Seq" if family_of(config).takes_audio else "AutoModelForSeq2SeqLM"
 
 
@@ -178,11 +178,24 @@ def has_experts(config: Any) -> bool:
     return any(int(getattr(part, name, 0) or 0) > 1 for part in parts for name in _EXPERTS)
 
 
-def _causal_class(config: Any) -> type | None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+def _is_causal(config: Any) -> bool:
+    """Whether transformers' causal class reads it; remote code, and what is unknown, counts as such."""
+    causal, seeing = _classes()
+    return type(config) in causal or type(config) not in seeing
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+def _causal_class(config: Any) -> type | None:
+    """The class of text, or of images and text, which writes text alike; None: transformers has none."""
+    causal, seeing = _classes()
+    found = causal.get(type(config), None) or seeing.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
+
+
+def _classes() -> tuple[Any, Any]:
+    """By configuration transformers' causal classes, and those of images and text."""
+    from transformers.models.auto import modeling_auto as auto
+
+    return auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def _without_config(folder: Path) -> str:

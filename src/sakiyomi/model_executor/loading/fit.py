@@ -11,7 +11,7 @@ from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.memory import available_bytes, readable, require_bytes
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.kernels.pack import is_linear
-from sakiyomi.model_executor.loading.families import has_experts
+from sakiyomi.model_executor.loading.families import auto_class, has_experts
 from sakiyomi.model_executor.loading.reader import Reader, quiet
 
 __all__ = ["by_layer", "check_memory", "without_weights"]
@@ -93,9 +93,9 @@ def quantized_bytes(reader: Reader, quantize: str) -> int:
 
 def without_weights(reader: Reader) -> Any:
     """A model of the reader's configuration, whose tensors have sizes and no values."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     with TORCH_STATE, torch.device("meta"), quiet():
-        return AutoModelForCausalLM.from_config(
+        return getattr(transformers, auto_class(reader.config)).from_config(
             copy.deepcopy(reader.config), dtype=reader.dtype, trust_remote_code=reader.trust_remote_code
         )

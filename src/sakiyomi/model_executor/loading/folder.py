@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ from sakiyomi.core.checkpoint import HEADS_FILE, MERGING_FILE, RETAINING_FILE
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.messages import one_line
+from sakiyomi.model_executor.loading.families import has_encoder, text_config
 from sakiyomi.model_executor.loading.hub import looks_like_hub_id
 from sakiyomi.model_executor.loading.reader import quiet
+
+logger = logging.getLogger("sakiyomi")
 
 __all__ = ["gguf_file", "local_folder", "read_extractor", "read_tokenizer"]
 
@@ -69,20 +73,26 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         raise LoadError(f"the tokenizer in {folder} cannot be read ({one_line(error)}); {remedy}") from error
 
 
-def read_extractor(folder: Path) -> Any:
-    """The feature extractor of a speech model; None where the folder has none.
+def read_extractor(folder: Path, config: Any) -> Any:
+    """The feature extractor of a speech model, the processor of one that sees; None where the folder has none.
 
     Raises:
         LoadError: it cannot be read.
     """
-    from transformers import AutoFeatureExtractor
+    from transformers import AutoFeatureExtractor, AutoProcessor
 
+    if not has_encoder(config) and text_config(config) is config:
+        return None
     if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         return None
     try:
         with quiet():
-            return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+            reader = AutoFeatureExtractor if has_encoder(config) else AutoProcessor
+            return reader.from_pretrained(folder, local_files_only=True)
     except Exception as error:
+        if not has_encoder(config):  # text it reads without
+            logger.warning("images cannot be read: the processor in %s does not load (%s)", folder, one_line(error))
+            return None
         raise LoadError(
             f"the feature extractor in {folder} cannot be read ({one_line(error)}); copy preprocessor_config.json from "
             "the original model"

@@ -192,7 +192,7 @@ def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload
     else:
         check_memory(reader)
         model = _to_device(reader.read(), reader.device, reader.name)
-    extractor = read_extractor(reader.folder) if has_encoder(reader.config) else None
+    extractor = read_extractor(reader.folder, reader.config)
     owned = not is_offloaded(model)  # which it may not be after all: then it fits
     return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=owned, extractor=extractor)
 
@@ -317,6 +317,8 @@ def _from_pair(
         )
     model, tokenizer = pair
     extractor = getattr(tokenizer, "feature_extractor", None)
+    if hasattr(tokenizer, "image_processor"):
+        extractor = tokenizer
     if extractor is not None:  # a processor, which holds both
         tokenizer = tokenizer.tokenizer
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__

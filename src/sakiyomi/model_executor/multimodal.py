@@ -1,0 +1,59 @@
+"""Models of text and images: what runs here is their text part; encoders of images and sounds stand aside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["set_aside"]
+
+
+class _Aside(nn.Module):
+    """Stands for a part that is not ours: it is called as it is, and none of its modules are seen from outside.
+
+    So it is not packed, keeps its own attention, and is shared with the user's model.
+
+    Args:
+        part: the module.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "part", part)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "part"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The part's own."""
+        return self.part(*args, **kwargs)
+
+
+def set_aside(module: Any, original: Any) -> bool:
+    """Put what is no part of the text model aside.
+
+    Args:
+        module: our structural copy of a model; changed in place.
+        original: the user's model, whose encoders are used.
+
+    Returns:
+        Whether there was anything: the model reads more than text.
+    """
+    text = module.config.get_text_config(decoder=True)
+    if text is module.config:
+        return False
+    decoder = module.get_decoder()
+    if decoder is module or getattr(decoder, "config", None) is not text:
+        return False  # a class that is text throughout, of a configuration with further parts
+    inside = {id(part) for part in decoder.modules()}
+    names = []
+    for name, part in module.named_modules():
+        apart = id(part) not in inside and all(id(other) not in inside for other in part.modules())
+        if apart and hasattr(part, "set_attn_implementation") and not name.startswith(tuple(f"{n}." for n in names)):
+            names.append(name)
+    for name in names:
+        module.set_submodule(name, _Aside(original.get_submodule(name)))
+    if names:
+        module.set_attn_implementation = decoder.set_attn_implementation
+    return bool(names)

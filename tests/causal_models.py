@@ -1,0 +1,330 @@
+"""A tiny configuration of every causal class that transformers names, and what our path makes of it.
+
+``python tests/causal_models.py`` runs all of them, and writes the table that ``sakiyomi models`` shows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import architectures
+from architectures import VOCAB, WINDOW
+from drafters import Branching, Scripted, texts_of
+from sakiyomi import LLM, SamplingParams
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.model_executor.loading.families import _ENCODERS as ENCODERS
+from toys import character_tokenizer
+
+KINDS: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Names of the classes by model type, as transformers has them."""
+
+_TINY: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_dim", "embedding_size"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_inner", "feed_forward_size"), 48),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "dense_intermediate_size"), 48),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"), 3),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_layers", "first_k_dense_replace", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions", "max_seq_len"), 256),
+    **dict.fromkeys(("head_dim", "dim_head", "attention_head_size", "d_head", "rotary_dim"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("moe_intermediate_size", "shared_experts_intermediate_size", "expert_dim"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("linear_num_value_heads", "encoder_attention_heads", "index_n_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
+    "encoder_attention_heads": 4,
+    "vocab_size": VOCAB,
+}
+"""Sizes by the names that configurations have for them."""
+
+DECODER = "with is_decoder in its configuration, as here; without it an encoder, which is refused"
+_LATENT = {"num_key_value_heads": 4}
+_DECODER = {
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "pad_token_id": 0,
+    "encoder_layers": 3,
+    "forced_eos_token_id": None,
+}
+_SEEING = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+}
+_HEARING = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_blocks": 1,
+    "num_attention_heads": 4,
+    "ext_pw_out_channel": 32,
+}
+_IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+_BERT = {"pad_token_id": 0, "is_decoder": True}
+_LAST_FULL = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+_GEMMA3N = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    "intermediate_size": 48,
+    "activation_sparsity_pattern": None,
+}
+_GEMMA4 = {"global_head_dim": 16, "num_experts": None, "moe_intermediate_size": None, **_LAST_FULL}
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+_QWEN4 = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "hc_lowrank": 8,
+}
+_DOTS = {
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "num_key_value_heads": 4,
+    "index_head_dim": 256,
+}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(ENCODERS, _BERT),
+    "xmod": _BERT | {"default_language": "en_XX"},
+    "roc_bert": _BERT
+    | {"pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB, "shape_embed_dim": 8}
+    | {"pronunciation_embed_dim": 8},
+    **dict.fromkeys(
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu"), _LATENT
+    ),
+    **dict.fromkeys(
+        ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
+        _DECODER,
+    ),
+    "longcat_flash": _LATENT
+    | {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2},
+    "whisper": _DECODER | {"num_mel_bins": 8, "max_source_positions": 16},
+    "trocr": {"is_decoder": True, "pad_token_id": 0},
+    "cwm": _IDS | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "modernbert-decoder": _IDS | {"local_attention": 2 * WINDOW},
+    "biogpt": {"pad_token_id": 0},
+    "xglm": {"pad_token_id": 0},
+    "emu3": _IDS,
+    "mllama": _IDS | {"cross_attention_layers": []},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in ("sliding_attention", "full_attention")
+        },
+        "pad_token_id": 0,
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2},
+    },
+    "gemma3n": _GEMMA3N,
+    "gemma3n_text": _GEMMA3N,
+    **dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA4 | _PER_LAYER),
+    **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), _GEMMA4),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), _QWEN4),
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), _DOTS),
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "pad_token_id": 0, "hash_seed": 0},
+    "xlm": {"pad_token_id": 2, "causal": True, "is_encoder": False},
+    "xlnet": {"attn_type": "bi"},
+    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "vocab_size": VOCAB, "num_blocks": 3},
+    "prophetnet": {
+        "is_decoder": True,
+        "is_encoder_decoder": False,
+        "num_decoder_layers": 3,
+        "num_encoder_layers": 1,
+        "num_decoder_attention_heads": 4,
+        "num_encoder_attention_heads": 4,
+        "pad_token_id": 0,
+    },
+    "laguna": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW},
+    "mellum": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW},
+    "qwen2_moe": {"decoder_sparse_step": 1},
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW},
+    "ctrl": {"dff": 48},
+    "cpmant": {"dim_ff": 48, "prompt_types": 4, "prompt_length": 4, "segment_types": 4},
+    "phi4_multimodal": {
+        "vision_config": _SEEING | {"crop_size": 28, "patch_size": 14},
+        "audio_config": _HEARING,
+        "pad_token_id": 0,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
+    "git": {"vision_config": _SEEING, "pad_token_id": 0},
+    "kimi_linear": _IDS | {"num_key_value_heads": 4, "kda_num_heads": 4},
+    "moss_transcribe_diarize": {"max_window_layers": 3},
+    "rembert": {"input_embedding_size": 16, "output_embedding_size": 16},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 50,
+        "max_position_embeddings": 256,
+        "patcher_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+        },
+        "encoder_config": {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},
+        "decoder_config": {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+        },
+        "global_config": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2},
+    },
+}
+"""What else a configuration needs, by model type."""
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "got_ocr2": {"vision_config": _SEEING | {"output_channels": 8, "mlp_dim": 32, "global_attn_indexes": [0]}},
+    "moss_transcribe_diarize": {"audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4}},
+    "mllama": {"vision_config": _SEEING | {"num_global_layers": 1, "intermediate_layers_indices": [0]}},
+}
+"""Of models with several parts the others, by model type."""
+
+
+def config(kind: str) -> Any:
+    """The tiny configuration of a model type; that of its text where the whole has other parts, too."""
+    made = architectures.ALL | architectures.HYBRIDS | architectures.REFUSED
+    if kind in made:
+        return made[kind]()
+    whole = CONFIG_MAPPING[kind]
+    given = SETTINGS.get(kind, {})
+    text = getattr(whole, "sub_configs", {}).get("text_config", whole)
+    if text is not whole and getattr(text, "model_type", "") not in KINDS:
+        text = type(whole().text_config)
+        return whole(text_config=values(text, given), **PARTS.get(kind, {}))
+    return text(**values(text, given))
+
+
+def values(made: type, given: dict[str, Any]) -> dict[str, Any]:
+    """Tiny values of what a configuration has."""
+    fields = {name: field.default for name, field in made.__dataclass_fields__.items()}
+    found = {name: value for name, value in _TINY.items() if name in fields}
+    if isinstance(fields.get("sliding_window"), int):
+        found["sliding_window"] = WINDOW
+    if "layer_types" in fields and "layer_types" not in given:
+        kinds = list(dict.fromkeys(made(**(found | given | {"num_hidden_layers": 12})).layer_types or ()))
+        if len(kinds) > 1:
+            found["layer_types"] = (kinds * 3)[:3]
+    return found | given
+
+
+PROMPTS = [architectures.prompt(11, 1), architectures.prompt(3, 2), architectures.prompt(19, 3)]
+NEW = 20
+HOW = ("plain", "chain", "tree", "chunks")
+"""A batch of three with nothing drafted, with chains, with trees; and prompts read in chunks of four tokens."""
+TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
+TABLE = Path(__file__).parents[1] / "src" / "sakiyomi" / "cli" / "models.jsonl"
+UNCACHED = "equal to transformers' own forward without cache; its generate() with a cache writes something else"
+
+UNTRIED: dict[str, str] = {
+    "blt": "its generate() in transformers does not run (bytes in patches, found by a second model)",
+    "gemma4_assistant": "a draft that reads hidden states and keys of its target: no model of its own",
+    "gemma4_unified_assistant": "a draft that reads hidden states and keys of its target: no model of its own",
+    "musicgen": "writes four codes of a sound at once, and no text",
+    "musicgen_melody": "writes four codes of a sound at once, and no text",
+    "prophetnet": "its generate() in transformers does not run without an encoder",
+    "xlm": "transformers implements its encoder only",
+    "xlstm": "its generate() in transformers does not run in a tiny size",
+}
+"""Types of which no tiny model is tried, and why."""
+
+
+@torch.no_grad()
+def uncached(model: Any, tokens: list[int]) -> list[int]:
+    """Greedy tokens, each of a forward over the whole text."""
+    text = list(tokens)
+    for _ in range(NEW):
+        text.append(int(architectures.logits_after(model, text).argmax()))
+    return text[len(tokens) :]
+
+
+def check(model: Any) -> dict[str, Any]:
+    """What our path makes of a model.
+
+    Returns:
+        ``state``: "runs", or "wrong" with ``why``; ``without``: what else it cannot have; ``note``: what to know.
+
+    Raises:
+        UnsupportedError: it is refused.
+    """
+    wanted = [architectures.greedy(model, tokens, NEW) for tokens in PROMPTS]
+    found: dict[str, Any] = {"state": "runs"}
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, gamma=3)
+    for how in HOW:
+        kind = {"chain": Scripted, "tree": Branching}.get(how)
+        drafter: Any = kind(texts_of(PROMPTS, wanted), "sometimes", VOCAB) if kind else "none"
+        llm = LLM((model, TOKENIZER), drafter, compile=False, chunk_size=4 if how == "chunks" else 512)
+        done = [out.token_ids for out in llm.generate(PROMPTS, params)]
+        if how == "plain":
+            if llm.target.weights.own_attention:
+                found["without"] = ["cache policies", "quantized caches", "the CPU kernels"]
+            elif not llm.target.cache.shapes:
+                found["without"] = ["cache policies", "quantized caches"]
+            if done != wanted and done == (other := [uncached(model, tokens) for tokens in PROMPTS]):
+                found["note"], wanted = UNCACHED, other
+        if done != wanted or llm.engine._speculation.broken:
+            return found | {"state": "wrong", "why": how}
+    return found
+
+
+def outcome(kind: str) -> dict[str, Any]:
+    """The row of a model type in the table."""
+    row: dict[str, Any] = {"type": kind, "class": KINDS[kind]}
+    if kind in UNTRIED:
+        return row | {"state": "untried", "why": UNTRIED[kind]}
+    made = config(kind)
+    encoder = kind in ENCODERS
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(made).parameters())
+    assert size < 60_000_000, f"{kind}: {size} weights are not tiny"
+    try:
+        row |= check(architectures.make(made))
+    except UnsupportedError as error:
+        return row | {"state": "refused", "why": error.message}
+    return row | {"note": DECODER} if encoder else row
+
+
+def rows(table: Path = TABLE) -> list[dict[str, Any]]:
+    """The table as it is shipped; its first row says what made it."""
+    return [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]
+
+
+def main(kinds: Sequence[str]) -> None:
+    """Run all types, or those that are named, and write their rows of the table."""
+    found = {}
+    for kind in kinds or KINDS:
+        try:
+            found[kind] = outcome(kind)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            found[kind] = {"type": kind, "class": KINDS[kind], "state": "wrong", "why": what}
+        print(json.dumps(found[kind]), flush=True)
+    known = {row["type"]: row for row in rows()[1:]} if TABLE.is_file() else {}
+    known = {kind: row for kind, row in (known | found).items() if kind in KINDS}
+    lines = [{"transformers": transformers.__version__}, *(known[kind] for kind in sorted(known))]
+    TABLE.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

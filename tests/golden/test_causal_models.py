@@ -1,0 +1,46 @@
+"""What `sakiyomi models` says of transformers' causal classes is what happens."""
+
+from __future__ import annotations
+
+import pytest
+
+import causal_models
+from causal_models import KINDS, UNTRIED, outcome, rows
+
+VERSION, *TABLE = rows()
+BY_TYPE = {row["type"]: row for row in TABLE}
+SAMPLE = [
+    "arcee", "bart", "ctrl", "cwm", "dbrx", "exaone_moe", "gemma4_text", "git", "laguna", "marian", "moshi", "roberta",
+    "rwkv", "seed_oss", "xlm",
+]  # fmt: skip
+
+
+def test_every_class_has_a_row() -> None:
+    """Of the version that the table names; a newer one has classes that nobody has run."""
+    import transformers
+
+    if transformers.__version__ != VERSION["transformers"]:
+        pytest.skip(f"the table is that of transformers {VERSION['transformers']}")
+    assert {row["type"]: row["class"] for row in TABLE} == KINDS
+
+
+def test_nothing_is_wrong_and_most_runs() -> None:
+    assert {row["state"] for row in TABLE} == {"runs", "refused", "untried"}
+    assert all(row["why"] for row in TABLE if row["state"] != "runs")
+    assert {row["type"] for row in TABLE if row["state"] == "untried"} == set(UNTRIED)
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_a_sample(kind: str) -> None:
+    assert outcome(kind) == BY_TYPE[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(SAMPLE)))
+def test_all_others(kind: str) -> None:
+    assert outcome(kind) == BY_TYPE[kind]
+
+
+def test_a_wrong_text_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_models.architectures, "greedy", lambda model, tokens, count: [3] * count)
+    assert outcome("arcee")["state"] == "wrong"
