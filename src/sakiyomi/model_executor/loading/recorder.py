@@ -69,12 +69,13 @@ def save_recording(
         with runner.lock, torch.no_grad():
             checkpoint = read_checkpoint(folder)
             held, size = (checkpoint, checkpoint.stored_bytes) if copy is None else packed_files(copy)
-            if size > MOST or runner.weights.encoder is not None or runner.weights.stateful:
-                raise UnsupportedError("it is too large, or more than layers with attention and no encoder")
-            about, scripts, weights = _record(runner, TensorSource(held), copy)
+            weights = runner.weights
+            if size > MOST or weights.encoder is not None or weights.stateful or weights.has_experts:
+                raise UnsupportedError("it is too large, or more than dense layers with attention and no encoder")
+            about, scripts, read = _record(runner, TensorSource(held), copy)
             about |= {"key": recording_key(folder, checkpoint), "tokenizer": _tokenizer_class(tokenizer, folder)}
             about["copy"] = copy and [str(copy), source_key(folder, checkpoint) if copy != folder else None]
-            _prove(runner, about, scripts, weights)
+            _prove(runner, about, scripts, read)
         tensors = {name: torch.frombuffer(bytearray(script), dtype=torch.uint8) for name, script in scripts.items()}
         with whole_file(place, "the next start takes longer") as fresh:
             save_tensors(fresh, tensors, {"about": json.dumps(about, default=str)})
