@@ -187,8 +187,10 @@ def _start(
     """
     loaded = load_model(config.init, dtype="float32", device="cpu")
     start = loaded.model
-    if not isinstance(start, LlamaForCausalLM):
-        raise LoadError(f"init {config.init!r} is a {type(start).__name__}, expected a LlamaForCausalLM")
+    if not (hasattr(start, "model") and hasattr(start, "lm_head")):
+        raise LoadError(
+            f"init {config.init!r} is a {type(start).__name__}, expected a model with `model` and `lm_head`"
+        )
     if vocabulary(start) != vocab or loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise LoadError(
             f"init {config.init!r} has another vocabulary than the target; train it with --tokenizer TARGET"
