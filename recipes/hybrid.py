@@ -78,7 +78,7 @@ def hybrid_of(llama: Any, every: int) -> Qwen3_5ForCausalLM:
     """
     if not isinstance(llama, LlamaForCausalLM):
         raise LoadError(f"the target is a {type(llama).__name__}, expected a LlamaForCausalLM; give another --target")
-    old = llama.config
+    old: Any = llama.config
     heads, width = old.num_attention_heads, old.head_dim
     model = Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(
@@ -98,7 +98,9 @@ def hybrid_of(llama: Any, every: int) -> Qwen3_5ForCausalLM:
             linear_value_head_dim=width,
             linear_num_key_heads=heads,
             linear_num_value_heads=heads,
-            full_attention_interval=every,
+            layer_types=[
+                "linear_attention" if (i + 1) % every else "full_attention" for i in range(old.num_hidden_layers)
+            ],
             bos_token_id=old.bos_token_id,
             eos_token_id=old.eos_token_id,
             pad_token_id=old.pad_token_id,
@@ -110,10 +112,11 @@ def hybrid_of(llama: Any, every: int) -> Qwen3_5ForCausalLM:
         if name in weights and weight.shape == weights[name].shape:
             # A norm of this family multiplies by 1 + weight.
             weight.copy_(weights[name] - 1 if name.endswith("norm.weight") else weights[name])
-    for index, (layer, kind) in enumerate(zip(model.model.layers, model.config.layer_types, strict=True)):
+    layers: Any = model.model.layers
+    for index, layer in enumerate(layers):
         old_layer: Any = llama.model.layers[index]
         q, k, v, o = (getattr(old_layer.self_attn, f"{part}_proj").weight.float() for part in "qkvo")
-        if kind == "full_attention":
+        if (index + 1) % every == 0:
             own = layer.self_attn
             # Each head's queries and the gate of its output side by side: a gate of 0 halves the output.
             both = torch.stack([q.view(heads, width, -1), torch.zeros(heads, width, q.shape[1])], 1)
@@ -133,7 +136,8 @@ def _start_delta_net(net: Any, projections: tuple[Tensor, ...], output: Tensor) 
     net.conv1d.weight.zero_()
     net.conv1d.weight[:, 0, -1] = 1
     net.A_log.zero_()
-    steps = torch.linspace(*map(math.log, STEPS), net.num_v_heads).exp()
+    first, last = map(math.log, STEPS)
+    steps = torch.linspace(first, last, int(net.num_v_heads)).exp()
     net.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
 
 

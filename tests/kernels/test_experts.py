@@ -73,6 +73,8 @@ def test_a_row_does_not_know_of_its_company(dtype: torch.dtype) -> None:
     begin(table, 5, 7)
     filled = module(rows, chosen, weights)
     assert torch.equal(filled[:5], together[:5]) and not filled[5:].any()
+    begin(table, 2, 4)  # where it is another number of rows, nobody knows which of them fill the pass up
+    assert torch.equal(module(rows, chosen, weights), together)
 
 
 def test_an_expert_that_is_none_is_refused() -> None:

@@ -145,9 +145,9 @@ Tensor experts(const Tensor& input, const Tensor& chosen, int64_t first, int64_t
   check(out == weights->out && x.size(-1) == in && x.numel() && all % (x.numel() / in) == 0, "sakiyomi_cpu::experts: shapes differ");
   const int64_t each = all / (x.numel() / in);
   Tensor y = Tensor::empty({all, out}, x.dtype());
-  // Rows that only fill the pass up are not computed.
+  // Rows that only fill the pass up are not computed, where all of its rows come in their order.
   int64_t real = all;
-  if (pass.size > 0 && all % pass.size == 0) real = all / pass.size * ((int64_t)pass.path_start.size() - 1);
+  if (which.size(0) == pass.size) real = all / pass.size * ((int64_t)pass.path_start.size() - 1);
   if (real < all) std::memset((char*)y.data() + real * out * size, 0, (all - real) * out * size);
   std::vector<std::vector<int64_t>> rows(count);
   for (int64_t r = 0; r < real; ++r) {

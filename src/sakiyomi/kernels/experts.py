@@ -36,7 +36,8 @@ def pack_experts(model: nn.Module, table: PackedWeights, *, free: bool = False) 
         names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
         places = []
         for name in names:
-            weights, biases = getattr(module, name), getattr(module, f"{name}_bias", None)
+            weights: Any = getattr(module, name)
+            biases: Any = getattr(module, f"{name}_bias", None)
             layers = [
                 table.add_linear(weight.T if module.is_transposed else weight, biases[i] if module.has_bias else None)
                 for i, weight in enumerate(weights.detach())
@@ -44,7 +45,8 @@ def pack_experts(model: nn.Module, table: PackedWeights, *, free: bool = False) 
             places.append((layers[0].index, len(layers), layers[0].out_features))
             if free:
                 weights.data = weights.new_empty(0)
-        module.forward = functools.partial(_experts, module, *places)
+        up, down = places
+        module.forward = functools.partial(_experts, module, up, down)
     return bool(kinds) and len(found) == len(kinds)
 
 

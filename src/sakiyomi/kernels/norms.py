@@ -39,7 +39,7 @@ def serve_norms(model: nn.Module) -> int:
         if key not in known:
             known[key] = _form(module, eps)
         if (form := known[key]) is not None:
-            module.forward = functools.partial(_norm, module, eps, form)  # type: ignore[method-assign]
+            module.forward = functools.partial(_norm, module, eps, form)
             served += 1
     return served
 
