@@ -517,7 +517,7 @@ def test_embedded_names() -> None:
 
 
 def test_embedded_files_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["sakiyomi.core.embedded"], "_ROOT", tmp_path)
+    monkeypatch.setattr(sys.modules["sakiyomi.core.embedded"], "EMBEDDED_ROOT", tmp_path)
     refused(LoadError, "tales", str(tmp_path), "install", target="tales")
 
 

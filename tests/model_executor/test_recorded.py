@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import shutil
@@ -9,23 +10,32 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from architectures import CONFIGS, VOCAB, model_of, prompt
 from damage import DAMAGES, damaged
+from recordings import record
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.checkpoint import read_header
-from sakiyomi.core.embedded import embedded
+from sakiyomi.core.digests import load_tensors
+from sakiyomi.core.embedded import EMBEDDED, embedded
 from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.fingerprint import tokenizer_digest
+from sakiyomi.core.text import profile
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.loading import load_model, recorder, recording
+from sakiyomi.model_executor.loading.folder import read_tokenizer
+from sakiyomi.model_executor.loading.recorded_tokenizer import RecordedTokenizer, recorded_tokenizer
+from sakiyomi.model_executor.loading.recording import SHIPPED
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.runner import ModelRunner
-from toys import character_tokenizer, save_model, tiny_llama
+from toys import character_tokenizer, save_model, tiny_llama, unigram_tokenizer, word_piece_tokenizer
 from warm import warm
 
 pytestmark = pytest.mark.skipif(native() is None, reason="recordings are of the compiled kernels")
@@ -36,7 +46,9 @@ NOT_RECORDED = {"falcon"}
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No recordings but a test's own."""
     monkeypatch.setattr(recording, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(recording, "SHIPPED", "none")
 
 
 def recorded(target: str | Path) -> LLM:
@@ -96,6 +108,7 @@ def tales(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     folder = tmp_path_factory.mktemp("tales")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recording, "cache_folder", lambda: folder)
+        patch.setattr(recording, "SHIPPED", "none")
         plain = LLM("tales", "auto")
         text = plain.generate("Once upon a time", GREEDY).token_ids
         assert not isinstance(plain.target.module, RecordedModel) and plain.record()
@@ -114,17 +127,18 @@ def test_every_drafter_runs_beside_it(
         assert isinstance(found.target.module, RecordedModel)
 
 
-def test_neither_the_model_class_nor_torchs_compiler_is_imported(tmp_path: Path) -> None:
+def test_neither_transformers_nor_torchs_compiler_is_imported(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.model_executor.loading import recording
 recording.cache_folder = lambda: Path(sys.argv[1])
+recording.SHIPPED = "none"
 llm = LLM("tales")
 print(llm.generate("Once", SamplingParams(max_new_tokens=20)).text)
 llm.record()
-print([name for name in ("transformers.modeling_utils", "torch._dynamo") if name in sys.modules], file=sys.stderr)
+print([name for name in ("transformers", "torch._dynamo") if name in sys.modules], file=sys.stderr)
 """
     command = ["-W", "ignore", "-c", script, str(tmp_path)]
     runs = [
@@ -132,8 +146,71 @@ print([name for name in ("transformers.modeling_utils", "torch._dynamo") if name
         for start in (warm(), (sys.executable,))  # the one that records imports everything anyway
     ]
     assert runs[0].stdout == runs[1].stdout
-    assert "modeling_utils" in runs[0].stderr.splitlines()[-1]
+    assert "transformers" in runs[0].stderr.splitlines()[-1]
     assert runs[1].stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_embedded_models_bring_theirs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded of the model now, whose passes give its very logits, is what came with it."""
+    fresh, kept = tmp_path / "fresh", embedded(name) / SHIPPED
+    assert record(name, fresh)
+    assert read_header(fresh).metadata["about"] == read_header(kept).metadata["about"]
+    assert _operators(fresh) == _operators(kept)
+    monkeypatch.setattr(recording, "SHIPPED", SHIPPED)
+    found = LLM(name, "none")
+    assert isinstance(found.target.module, RecordedModel) and found.record()
+    for dtype in ("float32", "bfloat16"):
+        stored = found.target.dtype == getattr(torch, dtype)
+        assert isinstance(LLM(name, "none", dtype=dtype).target.module, RecordedModel) is stored
+    assert not isinstance(LLM(name, "none", quantize="int8").target.module, RecordedModel)
+
+
+def _operators(place: Path) -> dict[str, str]:
+    with recording.undeprecated():
+        scripts = {name: io.BytesIO(tensor.numpy().tobytes()) for name, tensor in load_tensors(place).items()}
+        return {name: str(torch.jit.load(script).forward.graph) for name, script in scripts.items()}
+
+
+# ---------------------------------------------------------------- tokenizers
+
+TOKENIZERS = {"characters": character_tokenizer, "unigrams": unigram_tokenizer}
+
+
+@pytest.fixture(params=[*TOKENIZERS, "tales", "file"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, RecordedTokenizer]:
+    """A transformers tokenizer, and the recorded one."""
+    if request.param in TOKENIZERS:
+        TOKENIZERS[request.param]().save_pretrained(tmp_path)
+    folder = tmp_path if request.param in TOKENIZERS else embedded("tales")
+    whole = read_tokenizer(folder, trust_remote_code=False)
+    known, backend = recorded_tokenizer(whole, tmp_path / "elsewhere" if request.param == "file" else folder)
+    assert (backend is None) is (request.param != "file")
+    return whole, recording._tokenizer(folder, json.loads(json.dumps(known)), backend)
+
+
+def test_a_recorded_tokenizer_answers_as_its_own(tokenizer: tuple[Any, RecordedTokenizer]) -> None:
+    whole, found = tokenizer
+    text = "Once upon a time, naïve 先読み 🙂</s>\n"
+    assert found(text).input_ids == found(text)["input_ids"] == whole(text).input_ids
+    assert found(text).keys() <= whole(text).keys()
+    assert found.decode(whole(text).input_ids) == whole.decode(whole(text).input_ids)
+    assert profile(found) == profile(whole) and tokenizer_digest(found) == tokenizer_digest(whole)
+    assert vars(found)["_whole"] is None and not hasattr(found, "no_such_thing")
+    # All else is the tokenizer's own, and so is everything from then on.
+    assert found([text, "a"], padding=False).input_ids == whole([text, "a"]).input_ids
+    found.pad_token = "<unk>"
+    assert found.pad_token == "<unk>" and found.pad_token_id == whole.unk_token_id
+    found.add_tokens(["先読み"])
+    assert len(found) == len(whole) + 1 == len(found.get_vocab()) and found.decode([len(whole)]) == "先読み"
+    assert found.convert_ids_to_tokens([len(whole)]) == ["先読み"] and found("先読み").input_ids[-1] >= 0
+    assert found.convert_tokens_to_ids("先読み") == len(whole) in found.added_tokens_decoder
+
+
+def test_a_tokenizer_that_does_more_is_not_recorded(tmp_path: Path) -> None:
+    for wrong in (word_piece_tokenizer(), SimpleNamespace(decode=str)):  # the first one tidies what it decodes
+        with pytest.raises(UnsupportedError, match="its tokenizer"):
+            recorded_tokenizer(wrong, tmp_path)
 
 
 # ---------------------------------------------------------------- what makes a recording worthless

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -200,10 +201,13 @@ class _Lines(logging.Handler):
 
 def quiet() -> None:
     """No notes and bars of transformers between our lines, and all of the library's own, unless a log has these."""
-    from transformers.utils import logging as notes
+    # Read when it is imported, which a recorded model does not need.
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as notes
 
-    notes.set_verbosity_error()
-    notes.disable_progress_bar()
+        notes.set_verbosity_error()
+        notes.disable_progress_bar()
     own = logging.getLogger("sakiyomi")
     for handler in [handler for handler in own.handlers if isinstance(handler, _Lines)]:
         own.removeHandler(handler)

@@ -9,7 +9,17 @@ from pathlib import Path
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = ["DEFAULT", "DRAFTS", "EMBEDDED", "HEADS", "MEDUSA_HEADS", "embedded", "folder_of", "is_embedded_name"]
+__all__ = [
+    "DEFAULT",
+    "DRAFTS",
+    "EMBEDDED",
+    "EMBEDDED_ROOT",
+    "HEADS",
+    "MEDUSA_HEADS",
+    "embedded",
+    "folder_of",
+    "is_embedded_name",
+]
 
 EMBEDDED = ("tales", "tales-draft", "retriever")
 """Names of models whose files are part of this version."""
@@ -24,7 +34,8 @@ DRAFTS = {"tales": "tales-draft"}
 MEDUSA_HEADS = {"tales": "tales-medusa"}
 """Of embedded targets: the Medusa heads that were trained on each."""
 
-_ROOT = Path(__file__).resolve().parents[1] / "models"
+EMBEDDED_ROOT = Path(__file__).resolve().parents[1] / "models"
+"""The folder of all of them."""
 
 
 def embedded(name: str) -> Path:
@@ -43,7 +54,7 @@ def embedded(name: str) -> Path:
     """
     if name not in (*EMBEDDED, *HEADS):
         raise InputError(f"no embedded model is called {name!r}; available are {', '.join(EMBEDDED)}")
-    folder = _ROOT / name
+    folder = EMBEDDED_ROOT / name
     if not (folder / "config.json").is_file():
         raise LoadError(
             f"the files of the embedded model {name!r} are not at {folder}; install the package again, or train the "

@@ -24,14 +24,16 @@ from sakiyomi.core.messages import one_line
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedLinear, packed_tensors
 from sakiyomi.model_executor.loading.packed import packed_files, same_layers, source_key
-from sakiyomi.model_executor.loading.reader import quiet
+from sakiyomi.model_executor.loading.recorded_tokenizer import recorded_tokenizer
 from sakiyomi.model_executor.loading.recording import (
     SCRIPT,
     TAIL,
+    TOKENIZER,
     TensorSource,
     assemble,
     place_of,
     recording_key,
+    shipped_key,
     undeprecated,
 )
 from sakiyomi.model_executor.traced import trace
@@ -54,6 +56,7 @@ def save_recording(
     copy: Path | None,
     tokenizer: Any,
     runner: ModelRunner,
+    place: Path | None = None,
 ) -> bool:
     """Keep a recording of a model, and say whether it is there now.
 
@@ -63,8 +66,10 @@ def save_recording(
         copy: the packed copy of a quantized model, which may be the folder itself; None: it is not quantized.
         tokenizer: of the model.
         runner: runs the model in traced passes; between requests.
+        place: file of a recording that comes with the model; None: in the cache folder.
     """
-    place = place_of(folder, dtype, quantize)
+    key_of = recording_key if place is None else shipped_key
+    place = place or place_of(folder, dtype, quantize)
     try:
         with runner.lock, torch.no_grad():
             checkpoint = read_checkpoint(folder)
@@ -73,9 +78,12 @@ def save_recording(
             if size > MOST or weights.encoder is not None or weights.stateful or weights.has_experts:
                 raise UnsupportedError("it is too large, or more than dense layers with attention and no encoder")
             about, scripts, read = _record(runner, TensorSource(held), copy)
-            about |= {"key": recording_key(folder, checkpoint), "tokenizer": _tokenizer_class(tokenizer, folder)}
+            known, backend = recorded_tokenizer(tokenizer, folder)
+            about |= {"key": key_of(folder, checkpoint), "tokenizer": known}
             about["copy"] = copy and [str(copy), source_key(folder, checkpoint) if copy != folder else None]
             _prove(runner, about, scripts, read)
+            if backend is not None:
+                scripts[TOKENIZER] = backend
         tensors = {name: torch.frombuffer(bytearray(script), dtype=torch.uint8) for name, script in scripts.items()}
         with whole_file(place, "the next start takes longer") as fresh:
             save_tensors(fresh, tensors, {"about": json.dumps(about, default=str)})
@@ -214,23 +222,6 @@ def _place(name: str, layer: PackedLinear, source: TensorSource, embeddings: lis
                 if made.keys() == held.keys() and all(torch.equal(made[part], held[part]) for part in made):
                     return place
     raise UnsupportedError(f"{name} is not in the checkpoint as the model has it")
-
-
-def _tokenizer_class(tokenizer: Any, folder: Path) -> list[str]:
-    """Module and name of a tokenizer's class, by which it is read without asking transformers what it is.
-
-    Raises:
-        UnsupportedError: that would give another tokenizer.
-    """
-    kind = type(tokenizer)
-    if not kind.__module__.startswith("transformers."):
-        raise UnsupportedError(f"its tokenizer {kind.__name__} is none of transformers' own")
-    with quiet():
-        found = kind.from_pretrained(folder, local_files_only=True)
-    same = found.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-    if not same or repr(found) != repr(tokenizer) or found.chat_template != tokenizer.chat_template:
-        raise UnsupportedError(f"{kind.__name__} reads another tokenizer from the folder")
-    return [kind.__module__, kind.__name__]
 
 
 def _prove(

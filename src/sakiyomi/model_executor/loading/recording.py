@@ -3,7 +3,8 @@
 Importing that class takes nearly half of a small model's start. A recording has the script of a pass, the small tensors
 that the model computes itself, and where in the checkpoint, or in the packed copy of a quantized model, everything else
 lies; the weights stay where they are. It is kept in the cache folder, and used as long as model, versions and kernels
-are those it was made with (see ``recorder.py``, which makes and proves it).
+are those it was made with (see ``recorder.py``, which makes and proves it). Embedded models come with theirs, which
+tests prove (``recipes/recordings.py`` makes them).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from torch import Tensor
 
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header
-from sakiyomi.core.digests import json_digest, load_tensors
+from sakiyomi.core.digests import file_digest, json_digest, load_tensors
+from sakiyomi.core.embedded import EMBEDDED_ROOT
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.files import cache_folder
 from sakiyomi.core.memory import require_bytes
@@ -35,6 +36,7 @@ from sakiyomi.core.version import __version__
 from sakiyomi.kernels.build import built, native
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import join_siblings
+from sakiyomi.model_executor.loading.folder import read_tokenizer
 from sakiyomi.model_executor.loading.packed import (
     packed_files,
     put_layers,
@@ -44,14 +46,27 @@ from sakiyomi.model_executor.loading.packed import (
     source_key,
 )
 from sakiyomi.model_executor.loading.prepared import Prepared
-from sakiyomi.model_executor.loading.reader import quiet
+from sakiyomi.model_executor.loading.recorded_tokenizer import RecordedTokenizer
 from sakiyomi.model_executor.recorded import RecordedConfig, RecordedModel
 
-__all__ = ["SCRIPT", "TAIL", "TensorSource", "assemble", "place_of", "read_recording", "recording_key", "undeprecated"]
+__all__ = [
+    "SCRIPT",
+    "SHIPPED",
+    "TAIL",
+    "TOKENIZER",
+    "TensorSource",
+    "assemble",
+    "place_of",
+    "read_recording",
+    "recording_key",
+    "shipped_key",
+    "undeprecated",
+]
 
 logger = logging.getLogger("sakiyomi")
-FORMAT = 2
-SCRIPT, TAIL = "script", "tail"
+FORMAT = 3
+SCRIPT, TAIL, TOKENIZER = "script", "tail", "tokenizer"
+SHIPPED = "recorded.safetensors"  # beside the weights of an embedded model
 SETTINGS = {".json", ".model", ".txt", ".jinja", ".tiktoken"}  # files beside the weights
 
 
@@ -69,6 +84,13 @@ def recording_key(folder: Path, checkpoint: Checkpoint) -> str:
         FORMAT, __version__, torch.__version__, version("transformers"), kernels and kernels.name,
         source_key(folder, checkpoint), {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()},
     ])  # fmt: skip
+
+
+def shipped_key(folder: Path, checkpoint: Checkpoint) -> str:
+    """The same of a recording that comes with a model: of the content of its files, wherever it runs."""
+    tensors = [read_header(path).metadata for path in checkpoint.files]
+    settings = {path.name: file_digest(path) for path in folder.iterdir() if path.suffix in SETTINGS}
+    return json_digest([FORMAT, tensors, settings])
 
 
 # ---------------------------------------------------------------- the checkpoint's tensors
@@ -119,18 +141,22 @@ def read_recording(
         whole: loads the transformers model, for what wants its modules.
         fits: see ``load_model``.
     """
-    place = place_of(folder, dtype, quantize)
-    if not place.is_file() or built() is None or native() is None:
+    own = place_of(folder, dtype, quantize)
+    if own.is_file():
+        place, key_of = own, recording_key
+    else:
+        place, key_of = folder / SHIPPED, shipped_key
+        if quantize or not folder.is_relative_to(EMBEDDED_ROOT) or not place.is_file():
+            return None
+    if built() is None or native() is None:
         return None
     try:
         about = json.loads(read_header(place).metadata["about"])
         checkpoint = read_checkpoint(folder)
-        if about["key"] != recording_key(folder, checkpoint):
+        if about["key"] != key_of(folder, checkpoint) or dtype not in (None, getattr(torch, about["dtype"])):
             return None
         scripts = {name: tensor.numpy().tobytes() for name, tensor in load_tensors(place).items()}
-        kind: Any = getattr(import_module(about["tokenizer"][0]), about["tokenizer"][1])
-        with quiet():
-            tokenizer = kind.from_pretrained(folder, local_files_only=True)
+        tokenizer = _tokenizer(folder, about["tokenizer"], scripts.pop(TOKENIZER, None))
         fits(RecordedConfig(**about["config"]))
         layers, prepared, source = (_from_copy if about["copy"] else _from_checkpoint)(about, checkpoint)
     except (InputError, MemoryLimitError, UnsupportedError):  # of `fits`, or it does not fit
@@ -138,10 +164,19 @@ def read_recording(
     except Exception as error:  # whatever it is, loading the model itself will say it in its own words
         logger.info("%s: the recording is not used: %s", folder, one_line(error))
         with suppress(OSError):
-            place.unlink()
+            own.unlink()
         return None
     weights = {name: source(name, getattr(torch, about["dtype"])) for name in about["weights"]}
     return assemble(about, scripts, weights, layers, functools.partial(_filled, whole)), prepared, tokenizer
+
+
+def _tokenizer(folder: Path, known: Mapping[str, Any], backend: bytes | None) -> RecordedTokenizer:
+    """The tokenizer of a recorded model, whose backend is the folder's if it is none of its own."""
+    from tokenizers import Tokenizer
+
+    whole = functools.partial(read_tokenizer, folder, trust_remote_code=False)
+    made = Tokenizer.from_file(str(folder / "tokenizer.json")) if backend is None else Tokenizer.from_buffer(backend)
+    return RecordedTokenizer(made, known, whole)
 
 
 def _from_checkpoint(
