@@ -154,6 +154,7 @@ class ModelWeights:
         """Put the transformers model in the place of a recorded one, for its modules, once sessions settle."""
         if isinstance(self.module, RecordedModel):
             self.module = self.module.whole(self.module)
+            serve_norms(self.module)
             self.generation += 1
 
     def capture_layers(self, layers: Sequence[int]) -> None:
