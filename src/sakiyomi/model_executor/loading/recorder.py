@@ -75,8 +75,8 @@ def save_recording(
             checkpoint = read_checkpoint(folder)
             held, size = (checkpoint, checkpoint.stored_bytes) if copy is None else packed_files(copy)
             weights = runner.weights
-            if size > MOST or weights.encoder is not None or weights.stateful or weights.has_experts:
-                raise UnsupportedError("it is too large, or more than dense layers with attention and no encoder")
+            if size > MOST or weights.encoder is not None or weights.stateful or weights.packed_experts:
+                raise UnsupportedError("it is too large, or has an encoder, packed experts or other states")
             about, scripts, read = _record(runner, TensorSource(held), copy)
             known, backend = recorded_tokenizer(tokenizer, folder)
             about |= {"key": key_of(folder, checkpoint), "tokenizer": known}
