@@ -336,6 +336,18 @@ def test_a_layer_that_gets_the_rows_in_another_order(path: str) -> None:
     assert_rows(model, rows, prompt(9), tokens, (-1, 0, 1, 2, 3))
 
 
+def test_a_trial_of_a_mixture_chooses_many_experts(path: str) -> None:
+    """Rows of one token would all go to the same few: a pass would seem to cost what one row does."""
+    model, chosen = make(ALL["qwen3_moe"]()), []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda gate, rows, found: chosen.append(found[2].unique().numel()))
+    target = packed(model)
+    target.cache.reserve(target.cache.take(), 9)
+    chosen.clear()
+    target.pass_seconds(8)
+    assert min(chosen) > 2  # of which each row has
+
+
 def test_a_model_in_training_mode_is_run_without_dropout(path: str) -> None:
     """Dropout in a pass would make every row random."""
     model = make(ALL["gpt2"]())

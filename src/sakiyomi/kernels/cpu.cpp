@@ -1,9 +1,11 @@
-// Four operators for packed rows on a CPU, compiled for each kind of them (see variants.py). Rows of logits are in row.h.
+// Operators for packed rows on a CPU, compiled for each kind of them (see variants.py). Rows of logits are in row.h.
 //
 //   sakiyomi_cpu::linear  rows x prepacked weight, for the few rows of a decoding pass
 //   sakiyomi_cpu::attend  cache write and tree attention of all requests of a pass
 //   sakiyomi_cpu::cross   attention over what is kept of each request's source (encoder-decoder models)
 //   sakiyomi_cpu::recur   states that go on from row to row: convolutions, linear attention, state-space models
+//   sakiyomi_cpu::experts rows x the weight of the expert that each of them has chosen
+//   sakiyomi_cpu::norm    root mean square norms
 //
 // All compute every row alone: the order of additions of a row depends neither on how many rows the pass has nor on where the
 // row stands in it. That is what `exact=True` rests on, and it costs nothing here, because these passes are bound by reading
@@ -24,6 +26,7 @@
 #include "attention.h"
 #include "growth.h"
 #include "linear.h"
+#include "norms.h"
 #include "prompt.h"
 #include "recurrent.h"
 #include "row.h"
@@ -126,6 +129,51 @@ Tensor linear(const Tensor& input, int64_t index, int64_t out) {
   else
     multiply(weights, (const float*)x.data(), outs.data(), rows);
   return mine;
+}
+
+// `chosen`: (rows, count) int64, the expert of each row of the result, whose weights are `first` and the ones behind it. Of `input`
+// each row is for as many rows of the result as there are more of these. Rows of an expert are multiplied together, each as if alone.
+Tensor experts(const Tensor& input, const Tensor& chosen, int64_t first, int64_t count, int64_t out) {
+  Pass& pass = current;
+  check(pass.session && first + count <= (int64_t)pass.session->weights->weights.size(), "sakiyomi_cpu::experts called outside a pass");
+  const Weight* weights = pass.session->weights->weights.data() + first;
+  Tensor copies[2];
+  if (!input.is_contiguous()) copies[0] = input.contiguous_copy();
+  if (!chosen.is_contiguous()) copies[1] = chosen.contiguous_copy();
+  const Tensor &x = copies[0].defined() ? copies[0] : input, &which = copies[1].defined() ? copies[1] : chosen;
+  check(which.dtype() == torch.aoti_torch_dtype_int64, "sakiyomi_cpu::experts: experts are not given as int64");
+  check(x.dtype() == dtype_of(weights->half), "sakiyomi_cpu::experts: wrong dtype");
+  const int64_t all = which.numel(), in = weights->in, size = x.element_size();
+  check(out == weights->out && x.size(-1) == in && x.numel() && all % (x.numel() / in) == 0, "sakiyomi_cpu::experts: shapes differ");
+  const int64_t each = all / (x.numel() / in);
+  Tensor y = Tensor::empty({all, out}, x.dtype());
+  // Rows that only fill the pass up are not computed, where all of its rows come in their order.
+  int64_t real = all;
+  if (which.size(0) == pass.size) real = all / pass.size * ((int64_t)pass.path_start.size() - 1);
+  if (real < all) std::memset((char*)y.data() + real * out * size, 0, (all - real) * out * size);
+  std::vector<std::vector<int64_t>> rows(count);
+  for (int64_t r = 0; r < real; ++r) {
+    const int64_t expert = ((const int64_t*)which.data())[r];
+    check(expert >= 0 && expert < count, "sakiyomi_cpu::experts: an expert that is none");
+    rows[expert].push_back(r);
+  }
+  static thread_local std::vector<char> gathered, products;
+  for (int64_t e = 0; e < count; ++e) {
+    const int64_t n = rows[e].size();
+    if (!n) continue;
+    check(weights[e].in == in && weights[e].out == out, "sakiyomi_cpu::experts: experts of several sizes");
+    gathered.resize(n * in * size), products.resize(n * out * size);
+    for (int64_t i = 0; i < n; ++i)
+      std::memcpy(gathered.data() + i * in * size, (const char*)x.data() + rows[e][i] / each * in * size, in * size);
+    void* to = products.data();
+    if (weights->half)
+      multiply({weights + e}, (const bf16*)gathered.data(), &to, n);
+    else
+      multiply({weights + e}, (const float*)gathered.data(), &to, n);
+    for (int64_t i = 0; i < n; ++i)
+      std::memcpy((char*)y.data() + rows[e][i] * out * size, products.data() + i * out * size, out * size);
+  }
+  return y;
 }
 
 // ---------------------------------------------------------------- attention
@@ -278,6 +326,31 @@ Tensor recur(const std::vector<Tensor>& rows, const std::vector<Tensor>& fixed, 
   return narrow;
 }
 
+// ---------------------------------------------------------------- norms
+
+// `rows`: (..., width), and a gate of the same shape or none.
+Tensor norm(const std::vector<Tensor>& rows, const Tensor& weight, double eps, int64_t form) {
+  check(rows.size() == 1 || rows.size() == 2, "sakiyomi_cpu::norm: rows, and a gate or none");
+  Tensor held[2];
+  const void* data[2] = {};
+  const int64_t width = weight.numel();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    check(rows[i].size(-1) == width && rows[i].numel() == rows[0].numel() && rows[i].dtype() == rows[0].dtype(),
+          "sakiyomi_cpu::norm: shapes or types differ");
+    if (!rows[i].is_contiguous()) held[i] = rows[i].contiguous_copy();
+    data[i] = held[i].defined() ? held[i].data() : rows[i].data();
+  }
+  const Tensor wanted = wide(weight);
+  Tensor y = Tensor::empty(rows[0].shape(), rows[0].dtype());
+  const float* w = (const float*)wanted.data();
+  const int64_t count = y.numel() / width;
+  if (y.dtype() == torch.aoti_torch_dtype_bfloat16)
+    norm_rows((const bf16*)data[0], w, (const bf16*)data[1], (bf16*)y.data(), count, width, float(eps), form);
+  else
+    norm_rows((const float*)data[0], w, (const float*)data[1], (float*)y.data(), count, width, float(eps), form);
+  return y;
+}
+
 // ---------------------------------------------------------------- as torch calls them
 
 void call_linear(Value* stack, uint64_t, uint64_t) { stack[0] = linear(Tensor(stack[0]), stack[1], stack[2]).release(); }
@@ -292,6 +365,17 @@ void call_cross(Value* stack, uint64_t, uint64_t) { stack[0] = cross(Tensor(stac
 void call_recur(Value* stack, uint64_t, uint64_t) {
   const std::vector<Tensor> rows = tensors_of(stack[0]), fixed = tensors_of(stack[1]);
   stack[0] = recur(rows, fixed, stack[2]).release();
+}
+
+void call_experts(Value* stack, uint64_t, uint64_t) {
+  const Tensor x(stack[0]), chosen(stack[1]);
+  stack[0] = experts(x, chosen, stack[2], stack[3], stack[4]).release();
+}
+
+void call_norm(Value* stack, uint64_t, uint64_t) {
+  const std::vector<Tensor> rows = tensors_of(stack[0]);
+  const Tensor weight(stack[1]);
+  stack[0] = norm(rows, weight, number_of(stack[2]), stack[3]).release();
 }
 }  // namespace
 
@@ -312,6 +396,8 @@ const char* sk_bind(void* library) try {
   add("attend", "attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, float softcap, int window) -> Tensor", &call_attend);
   add("cross", "cross(Tensor q, int layer, float scaling) -> Tensor", &call_cross);
   add("recur", "recur(Tensor[] rows, Tensor[] fixed, int number) -> Tensor", &call_recur);
+  add("experts", "experts(Tensor x, Tensor chosen, int first, int count, int out) -> Tensor", &call_experts);
+  add("norm", "norm(Tensor[] rows, Tensor weight, float eps, int form) -> Tensor", &call_norm);
   return nullptr;
 } catch (const std::exception& error) {
   static const std::string why = error.what();

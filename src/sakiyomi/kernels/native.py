@@ -35,6 +35,10 @@ def _register_shapes() -> None:
     torch.library.register_fake("sakiyomi_cpu::attend", attend_shape)
     torch.library.register_fake("sakiyomi_cpu::cross", cross_shape)
     torch.library.register_fake("sakiyomi_cpu::recur", lambda rows, fixed, number: torch.empty_like(rows[0]))
+    torch.library.register_fake(
+        "sakiyomi_cpu::experts", lambda x, chosen, first, count, out: x.new_empty(chosen.numel(), out)
+    )
+    torch.library.register_fake("sakiyomi_cpu::norm", lambda rows, weight, eps, form: torch.empty_like(rows[0]))
 
 
 def pack_weight(weight: Tensor) -> dict[str, Tensor]:

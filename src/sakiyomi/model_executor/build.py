@@ -162,10 +162,10 @@ def _make_exact(runner: ModelRunner) -> None:
             f"exact=True: {name} keeps its own attention, whose sums depend on the other "
             "requests of a pass; use exact=False"
         )
-    if runner.weights.has_experts:
+    if runner.weights.has_experts and not runner.weights.packed_experts:
         raise UnsupportedError(
-            f"exact=True: {name} gathers rows by expert, so that sums depend on the other rows of a pass; "
-            "use exact=False"
+            f"exact=True: {name} gathers rows by expert in code of its own, so that sums depend on the other rows "
+            "of a pass; use exact=False"
         )
     runner.sizes = invariant_sizes(runner)
     if not runner.sizes:

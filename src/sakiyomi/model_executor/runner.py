@@ -220,6 +220,8 @@ class ModelRunner(Session):
             numbers[1, first : first + count] += self.eviction.shifts.get(slot, 0)
         if rows < size:
             numbers[:, rows:] = 0
+        if not rows and self.weights.has_experts:  # a trial of what a pass costs: other tokens choose other experts
+            numbers[0] = np.arange(size) * 97 % self.vocab_size
         return (ids, positions) if self.device.type == "cpu" else (ids.to(self.device), positions.to(self.device))
 
     def _prove(self, backend: AttentionBackend) -> None:

@@ -21,7 +21,9 @@ from sakiyomi.cache.recurrent import Site
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.kernels.experts import expert_bytes, pack_experts
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
+from sakiyomi.kernels.norms import serve_norms
 from sakiyomi.kernels.pack import is_linear, pack_linears, replaced_forward
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
 from sakiyomi.model_executor.attention import BackendNeeds, op
@@ -78,6 +80,7 @@ class ModelWeights:
         expected: what the model's own forward gives, for the proof that ours gives the same; None: none is made.
         own_attention: the class keeps its own attention and cannot be switched to another.
         packed: linear layers in the compiled kernels; None: none are.
+        packed_experts: all experts of a mixture are there, too, so that a row's sums do not depend on other rows.
         unsettled: kernels are being built, and taken into use by ``ModelRunner.settle``.
         generation: grows when modules are replaced by others.
         quantization: what quantizing changed; None where nothing was quantized.
@@ -133,6 +136,7 @@ class ModelWeights:
         self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self.packed: PackedWeights | None = None
+        self.packed_experts = False
         self.generation = 0
         self.unsettled = False
         self.lock = threading.RLock()
@@ -174,6 +178,7 @@ class ModelWeights:
         if isinstance(self.module, RecordedModel):
             self.module = self.module.whole(self.module)
             op.set_reach(self.module, self.shapes)
+            serve_norms(self.module)
             self.generation += 1
 
     def expect(self, stateful: bool) -> None:
@@ -293,6 +298,8 @@ class ModelWeights:
     def pack(self) -> None:
         """Put the linear layers into the compiled kernels, where these serve them; quantize them, if that was asked."""
         self.packed = self._given.prepared.native if self._given.prepared is not None else self._packed()
+        if self.packed is not None and not isinstance(self.module, RecordedModel):
+            serve_norms(self.module)
         for site in self.stateful.values():
             if isinstance(site, Site):
                 site.compiled = self.packed is not None
@@ -303,7 +310,7 @@ class ModelWeights:
         if table is None:
             return None
         if not self._given.owned:  # the user's own weights stay beside the packed ones
-            need = sum(m.weight.nbytes for m in self.module.modules() if is_linear(m))
+            need = sum(m.weight.nbytes for m in self.module.modules() if is_linear(m)) + expert_bytes(self.module)
             if need > available_bytes(str(self.device)):
                 logger.warning(
                     "%s of memory for a packed copy of the loaded model are not available: it runs on plain torch, "
@@ -316,6 +323,8 @@ class ModelWeights:
         self.siblings = [[names[id(layer)] for layer in group] for group in self._together]
         pack_linears(self.module, table, self._together, read=self._read, free=self._given.owned, bits=bits)
         self._together = []
+        if not self._given.quantize:
+            self.packed_experts = pack_experts(self.module, table, free=self._given.owned)
         return table
 
     def take_patches(self) -> None:

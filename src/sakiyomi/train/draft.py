@@ -1,4 +1,4 @@
-"""Distil a small Llama draft from any causal LM, on text and on the target's own continuations."""
+"""Distil a small draft, a Llama or what is given to start from, from any causal LM, on text and on what that writes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class _Draft(TextRecipe[DraftConfig]):
         self.labels = SoftLabels(target, config.top, int(config.label_gib * 2**30))
         loss = compiled_loss(distillation_loss, config.loop.compile)
 
-        def batch_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+        def batch_loss(model: Any, ids: Tensor) -> Tensor:
             # One row in, one row of labels out: the last column has no label of its own to be compared with.
             inputs = ids[:, :-1]
             with torch.autocast(inputs.device.type, enabled=False):
@@ -177,18 +177,18 @@ def _check_positions(config: DraftConfig, target: PreTrainedModel) -> int:
     return positions
 
 
-def _start(
-    config: DraftConfig, vocab: int, tokenizer: PreTrainedTokenizerBase
-) -> tuple[LlamaForCausalLM, dict[str, Any]]:
+def _start(config: DraftConfig, vocab: int, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, dict[str, Any]]:
     """The draft to start from, with what its card says.
 
     Raises:
-        LoadError: it is no Llama of the target's vocabulary.
+        LoadError: it is no model of the target's vocabulary with a head behind it.
     """
     loaded = load_model(config.init, dtype="float32", device="cpu")
     start = loaded.model
-    if not isinstance(start, LlamaForCausalLM):
-        raise LoadError(f"init {config.init!r} is a {type(start).__name__}, expected a LlamaForCausalLM")
+    if not (hasattr(start, "model") and hasattr(start, "lm_head")):
+        raise LoadError(
+            f"init {config.init!r} is a {type(start).__name__}, expected a model with `model` and `lm_head`"
+        )
     if vocabulary(start) != vocab or loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise LoadError(
             f"init {config.init!r} has another vocabulary than the target; train it with --tokenizer TARGET"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.train.config import RunConfig
@@ -28,7 +28,7 @@ def model_folder(config: RunConfig) -> Path:
     return Path(config.loop.out) / "model"
 
 
-def save(config: RunConfig, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+def save(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the trained model and its tokenizer to OUT/model."""
     with writing(model_folder(config)):
         save_model(model_folder(config), model, tokenizer)

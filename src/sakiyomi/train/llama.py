@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from sakiyomi.train.config import LlamaSizes
 
@@ -73,9 +73,9 @@ def grow(model: LlamaForCausalLM, layers: int) -> tuple[LlamaForCausalLM, dict[s
     return deep, source
 
 
-def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write weights in bf16, configuration, generation configuration and tokenizer."""
-    plain: Any = LlamaForCausalLM(copy.deepcopy(model.config))
+    plain: Any = type(model)(copy.deepcopy(model.config))
     plain.to(torch.bfloat16)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = GenerationConfig(

@@ -30,7 +30,7 @@ def _optimizers(config: TextConfig, model: nn.Module) -> list[Optimizer]:
     linear = {id(part.weight) for layer in layers for part in layer.modules() if isinstance(part, nn.Linear)}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            (matrices if id(parameter) in linear else others).append(parameter)
+            (matrices if id(parameter) in linear and config.muon_lr else others).append(parameter)
     optimizers: list[Optimizer] = []
     if matrices:
         optimizers.append(

@@ -74,13 +74,14 @@ def save_recording(
         with runner.lock, torch.no_grad():
             checkpoint = read_checkpoint(folder)
             held, size = (checkpoint, checkpoint.stored_bytes) if copy is None else packed_files(copy)
-            if size > MOST or runner.weights.encoder is not None or runner.weights.stateful:
-                raise UnsupportedError("it is too large, or more than layers with attention and no encoder")
-            about, scripts, weights = _record(runner, TensorSource(held), copy)
+            weights = runner.weights
+            if size > MOST or weights.encoder is not None or weights.stateful or weights.packed_experts:
+                raise UnsupportedError("it is too large, or has an encoder, packed experts or other states")
+            about, scripts, read = _record(runner, TensorSource(held), copy)
             known, backend = recorded_tokenizer(tokenizer, folder)
             about |= {"key": key_of(folder, checkpoint), "tokenizer": known}
             about["copy"] = copy and [str(copy), source_key(folder, checkpoint) if copy != folder else None]
-            _prove(runner, about, scripts, weights)
+            _prove(runner, about, scripts, read)
             if backend is not None:
                 scripts[TOKENIZER] = backend
         tensors = {name: torch.frombuffer(bytearray(script), dtype=torch.uint8) for name, script in scripts.items()}

@@ -227,7 +227,9 @@ class TextConfig(Group):
     text: tuple[str, ...] = setting(
         (), "Training file FILE@STABLE:DECAY: its share of the rows before and during the decay. Repeat for more files."
     )
-    muon_lr: float = setting(0.02, "Peak learning rate of Muon (2-D matrices of the layers).", least=0)
+    muon_lr: float = setting(
+        0.02, "Peak learning rate of Muon (2-D matrices of the layers); 0: AdamW trains them, too.", least=0
+    )
     adam_lr: float = setting(0.004, "Peak learning rate of AdamW (embeddings and norms).", least=0)
     weight_decay: float = setting(0.05, "Weight decay of the 2-D matrices of the layers.", least=0)
 

@@ -144,8 +144,8 @@ class DraftConfig(TextRunConfig):
     )
     init: str = setting(
         "",
-        "A Llama to start from (embedded name, folder or hub id), as `train target --tokenizer TARGET` makes it; the "
-        "sizes are then its own.",
+        "A model to start from (embedded name, folder or hub id), such as the Llama that `train target --tokenizer "
+        "TARGET` makes; the sizes are then its own.",
     )
     sizes: LlamaSizes = field(default=LlamaSizes(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=512))
     top: int = setting(

@@ -1,0 +1,76 @@
+// Root mean square norms of rows, with a gate or none: one call for what takes torch a dozen.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "torch.h"
+#include "vector.h"
+
+namespace {
+
+// What models do differently, as bits of a number.
+enum Form : int64_t {
+  plus_one = 1,      // numbers are multiplied by 1 + weight
+  rounded_early = 2,  // they are rounded to the rows' type before they are multiplied by the weight, and after that
+  gate_first = 4,    // the gate, as SiLU, comes before the norm; else behind it
+};
+
+// The first n of 16 numbers, zeros behind them.
+template <typename T>
+inline f16v first16(const T* from, int64_t n) {
+  if (n == 16) return load16(from);
+  T all[16] = {};
+  std::memcpy(all, from, n * sizeof(T));
+  return load16(all);
+}
+
+inline f16v silu16(f16v x) {
+  const f16v e = exp16((f16v)((u16v)x | 0x80000000u));  // of -|x|
+  const f16v one = f16v{} + 1.0f;
+  return x * chosen(x < f16v{}, e, one) / (one + e);
+}
+
+inline f16v as_rounded(f16v x, const float*) { return x; }
+inline f16v as_rounded(f16v x, const bf16*) {
+  const h16v h = narrow(x);
+  bf16 all[16];
+  std::memcpy(all, &h, 32);
+  return load16(all);
+}
+
+template <typename T>
+void norm_row(const T* x, const float* weight, const T* gate, T* y, int64_t width, float eps, int64_t form) {
+  auto number = [&](int64_t i, int64_t n) {
+    const f16v v = first16(x + i, n);
+    return gate && form & gate_first ? v * silu16(first16(gate + i, n)) : v;
+  };
+  f16v squares[2] = {};
+  for (int64_t i = 0, n; i < width; i += 16) {
+    n = std::min<int64_t>(16, width - i);
+    const f16v v = number(i, n);
+    squares[i / 16 % 2] += v * v;
+  }
+  const float scale = 1.0f / std::sqrt(total(squares[0] + squares[1]) / float(width) + eps);
+  for (int64_t i = 0, n; i < width; i += 16) {
+    n = std::min<int64_t>(16, width - i);
+    f16v v = number(i, n) * scale, w = first16(weight + i, n);
+    if (form & plus_one) w = w + 1.0f;
+    v = form & rounded_early ? as_rounded(as_rounded(v, x) * w, x) : v * w;
+    if (gate && !(form & gate_first)) v = v * silu16(first16(gate + i, n));
+    put(y + i, v, n);
+  }
+}
+
+template <typename T>
+void norm_rows(const T* x, const float* weight, const T* gate, T* y, int64_t rows, int64_t width, float eps, int64_t form) {
+  parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      norm_row(x + r * width, weight, gate ? gate + r * width : nullptr, y + r * width, width, eps, form);
+  });
+}
+
+}  // namespace

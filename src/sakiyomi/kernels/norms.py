@@ -1,0 +1,95 @@
+"""A model's root mean square norms by the compiled kernels: one call for what takes torch a dozen.
+
+Whether a module is such a norm, and of which form, is found by trying it on random rows: names say nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.kernels.native import DTYPES
+
+__all__ = ["serve_norms"]
+
+PLUS_ONE, ROUNDED_EARLY, GATE_FIRST = 1, 2, 4  # as in norms.h
+ROWS = 4  # of a trial
+
+
+def serve_norms(model: nn.Module) -> int:
+    """Have norms of a model on the CPU call the kernels; the number of modules that do.
+
+    Modules with hooks, or with a forward of their own, stay as they are.
+
+    Args:
+        model: changed in place; hooks that come later are called.
+    """
+    served, known = 0, dict[Any, int | None]()
+    for module in model.modules():
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not isinstance(eps, float) or not _plain(module):
+            continue
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        key = type(module), eps, weight.shape, weight.dtype
+        if key not in known:
+            known[key] = _form(module, eps)
+        if (form := known[key]) is not None:
+            module.forward = functools.partial(_norm, module, eps, form)
+            served += 1
+    return served
+
+
+def _plain(module: nn.Module) -> bool:
+    """Whether it is a module of one vector that nobody has changed."""
+    own = module._parameters
+    if own.keys() != {"weight"} or module._modules or module._buffers or "forward" in vars(module):
+        return False
+    weight = own["weight"]
+    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") or weight is None:
+        return False
+    return weight.ndim == 1 and weight.device.type == "cpu" and weight.dtype in DTYPES and weight.numel() > 1
+
+
+def _norm(module: Any, eps: float, form: int, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    dtype = hidden_states.dtype
+    if gate is not None and dtype == torch.float32:
+        gate = gate.to(dtype)
+    rows = [hidden_states] if gate is None else [hidden_states, gate]
+    # Of other pairs of types torch gives another type than that of the rows.
+    if dtype not in (module.weight.dtype, torch.float32) or (gate is not None and gate.dtype != dtype):
+        return type(module).forward(module, *rows)  # type: ignore[no-any-return]
+    return torch.ops.sakiyomi_cpu.norm(rows, module.weight, eps, form)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _form(module: nn.Module, eps: float) -> int | None:
+    """The form that gives what the module does, up to the order of a sum; None: there is none."""
+    trial = copy.deepcopy(module)
+    weight: Any = trial.weight
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(weight.dtype)
+
+    weight.copy_(random(*weight.shape))
+    gated = len(inspect.signature(type(module).forward).parameters) > 2
+    rows = [scale * random(1, 2, ROWS, len(weight)) for scale in (3, 1)[: 1 + gated]]
+    try:
+        wanted, flat = trial(*rows), trial(*[each.flatten(0, 2) for each in rows])
+    except Exception:  # whatever it is, it is none of these norms
+        return None
+    if not isinstance(wanted, Tensor) or wanted.shape != rows[0].shape or wanted.dtype != weight.dtype:
+        return None
+    if not torch.equal(wanted.flatten(0, 2), flat):  # it is more than a function of each row
+        return None
+    forms = [early | one | first for first in (0, GATE_FIRST)[: 1 + gated] for one in (0, PLUS_ONE) for early in (2, 0)]
+    errors = {form: float((_norm(trial, eps, form, *rows) - wanted).abs().float().mean()) for form in forms}
+    best = min(forms, key=errors.__getitem__)
+    scale = float(wanted.float().abs().mean())
+    # Of bf16 hardly any number may be rounded otherwise: another form errs by a thousandth on the average.
+    return best if errors[best] <= (1e-6 if weight.dtype == torch.float32 else 1e-4) * scale else None
