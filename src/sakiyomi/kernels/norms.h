@@ -19,15 +19,6 @@ enum Form : int64_t {
   gate_first = 4,    // the gate, as SiLU, comes before the norm; else behind it
 };
 
-// The first n of 16 numbers, zeros behind them.
-template <typename T>
-inline f16v first16(const T* from, int64_t n) {
-  if (n == 16) return load16(from);
-  T all[16] = {};
-  std::memcpy(all, from, n * sizeof(T));
-  return load16(all);
-}
-
 inline f16v silu16(f16v x) {
   const f16v e = exp16((f16v)((u16v)x | 0x80000000u));  // of -|x|
   const f16v one = f16v{} + 1.0f;

@@ -32,15 +32,6 @@ struct PromptScratch {
   std::vector<float> top, sum, unpacked, steps, tile;
 };
 
-// The first `count` numbers of 16, zeros behind them.
-template <typename T>
-inline f16v first16(const T* from, int64_t count) {
-  if (count >= 16) return load16(from);
-  T all[16] = {};
-  std::memcpy(all, from, count * sizeof(T));
-  return load16(all);
-}
-
 // `count` values as rows, from column `at` of the block on. An odd last one has a zero beside it.
 template <typename X, typename T>
 void lay_values(const T* rows, int64_t count, int64_t at, int64_t dim, X* to) {

@@ -70,6 +70,15 @@ inline f16v load16(const bf16* p) {
 #endif
 }
 
+// The first `count` numbers of 16, zeros behind them.
+template <typename T>
+inline f16v first16(const T* from, int64_t count) {
+  if (count >= 16) return load16(from);
+  T all[16] = {};
+  std::memcpy(all, from, count * sizeof(T));
+  return load16(all);
+}
+
 inline void store16(float* p, f16v x) { store(p, x); }
 
 // A copy of a length known only at run time is a call, which costs as much as the products of 64 weights: whole vectors go their own way.
