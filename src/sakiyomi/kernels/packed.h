@@ -266,27 +266,4 @@ class PackedHead {
   std::vector<float>&steps_, &tile_;
 };
 
-// All packed keys and values of one head as rows of T, for what reads them often.
-template <typename T>
-void unpack_head(const Packed& packed, const Leveled& leveled, int64_t slot_head, int64_t own, int64_t count, int64_t key_dim,
-                 int64_t value_dim, T* keys, T* values) {
-  std::vector<float> steps, tile, block(16 * key_dim), rows(packed_group * value_dim + 16);
-  auto write = [](T* to, float x) {
-    if constexpr (std::is_same_v<T, float>) *to = x;
-    else *to = narrow(x);
-  };
-  with_bits(packed.bits, [&](auto bits) {
-    PackedHead<bits()> head(packed, leveled, slot_head, own, key_dim, value_dim, steps, tile);
-    for (int64_t t = 0; t < count; t += 16) {
-      head.keys(t, block.data());
-      for (int64_t i = 0; i < 16; ++i)
-        for (int64_t d = 0; d < key_dim; ++d) write(keys + (t + i) * key_dim + d, block[16 * d + i]);
-    }
-    for (int64_t t = 0; t < count; t += packed_group) {
-      head.values(t, rows.data());
-      for (int64_t i = 0; i < packed_group * value_dim; ++i) write(values + t * value_dim + i, rows[i]);
-    }
-  });
-}
-
 }  // namespace

@@ -35,13 +35,10 @@ constexpr uint64_t built_for = 2ull << 56 | 11ull << 48;  // torch 2.11: what a 
   F(aoti_torch_new_tensor_handle, (TensorHandle, TensorHandle*))                                                                        \
   F(aoti_torch_delete_tensor_object, (TensorHandle))                                                                                    \
   F(aoti_torch_empty_strided, (int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, TensorHandle*))                      \
-  F(aoti_torch_create_tensor_from_blob,                                                                                                 \
-    (void*, int64_t, const int64_t*, const int64_t*, int64_t, int32_t, int32_t, int32_t, TensorHandle*))                                \
   F(aoti_torch_copy_, (TensorHandle, TensorHandle, int32_t))                                                                            \
   F(torch_list_size, (ListHandle, size_t*))                                                                                             \
   F(torch_list_get_item, (ListHandle, size_t, Value*))                                                                                  \
   F(torch_delete_list, (ListHandle))                                                                                                    \
-  F(torch_call_dispatcher, (const char*, const char*, Value*, uint64_t))                                                                \
   F(torch_parallel_for, (int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*))                                          \
   F(aoti_torch_library_init_def, (const char*, const char*, uint32_t, LibraryHandle*))                                                  \
   F(aoti_torch_library_init_impl, (const char*, const char*, const char*, uint32_t, LibraryHandle*))                                    \
@@ -52,7 +49,6 @@ constexpr uint64_t built_for = 2ull << 56 | 11ull << 48;  // torch 2.11: what a 
   F(aoti_torch_dtype_float32)    \
   F(aoti_torch_dtype_bfloat16)   \
   F(aoti_torch_dtype_int64)      \
-  F(aoti_torch_dtype_bool)       \
   F(aoti_torch_device_type_cpu)
 
 struct {
@@ -124,14 +120,6 @@ class Tensor {
     return Tensor(handle);
   }
 
-  // Numbers that lie somewhere else.
-  static Tensor view(const void* data, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides, int32_t dtype) {
-    TensorHandle handle;
-    TORCH_CALL(aoti_torch_create_tensor_from_blob, (void*)data, (int64_t)sizes.size(), sizes.begin(), strides.begin(), 0, dtype,
-               torch.aoti_torch_device_type_cpu, 0, &handle);
-    return Tensor(handle);
-  }
-
   Tensor another() const {
     TensorHandle handle;
     TORCH_CALL(aoti_torch_new_tensor_handle, handle_, &handle);
@@ -197,20 +185,10 @@ inline std::vector<Tensor> tensors_of(Value list) {
   return found;
 }
 
-template <typename T>
-inline Value bits_of(T x) {
-  Value y = 0;
-  std::memcpy(&y, &x, sizeof(T));
-  return y;
-}
-
 inline double number_of(Value x) {
   double y;
   std::memcpy(&y, &x, 8);
   return y;
 }
-
-// torch deletes it.
-inline Value optional(Value x) { return (Value) new Value(x); }
 
 }  // namespace
