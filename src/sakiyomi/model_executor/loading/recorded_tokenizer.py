@@ -20,7 +20,15 @@ KNOWN = (
     "eos_token_id", "model_max_length", "name_or_path", "pad_token", "pad_token_id", "padding_side", "unk_token",
     "unk_token_id", "vocab_size",
 )  # fmt: skip
-_TEXTS = (*STORIES, "", " ", "Well , I do n't .", "x  y\n\n\tz ", "naïve 先読み 🙂\u200d🙂 e\u0301", "</s> <s><unk><|endoftext|><0x0A>")
+_TEXTS = (
+    *STORIES,
+    "",
+    " ",
+    "Well , I do n't .",
+    "x  y\n\n\tz ",
+    "naïve 先読み 🙂\u200d🙂 e\u0301",
+    "</s> <s><unk><|endoftext|><0x0A>",
+)
 
 
 class _Encoding(dict[str, list[int]]):
