@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
-from architectures import KINDS, VOCAB, WINDOW, greedy, make, model_of, prompt
+from architectures import KINDS, VOCAB, WINDOW, greedy, make, model_of, prompt, widen
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, SamplingParams, UnsupportedError
 from sakiyomi.kernels.native import native
@@ -162,3 +163,15 @@ def test_a_large_model_is_proven_on_some_of_its_layers(
     monkeypatch.setattr("sakiyomi.model_executor.build.prove", note)
     check(LLM((model_of(name), TOKENIZER), "none", compile=False), name)
     assert depths == [depth]
+
+
+@pytest.mark.parametrize("kind", ["BigBirdPegasus", "Bart"])
+def test_a_decoder_that_counts_positions_by_a_cache_is_refused(kind: str) -> None:
+    """It takes no positions, and would begin anew in every pass."""
+    sizes = {"d_model": 32, "decoder_layers": 3, "num_hidden_layers": 3, "decoder_attention_heads": 4}
+    sizes |= {"decoder_ffn_dim": 48, "max_position_embeddings": 256, "vocab_size": VOCAB}
+    config = getattr(hf, f"{kind}Config")(**sizes, is_decoder=True, is_encoder_decoder=False)
+    model = getattr(hf, f"{kind}ForCausalLM")(config).eval()
+    widen(model)
+    with pytest.raises(UnsupportedError, match=r"differ by .* of the largest"):
+        build_runner(model, compile=False)

@@ -398,7 +398,7 @@ def test_a_layer_that_does_not_come_to_our_attention_is_noticed(layers: Sequence
 
 
 class Detour(nn.Module):
-    """An attention that stops coming to ours after the probe: the proof of the first real pass must find it."""
+    """An attention that stops coming to ours after the probes: the proof of the first real pass must find it."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -406,15 +406,14 @@ class Detour(nn.Module):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         self.calls += 1
-        return self.inner(hidden_states, **kwargs) if self.calls == 1 else (hidden_states, None)
+        return self.inner(hidden_states, **kwargs) if self.calls <= 2 else (hidden_states, None)
 
 
 def test_every_layer_is_proven_to_have_been_called(path: str) -> None:
     model = make(ALL["llama"]())
     model.model.layers[1].self_attn = Detour(model.model.layers[1].self_attn)
-    target = packed(model)
     with pytest.raises(UnsupportedError, match="2 of 3"):
-        fill(target, prompt(5))
+        fill(packed(model), prompt(5))
 
 
 @pytest.fixture(autouse=True)

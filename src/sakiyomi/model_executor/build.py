@@ -68,8 +68,7 @@ def build_runner(
     else:
         weights.pack()
         weights.check_quantized()
-        if weights.expected is None:
-            weights.expect(bool(weights.stateful))
+        weights.expect(bool(weights.stateful))
     capacity = Capacity()
     if eviction is not None:  # what is tried out below is read at once
         alone = max(len(weights.text) if quantize else 0, TRIAL if exact else 0)

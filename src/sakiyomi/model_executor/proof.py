@@ -86,5 +86,5 @@ def _compare(runner: ModelRunner, expected: Tensor) -> None:
         raise UnsupportedError(
             f"{type(runner.module).__name__} gives other logits through our cache than by itself (they differ by "
             f"{worst:.2g} of the largest, at most {bound:.2g} is rounding): its layers keep something that is not "
-            "served; use transformers' generate()"
+            "served, or it counts positions by a cache; use transformers' generate()"
         )

@@ -35,7 +35,7 @@ from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
 from sakiyomi.model_executor.multimodal import set_aside
 from sakiyomi.model_executor.positions import take_positions
-from sakiyomi.model_executor.probe import PROOF, Expectation, expect, probe
+from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
 from sakiyomi.model_executor.structural_copy import distinct_layers, first_layers, layer_list, structural_copy
@@ -53,6 +53,7 @@ class _Given(NamedTuple):
     owned: bool
     prepared: Prepared | None
     quantize: str | None
+    forwards: list[tuple[str, weakref.ref[nn.Module], Any]]  # of the user's model, see ``_forwards``
 
 
 class ModelWeights:
@@ -131,7 +132,7 @@ class ModelWeights:
         for module in self.module.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
-        self._given = _Given(owned, prepared, quantize)
+        self._given = _Given(owned, prepared, quantize, [] if owned or recorded else _forwards(model))
         self.text = list(text)
         self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
@@ -141,9 +142,7 @@ class ModelWeights:
         self.unsettled = False
         self.lock = threading.RLock()
         self.capture = HiddenStateCapture()
-        self._together: list[list[nn.Module]] = []
-        self._read: set[int] = set()
-        self._others = [] if owned or recorded else _forwards(model)
+        self._probed: Probed | None = None  # until it is packed
         callers = stateful_modules(self.module)
         self.expected: Expectation | None = None
         if not quantize and (prepared is None or prepared.native is None):  # else it gives other logits
@@ -160,8 +159,8 @@ class ModelWeights:
             if prepared is not None and prepared.native is not None:
                 prepared.native.begin(BatchPlan([]), 0)
             layers = None if callers or modules else int(self.config.num_hidden_layers)
-            found = probe(self.module, self.vocab_size, layers, self.device)
-            self.shapes, self._together, self._read, self.own_attention = found
+            self._probed = probe(self.module, self.vocab_size, layers, self.device)
+            self.shapes, self.own_attention = self._probed.shapes, self._probed.own_attention
         if not recorded:
             op.set_reach(self.module, self.shapes)
         self.stateful: dict[int, Served] = {**modules, **calls}
@@ -188,28 +187,15 @@ class ModelWeights:
         forward of their own; a pass with offloaded weights costs as much as loading them.
         """
         apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded
-        if apart or self.max_context < PROOF + 2:
+        if self.expected is not None or apart or self.max_context < PROOF + 2:
             return
         if self.packed is not None:
             self.packed.begin(BatchPlan([]), 0)
-        module, depth = self.module, None if stateful else self._enough()
+        module, depth = self.module, None if stateful else _enough(self.module, int(self.config.num_hidden_layers))
         if depth is not None:
             module = first_layers(module, depth, int(self.config.num_hidden_layers))
         found = expect(module, self.vocab_size, self.device, stateful=stateful)
         self.expected = None if found is None else found._replace(depth=depth)
-
-    def _enough(self) -> int | None:
-        """Layers on which a large model is proven, since passes over all would take long; None: all."""
-        count = int(self.config.num_hidden_layers)
-        size = sum(map(_stored_bytes, (*self.module.parameters(), *self.module.buffers())))
-        if size < LARGE:
-            return None
-        try:
-            layers = self.module.get_submodule(layer_list(self.module, count, "the proof"))
-        except UnsupportedError:
-            return None
-        depth = distinct_layers(layers)
-        return depth if depth < count else None
 
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Have every pass give what these decoder layers give, too (see ``PassOutput``), once sessions have settled.
@@ -320,9 +306,11 @@ class ModelWeights:
                 return None
         bits = self._choose_bits(self._given.quantize) if self._given.quantize else None
         names = {id(module): name for name, module in self.module.named_modules()}
-        self.siblings = [[names[id(layer)] for layer in group] for group in self._together]
-        pack_linears(self.module, table, self._together, read=self._read, free=self._given.owned, bits=bits)
-        self._together = []
+        assert self._probed is not None
+        together, read = self._probed.siblings, self._probed.read
+        self.siblings = [[names[id(layer)] for layer in group] for group in together]
+        pack_linears(self.module, table, together, read=read, free=self._given.owned, bits=bits)
+        self._probed = None
         if not self._given.quantize:
             self.packed_experts = pack_experts(self.module, table, free=self._given.owned)
         return table
@@ -333,7 +321,7 @@ class ModelWeights:
         Raises:
             UnsupportedError: he has replaced that of another module.
         """
-        for name, place, before in self._others:
+        for name, place, before in self._given.forwards:
             theirs = place()
             if theirs is None or vars(theirs).get("forward") is before or replaced_forward(theirs) is None:
                 continue
@@ -382,6 +370,20 @@ class ModelWeights:
 def _forwards(model: nn.Module) -> list[tuple[str, weakref.ref[nn.Module], Any]]:
     """The modules of a model, not kept alive, and what stands in the place of their forwards."""
     return [(name, weakref.ref(part), vars(part).get("forward")) for name, part in model.named_modules() if name]
+
+
+def _enough(model: nn.Module, count: int) -> int | None:
+    """Layers on which a large model is proven, since passes over all would take long; None: all."""
+    size = sum(map(_stored_bytes, (*model.parameters(), *model.buffers())))
+    if size < LARGE:
+        return None
+    try:
+        layers = model.get_submodule(layer_list(model, count, "the proof"))
+    except UnsupportedError:
+        return None
+    assert isinstance(layers, nn.ModuleList)
+    depth = distinct_layers(layers)
+    return depth if depth < count else None
 
 
 def _device(model: Any) -> torch.device:

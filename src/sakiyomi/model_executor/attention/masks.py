@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sakiyomi.core.errors import UnsupportedError
-
 __all__ = ["Reach", "reach_of"]
 
 FAR = (1 << 18) + 7
@@ -37,14 +35,11 @@ class Reach(NamedTuple):
         return seen
 
 
-def reach_of(function: Callable[..., Any]) -> Reach:
-    """The kind of a mask.
+def reach_of(function: Callable[..., Any]) -> Reach | None:
+    """The kind of a mask; None: none of those that are known here.
 
     Args:
         function: from batch, head, row and column, each a tensor, to whether the row sees the column.
-
-    Raises:
-        UnsupportedError: it is none of those that are known here.
     """
     zero = torch.tensor(0)
 
@@ -64,7 +59,4 @@ def reach_of(function: Callable[..., Any]) -> Reach:
                 return kind
     except (IndexError, RuntimeError, TypeError, ValueError):  # it looks up what belongs to a text
         pass
-    raise UnsupportedError(
-        "a mask of the model is neither causal nor a sliding window nor one of chunks, which is not supported; use "
-        "transformers for this model"
-    )
+    return None

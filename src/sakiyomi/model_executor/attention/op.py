@@ -41,7 +41,7 @@ _probed: list[LayerShape] = []
 """What the layers of a model that is probed have asked for, in the order of their calls."""
 _callers: list[nn.Module] = []
 """Those layers."""
-_masks: dict[int, tuple[Tensor, Reach]] = {}
+_masks: dict[int, tuple[Tensor, Reach | None]] = {}
 """Masks of the pass that probes a model, by the address of their storage, and how far they let rows see."""
 
 
@@ -53,9 +53,9 @@ def call_arguments(
     Raises:
         UnsupportedError: it has a mask of its own, or an argument that changes the result and is not known here.
     """
-    known = None if mask is None else _masks.get(mask.untyped_storage().data_ptr())
+    _, reach = (None, None) if mask is None else _masks.get(mask.untyped_storage().data_ptr(), (None, None))
     # In passes of requests the mask functions give None.
-    asked = "makes its own mask" if mask is not None and known is None else ""
+    asked = "makes its own mask" if mask is not None and reach is None else ""
     asked = asked or next((f"uses {name}" for name in UNKNOWN if kwargs.get(name) is not None), "")
     if asked:
         raise UnsupportedError(
@@ -65,7 +65,7 @@ def call_arguments(
         int(module.layer_idx),  # type: ignore[arg-type]
         _scaling(query, scaling),
         float(kwargs.get("softcap") or 0.0),
-        _reach(module, known[1] if known is not None else None, kwargs),
+        _reach(module, reach, kwargs),
     )
 
 
