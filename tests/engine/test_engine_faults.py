@@ -540,9 +540,9 @@ def test_longrope_stays_within_its_original_context(caplog: pytest.LogCaptureFix
     assert "longrope" in caplog.text
     (out,) = llm.generate([prompt(12)], params(max_new_tokens=50))
     assert out.token_ids == greedy(model, prompt(12), 20)
-    with pytest.raises(InputError, match=r"the context holds 32 .* longrope"):
+    with pytest.raises(InputError, match=r"the context holds 32 .*longrope"):
         llm.generate([prompt(40)], params())
-    with pytest.raises(InputError, match=r"max_context=64 exceeds .* longrope"):
+    with pytest.raises(InputError, match=r"max_context=64 exceeds .*longrope"):
         LLM((model, TOKENIZER), "none", compile=False, max_context=64)
 
 

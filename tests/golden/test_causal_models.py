@@ -43,4 +43,5 @@ def test_all_others(kind: str) -> None:
 
 def test_a_wrong_text_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_models.architectures, "greedy", lambda model, tokens, count: [3] * count)
+    monkeypatch.setattr(causal_models, "uncached", lambda model, tokens: [4] * causal_models.NEW)
     assert outcome("arcee")["state"] == "wrong"

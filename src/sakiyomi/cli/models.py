@@ -34,7 +34,7 @@ class ModelsOptions:
         markdown: show the page docs/models.md.
     """
 
-    name: str = field(default="", metadata={"argument": "[NAME]"})
+    name: str = field(default="", metadata={"argument": "NAME"})
     markdown: bool = False
 
 

@@ -47,7 +47,7 @@ def set_aside(module: Any, original: Any) -> bool:
     if decoder is module or getattr(decoder, "config", None) is not text:
         return False  # a class that is text throughout, of a configuration with further parts
     inside = {id(part) for part in decoder.modules()}
-    names = []
+    names: list[str] = []
     for name, part in module.named_modules():
         apart = id(part) not in inside and all(id(other) not in inside for other in part.modules())
         if apart and hasattr(part, "set_attn_implementation") and not name.startswith(tuple(f"{n}." for n in names)):

@@ -188,7 +188,8 @@ def _causal_class(config: Any) -> type | None:
     """The class of text, or of images and text, which writes text alike; None: transformers has none."""
     causal, seeing = _classes()
     found = causal.get(type(config), None) or seeing.get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
+    kind: type | None = found[0] if isinstance(found, tuple) else found
+    return kind
 
 
 def _classes() -> tuple[Any, Any]:

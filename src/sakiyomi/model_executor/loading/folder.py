@@ -87,7 +87,7 @@ def read_extractor(folder: Path, config: Any) -> Any:
         return None
     try:
         with quiet():
-            reader = AutoFeatureExtractor if has_encoder(config) else AutoProcessor
+            reader: Any = AutoFeatureExtractor if has_encoder(config) else AutoProcessor
             return reader.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         if not has_encoder(config):  # text it reads without
