@@ -50,7 +50,9 @@ def _plain(module: nn.Module) -> bool:
     if own.keys() != {"weight"} or module._modules or module._buffers or "forward" in vars(module):
         return False
     weight = own["weight"]
-    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") or weight is None:
+    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+        return False
+    if type(weight) is not nn.Parameter:
         return False
     return weight.ndim == 1 and weight.device.type == "cpu" and weight.dtype in DTYPES and weight.numel() > 1
 
