@@ -157,6 +157,8 @@ def test_embedded_models_bring_theirs(name: str, tmp_path: Path, monkeypatch: py
     assert record(name, fresh)
     assert read_header(fresh).metadata["about"] == read_header(kept).metadata["about"]
     assert _operators(fresh) == _operators(kept)
+    for place in (b"site-packages", str(embedded(name)).encode(), str(Path(recording.__file__).parent).encode()):
+        assert place not in fresh.read_bytes()
     monkeypatch.setattr(recording, "SHIPPED", SHIPPED)
     found = LLM(name, "none")
     assert isinstance(found.target.module, RecordedModel) and found.record()

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from zipfile import ZipFile, ZipInfo
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,7 @@ def save_recording(
             about, scripts, read = _record(runner, TensorSource(held), copy)
             known, backend = recorded_tokenizer(tokenizer, folder)
             about |= {"key": key_of(folder, checkpoint), "tokenizer": known}
+            del about["config"]["_name_or_path"], known["name_or_path"]  # a recording may move with its folder
             about["copy"] = copy and [str(copy), source_key(folder, checkpoint) if copy != folder else None]
             _prove(runner, about, scripts, read)
             if backend is not None:
@@ -199,7 +201,17 @@ def _saved(graph: Any) -> bytes:
     buffer = io.BytesIO()
     with undeprecated():
         torch.jit.save(torch._C._create_function_from_graph("forward", graph), buffer)
-    return buffer.getvalue()
+    return _bare(buffer)
+
+
+def _bare(script: io.BytesIO) -> bytes:
+    """A TorchScript file without the lines of code that its operators come from, which name folders of this machine."""
+    bare = io.BytesIO()
+    with ZipFile(script) as given, ZipFile(bare, "w") as kept:
+        for name in given.namelist():
+            if not name.endswith(".debug_pkl"):
+                kept.writestr(ZipInfo(name), given.read(name))
+    return bare.getvalue()
 
 
 def _place(name: str, layer: PackedLinear, source: TensorSource, embeddings: list[str]) -> dict[str, Any]:

@@ -155,6 +155,7 @@ def read_recording(
         checkpoint = read_checkpoint(folder)
         if about["key"] != key_of(folder, checkpoint) or dtype not in (None, getattr(torch, about["dtype"])):
             return None
+        about["config"]["_name_or_path"] = about["tokenizer"]["name_or_path"] = str(folder)
         scripts = {name: tensor.numpy().tobytes() for name, tensor in load_tensors(place).items()}
         tokenizer = _tokenizer(folder, about["tokenizer"], scripts.pop(TOKENIZER, None))
         fits(RecordedConfig(**about["config"]))
