@@ -32,6 +32,7 @@ from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.run import run
 from sakiyomi.evaluation.bench.long.systems import System
+from sakiyomi.model_executor.probe import Probed
 from toys import character_tokenizer, tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -216,7 +217,7 @@ def test_models_whose_cache_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UnsupportedError, match=r"has an encoder.*cache='full'"):
         LLM((seq2seq_toys.model_of("t5"), TOKENIZER), "none", cache="offload", compile=False)
     shapes = [LayerShape(2, 8, 8, torch.device("meta"))]  # in the place of a GPU
-    monkeypatch.setattr("sakiyomi.model_executor.weights.probe", lambda *_: (shapes, [], False))
+    monkeypatch.setattr("sakiyomi.model_executor.weights.probe", lambda *_: Probed(shapes, [], set(), False))
     with pytest.raises(UnsupportedError, match=r"cache='offload' on meta.*cache='quant-4'"):
         make("offload")
 

@@ -184,6 +184,13 @@ class KVStore:
         self._roomy = room - self.sizing.spare if self.sizing.limits is None and self.packed is None else -1
         self.gather = None  # it knows the former tensors
 
+    def shed(self) -> None:
+        """Give storage back that no request needs any more; nothing is done where columns may be quantized."""
+        if self.packed is None:
+            self.keys, self.values, self.starts = [], [], []
+            self.slots = self.room = 0
+            self._roomy, self._moved, self.gather = -1, True, None
+
     def renew(self) -> None:
         """Have whoever keeps pointers renew them before the next pass."""
         self._moved = True

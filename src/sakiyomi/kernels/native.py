@@ -152,7 +152,10 @@ class PackedWeights:
     Attributes:
         library: the loaded kernels.
         number: of the table there.
+        experts: all experts of a mixture are in it.
     """
+
+    experts = False
 
     def __init__(self, library: ctypes.CDLL) -> None:
         _register_shapes()

@@ -51,6 +51,7 @@ def prove(runner: ModelRunner) -> None:
         ) from error
     finally:
         op.set_reach(runner.module, weights.shapes)
+        runner.cache.shed()
 
 
 def _compare(runner: ModelRunner, expected: Tensor) -> None:

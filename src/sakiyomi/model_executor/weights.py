@@ -10,7 +10,7 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ class _Given(NamedTuple):
     owned: bool
     prepared: Prepared | None
     quantize: str | None
+    text: list[int]
     forwards: list[tuple[str, weakref.ref[nn.Module], Any]]  # of the user's model, see ``_forwards``
 
 
@@ -71,7 +72,6 @@ class ModelWeights:
         encoder: of an encoder-decoder model, whose decoder is the module.
         multimodal: the class reads more than text; its encoders stand aside.
         max_context: positions that the model has.
-        context_note: why they are fewer than its configuration says, for messages; "": they are not.
         small_head: the logits of all rows of a prompt cost next to nothing.
         offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
             same whatever the number of rows.
@@ -81,7 +81,6 @@ class ModelWeights:
         expected: what the model's own forward gives, for the proof that ours gives the same; None: none is made.
         own_attention: the class keeps its own attention and cannot be switched to another.
         packed: linear layers in the compiled kernels; None: none are.
-        packed_experts: all experts of a mixture are there, too, so that a row's sums do not depend on other rows.
         unsettled: kernels are being built, and taken into use by ``ModelRunner.settle``.
         generation: grows when modules are replaced by others.
         quantization: what quantizing changed; None where nothing was quantized.
@@ -118,12 +117,8 @@ class ModelWeights:
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
         self.device = _device(model)
-        self.max_context, self.context_note = _max_context(self.config), ""
-        if self.max_context < (positions := int(getattr(self.config, "max_position_embeddings", 0) or 0)):
-            self.context_note = (
-                f"; the model has {positions} positions, but its rotary embedding (longrope) changes all of them when "
-                f"a text grows beyond {self.max_context}, which is not supported: use transformers' generate() there"
-            )
+        self.max_context = _max_context(self.config)
+        if self.context_note:
             logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
         # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
@@ -132,12 +127,10 @@ class ModelWeights:
         for module in self.module.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
-        self._given = _Given(owned, prepared, quantize, [] if owned or recorded else _forwards(model))
-        self.text = list(text)
+        self._given = _Given(owned, prepared, quantize, list(text), [] if owned or recorded else _forwards(model))
         self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self.packed: PackedWeights | None = None
-        self.packed_experts = False
         self.generation = 0
         self.unsettled = False
         self.lock = threading.RLock()
@@ -171,6 +164,27 @@ class ModelWeights:
         """The head over the vocabulary, as it runs here: (..., hidden) to (..., V)."""
         head: nn.Module = self.module.get_output_embeddings()
         return head
+
+    @property
+    def text(self) -> list[int]:
+        """Token ids on which the quantization is judged."""
+        return self._given.text
+
+    @property
+    def context_note(self) -> str:
+        """Why a text may have fewer tokens than the model has positions, for messages; "": it may have as many."""
+        positions = int(getattr(self.config, "max_position_embeddings", 0) or 0)
+        if self.max_context >= positions:
+            return ""
+        return (
+            f"; the model has {positions} positions, but its rotary embedding (longrope) changes all of them when "
+            f"a text grows beyond {self.max_context}, which is not supported: use transformers' generate() there"
+        )
+
+    @property
+    def packed_experts(self) -> bool:
+        """Whether all experts of a mixture are in the kernels, so that a row's sums do not depend on other rows."""
+        return self.packed is not None and self.packed.experts
 
     def unfold(self) -> None:
         """Put the transformers model in the place of a recorded one, for its modules, once sessions settle."""
@@ -244,17 +258,7 @@ class ModelWeights:
         """
         if self.has_experts:
             return None
-        elsewhere = self.encoder.projections if self.encoder is not None else []
-        modules = [
-            module
-            for module in self.module.modules()
-            if not isinstance(module, nn.Embedding) and all(module is not other for other in elsewhere)
-        ]
-        packed = [
-            tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()
-        ]
-        others = [weight for module in modules for weight in module.parameters(recurse=False)]
-        return sum(map(_stored_bytes, (*packed, *others)))
+        return _read_bytes(self.module, self.encoder.projections if self.encoder is not None else [])
 
     def needs(self, *, exact: bool, evicts: bool) -> BackendNeeds:
         """What an attention backend of a session has to serve, see ``BackendNeeds``."""
@@ -295,15 +299,8 @@ class ModelWeights:
         table = PackedWeights.create() if self.packable else None
         if table is None:
             return None
-        if not self._given.owned:  # the user's own weights stay beside the packed ones
-            need = sum(m.weight.nbytes for m in self.module.modules() if is_linear(m)) + expert_bytes(self.module)
-            if need > available_bytes(str(self.device)):
-                logger.warning(
-                    "%s of memory for a packed copy of the loaded model are not available: it runs on plain torch, "
-                    "slower; pass its folder instead of the model, so that no copy is needed",
-                    readable(need),
-                )
-                return None
+        if not self._given.owned and not _has_room(self.module, self.device):
+            return None
         bits = self._choose_bits(self._given.quantize) if self._given.quantize else None
         names = {id(module): name for name, module in self.module.named_modules()}
         assert self._probed is not None
@@ -312,7 +309,7 @@ class ModelWeights:
         pack_linears(self.module, table, together, read=read, free=self._given.owned, bits=bits)
         self._probed = None
         if not self._given.quantize:
-            self.packed_experts = pack_experts(self.module, table, free=self._given.owned)
+            table.experts = pack_experts(self.module, table, free=self._given.owned)
         return table
 
     def take_patches(self) -> None:
@@ -321,21 +318,17 @@ class ModelWeights:
         Raises:
             UnsupportedError: he has replaced that of another module.
         """
-        for name, place, before in self._given.forwards:
-            theirs = place()
-            if theirs is None or vars(theirs).get("forward") is before or replaced_forward(theirs) is None:
-                continue
+        for name, theirs in _patched(self._given.forwards):
             path = name if self.encoder is None else f"inner.{name}"
             ours = dict(self.module.named_modules()).get(path)
-            if ours is theirs:
-                continue
-            if not isinstance(ours, nn.Linear | PackedLinear):
-                raise UnsupportedError(
-                    f"forward of {name} was replaced in the user's model after sakiyomi had taken it over; make a new "
-                    "LLM of the changed model"
-                )
-            self.module.set_submodule(path, theirs)
-            self.generation += 1
+            if ours is not theirs:
+                if not isinstance(ours, nn.Linear | PackedLinear):
+                    raise UnsupportedError(
+                        f"forward of {name} was replaced in the user's model after sakiyomi had taken it over; make a "
+                        "new LLM of the changed model"
+                    )
+                self.module.set_submodule(path, theirs)
+                self.generation += 1
 
     def _choose_bits(self, kind: str) -> dict[int, int]:
         """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
@@ -359,8 +352,7 @@ class ModelWeights:
     def judge(self, after: Tensor) -> None:
         """Report what quantizing changed, by the logits (tokens, V) on the text as they are now."""
         assert self._before is not None
-        agreement, divergence = compare(self._before, after)
-        self._before = None
+        (agreement, divergence), self._before = compare(self._before, after), None
         layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, PackedLinear)}
         kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
         counts = len(layers) - len(kept), kept, agreement, divergence, len(self.text)
@@ -370,6 +362,14 @@ class ModelWeights:
 def _forwards(model: nn.Module) -> list[tuple[str, weakref.ref[nn.Module], Any]]:
     """The modules of a model, not kept alive, and what stands in the place of their forwards."""
     return [(name, weakref.ref(part), vars(part).get("forward")) for name, part in model.named_modules() if name]
+
+
+def _patched(forwards: list[tuple[str, weakref.ref[nn.Module], Any]]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose forward was replaced since then, by name."""
+    for name, place, before in forwards:
+        module = place()
+        if module is not None and vars(module).get("forward") is not before and replaced_forward(module) is not None:
+            yield name, module
 
 
 def _enough(model: nn.Module, count: int) -> int | None:
@@ -399,6 +399,31 @@ def _count(module: nn.Module) -> int:
     if isinstance(module, PackedLinear):
         return module.in_features * module.out_features
     return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+
+def _read_bytes(model: nn.Module, elsewhere: Sequence[nn.Module]) -> int:
+    """Bytes of a model's weights but for embeddings and these modules."""
+    modules = [
+        module
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding) and all(module is not other for other in elsewhere)
+    ]
+    packed = [tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()]
+    others = [weight for module in modules for weight in module.parameters(recurse=False)]
+    return sum(map(_stored_bytes, (*packed, *others)))
+
+
+def _has_room(model: Any, device: torch.device) -> bool:
+    """Whether there is memory for packed weights beside the user's own, which stay."""
+    need = sum(m.weight.nbytes for m in model.modules() if is_linear(m)) + expert_bytes(model)
+    if need <= available_bytes(str(device)):
+        return True
+    logger.warning(
+        "%s of memory for a packed copy of the loaded model are not available: it runs on plain torch, slower; pass "
+        "its folder instead of the model, so that no copy is needed",
+        readable(need),
+    )
+    return False
 
 
 def _stored_bytes(tensor: Tensor) -> int:
