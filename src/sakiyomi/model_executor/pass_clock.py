@@ -27,6 +27,11 @@ class PassClock:
         self._warm: set[tuple[int, bool]] = set()
         self._costs: dict[int, float] = {}  # what `seconds` has found since the last reading
 
+    def clear(self) -> None:
+        """Forget all readings."""
+        for known in (self._seconds, self._warm, self._costs):
+            known.clear()
+
     def add(self, size: int, recorded: bool, seconds: float, *, fresh: bool = False) -> None:
         """Take a reading; the first one of its kind, and one that was recorded on the way, is only a warm-up."""
         key = (size, recorded)
