@@ -431,7 +431,8 @@ def _stored_bytes(tensor: Tensor) -> int:
     parts = getattr(type(tensor), "__tensor_flatten__", None)
     if parts is None:
         return tensor.nbytes
-    return sum(getattr(tensor, name).nbytes for name in parts(tensor)[0] if getattr(tensor, name) is not None)
+    held = [getattr(tensor, name) for name in parts(tensor)[0]]
+    return sum(part.nbytes for part in held if isinstance(part, Tensor))
 
 
 def _max_context(config: Any) -> int:
