@@ -56,9 +56,11 @@ class SlotRecord:
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of all tensors by name."""
         known = {name: heads[head].to("cpu", copy=True) for name, heads, head in self._named()}
+        if self.ahead is not None:  # any token may be next
+            return known | {"ahead": self.ahead.to("cpu", copy=True)}
         if self.neg_log_prob:
             known["neg_log_prob"] = torch.tensor(self.neg_log_prob, dtype=torch.float64)
-        return known if self.ahead is None else known | {"ahead": self.ahead.to("cpu", copy=True)}
+        return known
 
     def restore(self, length: int, known: Mapping[str, Tensor]) -> None:
         """Take over what ``snapshot`` gave at a boundary of so many tokens."""
