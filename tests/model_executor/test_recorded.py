@@ -18,7 +18,7 @@ import torch
 
 from architectures import CONFIGS, VOCAB, model_of, prompt
 from damage import DAMAGES, damaged
-from recordings import record
+from recordings import DTYPES, record
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.checkpoint import read_header
@@ -150,21 +150,20 @@ print([name for name in ("transformers", "torch._dynamo") if name in sys.modules
     assert runs[1].stderr.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_embedded_models_bring_theirs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_models_bring_theirs(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is recorded of the model now, whose passes give its very logits, is what came with it."""
-    fresh, kept = tmp_path / "fresh", embedded(name) / SHIPPED
-    assert record(name, fresh)
+    fresh, kept = tmp_path / "fresh", embedded(name) / SHIPPED.format(dtype)
+    assert record(name, dtype, fresh)
     assert read_header(fresh).metadata["about"] == read_header(kept).metadata["about"]
     assert _operators(fresh) == _operators(kept)
     for place in (b"site-packages", str(embedded(name)).encode(), str(Path(recording.__file__).parent).encode()):
         assert place not in fresh.read_bytes()
     monkeypatch.setattr(recording, "SHIPPED", SHIPPED)
-    found = LLM(name, "none")
-    assert isinstance(found.target.module, RecordedModel) and found.record()
-    for dtype in ("float32", "bfloat16"):
-        stored = found.target.dtype == getattr(torch, dtype)
-        assert isinstance(LLM(name, "none", dtype=dtype).target.module, RecordedModel) is stored
+    for found in (LLM(name, "none", dtype=dtype), LLM(name, "none")):
+        assert isinstance(found.target.module, RecordedModel) and found.record()
+    assert not isinstance(LLM(name, "none", dtype="float16").target.module, RecordedModel)
     assert not isinstance(LLM(name, "none", quantize="int8").target.module, RecordedModel)
 
 

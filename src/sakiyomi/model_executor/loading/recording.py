@@ -27,6 +27,7 @@ from torch import Tensor
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header
 from sakiyomi.core.digests import file_digest, json_digest, load_tensors
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.embedded import EMBEDDED_ROOT
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.files import cache_folder
@@ -66,7 +67,7 @@ __all__ = [
 logger = logging.getLogger("sakiyomi")
 FORMAT = 3
 SCRIPT, TAIL, TOKENIZER = "script", "tail", "tokenizer"
-SHIPPED = "recorded.safetensors"  # beside the weights of an embedded model
+SHIPPED = "recorded-{}.safetensors"  # beside the weights of an embedded model, by dtype
 SETTINGS = {".json", ".model", ".txt", ".jinja", ".tiktoken"}  # files beside the weights
 
 
@@ -145,15 +146,18 @@ def read_recording(
     if own.is_file():
         place, key_of = own, recording_key
     else:
-        place, key_of = folder / SHIPPED, shipped_key
-        if quantize or not folder.is_relative_to(EMBEDDED_ROOT) or not place.is_file():
+        if quantize or not folder.is_relative_to(EMBEDDED_ROOT):
+            return None
+        stored = read_checkpoint(folder).dtype if dtype is None else dtype_name(dtype)
+        place, key_of = folder / SHIPPED.format(stored), shipped_key
+        if not place.is_file():
             return None
     if built() is None or native() is None:
         return None
     try:
         about = json.loads(read_header(place).metadata["about"])
         checkpoint = read_checkpoint(folder)
-        if about["key"] != key_of(folder, checkpoint) or dtype not in (None, getattr(torch, about["dtype"])):
+        if about["key"] != key_of(folder, checkpoint):
             return None
         about["config"]["_name_or_path"] = about["tokenizer"]["name_or_path"] = str(folder)
         scripts = {name: tensor.numpy().tobytes() for name, tensor in load_tensors(place).items()}
