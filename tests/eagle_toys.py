@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers, write_eagle
+from sakiyomi.core.trained import write_trained
+from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers
 from sakiyomi.drafters.eagle_heads.module import EagleOptions
 
 EPS = 1e-6
@@ -63,8 +64,16 @@ def new_head(
 
 
 def speculators_folder(folder: Path, head: EagleFile) -> Path:
-    """The head as speculators has it."""
-    write_eagle(head, folder, target={"name_or_path": "toy", "architectures": ["LlamaForCausalLM"]}, ahead=3)
+    """The head as speculators has it, with digests."""
+    options = head.options
+    config = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.3.0",
+        "transformer_layer_config": head.config, "draft_vocab_size": len(head.tensors["lm_head.weight"]),
+        "target_hidden_size": options.target_size, "norm_before_residual": options.norm_before_residual,
+        "norm_before_fc": options.norm_before_fc, "fc_norm": options.fc_norm, "norm_output": options.norm_output,
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in options.layers],
+    }  # fmt: skip
+    write_trained(folder, "model.safetensors", {**head.tensors, **_vocabulary(head)}, config, "toy head")
     return folder
 
 
@@ -74,12 +83,19 @@ def original_folder(folder: Path, head: EagleFile) -> Path:
     tensors = {name.replace("layers.0.", "midlayer."): tensor.clone() for name, tensor in head.tensors.items()}
     config = {**head.config, "architectures": ["LlamaForCausalLMEagle3"]}
     if head.tokens is not None:
-        tensors["d2t"] = head.tokens - torch.arange(len(head.tokens))
-        tensors["t2d"] = torch.zeros(head.config["vocab_size"], dtype=torch.bool).index_fill(0, head.tokens, True)
+        tensors |= _vocabulary(head)
         config["draft_vocab_size"] = len(head.tokens)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def _vocabulary(head: EagleFile) -> dict[str, Tensor]:
+    """Offsets of the head's tokens in the target's vocabulary, and which of that it has."""
+    vocab = head.config["vocab_size"]
+    tokens = torch.arange(vocab) if head.tokens is None else head.tokens
+    known = torch.zeros(vocab, dtype=torch.bool).index_fill(0, tokens, True)
+    return {"d2t": tokens - torch.arange(len(tokens)), "t2d": known}
 
 
 # ---------------------------------------------------------------- the same, plainly

@@ -114,11 +114,14 @@ class EvictionPlan:
         """
         placed = any(shape.chunk or shape.alibi is not None for shape in shapes)
         sinks = self.sparse is not None and any(shape.sinks is not None for shape in shapes)
-        if own_attention or has_encoder or placed or sinks:
-            what = "keeps its own attention" if own_attention else "has an encoder"
-            what = (
-                "has ALiBi or chunks, which count all positions" if placed else "has attention sinks" if sinks else what
-            )
+        reasons = {
+            "has ALiBi or chunks, which count all positions": placed,
+            "has attention sinks": sinks,
+            "keeps its own attention": own_attention,
+            "has an encoder": has_encoder,
+        }
+        what = next((reason for reason, holds in reasons.items() if holds), None)
+        if what is not None:
             raise UnsupportedError(
                 f"{name} {what}: its cache is not kept within a budget, nor packed; use cache='full'"
             )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
@@ -22,6 +23,7 @@ from sakiyomi.drafters.base import Context, HiddenStates
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
 from sakiyomi.drafters.eagle_heads.module import make_module
+from sakiyomi.drafters.model import CHUNK, LONG
 from sakiyomi.drafters.tree_reader import LevelDrafter, TreeReader
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.pack import linear_beside
@@ -31,9 +33,6 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["EagleDrafter"]
-
-CHUNK = 512  # rows of a prompt that are read at once
-LONG = 64  # more missing tokens than these are read like a prompt
 
 
 @dataclass(eq=False)
@@ -112,13 +111,12 @@ class EagleHead:
                 self._pack()
             target.begin(BatchPlan([]), len(both))
             features: Tensor = self._fc(both.to(target.dtype))
-            return features.clone()
+            return features
 
     def _norm(self, states: Tensor, name: str) -> Tensor:
         """RMSNorm with this weight."""
-        wide = states.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
-        return (normed * self._tensors[name].float()).to(states.dtype)
+        weight = self._tensors[name].float()
+        return F.rms_norm(states.float(), weight.shape, weight, self.model.config.rms_norm_eps).to(states.dtype)
 
     def read(self, segments: Sequence[SequenceRows], inputs: Tensor, *, last: bool = False) -> tuple[Tensor, Tensor]:
         """Logits over the target's vocabulary and features of a pass, whose rows read these features."""

@@ -254,10 +254,8 @@ class SlotManager:
             # not read even so, as where nothing was drafted: what is read next begins at the same place.
             place.held = request.tokens[:-1][: request.cached]
             place.prompt = min(request.prompt_tokens, len(place.held))
-            place.base, place.whole = (
-                request.base,
-                self._whole(min(request.cached, self._read_once(request)), request.base),
-            )
+            place.base = request.base
+            place.whole = self._whole(min(request.cached, self._read_once(request)), request.base)
             if place.border is not None and place.held[: len(place.border.tokens)] != place.border.tokens:
                 place.border = None
             place.slot, place.context = slot, request.context

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.checkpoint import read_checkpoint
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.core.trained import read_config, read_tensors, write_trained
+from sakiyomi.core.trained import read_config, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sakiyomi.drafters.eagle_heads.module import EagleOptions
 
-__all__ = ["EagleFile", "is_eagle", "read_eagle", "usual_layers", "write_eagle"]
+__all__ = ["EagleFile", "is_eagle", "read_eagle", "usual_layers"]
 
 WHAT = "EAGLE head"
 ORIGINAL = "LlamaForCausalLMEagle3"
@@ -36,7 +36,7 @@ class EagleFile:
 
     Attributes:
         config: of its decoder layers, as transformers has it; `vocab_size` is the target's.
-        options: of the head; its layers are None where the file leaves them to the method.
+        options: of the head.
         tensors: by the names of speculators; those of the decoder layers by transformers' names.
         tokens: the target's token for each of the head's, (draft vocabulary,); None: they are the same.
         name: of the folder.
@@ -116,45 +116,3 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
         norm_output=bool(config.get("norm_output")),
     )
     return EagleFile(inner, options, tensors, tokens, str(folder))
-
-
-def write_eagle(file: EagleFile, folder: str | Path, *, target: Mapping[str, Any], ahead: int) -> None:
-    """Write a head as speculators has it, for vLLM and SGLang; both files are there whole or not at all.
-
-    Args:
-        file: to be written.
-        folder: is made.
-        target: of the target `name_or_path` and `architectures`.
-        ahead: tokens to be drafted in a round.
-
-    Raises:
-        LoadError: nothing can be written there.
-    """
-    import torch
-
-    vocab = int(file.config["vocab_size"])
-    tokens = torch.arange(vocab) if file.tokens is None else file.tokens
-    known = torch.zeros(vocab, dtype=torch.bool)
-    known[tokens] = True
-    options = file.options
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        _SPECULATORS: "eagle3",
-        "speculators_version": "0.3.0",
-        "transformer_layer_config": file.config,
-        "draft_vocab_size": len(tokens),
-        "target_hidden_size": options.target_size,
-        "norm_before_residual": options.norm_before_residual,
-        "norm_before_fc": options.norm_before_fc,
-        "fc_norm": options.fc_norm,
-        "norm_output": options.norm_output,
-        _IDS: [layer + 1 for layer in options.layers],
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": ahead}],
-            "verifier": dict(target),
-        },
-    }
-    extra = {"d2t": tokens - torch.arange(len(tokens)), "t2d": known}
-    write_trained(Path(folder).expanduser(), "model.safetensors", {**file.tensors, **extra}, config, WHAT)
