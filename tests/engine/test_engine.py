@@ -368,7 +368,8 @@ def heavy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.mark.alone
 @pytest.mark.parametrize(("length", "gamma"), [(20, 3), (200, 3), (20, "auto")])
 def test_the_four_clocks(heavy: LLM, length: int, gamma: int | str) -> None:
-    """They sum to the wall clock, and each is what a watch around the models' forwards shows: within 1 % of the whole.
+    """They sum to the wall clock, and each is what a watch around the models' forwards shows: within 1 % of the whole
+    and .1 ms a forward.
     A short prompt and one that the draft reads in a pass of its own.
     """
     heavy.generate([prompt(length)], params(max_new_tokens=4, gamma=gamma))
@@ -399,7 +400,8 @@ def compare_clocks(heavy: LLM, length: int, gamma: int | str) -> None:
     target, draft = watches
     assert gamma == "auto" or target.calls == stats.rounds + 1
     inside = stats.prefill_seconds + stats.draft_seconds + stats.score_seconds
-    assert inside == pytest.approx(target.total + draft.total, abs=0.01 * stats.seconds)
+    around = 1e-4 * (target.calls + draft.calls)  # our clocks stand outside the pass, the watches inside
+    assert inside == pytest.approx(target.total + draft.total, abs=0.01 * stats.seconds + around)
     assert stats.tokens_per_second == pytest.approx(24 / stats.seconds)
 
 
