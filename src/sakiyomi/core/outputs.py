@@ -13,6 +13,7 @@ __all__ = ["FinishReason", "Generation", "RoundTrace", "Stats", "Status", "Step"
 
 FinishReason = Literal["stop", "length"]
 Status = Literal["accepted", "recovered", "bonus", "plain"]
+SHOWN = 60  # characters of a text that stand for it
 
 
 class Record:
@@ -199,7 +200,7 @@ class Step(Record):
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Generation(Record):
     """A finished generation.
 
@@ -222,6 +223,11 @@ class Generation(Record):
     trace: list[TokenTrace] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     rounds_trace: list[RoundTrace] | None = None
+
+    def __repr__(self) -> str:
+        start = self.text if len(self.text) <= SHOWN else self.text[:SHOWN] + "..."
+        speed = f"{self.stats.tokens_per_second:.0f} tokens/s, {self.stats.tau:.2f} tokens a pass"
+        return f"Generation({start!r}, {len(self.token_ids)} tokens, {self.finish_reason}, {speed})"
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -126,7 +126,7 @@ class BodyReader:
     # ------------------------------------------------------------ parts
 
     def _check(self, body: Ask) -> None:
-        if body.model != self.name:
+        if body.model not in (None, self.name):
             raise ApiError(
                 404,
                 f"there is no model {body.model!r:.80}; this server has {self.name!r}",

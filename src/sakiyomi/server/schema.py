@@ -103,7 +103,7 @@ class ResponseFormat(Strict):
 class Ask(Strict):
     """What both kinds of request share."""
 
-    model: str
+    model: str | None = Field(None, description="The server's own, if it is given.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = 1
