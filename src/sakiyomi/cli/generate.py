@@ -49,7 +49,8 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
     prompts = _prompts(options)
     if options.stream and params.n > 1:
         raise InputError(f"stream is on and n is {params.n}; several samples cannot be streamed: drop --stream, or --n")
-    for name, value in (("rounds_trace", options.rounds_trace), ("logprobs", params.logprobs is not None)):
+    shown = {name: getattr(params, name) is not None for name in ("logprobs", "prompt_logprobs")}
+    for name, value in {"rounds_trace": options.rounds_trace, **shown}.items():
         if value and not output.json:
             raise InputError(f"{name} is shown by --json only; add --json")
     if options.rounds_trace and options.stream:
