@@ -33,7 +33,7 @@ def by_transformers(target: str, tokens: int) -> list[Part]:
 
     folder = embedded(target)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     inputs = tokenizer(PROMPT, return_tensors="pt")
     found: list[Part] = []
     for _ in range(2):  # the first one warms up

@@ -19,6 +19,7 @@ from sakiyomi.cache.slot_record import neg_log_prob
 from sakiyomi.core.errors import InputError, MemoryLimitError, RemovedError
 from sakiyomi.core.outputs import Generation, Step
 from sakiyomi.core.params import SamplingParams, as_params
+from sakiyomi.core.threads import govern_threads
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Drafter
@@ -147,6 +148,7 @@ class Engine:
             ``error`` that ended it.
         """
         with self._lock, torch.no_grad():
+            govern_threads()
             self.settle()
             steps = self._admit()
 

@@ -19,6 +19,7 @@ from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.memory import parse_bytes
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
+from sakiyomi.core.threads import govern_threads
 from sakiyomi.drafters import Drafter, Proposer, make_drafter, parse_drafters
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.engine import CHUNK, Engine
@@ -105,6 +106,7 @@ class LLM:
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
+        govern_threads()
         budget = _budget(kv_budget, kv_memory)
         spec = read_cache(cache)
         eviction = _eviction(cache, spec, budget, chunk_size or CHUNK)

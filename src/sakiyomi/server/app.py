@@ -258,6 +258,45 @@ def make_app(server: Server) -> FastAPI:
         """The web page."""
         return front
 
+    _add_interfaces(app, server)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The model of this server."""
+        return {"object": "list", "data": [server.card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The model by its name."""
+        if name != server.name:
+            raise ApiError(
+                404, f"there is no model {name!r:.80}; this server has {server.name!r}", code="model_not_found"
+            )
+        return server.card()
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether requests are accepted and the last round succeeded."""
+        if not server.worker.alive:
+            raise ApiError(503, "the server is stopping, or its last round failed; see its log", code="unhealthy")
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of the server."""
+        return {"version": __version__}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Metrics for Prometheus."""
+        return Response(server.metrics.page(), media_type=CONTENT_TYPE)
+
+    return app
+
+
+def _add_interfaces(app: FastAPI, server: Server) -> None:
+    """Paths that take a body."""
+
     @app.post("/v1/completions", responses=REPLIES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete a prompt."""
@@ -296,36 +335,3 @@ def make_app(server: Server) -> FastAPI:
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """The text of tokens."""
         return {"prompt": await server.read(server.bodies.detokenize, body)}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The model of this server."""
-        return {"object": "list", "data": [server.card()]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        """The model by its name."""
-        if name != server.name:
-            raise ApiError(
-                404, f"there is no model {name!r:.80}; this server has {server.name!r}", code="model_not_found"
-            )
-        return server.card()
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        """Whether requests are accepted and the last round succeeded."""
-        if not server.worker.alive:
-            raise ApiError(503, "the server is stopping, or its last round failed; see its log", code="unhealthy")
-        return {"status": "ok"}
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        """The version of the server."""
-        return {"version": __version__}
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Metrics for Prometheus."""
-        return Response(server.metrics.page(), media_type=CONTENT_TYPE)
-
-    return app

@@ -1,0 +1,125 @@
+"""How many threads compute: all of torch's, or fewer while other programs need the processors.
+
+Threads that share every small piece of a pass wait for the slowest of them. Where another program has one of their
+processors, each of the hundred pieces of a pass may wait for that program's turn to end: on two busy processors two
+threads were a hundred times slower than one (docs/log.md). So it is measured, a few times a second, what a piece takes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["ThreadGovernor", "govern_threads"]
+
+CALLS = 8  # parallel pieces of a trial; each takes about ten microseconds
+LONG = 2e-3  # seconds of a trial from which on a thread must have waited for its processor
+EVERY, SELDOM = 0.25, 8.0  # seconds between trials, and at most between those that try more threads in vain
+GRAIN = 1 << 15  # numbers for which torch takes another thread
+
+
+class ThreadGovernor:
+    """Sets the number of threads of the thread that calls it.
+
+    Args:
+        trial: seconds of some parallel pieces by so many threads.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, trial: Callable[[int], float] | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._trial, self._clock = trial or _trial, clock
+        self._all, self._now = _wanted(), 0
+        self._next, self._widen_at, self._pause = 0.0, 0.0, EVERY
+
+    def check(self) -> None:
+        """Look whether it is time for a trial; called between passes."""
+        if self._clock() < self._next:
+            return
+        import torch
+
+        current = torch.get_num_threads()
+        if self._now not in (0, current):  # the program has chosen another number
+            self._all = _wanted(current)
+        self._now = current
+        if current > 1 and self._crowded(1):
+            self._set(max(1, current // 2, min(current - 1, (os.cpu_count() or 1) - _others(current))))
+            self._widen_at = self._clock() + self._pause
+        elif current < self._all and self._clock() >= self._widen_at:
+            self._widen()
+        self._next = self._clock() + EVERY
+
+    def _widen(self) -> None:
+        """Try more threads, and stay with them if they do not wait."""
+        before = self._now
+        self._set(min(self._all, 2 * before))
+        if self._crowded(3):
+            self._set(before)
+            self._pause = min(2 * self._pause, SELDOM)
+        else:
+            self._pause = EVERY
+        self._widen_at = self._clock() + self._pause
+
+    def _crowded(self, good: int) -> bool:
+        """Whether two trials are long, before so many are not."""
+        long = short = 0
+        while long < 2 and short < good + long:
+            if self._trial(self._now) > LONG:
+                long += 1
+            else:
+                short += 1
+        return long == 2
+
+    def _set(self, count: int) -> None:
+        import torch
+
+        torch.set_num_threads(count)
+        self._now = count
+
+
+_chosen: list[int] = []  # by the program or its environment: what one thread has set is what the next one finds
+_local = threading.local()
+
+
+def _wanted(count: int | None = None) -> int:
+    import torch
+
+    if count is not None:
+        _chosen[:] = [count]
+    elif not _chosen:
+        _chosen.append(torch.get_num_threads())
+    return _chosen[0]
+
+
+def govern_threads() -> None:
+    """Have the calling thread compute with as many threads as have a processor; see the module."""
+    governor: ThreadGovernor | None = getattr(_local, "governor", None)
+    if governor is None:
+        governor = _local.governor = ThreadGovernor()
+    governor.check()
+
+
+def _trial(threads: int) -> float:
+    import torch
+
+    numbers = torch.zeros(threads * GRAIN)
+    numbers.add_(1)  # workers may have to be made
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        numbers.add_(1)
+        if (seconds := time.perf_counter() - began) > LONG:
+            break
+    return seconds
+
+
+def _others(threads: int) -> int:
+    """Threads of other programs that want a processor now, ours being busy; 1 where the system does not say it."""
+    with suppress(OSError, ValueError, IndexError):
+        running = Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0]
+        return max(1, int(running) - threads)
+    return 1
