@@ -25,6 +25,7 @@ from torch import nn
 
 import sakiyomi
 from architectures import VOCAB, model_of, prompt
+from block_toys import dflash_folder, new_block
 from drafters import Branching, Fading, Noisy, texts_of
 from eagle_toys import new_head, speculators_folder
 from medusa_toys import heads_folder
@@ -174,6 +175,7 @@ FILES: dict[str, Callable[[Path], Any]] = {
     "model": lambda place: save_model(place, near(), TOKENIZER),
     "medusa": medusa,
     "eagle": lambda place: speculators_folder(place, new_head(model_of("llama"), layers=(0, 0, 1))),
+    "block": lambda place: dflash_folder(place, new_block(model_of("llama"), layers=(0, 1))),
     "locret": retaining,
     "lococo": merging,
 }

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
-from sakiyomi.core.messages import one_line
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, HiddenStates
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
 from sakiyomi.drafters.eagle_heads.module import make_module
+from sakiyomi.drafters.head_model import fill, over_vocabulary, with_context
 from sakiyomi.drafters.model import CHUNK, LONG
 from sakiyomi.drafters.tree_reader import LevelDrafter, TreeReader
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
@@ -123,11 +123,7 @@ class EagleHead:
         with self.model.lock:
             self._given[: len(inputs)] = inputs
             found = self.model.score(segments, last=last)
-        logits = found.logits
-        if self._tokens is not None:
-            logits = logits.new_full((len(logits), self._target.vocab_size), -torch.inf)
-            logits[:, self._tokens] = found.logits
-        return logits, found.features[self._out]
+        return over_vocabulary(found.logits, self._tokens, self._target.vocab_size), found.features[self._out]
 
 
 class FedReader(TreeReader):
@@ -331,21 +327,12 @@ def _module(file: EagleFile, target: ModelRunner) -> Any:
             f"the head {file.name} proposes tokens up to {known - 1}, and the target has {target.vocab_size}: it "
             "belongs to another model"
         )
-    sizes = dict(file.config)
-    if not sizes.get("rope_scaling"):  # positions are those of the target
-        sizes["max_position_embeddings"] = max(int(sizes.get("max_position_embeddings", 0)), target.max_context)
-    module = make_module(sizes, options, embedding, len(weight))
+    module = make_module(with_context(file.config, target.max_context), options, embedding, len(weight))
     beside = [name for name in tensors if name == "fc.weight" or name.startswith(("fc_norm.", "input_norm."))]
     own = {
         name if name == "lm_head.weight" else f"model.{name}": value
         for name, value in tensors.items()
         if name not in beside
     }
-    try:
-        missing = module.load_state_dict(own, strict=False)
-    except RuntimeError as error:
-        raise LoadError(f"the tensors of {file.name} do not fit its config.json: {one_line(error)}") from error
-    wrong = [name for name in missing.missing_keys if "embed_tokens" not in name] + missing.unexpected_keys
-    if wrong:
-        raise LoadError(f"{file.name} and its config.json do not belong together: tensor {wrong[0]}; get it again")
+    fill(module, own, file.name)
     return module.to(target.device, target.dtype)
