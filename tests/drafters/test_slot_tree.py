@@ -40,7 +40,8 @@ def test_the_heap_finds_the_largest_products(seed: int, nodes: int, depth: int) 
     logits = 2 * torch.randn(4, V, generator=torch.Generator().manual_seed(seed))
     probs = logits.softmax(-1).tolist()
     tree = begun(Slots(4), depth, nodes)
-    draft = tree.grow(logits)
+    tree.grow(logits)
+    draft = tree.draft()
     paths = [draft.tree.path_tokens(node) for node in range(len(draft.tree))]
     found = sorted((math.prod(probs[i][token] for i, token in enumerate(path)) for path in paths), reverse=True)
     every = itertools.chain.from_iterable(itertools.product(range(V), repeat=k) for k in range(1, depth + 1))
@@ -59,7 +60,9 @@ def test_best_first_is_the_same_level_by_level(rule: Rule) -> None:
         confidence.sharpness = 0.7
     for _ in range(20):
         logits = 2 * torch.randn(4, V, generator=generator)
-        found = begun(slots, 4, 12, "best-first", rule, frozenset({3})).grow(logits).tree
+        picked = begun(slots, 4, 12, "best-first", rule, frozenset({3}))
+        picked.grow(logits)
+        found = picked.draft().tree
         plain = begun(slots, 4, 12, "best-first", rule, frozenset({3}))
         plain._read_levels(lambda level, places, logits=logits: (logits[level].expand(len(places), -1), None))
         other = plain.draft().tree

@@ -111,8 +111,10 @@ class Ready(ModelDrafter):
         return seat
 
 
-def drafter(kind: type[ModelDrafter] = Ready, seed: int = 1, name: str = "model") -> ModelDrafter:
-    return kind(build_runner(model(seed), max_slots=51, compile=False), V, name)
+def drafter(
+    kind: type[ModelDrafter] = Ready, seed: int = 1, name: str = "model", mask: int | None = None
+) -> ModelDrafter:
+    return kind(build_runner(model(seed), max_slots=51, compile=False), V, name, mask)
 
 
 WARPS: dict[str, dict[str, Any]] = {
@@ -214,7 +216,7 @@ def test_early_exit_tells_what_it_draws_from(values: SamplingParams) -> None:
 def check_heads(draft: str, values: SamplingParams, target: Any = None, folder: Path | None = None) -> None:
     """Texts have the target's distribution, and some of what the heads draft is accepted, not all."""
     loaded: Any = (model(0), TOKENIZER) if folder is None else str(folder)
-    llm = LLM(loaded, draft, compile=False, max_batch=50, strict=True, dtype="float32")
+    llm = LLM(loaded, draft, compile=False, max_batch=50, strict=True)
     done = llm.generate([PROMPT], values)[0]
     assert 0.1 < sum(out.stats.accepted for out in done) / sum(out.stats.drafted for out in done) < 0.9
     assert sum(out.stats.drafted for out in done) > 1.5 * SAMPLES
@@ -324,6 +326,18 @@ TREES: dict[str, dict[str, Any]] = {
     "best-first": {"tree": "best-first", "nodes": 5},  # chosen: point masses
     "chain of what pays": {"gamma": "auto"},
 }
+
+
+@pytest.mark.parametrize(
+    "values",
+    [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)],
+    ids=lambda values: f"{values.acceptance} {values.tree}",
+)
+def test_drafts_of_one_pass_tell_what_they_draw_from(values: SamplingParams) -> None:
+    """Behind the first guess stand masks, whose distributions depend on the text alone."""
+    p, distance = p_value(sample(drafter(mask=4), values), exact(values))
+    print(f"parallel {values.acceptance}: p = {p:.3g}, TV = {distance:.4f}")
+    assert p > LEVEL
 
 
 @pytest.mark.parametrize("name", TREES)

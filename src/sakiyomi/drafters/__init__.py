@@ -78,7 +78,14 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
     target, draft = around.target, around.load(argument)
     if same_tokenizer(target.tokenizer, draft.tokenizer) or has_encoder(target.model.config):
         check_pair(target, draft)
-        return ModelDrafter(around.pack(draft), around.vocab_size)
+        mask = getattr(draft.model.config, "pard_token", None)
+        packed = around.pack(draft)
+        if mask is not None and not 0 <= int(mask) < packed.vocab_size:
+            raise InputError(
+                f"pard_token in config.json of {argument} is {mask}, and the model has {packed.vocab_size} tokens; get "
+                "it again"
+            )
+        return ModelDrafter(packed, around.vocab_size, mask=mask)
     check_cross_pair(target, draft)
     packed = around.pack(draft)
     inner = ModelDrafter(packed, packed.vocab_size, "cross-model")

@@ -152,7 +152,8 @@ class BlockDrafter(Drafter):
             return drafts
         logits, hidden = self.runner.guess(texts, max(tree.candidates.depth for tree in trees.values()))
         for row, (i, tree) in enumerate(trees.items()):
-            drafts[i] = self._grow(tree, logits[row], hidden[row], texts[row][2])
+            self._grow(tree, logits[row], hidden[row], texts[row][2])
+            drafts[i] = tree.draft()
         return drafts
 
     def _ready(self, context: Context) -> bool:
@@ -167,14 +168,15 @@ class BlockDrafter(Drafter):
             return False
         return columns <= model.max_context
 
-    def _grow(self, tree: SlotTree, logits: Tensor, hidden: Tensor, token: int) -> Draft:
+    def _grow(self, tree: SlotTree, logits: Tensor, hidden: Tensor, token: int) -> None:
         runner, candidates = self.runner, tree.candidates
         if runner.corrections is None:
-            return tree.grow(runner.over_target(logits))
+            tree.grow(runner.over_target(logits))
+            return
         correction = runner.corrections.begin(logits, hidden, token)
 
         def slot(level: int, places: Sequence[int]) -> tuple[Tensor, Sequence[float] | None]:
             found, sure = correction.slot(level, places, candidates.tokens, candidates.parents)
             return runner.over_target(found), sure
 
-        return tree.grow_by(slot)
+        tree.grow_by(slot)

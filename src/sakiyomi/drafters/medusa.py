@@ -87,5 +87,6 @@ class MedusaDrafter(Drafter):
         for row, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
             memory = RequestMemory.of(context, self.name, self._vocab_size)
             memory.tree = tree = self._slots.begin(context, self.name, memory.sampler, gamma, most)
-            drafts.append(tree.grow(logits[:, row]))
+            tree.grow(logits[:, row])
+            drafts.append(tree.draft())
         return drafts

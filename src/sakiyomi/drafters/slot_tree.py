@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.tree import Draft, DraftKind
+from sakiyomi.core.tree import DraftKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
@@ -55,26 +55,25 @@ class SlotTree(DraftTreeState):
         count = super().candidate_count(place)
         return count if self.width is None or not self.builder.picks else min(count, self.width)
 
-    def grow(self, logits: Tensor) -> Draft:
-        """The draft, from the logits of all slots, (slots, V)."""
+    def grow(self, logits: Tensor) -> None:
+        """Add all levels from the logits of all slots, (slots, V)."""
         if isinstance(self.builder, BestFirst) and not self.sampler.edits:
             self._pick(logits)
-            return self.draft()
-        self._read_levels(lambda level, places: (logits[level].expand(len(places), -1), None))
-        return self.draft()
+        else:
+            self._read_levels(lambda level, places: (logits[level].expand(len(places), -1), None))
 
-    def grow_by(self, slot: SlotLogits) -> Draft:
-        """The draft, where what a slot guesses depends on the candidates before it."""
+    def grow_by(self, slot: SlotLogits) -> None:
+        """Add all levels, where what a slot guesses depends on the candidates before it."""
         self._known = None
         self._read_levels(slot)
-        return self.draft()
 
     def _read_levels(self, slot: SlotLogits) -> None:
-        self.unread = [-1]
-        while self.unread and self.candidates.levels < self.candidates.depth:
-            logits, sure = slot(self.candidates.levels, self.unread)
-            self._sure = {} if sure is None else dict(zip(self.unread, sure, strict=True))
-            self.advance(self.unread, logits)
+        places = [-1]
+        while places and self.candidates.levels < self.candidates.depth:
+            logits, sure = slot(self.candidates.levels, places)
+            self._sure = {} if sure is None else dict(zip(places, sure, strict=True))
+            self.advance(places, logits)
+            places, self.unread = self.unread, []
 
     def read(self, place: int, logits: Tensor, ranked: tuple[list[int], list[float]] | None = None) -> None:
         """See ``DraftTreeState.read``."""

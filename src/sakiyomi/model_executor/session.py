@@ -96,8 +96,7 @@ class Session:
         self._observer, self._evicts = observer, evicts
         self._note: op.Note | None = None if observer is None else observer.observe
         self.compile = compile
-        self._exit = depth
-        self._depth = depth or len(cache.shapes)  # layers with attention
+        self._depth = depth or len(cache.shapes)
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
         self._prompts: TorchBackend | None = None  # reads prompts where only some columns are looked at
         self._proven = False
