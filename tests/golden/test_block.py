@@ -230,6 +230,7 @@ def test_folders_that_hold_no_drafter(tmp_path: Path) -> None:
         llm_of("block:")
     for name, changes, kind, words in (
         ("strange", {"architectures": ["GPT9"], "dflash_config": None}, LoadError, ["holds no block drafter", "GPT9"]),
+        ("second", {"architectures": ["DFlash2DraftModel"]}, UnsupportedError, ["architecture DFlash2DraftModel"]),
         ("windows", {"layer_types": ["sliding_attention"] * 2}, UnsupportedError, ["sliding window"]),
         ("domino", {"dflash_config": {"projector_type": "domino"}}, UnsupportedError, ["projector_type 'domino'"]),
         ("sizes", {"intermediate_size": 17}, LoadError, ["config.json"]),

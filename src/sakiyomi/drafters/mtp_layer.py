@@ -211,7 +211,8 @@ def _decoder(target: Any, state: Mapping[str, Tensor], name: str) -> Any:
     config.quantization_config = None
     vars(config).pop("quantization_config")
     own = target.config is target.config.get_text_config()
-    kind = type(target) if own else transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    kind: Any = type(target) if own else mapping.get(type(config), None)
     if kind is None:
         raise UnsupportedError(f"draft mtp: there is no class for the text part of {type(target).__name__} alone")
     try:

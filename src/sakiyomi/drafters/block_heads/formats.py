@@ -154,8 +154,10 @@ def _options(
         found = nested.get(entry, config.get(entry))
         return default if found is None else found
 
+    known = _SPECULATORS in config or set(config.get("architectures") or ARCHITECTURES) & set(ARCHITECTURES)
     windows = "sliding_attention" in (inner.get("layer_types") or ())
-    strange = "layers with a sliding window" if windows else ""
+    strange = "" if known else f"the architecture {config['architectures'][0]}"
+    strange = strange or ("layers with a sliding window" if windows else "")
     strange = strange or next((f"{entry} {said(entry)!r}" for entry in ("projector_type", "fusion_mode")
                                if said(entry, "dflash") != "dflash"), "")  # fmt: skip
     markov = str(said("markov_head_type", "vanilla")) if int(said("markov_rank", 0)) else ""

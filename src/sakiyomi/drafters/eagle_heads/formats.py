@@ -87,7 +87,10 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
             f"{ORIGINAL}"
         )
     if ours and config[_SPECULATORS] != "eagle3":
-        raise LoadError(f"{folder} holds a head of the kind {config[_SPECULATORS]!r}; this version runs 'eagle3'")
+        raise LoadError(
+            f"{folder} holds a head of the kind {config[_SPECULATORS]!r}; this version runs 'eagle3', and as block "
+            "drafters 'dflash' and 'dspark'"
+        )
     inner = dict(config["transformer_layer_config"] if ours else config)
     inner.setdefault("model_type", "llama")
     tensors = read_tensors(read_checkpoint(folder, allow_pickle=allow_pickle).files, WHAT)
