@@ -59,7 +59,11 @@ class MtpToy:
 def new_toy(name: str, **sizes: Any) -> MtpToy:
     """A target with random weights, and a random layer."""
     form, config = TARGETS[name]
-    model = make(config(**sizes))
+    return with_layer(make(config(**sizes)), form)
+
+
+def with_layer(model: Any, form: str) -> MtpToy:
+    """A target, whose last norm is changed, and a random layer in this form."""
     one = copy.deepcopy(model.config)
     one.num_hidden_layers = 1
     if getattr(one, "layer_types", None):

@@ -29,6 +29,7 @@ from block_toys import dflash_folder, new_block
 from drafters import Branching, Fading, Noisy, texts_of
 from eagle_toys import new_head, speculators_folder
 from medusa_toys import heads_folder
+from mtp_toys import target_folder, with_layer
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.policies import POLICIES
@@ -197,6 +198,13 @@ def target(dtype: torch.dtype, *, stored: bool = False) -> Any:
     return str(save_model(Path(tempfile.mkdtemp()), model, TOKENIZER)) if stored else (model, TOKENIZER)
 
 
+@cache
+def with_mtp(dtype: torch.dtype) -> str:
+    """The target's folder with a layer for further tokens in its files."""
+    toy = with_layer(copy.deepcopy(model_of("llama")).to(dtype), "MiMo")
+    return str(target_folder(Path(tempfile.mkdtemp()), toy, TOKENIZER))
+
+
 def spelled(spec: str) -> str:
     """A spec with folders in place of what stands for them."""
     return re.sub(r"([a-z0-9-]+):\?", lambda match: f"{match[1]}:{folder(match[1])}", spec)
@@ -224,7 +232,7 @@ def alone(llm: LLM, params: SamplingParams) -> list[Generation]:
 @pytest.mark.parametrize("case", table(), ids=str)
 def test_every_member(case: Case) -> None:
     how = options(case.cache) | dict(case.weights)
-    model = target(case.dtype, stored=bool(case.weights))
+    model = with_mtp(case.dtype) if case.draft == "mtp" else target(case.dtype, stored=bool(case.weights))
     wanted = alone(LLM(model, "none", **how), case.params)
     known = texts_of(PROMPTS, [out.token_ids for out in wanted])
     draft = spelled(case.draft) if isinstance(case.draft, str) else case.draft(known, "sometimes", VOCAB)
