@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from architectures import VOCAB, greedy, prompt
+from architectures import VOCAB, greedy, model_of, prompt
 from block_toys import deepspec_folder, dflash_folder, guessed, new_block, speculators_folder
 from damage import DAMAGES, refusals
 from sakiyomi import LLM, Draft, InputError, LoadError, SamplingParams, UnsupportedError
@@ -135,6 +135,17 @@ def test_merged_with_other_drafts(draft: str, tmp_path: Path) -> None:
     llm = llm_of(draft.format(dflash_folder(tmp_path, block("plain"))))
     done = llm.generate(PROMPTS, params(gamma=3, nodes=12))
     assert [out.token_ids for out in done] == texts()[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_hybrids_as_targets(name: str, tmp_path: Path) -> None:
+    """Hidden states come from layers of every kind."""
+    model = model_of(name)
+    folder = dflash_folder(tmp_path, new_block(model, layers=(0, 1, 2)))
+    llm = LLM((model, TOKENIZER), f"block:{folder}", compile=False, strict=True)
+    done = llm.generate(PROMPTS, params(gamma=3, tree="ddtree", nodes=6))
+    assert [out.token_ids for out in done] == [greedy(model, tokens, NEW) for tokens in PROMPTS]
+    assert sum(out.stats.drafted for out in done) > NEW
 
 
 @pytest.mark.skipif(native() is None, reason="traced passes are of the compiled kernels")

@@ -265,6 +265,13 @@ def test_eagle_heads_tell_what_they_draw_from(values: SamplingParams, tmp_path: 
     check_heads(f"eagle:{tmp_path}", values)
 
 
+@pytest.mark.parametrize("values", [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)])
+def test_eagle_heads_of_one_pass(values: SamplingParams, tmp_path: Path) -> None:
+    """The same behind masks, which read learnt features."""
+    speculators_folder(tmp_path, new_head(model(0), layers=(0, 0, 0), sharp=0.1, mask=4))
+    check_heads(f"eagle:{tmp_path}", values)
+
+
 @pytest.mark.parametrize(
     ("markov", "values"),
     [

@@ -49,7 +49,8 @@ def make_decoder(config: Mapping[str, Any], embedding: Tensor, head: nn.Module) 
     if kind not in KINDS:
         raise LoadError(f"the head's layers are of the kind {kind!r}; known are {', '.join(map(repr, KINDS))}")
     models = import_module(f"transformers.models.{kind}")
-    settings = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+    left = ("architectures", "model_type")
+    settings = {name: value for name, value in config.items() if name not in left and not name.endswith("_token_id")}
     settings |= {"tie_word_embeddings": False, "use_cache": False, "vocab_size": 1, "pad_token_id": None}
     try:
         made = getattr(models, f"{KINDS[kind]}Config")(**settings)

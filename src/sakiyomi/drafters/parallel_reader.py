@@ -7,6 +7,7 @@ the last token the first guess, at the first mask the second, and so on. Masks l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.params import SamplingParams
@@ -16,7 +17,6 @@ from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.head_model import over_vocabulary
 from sakiyomi.drafters.slot_tree import Slots, SlotTree
 from sakiyomi.drafters.tree_reader import TreeReader
-from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
@@ -35,6 +35,8 @@ class ParallelReader(TreeReader):
         mask: token that stands for one to be guessed.
     """
 
+    kind: type[SlotTree] = SlotTree
+
     def __init__(self, model: ModelRunner, vocab_size: int, mask: int) -> None:
         super().__init__(model, vocab_size)
         self._mask, self._slots = mask, Slots(MOST)
@@ -50,7 +52,7 @@ class ParallelReader(TreeReader):
         room = self.model.max_context - len(context.tokens)
         if room < 1:
             return None
-        tree = self._slots.begin(context, name, sampler, min(gamma, room))
+        tree = self._slots.begin(context, name, sampler, min(gamma, room), kind=self.kind)
         tree.candidates.depth = min(tree.candidates.depth, room)
         tree.slot, tree.held = slot, held
         return tree
@@ -60,15 +62,15 @@ class ParallelReader(TreeReader):
         trees = [state for state in states if isinstance(state, SlotTree) and self._has_room(state)]
         if not trees:
             return
-        masks = [[self._mask] * (tree.candidates.depth - 1) for tree in trees]
+        rows = [tree.segment() for tree in trees]
         segments = [
-            SequenceRows(tree.slot, tree.held, [*tree.missing, *behind])
-            for tree, behind in zip(trees, masks, strict=True)
+            replace(part, tokens=[*part.tokens, *[self._mask] * (tree.candidates.depth - 1)])
+            for tree, part in zip(trees, rows, strict=True)
         ]
-        logits = over_vocabulary(self.model.score(segments).logits, None, self._vocab_size)
+        logits = over_vocabulary(self._score(trees, segments), None, self._vocab_size)
         self.passes += 1
-        for tree, rows in zip(trees, logits.split([len(segment.tokens) for segment in segments]), strict=True):
-            tree.grow(rows[-tree.candidates.depth :])
+        for tree, own in zip(trees, logits.split([len(segment.tokens) for segment in segments]), strict=True):
+            tree.grow(own[-tree.candidates.depth :])
 
     def _has_room(self, state: DraftTreeState) -> bool:
         try:

@@ -165,7 +165,13 @@ class Slots:
         return kind_of(params)
 
     def begin(
-        self, context: Context, name: str, sampler: Sampler, gamma: int, most: tuple[int, int, int] | None = None
+        self,
+        context: Context,
+        name: str,
+        sampler: Sampler,
+        gamma: int,
+        most: tuple[int, int, int] | None = None,
+        kind: type[SlotTree] = SlotTree,
     ) -> SlotTree:
         """A tree without a level.
 
@@ -175,6 +181,7 @@ class Slots:
             sampler: of the request.
             gamma: depth wanted.
             most: its largest depth, nodes, and candidates of a place, where sizes are a matter of what pays.
+            kind: of tree.
         """
         worth, drawn = context.worth, is_drawn(context)
         depth, nodes, width = min(gamma, self.count), context.nodes, None
@@ -184,6 +191,6 @@ class Slots:
                 depth, nodes, width = min(depth, most[0]), min(nodes, most[1]), most[2]
         levels = self.confidence[context.rule]
         candidates, builder = begin_tree(context, depth, nodes, [level.ranks for level in levels[:depth]])
-        tree = SlotTree(context, sampler, name, candidates, builder, levels[0], drawn, context.slot, 0)
+        tree = kind(context, sampler, name, candidates, builder, levels[0], drawn, context.slot, 0)
         tree.levels, tree.width = levels, width
         return tree

@@ -28,6 +28,7 @@ class EagleOptions:
         norm_before_fc: one norm over the hidden states of all layers, side by side.
         fc_norm: a norm for those of each layer.
         norm_output: what is fed back is the output behind the last norm (EAGLE-3.1).
+        mask: token that stands for one to be guessed, where several are guessed a pass (P-EAGLE); None: one is.
     """
 
     layers: tuple[int, ...]
@@ -36,6 +37,7 @@ class EagleOptions:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask: int | None = None
 
 
 class FeatureLayer(nn.Module):
