@@ -60,6 +60,8 @@ def new_head(
         "num_attention_heads": heads, "num_key_value_heads": 2, "head_dim": own, "vocab_size": vocab,
         "rms_norm_eps": EPS, "max_position_embeddings": 64, "rope_theta": 10000.0,
     }  # fmt: skip
+    if named.mask is not None:
+        tensors["mask_hidden"] = drawn(1, 1, 3 * width, scale=1.0)
     return EagleFile(inner, named, tensors, None if tokens is None else torch.tensor(tokens), "toy")
 
 
@@ -67,7 +69,8 @@ def speculators_folder(folder: Path, head: EagleFile) -> Path:
     """The head as speculators has it, with digests."""
     options = head.options
     config = {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.3.0",
+        "architectures": ["Eagle3Speculator"], "mask_token_id": options.mask,
+        "speculators_model_type": "eagle3" if options.mask is None else "peagle", "speculators_version": "0.3.0",
         "transformer_layer_config": head.config, "draft_vocab_size": len(head.tensors["lm_head.weight"]),
         "target_hidden_size": options.target_size, "norm_before_residual": options.norm_before_residual,
         "norm_before_fc": options.norm_before_fc, "fc_norm": options.fc_norm, "norm_output": options.norm_output,
@@ -82,6 +85,8 @@ def original_folder(folder: Path, head: EagleFile) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name.replace("layers.0.", "midlayer."): tensor.clone() for name, tensor in head.tensors.items()}
     config = {**head.config, "architectures": ["LlamaForCausalLMEagle3"]}
+    if head.options.mask is not None:
+        config |= {"parallel_drafting": True, "mask_token_id": head.options.mask}
     if head.tokens is not None:
         tensors |= _vocabulary(head)
         config["draft_vocab_size"] = len(head.tokens)
@@ -171,14 +176,23 @@ def guessed(
     options, known = head.options, list(tokens)
     states = model(input_ids=torch.tensor([known]), output_hidden_states=True).hidden_states
     parts = [states[layer + 1 + off][0] for layer in (reversed(options.layers) if turned else options.layers)]
-    if options.fc_norm:
-        parts = [_norm(part, head.tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
-    both = torch.cat(parts, -1)
-    if options.norm_before_fc:
-        both = _norm(both, head.tensors["input_norm.weight"])
-    all_features = both @ head.tensors["fc.weight"].T
+
+    def project(parts: Sequence[Tensor]) -> Tensor:
+        if options.fc_norm:
+            parts = [_norm(part, head.tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+        both = torch.cat(list(parts), -1)
+        if options.norm_before_fc:
+            both = _norm(both, head.tensors["input_norm.weight"])
+        return both @ head.tensors["fc.weight"].T
+
+    all_features = project(parts)
     features = all_features[:-1] if shift else all_features[1:]
     embedding = model.get_input_embeddings().weight
+    if options.mask is not None:
+        masks = project(head.tensors["mask_hidden"].view(1, -1).split(options.target_size, -1)).expand(count - 1, -1)
+        known += [options.mask] * (count - 1)
+        chosen = rows(head, embedding, known[1:], torch.cat([features, masks]))[0][-count:].argmax(-1).tolist()
+        return chosen if head.tokens is None else [int(head.tokens[token]) for token in chosen]
     found: list[int] = []
     for _ in range(count):
         logits, fed = rows(head, embedding, known[1:], features)

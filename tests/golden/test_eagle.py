@@ -33,6 +33,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "3.1": {"norm_output": True},
     "qwen3": {"kind": "qwen3"},
     "two layers": {"depth": 2},
+    "parallel": {"mask": 5, "depth": 2},
 }
 SIZES: list[dict[str, Any]] = [
     {"gamma": 4, "tree": "chain"},
@@ -82,7 +83,10 @@ def rounds(folder: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize(
     ("name", "write"),
-    [*((name, speculators_folder) for name in HEADS), ("plain", original_folder), ("some tokens", original_folder)],
+    [
+        *((name, speculators_folder) for name in HEADS),
+        *((name, original_folder) for name in ("plain", "some tokens", "parallel")),
+    ],
 )
 def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path], tmp_path: Path) -> None:
     done = rounds(write(tmp_path / "head", head(name)))
@@ -110,7 +114,7 @@ def test_offsets_are_no_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", ["plain", "some tokens"])
+@pytest.mark.parametrize("name", ["plain", "some tokens", "parallel"])
 def test_trees(name: str, size: dict[str, Any], tmp_path: Path) -> None:
     """Greedy as transformers has it, sampled as without a draft."""
     llm = llm_of(f"eagle:{speculators_folder(tmp_path, head(name))}")

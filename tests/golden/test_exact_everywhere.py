@@ -25,9 +25,11 @@ from torch import nn
 
 import sakiyomi
 from architectures import VOCAB, model_of, prompt
+from block_toys import dflash_folder, new_block
 from drafters import Branching, Fading, Noisy, texts_of
 from eagle_toys import new_head, speculators_folder
 from medusa_toys import heads_folder
+from mtp_toys import target_folder, with_layer
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.policies import POLICIES
@@ -174,6 +176,7 @@ FILES: dict[str, Callable[[Path], Any]] = {
     "model": lambda place: save_model(place, near(), TOKENIZER),
     "medusa": medusa,
     "eagle": lambda place: speculators_folder(place, new_head(model_of("llama"), layers=(0, 0, 1))),
+    "block": lambda place: dflash_folder(place, new_block(model_of("llama"), layers=(0, 1))),
     "locret": retaining,
     "lococo": merging,
 }
@@ -193,6 +196,13 @@ def folder(kind: str) -> str:
 def target(dtype: torch.dtype, *, stored: bool = False) -> Any:
     model = copy.deepcopy(model_of("llama")).to(dtype)
     return str(save_model(Path(tempfile.mkdtemp()), model, TOKENIZER)) if stored else (model, TOKENIZER)
+
+
+@cache
+def with_mtp(dtype: torch.dtype) -> str:
+    """The target's folder with a layer for further tokens in its files."""
+    toy = with_layer(copy.deepcopy(model_of("llama")).to(dtype), "MiMo")
+    return str(target_folder(Path(tempfile.mkdtemp()), toy, TOKENIZER))
 
 
 def spelled(spec: str) -> str:
@@ -222,7 +232,7 @@ def alone(llm: LLM, params: SamplingParams) -> list[Generation]:
 @pytest.mark.parametrize("case", table(), ids=str)
 def test_every_member(case: Case) -> None:
     how = options(case.cache) | dict(case.weights)
-    model = target(case.dtype, stored=bool(case.weights))
+    model = with_mtp(case.dtype) if case.draft == "mtp" else target(case.dtype, stored=bool(case.weights))
     wanted = alone(LLM(model, "none", **how), case.params)
     known = texts_of(PROMPTS, [out.token_ids for out in wanted])
     draft = spelled(case.draft) if isinstance(case.draft, str) else case.draft(known, "sometimes", VOCAB)

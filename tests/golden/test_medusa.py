@@ -320,7 +320,7 @@ def test_heads_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch, pytest.raises(UnsupportedError, match="guess 20 tokens"):
         patch.setattr("sakiyomi.drafters.medusa_heads.backbone.PADDING", 50)
         llm_of(f"medusa:{tmp_path / 'small'}")
-    with pytest.raises(InputError, match="tree has 4 levels, and these heads guess 3"):
+    with pytest.raises(InputError, match="tree has 4 levels, and this draft guesses 3"):
         llm_of(f"medusa:{heads_folder(tmp_path, fitted=False)}").generate(PROMPTS, params(tree=[1, 1, 1, 1, 1]))
     with pytest.raises(InputError, match="names no heads"):
         llm_of("medusa:")

@@ -21,8 +21,10 @@ import transformers as hf
 from numpy.typing import NDArray
 
 from architectures import make
+from block_toys import deepspec_folder, new_block
 from eagle_toys import new_head, speculators_folder
 from medusa_toys import new_heads
+from mtp_toys import new_toy, target_folder
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.recurrent_store import RecurrentStore
 from sakiyomi.core.memory import available_bytes
@@ -109,8 +111,10 @@ class Ready(ModelDrafter):
         return seat
 
 
-def drafter(kind: type[ModelDrafter] = Ready, seed: int = 1, name: str = "model") -> ModelDrafter:
-    return kind(build_runner(model(seed), max_slots=51, compile=False), V, name)
+def drafter(
+    kind: type[ModelDrafter] = Ready, seed: int = 1, name: str = "model", mask: int | None = None
+) -> ModelDrafter:
+    return kind(build_runner(model(seed), max_slots=51, compile=False), V, name, mask)
 
 
 WARPS: dict[str, dict[str, Any]] = {
@@ -209,16 +213,17 @@ def test_early_exit_tells_what_it_draws_from(values: SamplingParams) -> None:
     assert p > LEVEL
 
 
-def check_heads(draft: str, values: SamplingParams) -> None:
+def check_heads(draft: str, values: SamplingParams, target: Any = None, folder: Path | None = None) -> None:
     """Texts have the target's distribution, and some of what the heads draft is accepted, not all."""
-    llm = LLM((model(0), TOKENIZER), draft, compile=False, max_batch=50, strict=True)
+    loaded: Any = (model(0), TOKENIZER) if folder is None else str(folder)
+    llm = LLM(loaded, draft, compile=False, max_batch=50, strict=True)
     done = llm.generate([PROMPT], values)[0]
     assert 0.1 < sum(out.stats.accepted for out in done) / sum(out.stats.drafted for out in done) < 0.9
     assert sum(out.stats.drafted for out in done) > 1.5 * SAMPLES
     seen = np.zeros(V**LENGTH, dtype=np.int64)
     for out in done:
         seen[sum(token * V**i for i, token in enumerate(reversed(out.token_ids)))] += 1
-    p, distance = p_value(seen, exact(values))
+    p, distance = p_value(seen, exact(values) if target is None else exact(values, target))
     print(f"{draft.partition(':')[0]}: p = {p:.3g}, TV = {distance:.4f}")
     assert p > LEVEL
 
@@ -260,6 +265,45 @@ def test_eagle_heads_tell_what_they_draw_from(values: SamplingParams, tmp_path: 
     check_heads(f"eagle:{tmp_path}", values)
 
 
+@pytest.mark.parametrize("values", [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)])
+def test_eagle_heads_of_one_pass(values: SamplingParams, tmp_path: Path) -> None:
+    """The same behind masks, which read learnt features."""
+    speculators_folder(tmp_path, new_head(model(0), layers=(0, 0, 0), sharp=0.1, mask=4))
+    check_heads(f"eagle:{tmp_path}", values)
+
+
+@pytest.mark.parametrize(
+    ("markov", "values"),
+    [
+        ("", params(acceptance="ratio")),
+        ("rnn", params(acceptance="block")),
+        ("gated", params(acceptance="ratio", tree="static", nodes=6)),
+        ("", params(acceptance="ratio", tree="ddtree", nodes=5, **WARPS["top-p"])),
+        ("vanilla", params(acceptance="traversal", tree=[1, 3, 2], gamma="auto")),
+        ("", params(acceptance="coupled", tree="ddtree", nodes=6)),
+    ],
+    ids=lambda values: values if isinstance(values, str) else f"{values.acceptance} {values.tree} {values.top_p}",
+)
+def test_block_drafters_tell_what_they_draw_from(markov: str, values: SamplingParams, tmp_path: Path) -> None:
+    """Chains and trees of one pass, whose slots know the tokens before them by a Markov head alone."""
+    options = {"layers": (0, 0), "size": 3, "anchored": True, "markov": markov, "confident": bool(markov)}
+    deepspec_folder(tmp_path, new_block(model(0), sharp=0.3, seed=7, **options))
+    check_heads(f"block:{tmp_path}", values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)],
+    ids=lambda values: f"{values.acceptance} {values.tree}",
+)
+def test_mtp_layers_tell_what_they_draw_from(values: SamplingParams, tmp_path: Path) -> None:
+    """Chains and trees drawn from the distributions of a layer in the target's own files."""
+    toy = new_toy("mimo", vocab_size=V, num_hidden_layers=1, hidden_size=16, num_attention_heads=2)
+    toy.model.lm_head.weight.data *= 0.3
+    target_folder(tmp_path, toy, TOKENIZER)
+    check_heads("mtp", values, toy.model, tmp_path)
+
+
 def test_typical_acceptance_is_found_out(tmp_path: Path) -> None:
     """The lossy rule fails the test that the others pass: the test can fail, and the mark "lossy" is deserved."""
     write_heads(new_heads(model(0), heads=2, scale=0.3), tmp_path)
@@ -289,6 +333,18 @@ TREES: dict[str, dict[str, Any]] = {
     "best-first": {"tree": "best-first", "nodes": 5},  # chosen: point masses
     "chain of what pays": {"gamma": "auto"},
 }
+
+
+@pytest.mark.parametrize(
+    "values",
+    [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)],
+    ids=lambda values: f"{values.acceptance} {values.tree}",
+)
+def test_drafts_of_one_pass_tell_what_they_draw_from(values: SamplingParams) -> None:
+    """Behind the first guess stand masks, whose distributions depend on the text alone."""
+    p, distance = p_value(sample(drafter(mask=4), values), exact(values))
+    print(f"parallel {values.acceptance}: p = {p:.3g}, TV = {distance:.4f}")
+    assert p > LEVEL
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -23,7 +23,7 @@ Acceptance = Literal["auto", "ratio", "coupled", "block", "traversal", "typical"
 ACCEPTANCES = ("auto", "ratio", "coupled", "block", "traversal", "typical")
 MOST_CHOICES = 1024  # nodes of a tree that is given as a list
 Shape = str | Sequence[int] | Sequence[Sequence[int]]
-TREES = ("auto", "chain", "best-first", "dynamic", "static")
+TREES = ("auto", "chain", "best-first", "ddtree", "dynamic", "static")
 QUANTIZATIONS = ("int8", "int4")  # of a target's weights; what they do is in kernels/quantization.py
 
 
@@ -42,9 +42,9 @@ class SamplingParams:
         stop_token_ids: tokens that end the text, besides the model's own end tokens.
         gamma: draft tokens, or tree depth, per round: a number, "auto" (by measured costs) or "heuristic" (+2 / -1).
         tree: shape of what a draft model proposes: "chain", "best-first" (the nodes most likely to be accepted),
-            "dynamic" (the best few nodes of every level are expanded), "static" (the best shape for the acceptance
-            measured by rank), or "auto": with gamma "auto" the tree that pays by measured
-            costs, with a number a chain. A list fixes it:
+            "ddtree" (the most probable ones by the draft alone), "dynamic" (the best few nodes of every level are
+            expanded), "static" (the best shape for the acceptance measured by rank), or "auto": with gamma "auto" the
+            tree that pays by measured costs, with a number a chain. A list fixes it:
             of counts, ``[1, 7, 6]`` for 7 first tokens and 6 behind each (the 1 stands for the target's own token), or
             of nodes, each the ranks on the way to it, ``[[0], [1], [0, 0]]``: Medusa's ``medusa_choices``.
         nodes: most nodes of the tree: a number, "auto" (by measured costs) or "heuristic" (starts at 5; +2 / -1).

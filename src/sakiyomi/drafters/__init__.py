@@ -78,7 +78,14 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
     target, draft = around.target, around.load(argument)
     if same_tokenizer(target.tokenizer, draft.tokenizer) or has_encoder(target.model.config):
         check_pair(target, draft)
-        return ModelDrafter(around.pack(draft), around.vocab_size)
+        mask = getattr(draft.model.config, "pard_token", None)
+        packed = around.pack(draft)
+        if mask is not None and not 0 <= int(mask) < packed.vocab_size:
+            raise InputError(
+                f"pard_token in config.json of {argument} is {mask}, and the model has {packed.vocab_size} tokens; get "
+                "it again"
+            )
+        return ModelDrafter(packed, around.vocab_size, mask=mask)
     check_cross_pair(target, draft)
     packed = around.pack(draft)
     inner = ModelDrafter(packed, packed.vocab_size, "cross-model")
@@ -163,6 +170,22 @@ def _eagle(argument: str, around: DrafterContext) -> Drafter:
     return EagleDrafter.load(argument, around.packed, around.pack, allow_pickle=around.allow_pickle)
 
 
+def _block(argument: str, around: DrafterContext) -> Drafter:
+    from sakiyomi.drafters.block import BlockDrafter
+
+    if not argument:
+        raise InputError('draft "block:" names no drafter; write block:<folder>')
+    return BlockDrafter.load(argument, around.packed, around.pack, allow_pickle=around.allow_pickle)
+
+
+def _mtp(argument: str, around: DrafterContext) -> Drafter:
+    from sakiyomi.drafters.mtp import MtpDrafter
+
+    if argument:
+        raise InputError(f'draft "mtp:{argument}"; mtp is the target\'s own layer and takes nothing behind a colon')
+    return MtpDrafter.of(around.target, around.packed, around.pack)
+
+
 class DrafterKind(NamedTuple):
     """How a spec becomes a drafter.
 
@@ -179,6 +202,8 @@ DRAFTERS = {
     "model": DrafterKind(_model, ":<path or id>"),
     "medusa": DrafterKind(_medusa, ":<heads>"),
     "eagle": DrafterKind(_eagle, ":<head>"),
+    "block": DrafterKind(_block, ":<block drafter>"),
+    "mtp": DrafterKind(_mtp),
     "self-int8": DrafterKind(_self_int8),
     "self-evicted": DrafterKind(_self_evicted, "[:<pairs of a head>]"),
     "early-exit": DrafterKind(_early_exit, ":<layers>"),
@@ -226,12 +251,15 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
 def _spec_of(part: str) -> str:
     """A spec as it is; of a folder, or the name of what is embedded, alone the spec of what it holds."""
     from sakiyomi.core.checkpoint import HEADS_FILE, read_json
+    from sakiyomi.drafters.block_heads.formats import is_block
     from sakiyomi.drafters.eagle_heads.formats import is_eagle
 
     folder = folder_of(part) if is_embedded_name(part) else Path(part).expanduser()
     if part in ("none", "auto") or part.partition(":")[0] in DRAFTERS or not folder.is_dir():
         return part
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if is_block(config):
+        return f"block:{part}"
     if is_eagle(config):
         return f"eagle:{part}"
     medusa = (folder / HEADS_FILE).is_file() or config.get("model_type") == "medusa" or "medusa_num_heads" in config

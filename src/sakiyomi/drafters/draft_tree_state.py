@@ -174,13 +174,19 @@ class DraftTreeState:
             probs: list[float | None] = [math.exp(score) for score in scores]
         else:
             tokens, probs, scores = self._candidates(place, logits, count, self.first + candidates.levels - 1)
-        chances = (
-            self.confidence_at(candidates.levels - 1).chances(scores)
-            if len(scores) > 1
-            else [0.5 if probs[0] is None else probs[0]]
-        )
+        chances = self.chances(candidates.levels - 1, probs, scores)
         self.listed[place] = (len(candidates.tokens), tokens, scores)
         self._probs.extend(probs[: candidates.offer(place, tokens, chances)])
+
+    def chances(self, level: int, probs: Sequence[float | None], scores: Sequence[float]) -> list[float]:
+        """Chances of a place's candidates, the largest first, from their probabilities and scores."""
+        if len(scores) == 1:
+            return [0.5 if probs[0] is None else probs[0]]
+        if self.builder.calibrated:
+            return self.confidence_at(level).chances(scores)
+        weights = [math.exp(score - scores[0]) for score in scores]
+        share = sum(prob or 0.0 for prob in probs) / sum(weights)
+        return [weight * share for weight in weights]
 
     def candidate_count(self, place: int) -> int:
         """How many children a place should have."""

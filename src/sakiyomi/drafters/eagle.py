@@ -17,13 +17,15 @@ from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
-from sakiyomi.core.messages import one_line
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, HiddenStates
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
 from sakiyomi.drafters.eagle_heads.module import make_module
+from sakiyomi.drafters.head_model import fill, over_vocabulary, with_context
 from sakiyomi.drafters.model import CHUNK, LONG
+from sakiyomi.drafters.parallel_reader import ParallelReader
+from sakiyomi.drafters.slot_tree import SlotTree
 from sakiyomi.drafters.tree_reader import LevelDrafter, TreeReader
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.pack import linear_beside
@@ -33,6 +35,8 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["EagleDrafter"]
+
+_BESIDE = ("fc.", "fc_norm.", "input_norm.", "mask_hidden")  # tensors of a head that are no part of its layers
 
 
 @dataclass(eq=False)
@@ -73,6 +77,19 @@ class FedTree(DraftTreeState):
             self.features.update(zip(self.unread, states, strict=True))
 
 
+@dataclass(eq=False)
+class FedSlotTree(SlotTree):
+    """A tree of one pass whose rows read features beside their tokens; attributes as of ``FedTree``."""
+
+    begun: int = 0
+    given: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def segment(self) -> SequenceRows:
+        """See ``DraftTreeState``."""
+        found = super().segment()
+        return replace(found, length=found.length - self.begun - 1)
+
+
 class EagleHead:
     """A head beside a packed target.
 
@@ -84,10 +101,12 @@ class EagleHead:
 
     def __init__(self, file: EagleFile, target: ModelRunner, model: ModelRunner) -> None:
         self.options, self.model = file.options, model
-        self._target, self._tensors, self._tokens = target, file.tensors, file.tokens
+        self._target, self._tokens = target, file.tokens
+        self._tensors = {name: tensor for name, tensor in file.tensors.items() if name.startswith(_BESIDE)}
         self._given: Tensor = model.module.model.layers[0].given
         self._out = HEAD if file.options.norm_output else len(model.module.model.layers) - 1
         model.capture([self._out])
+        self._mask_feature: Tensor | None = None
         self._generation = -1
         self._pack()
 
@@ -99,8 +118,10 @@ class EagleHead:
 
     def project(self, states: Mapping[int, Tensor]) -> Tensor:
         """Hidden states of the target by layer, (rows, target hidden) each, to features, (rows, hidden)."""
+        return self._project([states[layer] for layer in self.options.layers])
+
+    def _project(self, parts: list[Tensor]) -> Tensor:
         options, target = self.options, self._target
-        parts = [states[layer] for layer in options.layers]
         if options.fc_norm:
             parts = [self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)]
         both = torch.cat(parts, -1)
@@ -113,6 +134,14 @@ class EagleHead:
             features: Tensor = self._fc(both.to(target.dtype))
             return features
 
+    def mask_feature(self) -> Tensor:
+        """Feature of a mask, (1, hidden)."""
+        if self._mask_feature is None:
+            width = self.options.target_size
+            learnt = self._tensors["mask_hidden"].to(self._target.device).view(1, -1).split(width, -1)
+            self._mask_feature = self._project(list(learnt))
+        return self._mask_feature
+
     def _norm(self, states: Tensor, name: str) -> Tensor:
         """RMSNorm with this weight."""
         weight = self._tensors[name].float()
@@ -123,11 +152,7 @@ class EagleHead:
         with self.model.lock:
             self._given[: len(inputs)] = inputs
             found = self.model.score(segments, last=last)
-        logits = found.logits
-        if self._tokens is not None:
-            logits = logits.new_full((len(logits), self._target.vocab_size), -torch.inf)
-            logits[:, self._tokens] = found.logits
-        return logits, found.features[self._out]
+        return over_vocabulary(found.logits, self._tokens, self._target.vocab_size), found.features[self._out]
 
 
 class FedReader(TreeReader):
@@ -151,6 +176,23 @@ class FedReader(TreeReader):
         return logits
 
 
+class ParallelFedReader(ParallelReader):
+    """Grows trees of one pass whose rows read features (P-EAGLE, arXiv 2602.01469): those of masks were learnt."""
+
+    kind = FedSlotTree
+
+    def __init__(self, head: EagleHead, vocab_size: int, mask: int) -> None:
+        super().__init__(head.model, vocab_size, mask)
+        self._head = head
+
+    def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
+        inputs: list[Tensor] = []
+        for state in states:
+            assert isinstance(state, FedSlotTree)
+            inputs += [state.given, self._head.mask_feature().expand(state.candidates.depth - 1, -1)]
+        return self._head.read(segments, torch.cat(inputs))[0]
+
+
 @dataclass(eq=False, slots=True)
 class _Seat:
     """A request's slot in the head's cache.
@@ -169,7 +211,7 @@ class _Seat:
     begun: int = 0
     known: int = 0
     held: int = 0
-    tree: FedTree | None = None
+    tree: FedTree | FedSlotTree | None = None
 
     def feed(self, first: int, states: Tensor) -> None:
         """Take the features of the tokens from `first` on: those before it are what they were, as far as known."""
@@ -203,7 +245,8 @@ class EagleDrafter(LevelDrafter):
 
     def __init__(self, head: EagleHead, vocab_size: int) -> None:
         super().__init__(head.model, vocab_size)
-        self.reader = FedReader(head, vocab_size)
+        mask = head.options.mask
+        self.reader = FedReader(head, vocab_size) if mask is None else ParallelFedReader(head, vocab_size, mask)
         self.hidden_states = HiddenStates(head.options.layers, "all")
         self._head, self._vocab_size = head, vocab_size
 
@@ -294,12 +337,12 @@ class EagleDrafter(LevelDrafter):
         tree = self.reader.begin(context, seat.sampler, self.name, gamma, seat.slot, seat.held)
         if tree is None:
             return None
-        assert isinstance(tree, FedTree)
+        assert isinstance(tree, FedTree | FedSlotTree)
         tree.begun, tree.given = seat.begun, seat.between(seat.held - 1, count - 1)
         return tree
 
     def _done(self, state: DraftTreeState) -> None:
-        assert isinstance(state, FedTree)
+        assert isinstance(state, FedTree | FedSlotTree)
         if state.candidates.levels:
             seat: _Seat = state.context.memory[self.name]
             seat.held, seat.tree = len(state.context.tokens), state
@@ -325,27 +368,17 @@ def _module(file: EagleFile, target: ModelRunner) -> Any:
     weight = tensors.get("lm_head.weight")
     if weight is None:
         raise LoadError(f"{file.name} lacks the tensor lm_head.weight of an EAGLE head; get it again")
-    known = int(file.tokens.max()) + 1 if file.tokens is not None else len(weight)
+    known = max(int(file.tokens.max()) + 1 if file.tokens is not None else len(weight), (options.mask or 0) + 1)
     if known > target.vocab_size or (len(embedding) < target.vocab_size and len(embedding) < known):
         raise UnsupportedError(
             f"the head {file.name} proposes tokens up to {known - 1}, and the target has {target.vocab_size}: it "
             "belongs to another model"
         )
-    sizes = dict(file.config)
-    if not sizes.get("rope_scaling"):  # positions are those of the target
-        sizes["max_position_embeddings"] = max(int(sizes.get("max_position_embeddings", 0)), target.max_context)
-    module = make_module(sizes, options, embedding, len(weight))
-    beside = [name for name in tensors if name == "fc.weight" or name.startswith(("fc_norm.", "input_norm."))]
+    module = make_module(with_context(file.config, target.max_context), options, embedding, len(weight))
     own = {
         name if name == "lm_head.weight" else f"model.{name}": value
         for name, value in tensors.items()
-        if name not in beside
+        if not name.startswith(_BESIDE)
     }
-    try:
-        missing = module.load_state_dict(own, strict=False)
-    except RuntimeError as error:
-        raise LoadError(f"the tensors of {file.name} do not fit its config.json: {one_line(error)}") from error
-    wrong = [name for name in missing.missing_keys if "embed_tokens" not in name] + missing.unexpected_keys
-    if wrong:
-        raise LoadError(f"{file.name} and its config.json do not belong together: tensor {wrong[0]}; get it again")
+    fill(module, own, file.name)
     return module.to(target.device, target.dtype)

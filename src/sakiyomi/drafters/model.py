@@ -12,6 +12,7 @@ from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.parallel_reader import ParallelReader
 from sakiyomi.drafters.tree_reader import LevelDrafter
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
@@ -51,12 +52,15 @@ class ModelDrafter(LevelDrafter):
         model: the draft.
         vocab_size: of the target; the draft's may be padded differently.
         name: names the source in traces.
+        mask: token of a model that guesses several tokens a pass, see ``ParallelReader``; None: it guesses one.
     """
 
     prefill_seconds = 0.0
 
-    def __init__(self, model: ModelRunner, vocab_size: int, name: str = "model") -> None:
+    def __init__(self, model: ModelRunner, vocab_size: int, name: str = "model", mask: int | None = None) -> None:
         super().__init__(model, vocab_size)
+        if mask is not None:
+            self.reader = ParallelReader(model, vocab_size, mask)
         self.name = name
         self._vocab_size = vocab_size
         self._seats: dict[int, _Seat] = {}

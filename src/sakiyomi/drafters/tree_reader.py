@@ -89,6 +89,10 @@ class TreeReader:
         self._native = NativeTrees(model, vocab_size)
         self._besides = 1e-4  # seconds of a level outside the model
 
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``kind_of``."""
+        return kind_of(params)
+
     def begin(
         self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
     ) -> DraftTreeState | None:
@@ -187,11 +191,11 @@ class LevelDrafter(Drafter):
 
     def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self.model = model
-        self.reader = TreeReader(model, vocab_size)
+        self.reader: TreeReader = TreeReader(model, vocab_size)
 
     def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``kind_of``."""
-        return kind_of(params)
+        """See ``TreeReader.kind_for``."""
+        return self.reader.kind_for(params)
 
     @property
     def passes(self) -> int:

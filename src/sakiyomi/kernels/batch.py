@@ -33,6 +33,7 @@ class SequenceRows:
             pass.
         done: so many of the pairs in the slot, the last ones, are rows of the same tree from passes before. Rows are
             then counted from the first of those, and ``parents`` begins with theirs.
+        block: every row sees all rows of the segment, those behind it too; there are no parents and no windows then.
     """
 
     slot: int
@@ -41,6 +42,7 @@ class SequenceRows:
     parents: tuple[int, ...] | None = None
     prompt: bool = False
     done: int = 0
+    block: bool = False
 
 
 @functools.lru_cache(maxsize=512)
@@ -108,16 +110,20 @@ class BatchPlan:
 
     @property
     def packed(self) -> bytes:
-        """For the compiled kernels, in int32: the table with ``done``, then each row's parent, -1 for none."""
+        """For the compiled kernels, in int32: the table with ``done``, then each row's parent.
+
+        That is -1 for none, and -2 where all rows of the segment see each other.
+        """
         numbers: list[int] = []
         for line, part in zip(self.table, self.parts, strict=True):
             numbers += (*line, part.done)
         for part in self.parts:
-            numbers += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
+            count = len(part.tokens)
+            numbers += [-2] * count if part.block else range(-1, count - 1) if part.parents is None else part.parents
         return struct.pack(f"{len(numbers)}i", *numbers)
 
     def path(self, segment: int, row: int) -> Ints:
-        """Columns of a row of the pass and of those above it in its tree, the row itself last.
+        """Columns of a row of the pass and of those above it in its tree, the row itself last; of a block all of them.
 
         Args:
             segment: index of the segment.
@@ -125,7 +131,7 @@ class BatchPlan:
         """
         part = self.parts[segment]
         if part.parents is None:
-            return np.arange(part.length, part.length + row + 1)
+            return np.arange(part.length, part.length + (len(part.tokens) if part.block else row + 1))
         return part.length - part.done + _paths(part.parents)[part.done + row]
 
     def lineage(self, segment: int, count: int) -> Ints:
@@ -164,6 +170,8 @@ class BatchPlan:
         length -= dropped
         part = self.parts[segment]
         column = torch.arange(length + rows, device=device)
+        if part.block:
+            return torch.ones(rows, length + rows, dtype=torch.bool, device=device)
         if part.parents is None:
             position = column[length:, None]
             seen = column <= position

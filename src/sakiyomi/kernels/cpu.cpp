@@ -563,7 +563,7 @@ void sk_keep_rows(int64_t m, int64_t slot, int64_t first, int64_t count, const i
 // `bias`: see Layer; null where there is none.
 void sk_distances(int64_t m, const float* bias, int64_t far) { ((Session*)m)->bias = bias, ((Session*)m)->far = far; }
 
-// `table`: the segments, then for each the parent of every row of its tree, -1 for none.
+// `table`: the segments, then for each the parent of every row of its tree: -1 for none, -2 for a row that sees all rows of its segment.
 void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
   Pass& pass = current;
   pass.size = count ? size : -1;
@@ -575,7 +575,8 @@ void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
   for (const Segment& s : pass.segments) {
     for (int32_t i = s.done; i < s.done + s.rows; ++i) {
       size_t first = pass.path.size();
-      for (int32_t row = i; row >= 0; row = parent[row]) pass.path.push_back(row);
+      const bool block = parent[i] == -2;
+      for (int32_t row = block ? s.rows - 1 : i; row >= 0; row = block ? row - 1 : parent[row]) pass.path.push_back(row);
       std::reverse(pass.path.begin() + first, pass.path.end());
       pass.path_start.push_back((int32_t)pass.path.size());
     }

@@ -193,7 +193,8 @@ class ModelRunner(Session):
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
         """Without the rows that only filled the pass up."""
         logits, states = found
-        reached = (layer for layer in self.weights.capture.layers if layer < self._depth)
+        whole = self.module is self.weights.module  # and no early exit, whose `_depth` counts layers of all kinds
+        reached = (layer for layer in self.weights.capture.layers if whole or layer < self._depth)
 
         def own(layer: int, state: Tensor) -> Tensor:
             if layer == HEAD and keep is not None:

@@ -86,7 +86,7 @@ class Speculation(Strict):
 
     drafter: str = "auto"
     gamma: Annotated[int, Field(ge=1, le=256), WHOLE] | Literal["auto", "heuristic"] = "auto"
-    tree: Literal["auto", "chain", "best-first", "dynamic", "static"] = "auto"
+    tree: Literal["auto", "chain", "best-first", "ddtree", "dynamic", "static"] = "auto"
     nodes: Annotated[int, Field(ge=1, le=1024), WHOLE] | Literal["auto", "heuristic"] = "auto"
 
 

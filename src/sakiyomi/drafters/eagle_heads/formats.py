@@ -26,7 +26,10 @@ __all__ = ["EagleFile", "is_eagle", "read_eagle", "usual_layers"]
 WHAT = "EAGLE head"
 ORIGINAL = "LlamaForCausalLMEagle3"
 _SPECULATORS = "speculators_model_type"
+_KINDS = ("eagle3", "peagle")
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+_MASK_HIDDEN = "mask_hidden"
 _MIDDLE, _FIRST = "midlayer.", "layers.0."
 
 
@@ -86,8 +89,12 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
             f"{folder} holds no {WHAT}: config.json says {said}; expected {_SPECULATORS} eagle3, or the architecture "
             f"{ORIGINAL}"
         )
-    if ours and config[_SPECULATORS] != "eagle3":
-        raise LoadError(f"{folder} holds a head of the kind {config[_SPECULATORS]!r}; this version runs 'eagle3'")
+    if ours and config[_SPECULATORS] not in _KINDS:
+        known = " and ".join(map(repr, _KINDS))
+        raise LoadError(
+            f"{folder} holds a head of the kind {config[_SPECULATORS]!r}; this version runs {known}, and as block "
+            "drafters 'dflash' and 'dspark'"
+        )
     inner = dict(config["transformer_layer_config"] if ours else config)
     inner.setdefault("model_type", "llama")
     tensors = read_tensors(read_checkpoint(folder, allow_pickle=allow_pickle).files, WHAT)
@@ -95,6 +102,11 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
     lacking = [name for name in ("fc.weight", "norm.weight", f"{_FIRST}hidden_norm.weight") if name not in tensors]
     if lacking:
         raise LoadError(f"{folder} lacks the tensor {lacking[0]} of an {WHAT}; get it again")
+    parallel = config.get(_SPECULATORS) == "peagle" or bool(config.get("parallel_drafting"))
+    mask = next((config[entry] for entry in _MASKS if config.get(entry) is not None), None) if parallel else None
+    if parallel and (mask is None or _MASK_HIDDEN not in tensors):
+        lacking = [_MASK_HIDDEN if mask is not None else "mask_token_id"]
+        raise LoadError(f"{folder} guesses several tokens a pass and lacks {lacking[0]}; get it again")
     tokens = tensors.pop("d2t", None)
     tensors.pop("t2d", None)
     if tokens is not None:
@@ -114,5 +126,6 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
         norm_before_fc=bool(config.get("norm_before_fc")),
         fc_norm=bool(config.get("fc_norm")),
         norm_output=bool(config.get("norm_output")),
+        mask=mask,
     )
     return EagleFile(inner, options, tensors, tokens, str(folder))

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.errors import LoadError
-from sakiyomi.core.messages import one_line
+from sakiyomi.drafters.head_model import KINDS, make_decoder
 
 __all__ = ["KINDS", "ROWS", "EagleOptions", "FeatureLayer", "make_module"]
 
-KINDS = {"llama": "Llama", "qwen3": "Qwen3"}
-"""Kinds of decoder layers, and what transformers' classes of them begin with."""
 ROWS = 1024
 """Most rows of a pass."""
 
@@ -32,6 +28,7 @@ class EagleOptions:
         norm_before_fc: one norm over the hidden states of all layers, side by side.
         fc_norm: a norm for those of each layer.
         norm_output: what is fed back is the output behind the last norm (EAGLE-3.1).
+        mask: token that stands for one to be guessed, where several are guessed a pass (P-EAGLE); None: one is.
     """
 
     layers: tuple[int, ...]
@@ -40,6 +37,7 @@ class EagleOptions:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask: int | None = None
 
 
 class FeatureLayer(nn.Module):
@@ -91,19 +89,7 @@ def make_module(config: Mapping[str, Any], options: EagleOptions, embedding: Ten
     Raises:
         LoadError: a kind of layers that no head has, or their sizes make no sense.
     """
-    kind = config.get("model_type")
-    if kind not in KINDS:
-        raise LoadError(f"the head's layers are of the kind {kind!r}; known are {', '.join(map(repr, KINDS))}")
-    models = import_module(f"transformers.models.{kind}")
-    settings = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
-    settings |= {"tie_word_embeddings": False, "use_cache": False, "vocab_size": 1, "pad_token_id": None}
-    try:
-        made = getattr(models, f"{KINDS[kind]}Config")(**settings)
-        module: Any = getattr(models, f"{KINDS[kind]}ForCausalLM")(made)
-    except Exception as error:  # whatever a configuration's own checks raise
-        raise LoadError(f"the head's layers cannot be made ({one_line(error)}); get its config.json again") from error
+    head = nn.Linear(int(config["hidden_size"]), draft_vocab, bias=False)
+    module = make_decoder(config, embedding, head)
     module.model.layers[0] = FeatureLayer(module.model.layers[0], options.norm_before_residual)
-    module.model.embed_tokens = nn.Embedding.from_pretrained(embedding)
-    module.lm_head = nn.Linear(module.config.hidden_size, draft_vocab, bias=False)
-    module.config.vocab_size = len(embedding)
-    return module.eval()
+    return module

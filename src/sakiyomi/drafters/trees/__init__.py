@@ -9,16 +9,20 @@ from sakiyomi.drafters.trees.base import Builder, CandidateTree
 from sakiyomi.drafters.trees.best_first import BestFirst
 from sakiyomi.drafters.trees.chain import Chain
 from sakiyomi.drafters.trees.choices import Choices
+from sakiyomi.drafters.trees.ddtree import DDTree
 from sakiyomi.drafters.trees.dynamic import Dynamic
 from sakiyomi.drafters.trees.static import Static
 
-__all__ = ["BUILDERS", "BestFirst", "Builder", "CandidateTree", "Chain", "Choices", "Dynamic", "Ranks", "Static"]
+__all__ = [
+    "BUILDERS", "BestFirst", "Builder", "CandidateTree", "Chain", "Choices", "DDTree", "Dynamic", "Ranks", "Static",
+]  # fmt: skip
 
 Ranks = Sequence[float] | Sequence[Sequence[float]]
 
 BUILDERS: dict[str, Callable[[SamplingParams, Ranks], Builder]] = {
     "chain": lambda params, ranks: Chain(),
     "best-first": lambda params, ranks: BestFirst(),
+    "ddtree": lambda params, ranks: DDTree(),
     "dynamic": lambda params, ranks: Dynamic(),
     "static": lambda params, ranks: Static(ranks),
     "choices": lambda params, ranks: Choices(params.choices),

@@ -95,9 +95,11 @@ class Builder(ABC):
 
     Attributes:
         picks: nodes are picked from what was read, by value: what is worth too little may be left out at any time.
+        calibrated: chances are corrected by what was accepted so far; False: they are the draft's own probabilities.
     """
 
     picks: ClassVar[bool] = False
+    calibrated: ClassVar[bool] = True
 
     @abstractmethod
     def candidate_count(self, tree: CandidateTree, place: int) -> int:

@@ -194,7 +194,8 @@ class CudaBackend(AttentionBackend):
             here = slice(first, first + rows)
             keys, values = (store[layer][slot, :, : length + rows] for store in (self.cache.keys, self.cache.values))
             keys[:, length:], values[:, length:] = k[0, :, here], v[0, :, here]
-            if not length and not window and not softcap and self.plan.parts[i].parents is None:
+            segment, whole = self.plan.parts[i], not length and not window and not softcap
+            if whole and segment.parents is None and not segment.block:
                 # A prompt's beginning needs no mask, without which there are faster kernels.
                 part = F.scaled_dot_product_attention(
                     q[:, :, here], keys[None], values[None], is_causal=True, scale=scaling, enable_gqa=True

@@ -113,6 +113,10 @@ class Reader:
         if not names:
             return
         held, said = self.checkpoint.layers, layer_count(model.config)
+        further = int(getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)  # draft "mtp"
+        ahead = range(said, said + further)
+        names = [name for name in names if not (found := LAYER.search(name)) or int(found[1]) not in ahead]
+        held = max(said, held - further)
         beyond = [name for name in names if (found := LAYER.search(name)) and int(found[1]) >= said]
         if beyond and held > said:
             raise LoadError(

@@ -1,0 +1,129 @@
+"""What DSpark adds to a block's guesses: a Markov head, and a head that says how far to trust them.
+
+DSpark: arXiv 2607.05147. Guesses of a block do not know each other; the Markov head adds to a slot's logits what
+follows from the token before it, by a table of low rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sakiyomi.core.errors import LoadError
+from sakiyomi.drafters.block_heads.formats import BlockFile
+
+__all__ = ["Correction", "Corrections"]
+
+
+class Corrections:
+    """The weights of both heads.
+
+    Args:
+        file: of the drafter.
+        device, dtype: of the weights.
+
+    Raises:
+        LoadError: tensors are missing, or have other shapes.
+    """
+
+    def __init__(self, file: BlockFile, device: torch.device, dtype: torch.dtype) -> None:
+        self.kind, self._width = file.options.markov, file.tensors["hidden_norm.weight"].shape[0]
+        own = {name: tensor.to(device, dtype) for name, tensor in file.tensors.items() if "_head." in name}
+        own.pop("lm_head.weight", None)
+        self._before = own.pop("markov_head.markov_w1.weight", None)
+        self._after = own.pop("markov_head.markov_w2.weight", None)
+        self.rank = 0 if self._before is None else self._before.shape[1]
+        self._mix = _linear(own, "markov_head." + {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind, "none"))
+        self._confidence = _linear(own, "confidence_head.proj")
+        found = (None if self._after is None else self._after.shape[1], _width(self._mix), _width(self._confidence))
+        mixed = {"gated": self._width + self.rank, "rnn": self._width + 2 * self.rank}.get(self.kind)
+        sure = (self._width, self._width + self.rank) if file.options.confident else (None,)
+        if own or found[:2] != (self.rank if self.kind else None, mixed) or found[2] not in sure:
+            raise LoadError(
+                f"the tensors markov_head.* and confidence_head.* of {file.name} do not fit its config.json; get it "
+                "again"
+            )
+
+    def begin(self, logits: Tensor, hidden: Tensor, token: int) -> Correction:
+        """Corrections of one block; see there."""
+        return Correction(self, logits, hidden, token)
+
+    def step(self, tokens: Tensor, hidden: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """One slot behind several tokens.
+
+        Args:
+            tokens: (n,) before the slot.
+            hidden: (hidden,) what the head over the vocabulary reads at the slot.
+            states: (n, rank), of a recurrent head.
+
+        Returns:
+            What is added to the slot's logits, (n, V); the next states; the tokens' embeddings, (n, rank).
+        """
+        if self._before is None or self._after is None:
+            return None, states, hidden.new_zeros(len(tokens), 0)
+        embedded = self._before[tokens]
+        here = hidden.expand(len(tokens), -1)
+        mixed = embedded
+        if self._mix is not None and self.kind == "gated":
+            mixed = torch.sigmoid(F.linear(torch.cat([here, embedded], -1), *self._mix)) * embedded
+        elif self._mix is not None:
+            gate, fresh, mixed = F.linear(torch.cat([states, embedded, here], -1), *self._mix).chunk(3, -1)
+            gate, mixed = torch.sigmoid(gate), torch.tanh(mixed)
+            states = gate * states + (1 - gate) * torch.tanh(fresh)
+        return mixed @ self._after.T, states, embedded
+
+    def sure(self, hidden: Tensor, embedded: Tensor) -> list[float] | None:
+        """How likely guesses of a slot are to be accepted behind several tokens; None: nothing says so."""
+        if self._confidence is None:
+            return None
+        read = hidden.expand(len(embedded), -1)
+        if self._confidence[0].shape[1] > self._width:
+            read = torch.cat([read, embedded], -1)
+        found: list[float] = torch.sigmoid(F.linear(read, *self._confidence).float())[:, 0].tolist()
+        return found
+
+
+class Correction:
+    """The guesses of one block, corrected by the tokens before them.
+
+    Args:
+        heads: that correct.
+        logits: of the slots, (slots, V).
+        hidden: that they came from, (slots, hidden).
+        token: before the first slot.
+    """
+
+    def __init__(self, heads: Corrections, logits: Tensor, hidden: Tensor, token: int) -> None:
+        self._heads, self._logits, self._hidden, self._token = heads, logits, hidden, token
+        self._states: dict[int, Tensor] = {}  # behind each place
+
+    def slot(
+        self, level: int, places: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
+    ) -> tuple[Tensor, list[float] | None]:
+        """Logits of a slot behind candidates, (places, V), and how likely its guesses are to be accepted there.
+
+        Args:
+            level: of the slot.
+            places: the candidates before it, -1 for the last committed token.
+            tokens, parents: of all candidates.
+        """
+        heads, hidden = self._heads, self._hidden[level]
+        before = torch.tensor([self._token if place < 0 else tokens[place] for place in places], device=hidden.device)
+        blank = hidden.new_zeros(heads.rank)
+        states = torch.stack([blank if place < 0 else self._states[parents[place]] for place in places])
+        bias, states, embedded = heads.step(before, hidden, states)
+        self._states |= zip(places, states, strict=True)
+        logits = self._logits[level].expand(len(places), -1)
+        return logits if bias is None else logits + bias, heads.sure(hidden, embedded)
+
+
+def _linear(tensors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor | None] | None:
+    weight = tensors.pop(f"{name}.weight", None)
+    return None if weight is None else (weight, tensors.pop(f"{name}.bias", None))
+
+
+def _width(layer: tuple[Tensor, Tensor | None] | None) -> int | None:
+    return None if layer is None else layer[0].shape[1]

@@ -1,0 +1,196 @@
+"""Folders of block drafters as three tools have them: DFlash's authors', DeepSpec, and vLLM's speculators.
+
+The first two have transformers' configuration of the layers with further entries in it (``dflash_config``, or beside
+it), the third ``speculators_model_type`` and ``transformer_layer_config``. Numbers of the target's layers are those of
+outputs in ``target_layer_ids`` and of inputs in ``aux_hidden_state_layer_ids``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.core.checkpoint import read_checkpoint
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.trained import read_config, read_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BlockFile", "BlockOptions", "is_block", "read_block"]
+
+WHAT = "block drafter"
+ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")
+"""Of the method's authors (JetSpec's among them), and of DeepSpec."""
+KINDS = ("dflash", "dspark")
+"""Of speculators."""
+MARKOV = ("vanilla", "gated", "rnn")
+_SPECULATORS = "speculators_model_type"
+_INPUTS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+_HEADS = ("markov_head.", "confidence_head.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions:
+    """What block drafters differ in.
+
+    Attributes:
+        layers: decoder layers of the target, counted from 0, whose outputs are read.
+        size: rows of a block; the first holds the last committed token.
+        mask: token of the others.
+        anchored: the first row guesses the first token, the next the second (DSpark); else the second row guesses the
+            first token (DFlash).
+        causal: a row sees those before it, and not those behind it (JetSpec).
+        markov: kind of the head that adds what follows from the token before; "": there is none.
+        confident: a head says how likely a guess is to be accepted.
+        embedding_scale: the target's embeddings are multiplied with this.
+        logit_scale: what the head over the vocabulary gives is multiplied with this,
+        softcap: and then bounded by this; 0: it is not.
+    """
+
+    layers: tuple[int, ...]
+    size: int
+    mask: int
+    anchored: bool = False
+    causal: bool = False
+    markov: str = ""
+    confident: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+
+    @property
+    def guesses(self) -> int:
+        """Tokens that a pass guesses."""
+        return self.size if self.anchored else self.size - 1
+
+
+@dataclass(frozen=True)
+class BlockFile:
+    """A drafter as it was found.
+
+    Attributes:
+        config: of its decoder layers, as transformers has it.
+        options: of the drafter.
+        tensors: by the names of the method's authors; those of the decoder layers by transformers' names.
+        tokens: the target's token for each that it can guess, (draft vocabulary,); None: they are the same.
+        name: of the folder.
+    """
+
+    config: dict[str, Any]
+    options: BlockOptions
+    tensors: dict[str, Tensor]
+    tokens: Tensor | None
+    name: str
+
+
+def is_block(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a block drafter in one of the forms."""
+    if _SPECULATORS in config:
+        return config[_SPECULATORS] in KINDS
+    named: tuple[str, ...] = tuple(config.get("architectures") or ())
+    return "dflash_config" in config or any(name in ARCHITECTURES for name in named)
+
+
+def read_block(folder: str | Path, layers: int, *, allow_pickle: bool = False) -> BlockFile:
+    """Read a block drafter.
+
+    Args:
+        folder: with ``config.json``.
+        layers: of the target.
+        allow_pickle: read pickle files where there is no safetensors file.
+
+    Raises:
+        LoadError: something is missing, damaged, or no block drafter.
+        UnsupportedError: it reads layers that the target does not have, or is of a kind that is not run here.
+    """
+    import torch
+
+    folder = Path(folder).expanduser()
+    if not (folder / "config.json").is_file():
+        raise LoadError(f"there is no {WHAT} in {str(folder)!r} (no config.json); check the path")
+    config = read_config(folder)
+    if not is_block(config):
+        said = config.get(_SPECULATORS) or config.get("architectures") or config.get("model_type") or "nothing known"
+        raise LoadError(
+            f"{folder} holds no {WHAT}: config.json says {said}; expected {_SPECULATORS} {' or '.join(KINDS)}, or the "
+            f"architecture {' or '.join(ARCHITECTURES)}"
+        )
+    ours = _SPECULATORS in config
+    inner = dict(config["transformer_layer_config"] if ours else config)
+    inner["model_type"] = "qwen3"
+    inner.pop("is_causal", None)  # of the block, not of the layers
+    tensors = read_tensors(read_checkpoint(folder, allow_pickle=allow_pickle).files, WHAT)
+    lacking = [name for name in ("fc.weight", "hidden_norm.weight", "norm.weight") if name not in tensors]
+    if lacking:
+        raise LoadError(f"{folder} lacks the tensor {lacking[0]} of a {WHAT}; get it again")
+    tokens = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    if tokens is not None:
+        tokens = tokens + torch.arange(len(tokens))
+    options = _options(str(folder), config, inner, tensors)
+    if not all(0 <= layer < layers for layer in options.layers):
+        raise UnsupportedError(
+            f"the {WHAT} in {folder} reads the outputs of layers {', '.join(map(str, options.layers))} and the target "
+            f"has {layers}, counted from 0: it belongs to another model"
+        )
+    return BlockFile(inner, options, tensors, tokens, str(folder))
+
+
+def _options(
+    name: str, config: Mapping[str, Any], inner: dict[str, Any], tensors: Mapping[str, Tensor]
+) -> BlockOptions:
+    """What the configuration says of the drafter.
+
+    Raises:
+        LoadError: it lacks something.
+        UnsupportedError: what it asks for is not run here.
+    """
+    nested: Mapping[str, Any] = config.get("dflash_config") or {}
+
+    def said(entry: str, default: Any = None) -> Any:
+        found = nested.get(entry, config.get(entry))
+        return default if found is None else found
+
+    known = _SPECULATORS in config or set(config.get("architectures") or ARCHITECTURES) & set(ARCHITECTURES)
+    windows = "sliding_attention" in (inner.get("layer_types") or ())
+    strange = "" if known else f"the architecture {config['architectures'][0]}"
+    strange = strange or ("layers with a sliding window" if windows else "")
+    strange = strange or next((f"{entry} {said(entry)!r}" for entry in ("projector_type", "fusion_mode")
+                               if said(entry, "dflash") != "dflash"), "")  # fmt: skip
+    markov = str(said("markov_head_type", "vanilla")) if int(said("markov_rank", 0)) else ""
+    strange = strange or (f"markov_head_type {markov!r}" if markov and markov not in MARKOV else "")
+    deepspec = _SPECULATORS not in config and "Qwen3DSparkModel" in (config.get("architectures") or ())
+    anchored = bool(said("sample_from_anchor", deepspec))
+    if markov == "rnn" and not anchored:
+        strange = strange or "a recurrent Markov head whose first row guesses nothing"
+    if strange:
+        raise UnsupportedError(f"the {WHAT} in {name} has {strange}, which is not run here; choose another one")
+    inputs = next((said(entry) for entry in _INPUTS if said(entry)), None)
+    layers = [layer - 1 for layer in inputs] if inputs else said("target_layer_ids")
+    missing = next((entry for entry in ("mask_token_id", "block_size") if said(entry) is None), None)
+    if missing or not layers:
+        raise LoadError(f"config.json of {name} lacks {missing or 'target_layer_ids'} of a {WHAT}; get it again")
+    beside = {part for part in _HEADS if any(tensor.startswith(part) for tensor in tensors)}
+    confident = bool(said("enable_confidence_head", False))
+    wanted = {part for part, there in zip(_HEADS, (markov, confident), strict=True) if there}
+    if beside != wanted:
+        part = sorted(beside ^ wanted)[0]
+        raise LoadError(
+            f"{name} and its config.json do not belong together: tensors {part}* are "
+            f"{'there' if part in beside else 'missing'}; get it again"
+        )
+    return BlockOptions(
+        layers=tuple(layers),
+        size=int(said("block_size")),
+        mask=int(said("mask_token_id")),
+        anchored=anchored,
+        causal=bool(said("causal_head", said("causal", said("is_causal", False)))),
+        markov=markov,
+        confident=confident,
+        embedding_scale=float(said("input_embedding_scale", 1.0)),
+        logit_scale=float(said("output_multiplier", 1.0)),
+        softcap=float(said("final_logit_softcapping", 0.0)),
+    )

@@ -1,0 +1,141 @@
+"""A block drafter as it runs beside a packed target."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sakiyomi.drafters.block_heads.correction import Corrections
+from sakiyomi.drafters.block_heads.formats import BlockFile
+from sakiyomi.drafters.head_model import over_vocabulary
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+from sakiyomi.kernels.pack import linear_beside
+from sakiyomi.model_executor.features import HEAD
+from sakiyomi.model_executor.runner import ModelRunner
+
+__all__ = ["BlockRunner"]
+
+
+class BlockRunner:
+    """Writes keys and values of the text, and guesses blocks of tokens.
+
+    Args:
+        file: of the drafter.
+        target: whose hidden states it reads.
+        model: its layers, packed.
+
+    Attributes:
+        options, model: as given.
+        corrections: of guesses by the tokens before them; None: there are none.
+        seconds, passes: spent so far on texts and on guesses, and passes over blocks.
+
+    Raises:
+        LoadError: tensors are missing, or have other shapes.
+    """
+
+    def __init__(self, file: BlockFile, target: ModelRunner, model: ModelRunner) -> None:
+        self.options, self.model = file.options, model
+        self.seconds, self.passes = 0.0, 0
+        self._target, self._tokens = target, file.tokens
+        attention = [f"layers.{layer}.self_attn." for layer in range(len(model.cache.shapes))]
+
+        def own(name: str) -> Tensor:
+            return file.tensors[name].to(model.device, model.dtype)
+
+        self._fc, self._norm = own("fc.weight"), own("hidden_norm.weight")
+        both = [f"{name}{part}" for name in attention for part in ("k_proj", "v_proj")]
+        self._pairs = torch.cat([own(f"{name}.weight") for name in both])
+        biased = f"{both[0]}.bias" in file.tensors
+        self._bias = torch.cat([own(f"{name}.bias") for name in both]) if biased else None
+        self._key_norms = torch.stack([own(f"{name}k_norm.weight") for name in attention])
+        self._own_head = "lm_head.weight" in file.tensors
+        self.corrections: Corrections | None = None
+        if self.options.markov or self.options.confident:
+            self.corrections = Corrections(file, model.device, model.dtype)
+        self._generation = -1
+        self._pack()
+
+    def _pack(self) -> None:
+        """Pack the projections for the drafter's kernels; called again when it changes to others."""
+        self._generation, tables = self.model.weights.generation, self.model.packed_weights
+        self._project = linear_beside(tables, self._fc)
+        self._to_pairs = linear_beside(tables, self._pairs, self._bias)
+
+    # ------------------------------------------------------------ the text
+
+    @torch.no_grad()
+    def write(self, slot: int, column: int, states: Mapping[int, Tensor]) -> None:
+        """Write keys and values of committed tokens.
+
+        Args:
+            slot: of the request, with room for them.
+            column: of the first of them.
+            states: of the target by layer, (tokens, hidden) each.
+        """
+        began, model = time.perf_counter(), self.model
+        both = torch.cat([states[layer] for layer in self.options.layers], -1).to(model.dtype)
+        count, shape = len(both), model.cache.shapes[0]
+        with model.lock:
+            if self._generation != model.weights.generation:
+                self._pack()
+            model.begin(BatchPlan([]), count)
+            features = self._rms(self._project(both), self._norm)
+            pairs = self._to_pairs(features).view(count, -1, 2, shape.heads, shape.key_dim)
+            positions = torch.arange(column, column + count, device=both.device)[None]
+            cos, sin = (part[0, :, None, None] for part in model.module.model.rotary_emb(features, positions))
+            keys = self._rms(pairs[:, :, 0], self._key_norms[:, None])
+            low, high = keys.chunk(2, -1)
+            keys = keys * cos + torch.cat([-high, low], -1) * sin
+            for layer in range(len(model.cache.shapes)):
+                for store, fresh in ((model.cache.keys, keys[:, layer]), (model.cache.values, pairs[:, layer, 1])):
+                    store[layer][slot][:, column : column + count] = fresh.transpose(0, 1)
+        self.seconds += time.perf_counter() - began
+
+    def _rms(self, states: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of the last dimension."""
+        normed = F.rms_norm(states.float(), states.shape[-1:], eps=self.model.config.rms_norm_eps)
+        return weight * normed.to(states.dtype)
+
+    # ------------------------------------------------------------ blocks
+
+    @torch.no_grad()
+    def guess(self, texts: Sequence[tuple[int, int, int]], count: int) -> tuple[Tensor, Tensor]:
+        """Guess the next tokens of several texts in one pass.
+
+        Args:
+            texts: slot, columns of the text, and last committed token of each; slots have room for a block.
+            count: tokens wanted of each.
+
+        Returns:
+            Logits of the tokens that it knows, (texts, count, V), and what they come from, (texts, count, hidden).
+        """
+        began, options = time.perf_counter(), self.options
+        first = 0 if options.anchored else 1
+        rows = first + count if options.causal else options.size
+        masks = [options.mask] * (rows - 1)
+        segments = [
+            SequenceRows(slot, length, [token, *masks], block=not options.causal) for slot, length, token in texts
+        ]
+        found = self.model.score(segments)
+        hidden = found.features[HEAD].view(len(texts), rows, -1)[:, first : first + count]
+        if self._own_head:
+            logits = found.logits.view(len(texts), rows, -1)[:, first : first + count]
+        else:
+            target = self._target
+            with target.lock:
+                target.begin(BatchPlan([]), len(texts) * count)
+                logits = target.head(hidden.flatten(0, 1)).view(len(texts), count, -1)
+        logits = logits * options.logit_scale
+        if options.softcap:
+            logits = torch.tanh(logits / options.softcap) * options.softcap
+        self.passes += 1
+        self.seconds += time.perf_counter() - began
+        return logits, hidden
+
+    def over_target(self, logits: Tensor) -> Tensor:
+        """Logits of the tokens that it knows as those of the target's vocabulary."""
+        return over_vocabulary(logits, self._tokens, self._target.vocab_size)

@@ -1,0 +1,107 @@
+"""Small models of decoder layers beside a target: made of a configuration of transformers, filled with tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.messages import one_line
+
+__all__ = ["KINDS", "HiddenOutput", "fill", "make_decoder", "over_vocabulary", "with_context"]
+
+KINDS = {"llama": "Llama", "qwen3": "Qwen3"}
+"""Kinds of decoder layers, and what transformers' classes of them begin with."""
+
+
+class HiddenOutput(nn.Module):
+    """In the place of a head over the vocabulary: gives what it reads, for the target's own head.
+
+    Args:
+        vocab_size: tokens that the model reads.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.out_features = vocab_size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(..., hidden), as it comes."""
+        return hidden
+
+
+def make_decoder(config: Mapping[str, Any], embedding: Tensor, head: nn.Module) -> Any:
+    """A causal LM of transformers whose layers have no weights yet.
+
+    Args:
+        config: of its decoder layers, as transformers has it.
+        embedding: of tokens, (V, hidden).
+        head: over the vocabulary.
+
+    Raises:
+        LoadError: a kind of layers that is not known, or their sizes make no sense.
+    """
+    kind = config.get("model_type")
+    if kind not in KINDS:
+        raise LoadError(f"the head's layers are of the kind {kind!r}; known are {', '.join(map(repr, KINDS))}")
+    models = import_module(f"transformers.models.{kind}")
+    left = ("architectures", "model_type")
+    settings = {name: value for name, value in config.items() if name not in left and not name.endswith("_token_id")}
+    settings |= {"tie_word_embeddings": False, "use_cache": False, "vocab_size": 1, "pad_token_id": None}
+    try:
+        made = getattr(models, f"{KINDS[kind]}Config")(**settings)
+        module: Any = getattr(models, f"{KINDS[kind]}ForCausalLM")(made)
+    except Exception as error:  # whatever a configuration's own checks raise
+        raise LoadError(f"the head's layers cannot be made ({one_line(error)}); get its config.json again") from error
+    module.model.embed_tokens = nn.Embedding.from_pretrained(embedding)
+    module.lm_head = head
+    module.config.vocab_size = len(embedding)
+    return module.eval()
+
+
+def with_context(config: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """A configuration with positions for so many tokens, where its rotary embedding is the plain one."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        return dict(config)
+    return {**config, "max_position_embeddings": max(int(config.get("max_position_embeddings", 0)), context)}
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
+    """Give a decoder its weights; the embedding has its own.
+
+    Args:
+        module: of ``make_decoder``.
+        tensors: by the names of its modules.
+        name: of the folder that they come from.
+
+    Raises:
+        LoadError: tensors are missing, too many, or have other shapes.
+    """
+    try:
+        missing = module.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        raise LoadError(f"the tensors of {name} do not fit its config.json: {one_line(error)}") from error
+    wrong = [lacking for lacking in missing.missing_keys if "embed_tokens" not in lacking] + missing.unexpected_keys
+    if wrong:
+        raise LoadError(f"{name} and its config.json do not belong together: tensor {wrong[0]}; get it again")
+
+
+def over_vocabulary(logits: Tensor, tokens: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits (..., tokens) as those of the target's vocabulary, (..., V).
+
+    Args:
+        logits: of the head's own tokens.
+        tokens: the target's token for each of them; None: they are the same, as far as both go.
+        vocab_size: V.
+    """
+    missing = vocab_size - logits.shape[-1]
+    if tokens is None:
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+    wide = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    wide[..., tokens] = logits
+    return wide

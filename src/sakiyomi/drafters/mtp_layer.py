@@ -1,0 +1,226 @@
+"""The layer for predicting further tokens (MTP) in the files of some targets, which transformers leaves unread.
+
+The embedding of a token and the hidden state of the token before it, each behind a norm of its own, are projected to
+one vector, and pass a decoder layer of the target's kind and a norm; the rest is the target's own head.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.core.checkpoint import read_checkpoint, read_header
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.messages import one_line
+from sakiyomi.core.trained import read_tensors
+from sakiyomi.drafters.eagle_heads.module import ROWS
+from sakiyomi.drafters.head_model import HiddenOutput
+from sakiyomi.model_executor.loading.reader import quiet
+
+__all__ = ["FORMS", "FusedEmbedding", "MtpForm", "make_mtp", "read_mtp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpForm:
+    """How a family of models calls the parts.
+
+    Attributes:
+        prefix: of all names, with the number of the target's layers in it.
+        layer: of those of the decoder layer, behind the prefix.
+        embedding, hidden: norms of both inputs.
+        project: of both to one.
+        norm: behind the layer.
+        hidden_first: the hidden state comes before the embedding where both are joined.
+        blank: the first row of a text has no embedding.
+    """
+
+    prefix: str
+    layer: str
+    embedding: str
+    hidden: str
+    project: str
+    norm: str
+    hidden_first: bool = False
+    blank: bool = False
+
+
+FORMS = {
+    "Qwen3-Next": MtpForm(
+        prefix="mtp.",
+        layer="layers.0.",
+        embedding="pre_fc_norm_embedding",
+        hidden="pre_fc_norm_hidden",
+        project="fc",
+        norm="norm",
+    ),
+    "DeepSeek-V3": MtpForm(
+        prefix="model.layers.{layers}.",
+        layer="",
+        embedding="enorm",
+        hidden="hnorm",
+        project="eh_proj",
+        norm="shared_head.norm",
+        blank=True,
+    ),
+    "MiMo": MtpForm(
+        prefix="model.mtp_layers.0.",
+        layer="",
+        embedding="token_layernorm",
+        hidden="hidden_layernorm",
+        project="input_proj",
+        norm="final_layernorm",
+        hidden_first=True,
+        blank=True,
+    ),
+}
+"""By the first family that had it: Qwen3.5 is like Qwen3-Next, GLM-4.5 like DeepSeek-V3."""
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of what the target has itself
+
+
+class FusedEmbedding(nn.Module):
+    """In the place of an embedding: a token's, and the hidden state of the token before it, as one vector.
+
+    Args:
+        embedding: of tokens, (V, hidden).
+        norms: of embedding and hidden state.
+        project: of both, (hidden, 2 hidden).
+        hidden_first: see ``MtpForm``.
+
+    Attributes:
+        given: hidden states of a pass's rows, (ROWS, hidden), to be written before it.
+        kept: 1 where a row has its embedding, and 0 where it has none, (ROWS, 1).
+    """
+
+    given: Tensor
+    kept: Tensor
+
+    def __init__(self, embedding: Tensor, norms: tuple[nn.Module, nn.Module], project: Tensor, hidden_first: bool):
+        super().__init__()
+        width = embedding.shape[1]
+        self.embed = nn.Embedding.from_pretrained(embedding)
+        self.embedding_norm, self.hidden_norm = norms
+        self.project = nn.Linear(2 * width, width, bias=False)
+        self.project.weight = nn.Parameter(project, requires_grad=False)
+        self._hidden_first = hidden_first
+        self.register_buffer("given", torch.zeros(ROWS, width), persistent=False)
+        self.register_buffer("kept", torch.ones(ROWS, 1), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(1, N) token ids to (1, N, hidden)."""
+        rows = ids.shape[1]
+        embedded = self.embedding_norm(self.embed(ids) * self.kept[:rows])
+        hidden = self.hidden_norm(self.given[:rows].expand_as(embedded))
+        fused: Tensor = self.project(torch.cat([hidden, embedded] if self._hidden_first else [embedded, hidden], -1))
+        return fused
+
+
+def read_mtp(folder: Path, layers: int) -> tuple[MtpForm, dict[str, Tensor]]:
+    """The tensors of a target's layer, by their names behind the prefix.
+
+    Args:
+        folder: of the target.
+        layers: that it has.
+
+    Raises:
+        LoadError: it has none, or it is damaged.
+    """
+    files = read_checkpoint(folder).files
+    held = {name: file for file in files for name in read_header(file).entries}
+    for form in FORMS.values():
+        prefix = form.prefix.format(layers=layers)
+        if f"{prefix}{form.project}.weight" in held:
+            there = dict.fromkeys(file for name, file in held.items() if name.startswith(prefix))
+            found = read_tensors(there, "MTP layer", wanted=lambda name: name.startswith(prefix))  # noqa: B023
+            return form, {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    known = ", ".join(f"{form.prefix.format(layers=layers)}{form.project}.weight ({n})" for n, form in FORMS.items())
+    raise LoadError(f"{folder} holds no MTP layer: expected a tensor {known}; choose another draft")
+
+
+def make_mtp(form: MtpForm, tensors: Mapping[str, Tensor], target: Any, name: str) -> Any:
+    """The layer as a model of the target's class, whose output is what the target's head reads.
+
+    Args:
+        form: of the tensors.
+        tensors: by ``read_mtp``.
+        target: the transformers model.
+        name: of the folder, for messages.
+
+    Raises:
+        LoadError: tensors are missing, too many, or have other shapes.
+        UnsupportedError: the target's class cannot be made again.
+    """
+    embedding = target.get_input_embeddings().weight.detach()
+    own = {form.project, form.embedding, form.hidden, form.norm}
+    lacking = next((part for part in sorted(own) if f"{part}.weight" not in tensors), None)
+    if lacking:
+        raise LoadError(f"the MTP layer in {name} lacks the tensor {lacking}.weight; get the model again")
+    beside = {f"{part}.weight" for part in own} | set(_COPIES)
+    state = {
+        f"model.layers.0.{key.removeprefix(form.layer)}": tensor
+        for key, tensor in tensors.items()
+        if key not in beside and key.startswith(form.layer)
+    }
+    state["model.norm.weight"] = tensors[f"{form.norm}.weight"]
+    width = state["model.norm.weight"].shape[0]
+    state |= {part: state["model.norm.weight"].new_zeros(1, width) for part in _ENDS}
+    module = _decoder(target, state, name)
+    project = tensors[f"{form.project}.weight"]
+    if width != embedding.shape[1] or project.shape != (width, 2 * width):
+        raise LoadError(
+            f"the MTP layer in {name} joins two vectors of {project.shape[1] // 2} values, and the target's have "
+            f"{embedding.shape[1]}; get the model again"
+        )
+    norms = norm_of(module, tensors[f"{form.embedding}.weight"]), norm_of(module, tensors[f"{form.hidden}.weight"])
+    module.model.embed_tokens = FusedEmbedding(embedding, norms, project, form.hidden_first)
+    module.lm_head = HiddenOutput(len(embedding))
+    module.config.vocab_size = len(embedding)
+    return module.to(embedding.device, embedding.dtype).eval()
+
+
+_ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def norm_of(module: Any, weight: Tensor) -> nn.Module:
+    """A norm like the one behind a model's last layer, with this weight."""
+    norm: nn.Module = copy.deepcopy(module.model.norm)
+    vars(norm).pop("forward", None)  # the kernels'
+    norm.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    return norm
+
+
+def _decoder(target: Any, state: Mapping[str, Tensor], name: str) -> Any:
+    """A model of the target's class with one layer of full attention, with these weights."""
+    import transformers
+
+    config = copy.deepcopy(target.config.get_text_config())
+    sparse = any(".experts." in key for key in state)
+    wanted = {
+        "num_hidden_layers": 1, "vocab_size": 1, "pad_token_id": None, "tie_word_embeddings": False,
+        "layer_types": ["full_attention"], "first_k_dense_replace": 0 if sparse else 1, "mlp_only_layers": [],
+        "decoder_sparse_step": 1 if sparse else 2, "mlp_layer_types": ["sparse" if sparse else "dense"],
+    }  # fmt: skip
+    for entry, value in wanted.items():
+        if getattr(config, entry, None) is not None or entry in ("vocab_size", "pad_token_id"):
+            setattr(config, entry, value)
+    config.quantization_config = None
+    vars(config).pop("quantization_config")
+    own = target.config is target.config.get_text_config()
+    mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    kind: Any = type(target) if own else mapping.get(type(config), None)
+    if kind is None:
+        raise UnsupportedError(f"draft mtp: there is no class for the text part of {type(target).__name__} alone")
+    try:
+        with quiet():
+            module, report = kind.from_pretrained(None, config=config, state_dict=dict(state), output_loading_info=True)
+    except Exception as error:  # whatever a class's own code raises
+        raise LoadError(f"the MTP layer in {name} cannot be made ({one_line(error)}); get the model again") from error
+    wrong = sorted([*report["missing_keys"], *report["unexpected_keys"]])
+    if wrong:
+        raise LoadError(f"the MTP layer in {name} is none of {kind.__name__}: tensor {wrong[0]}; get the model again")
+    return module

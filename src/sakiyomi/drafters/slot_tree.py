@@ -1,0 +1,196 @@
+"""Trees of drafts that come in one pass: each level is a slot, whose candidates do not depend on the path to it.
+
+So it is with Medusa's heads, block drafters and draft models that guess several tokens at once. The best tree is then
+the one whose nodes have the largest products of their slots' chances, and a heap finds it (DDTree, arXiv 2604.12989,
+section 3): the best path, then its next sibling and its first child, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from torch import Tensor
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import DraftKind
+from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.confidence import RANKS, Confidence
+from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.tree_reader import SHARPNESS, begin_tree, is_drawn, kind_of
+from sakiyomi.drafters.trees import BestFirst
+from sakiyomi.sampling.sampler import Sampler
+
+__all__ = ["SlotLogits", "SlotTree", "Slots"]
+
+SlotLogits = Callable[[int, Sequence[int]], tuple[Tensor, Sequence[float] | None]]
+"""From a slot and the candidates before it to logits, (places, V), and how likely guesses are to be accepted there."""
+_Found = tuple[list[int], list[float | None], list[float]]
+_Path = tuple[int, ...]  # ranks
+
+
+@dataclass(eq=False)
+class SlotTree(DraftTreeState):
+    """The tree of one request, a level for each slot.
+
+    Attributes:
+        levels: what turns the scores of each slot into chances.
+        width: most candidates of a place, where nodes are picked; None: as many as the builder wants.
+    """
+
+    levels: Sequence[Confidence] = ()
+    width: int | None = None
+    _known: dict[int, _Found] | None = field(default_factory=dict)  # by slot; None: a slot's candidates differ
+    _sure: dict[int, float] = field(default_factory=dict)  # by place, of the level that is read
+    _trust: float | None = None  # of the place that is read
+
+    def confidence_at(self, level: int) -> Confidence:
+        """See ``DraftTreeState.confidence_at``."""
+        return self.levels[level]
+
+    def candidate_count(self, place: int) -> int:
+        """See ``DraftTreeState.candidate_count``."""
+        count = super().candidate_count(place)
+        return count if self.width is None or not self.builder.picks else min(count, self.width)
+
+    def grow(self, logits: Tensor) -> None:
+        """Add all levels from the logits of all slots, (slots, V)."""
+        if isinstance(self.builder, BestFirst) and not self.sampler.edits:
+            self._pick(logits)
+        else:
+            self._read_levels(lambda level, places: (logits[level].expand(len(places), -1), None))
+
+    def grow_by(self, slot: SlotLogits) -> None:
+        """Add all levels, where what a slot guesses depends on the candidates before it."""
+        self._known = None
+        self._read_levels(slot)
+
+    def _read_levels(self, slot: SlotLogits) -> None:
+        places = [-1]
+        while places and self.candidates.levels < self.candidates.depth:
+            logits, sure = slot(self.candidates.levels, places)
+            self._sure = {} if sure is None else dict(zip(places, sure, strict=True))
+            self.advance(places, logits)
+            places, self.unread = self.unread, []
+
+    def read(self, place: int, logits: Tensor, ranked: tuple[list[int], list[float]] | None = None) -> None:
+        """See ``DraftTreeState.read``."""
+        self._trust = self._sure.get(place)
+        super().read(place, logits, ranked)
+
+    def chances(self, level: int, probs: Sequence[float | None], scores: Sequence[float]) -> list[float]:
+        """See ``DraftTreeState.chances``; the first candidate has the chance that the drafter claims, if it does."""
+        found = super().chances(level, probs, scores)
+        if self._trust is None:
+            return found
+        scale = min(self._trust / max(found[0], 1e-9), 1 / sum(found))
+        return [chance * scale for chance in found]
+
+    def _pick(self, logits: Tensor) -> None:
+        """Choose the nodes of largest product by a heap, and add them level by level, siblings in their order."""
+        tree, stops = self.candidates, self.context.stop_ids
+        count = self.candidate_count(-1)
+        slots: list[tuple[_Found, list[float]]] = []
+        heap: list[tuple[float, int, _Path, float]] = []
+        children: dict[_Path, int] = {}
+
+        def push(path: _Path, above: float) -> None:
+            level = len(path) - 1
+            if level == len(slots):
+                found = super(SlotTree, self)._candidates(-1, logits[level], count, self.first + level)
+                slots.append((found, self.chances(level, *found[1:])))
+            chances = slots[level][1]
+            if path[-1] < len(chances) and (value := above * chances[path[-1]]) >= tree.floor:
+                heappush(heap, (-value, level, path, above))
+
+        push((0,), 1.0)
+        for _ in range(tree.nodes):
+            if not heap:
+                break
+            negated, level, path, above = heappop(heap)
+            children[path[:-1]] = path[-1] + 1
+            push((*path[:-1], path[-1] + 1), above)
+            if level + 1 < tree.depth and slots[level][0][0][path[-1]] not in stops:
+                push((*path, 0), -negated)
+        places: dict[_Path, int] = {(): -1}
+        for above_path, kept in sorted(children.items(), key=lambda each: len(each[0])):
+            level, place = len(above_path), places[above_path]
+            if level == tree.levels:
+                tree.begin_level()
+            (tokens, probs, scores), chances = slots[level]
+            self.listed[place] = (len(tree.tokens), tokens, scores)
+            places |= {(*above_path, rank): len(tree.tokens) + rank for rank in range(kept)}
+            self._probs.extend(probs[: tree.offer(place, tokens[:kept], chances[:kept])])
+
+    def _ranked(self, places: Sequence[int], logits: Tensor) -> Sequence[None]:
+        return [None] * len(places)
+
+    def _candidates(self, place: int, logits: Tensor, count: int, position: int) -> _Found:
+        if self.drawn or self.sampler.edits or self._known is None:
+            return super()._candidates(place, logits, count, position)
+        level = self.candidates.levels
+        found = self._known.get(level)
+        if found is None or len(found[0]) < count:
+            found = self._known[level] = super()._candidates(place, logits, max(count, self.width or 0), position)
+        tokens, probs, scores = found
+        return tokens[:count], probs[:count], scores[:count]
+
+
+class Slots:
+    """The slots of a drafter: how often their candidates are accepted, and trees that grow from them.
+
+    Args:
+        count: tokens that are guessed in a pass.
+        ranks: acceptance of each slot's candidates by rank, before anything was seen.
+    """
+
+    def __init__(self, count: int, ranks: Sequence[Sequence[float]] | None = None) -> None:
+        self.count = count
+        levels = ranks or [RANKS] * count
+        self.confidence = {
+            rule: [Confidence(sharpness, level[: len(RANKS)]) for level in levels]
+            for rule, sharpness in SHARPNESS.items()
+        }
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``tree_reader.kind_of``.
+
+        Raises:
+            InputError: a tree was asked for that is deeper than there are slots.
+        """
+        if (levels := max(map(len, params.choices), default=0)) > self.count:
+            raise InputError(f"tree has {levels} levels, and this draft guesses {self.count} tokens")
+        return kind_of(params)
+
+    def begin(
+        self,
+        context: Context,
+        name: str,
+        sampler: Sampler,
+        gamma: int,
+        most: tuple[int, int, int] | None = None,
+        kind: type[SlotTree] = SlotTree,
+    ) -> SlotTree:
+        """A tree without a level.
+
+        Args:
+            context: of the request.
+            name: of the drafter.
+            sampler: of the request.
+            gamma: depth wanted.
+            most: its largest depth, nodes, and candidates of a place, where sizes are a matter of what pays.
+            kind: of tree.
+        """
+        worth, drawn = context.worth, is_drawn(context)
+        depth, nodes, width = min(gamma, self.count), context.nodes, None
+        if worth is not None:
+            depth = min(self.count if not drawn else depth, worth.depth)
+            if most is not None:
+                depth, nodes, width = min(depth, most[0]), min(nodes, most[1]), most[2]
+        levels = self.confidence[context.rule]
+        candidates, builder = begin_tree(context, depth, nodes, [level.ranks for level in levels[:depth]])
+        tree = kind(context, sampler, name, candidates, builder, levels[0], drawn, context.slot, 0)
+        tree.levels, tree.width = levels, width
+        return tree

@@ -1,0 +1,142 @@
+"""A target's own layer for further tokens reads ahead: the text stays the target's, the guesses are the layer's."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from architectures import VOCAB, greedy, prompt
+from mtp_toys import TARGETS, MtpToy, guessed, new_toy, target_folder
+from sakiyomi import LLM, InputError, LoadError, SamplingParams
+from sakiyomi.kernels.build import native
+from toys import character_tokenizer, save_model, tiny_llama
+
+NEW = 20
+PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(70, 3)]
+TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
+CHAIN: dict[str, Any] = {"gamma": 4, "tree": "chain"}
+SIZES: list[dict[str, Any]] = [
+    {"gamma": 4, "tree": "best-first", "nodes": 12},
+    {"gamma": 3, "tree": "static", "nodes": 9},
+    {"gamma": "auto"},
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mtp")
+
+
+@cache
+def toy(name: str) -> MtpToy:
+    return new_toy(name)
+
+
+def folder(folders: Path, name: str) -> str:
+    place = folders / name
+    return str(place if place.exists() else target_folder(place, toy(name), TOKENIZER))
+
+
+def params(**values: Any) -> SamplingParams:
+    return SamplingParams(**({"max_new_tokens": NEW, "ignore_eos": True} | values))
+
+
+def llm_of(target: str, draft: str = "mtp", **options: Any) -> LLM:
+    return LLM(target, draft, **({"compile": False, "strict": True, "dtype": "float32"} | options))
+
+
+def rounds(target: str, **options: Any) -> list[tuple[list[int], list[int]]]:
+    """The texts before the rounds of a request, and the chains that were drafted."""
+    out = llm_of(target, **options).generate(PROMPTS, params(**CHAIN), rounds_trace=True)
+    return [
+        (tokens + [e.token_id for e in one.trace if e.round < entry.round], list(entry.tokens))
+        for tokens, one in zip(PROMPTS, out, strict=True)
+        for entry in one.rounds_trace or []
+        if entry.tokens
+    ]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_guesses_are_those_of_the_layer(name: str, folders: Path) -> None:
+    done = rounds(folder(folders, name))
+    assert len(done) > NEW
+    for text, chain in done:
+        assert chain == guessed(toy(name), text, len(chain))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("qwen3_5", wrong) for wrong in ({"turned": True}, {"raw": True}, {"shift": 0})),
+        *(("mimo", wrong) for wrong in ({"turned": True}, {"raw": True})),
+    ],
+    ids=str,
+)
+def test_what_is_misread_easily_is_noticed(name: str, wrong: dict[str, Any], folders: Path) -> None:
+    """Another order, the hidden state before the norm or of another token give other guesses."""
+    done = rounds(folder(folders, name))
+    others = [guessed(toy(name), text, len(chain), **wrong) for text, chain in done]
+    assert sum(chain != other for (_, chain), other in zip(done, others, strict=True)) > len(done) / 2
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "mimo"])
+def test_the_first_row_is_blank_where_the_family_has_it_so(name: str, folders: Path) -> None:
+    """Of short texts, where it matters, some guesses would be others."""
+    done = rounds(folder(folders, name))
+    blank = TARGETS[name][0] != "Qwen3-Next"
+    others = [guessed(toy(name), text, len(chain), blank=not blank) for text, chain in done]
+    assert sum(chain != other for (_, chain), other in zip(done, others, strict=True)) > 2
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
+def test_trees(name: str, size: dict[str, Any], folders: Path) -> None:
+    """Greedy as transformers has it, sampled as without a draft."""
+    target = folder(folders, name)
+    llm = llm_of(target)
+    done = llm.generate(PROMPTS, params(**size))
+    assert [out.token_ids for out in done] == [greedy(toy(name).model, tokens, NEW) for tokens in PROMPTS]
+    assert size.get("gamma") == "auto" or sum(out.stats.drafted for out in done) > NEW
+    values = params(temperature=1.0, seed=3, **size)
+    plain = llm_of(target, "none").generate(PROMPTS, values)
+    assert [out.token_ids for out in llm.generate(PROMPTS, values)] == [out.token_ids for out in plain]
+
+
+@pytest.mark.skipif(native() is None, reason="traced passes and quantized weights are of the compiled kernels")
+@pytest.mark.parametrize("options", [{"compile": "auto"}, {"quantize": "int8"}], ids=str)
+def test_other_paths(options: dict[str, Any], folders: Path) -> None:
+    target = folder(folders, "qwen3_5")
+    done = llm_of(target, "mtp+suffix", **options).generate(PROMPTS, params(gamma=4))
+    plain = llm_of(target, "none", **options).generate(PROMPTS, params())
+    assert [out.token_ids for out in done] == [out.token_ids for out in plain]
+    assert sum(out.stats.drafted for out in done) > NEW
+
+
+def test_targets_without_such_a_layer(tmp_path: Path) -> None:
+    model = tiny_llama(vocab=VOCAB)
+    plain = save_model(tmp_path / "plain", model, TOKENIZER)
+    with pytest.raises(LoadError, match=r"holds no MTP layer.*mtp\.fc\.weight"):
+        llm_of(str(plain))
+    with pytest.raises(InputError, match="no folder"):
+        LLM((model, TOKENIZER), "mtp")
+    with pytest.raises(InputError, match="nothing behind a colon"):
+        llm_of(str(plain), "mtp:here")
+
+
+def test_damaged_layers(tmp_path: Path) -> None:
+    place = target_folder(tmp_path / "target", toy("mimo"), TOKENIZER) / "model.safetensors"
+    whole = load_file(place)
+    prefix = "model.mtp_layers.0."
+    for name, word in (("hidden_layernorm.weight", "hidden_layernorm"), ("mlp.up_proj.weight", "up_proj")):
+        part = {key: tensor for key, tensor in whole.items() if key != prefix + name}
+        save_file(part, place, {"format": "pt"})
+        with pytest.raises(LoadError, match=word):
+            llm_of(str(place.parent))
+    narrow = whole[f"{prefix}input_proj.weight"][:, :-2].contiguous()
+    save_file(whole | {f"{prefix}input_proj.weight": narrow}, place, {"format": "pt"})
+    with pytest.raises(LoadError, match="joins two vectors"):
+        llm_of(str(place.parent))

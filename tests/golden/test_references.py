@@ -1,0 +1,121 @@
+"""Heads against the code of those who made them, where it is installed (extra ``reference``)."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from architectures import VOCAB, prompt
+from block_toys import RANK, dflash_folder, new_block
+from eagle_toys import new_head, speculators_folder
+from sakiyomi.drafters.block import BlockDrafter
+from sakiyomi.drafters.block_heads.correction import Corrections
+from sakiyomi.drafters.eagle import EagleDrafter
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.build import build_runner
+from toys import tiny_llama
+
+BOUND = 1e-5  # of the largest logit
+TEXT = prompt(37, 5)
+
+
+@cache
+def target() -> Any:
+    return tiny_llama(vocab=VOCAB, layers=8, seed=3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_are_those_of_dflash(causal: bool, tmp_path: Path) -> None:
+    model = pytest.importorskip("dflash.model")
+    file = new_block(target(), causal=causal, logit_scale=0.7, softcap=9.0)
+    options = file.options
+    with torch.no_grad():
+        states = target()(input_ids=torch.tensor([TEXT]), output_hidden_states=True).hidden_states
+        ids = torch.tensor([[TEXT[-1]] + [options.mask] * (options.size - 1)])
+        made = Qwen3Config(
+            **file.config, is_causal=causal, block_size=options.size, num_target_layers=8,
+            dflash_config={
+                "target_layer_ids": list(options.layers), "mask_token_id": options.mask,
+                "output_multiplier": 0.7, "final_logit_softcapping": 9.0,
+            },
+        )  # fmt: skip
+        reference = model.DFlashDraftModel(made).eval()
+        reference.load_state_dict(file.tensors)
+        hidden = reference(
+            target_hidden=model.extract_context_feature(states, reference.target_layer_ids)[:, :-1],
+            noise_embedding=target().get_input_embeddings()(ids),
+            position_ids=torch.arange(len(TEXT) - 1 + options.size)[None],
+        )
+        wanted = reference.compute_logits(hidden[0, 1:], target().get_output_embeddings())
+    runner = build_runner(target(), compile=False)
+    folder = str(dflash_folder(tmp_path, file))
+    own = BlockDrafter.load(folder, runner, lambda loaded: build_runner(loaded.model, owned=True, compile=False)).runner
+    slot = own.model.cache.take()
+    own.model.cache.reserve(slot, len(TEXT) + options.size)
+    own.write(slot, 0, {layer: states[layer + 1][0, :-1] for layer in options.layers})
+    logits, _ = own.guess([(slot, len(TEXT) - 1, TEXT[-1])], options.guesses)
+    assert (logits[0] - wanted).abs().max() < BOUND * wanted.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True, "depth": 2}], ids=str)
+def test_eagle_layers_are_those_of_speculators(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    definitions = pytest.importorskip("speculators.models.eagle3.model_definitions", exc_type=ImportError)
+    file = new_head(target(), kind=kind, **options)
+    parts, made = definitions.model_classes[kind], {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**file.config)
+    made._attn_implementation = "eager"
+    layers = [parts.first_layer_class(made, 0, norm_before_residual=file.options.norm_before_residual)]
+    layers += [parts.decoder_layer_class(made, i) for i in range(1, made.num_hidden_layers)]
+    for i, layer in enumerate(layers):
+        own = {n.removeprefix(f"layers.{i}."): t for n, t in file.tensors.items() if n.startswith(f"layers.{i}.")}
+        layer.load_state_dict(own)
+    runner = build_runner(target(), compile=False)
+    folder = str(speculators_folder(tmp_path, file))
+    head = EagleDrafter.load(folder, runner, lambda loaded: build_runner(loaded.model, owned=True, compile=False))._head
+    with torch.no_grad():
+        states = target()(input_ids=torch.tensor([TEXT]), output_hidden_states=True).hidden_states
+        features = head.project({layer: states[layer + 1][0, :-1] for layer in file.options.layers})
+        rows = len(features)
+        x = torch.cat([target().get_input_embeddings()(torch.tensor([TEXT[1:]])), features[None]], -1)
+        turned = parts.rotary_emb_class(made)(features[None], torch.arange(1, rows + 1)[None])
+        mask = torch.full((rows, rows), -torch.inf).triu(1)[None, None]
+        for layer in layers:
+            x = layer(x, attention_mask=mask, position_embeddings=turned)
+            x = x[0] if isinstance(x, tuple) else x
+        norm = parts.norm_class(made.hidden_size, eps=made.rms_norm_eps)
+        norm.weight.data = file.tensors["norm.weight"]
+        wanted = norm(x[0]) @ file.tensors["lm_head.weight"].T
+    slot = head.model.cache.take()
+    head.model.cache.reserve(slot, rows)
+    logits, fed = head.read([SequenceRows(slot, 0, TEXT[1:])], features)
+    assert (logits - wanted).abs().max() < BOUND * wanted.abs().max()
+    assert (fed - x[0]).abs().max() < BOUND * x.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_corrections_are_those_of_speculators(kind: str) -> None:
+    definitions = pytest.importorskip("speculators.models.dspark.model_definitions", exc_type=ImportError)
+    file = new_block(target(), anchored=True, markov=kind, confident=True)
+    width = file.config["hidden_size"]
+    markov = definitions.MarkovHead(
+        verifier_vocab_size=VOCAB, draft_vocab_size=VOCAB, markov_rank=RANK, hidden_size=width, head_type=kind
+    )
+    named = {n.removeprefix("markov_head."): t for n, t in file.tensors.items() if n.startswith("markov_head.")}
+    markov.load_state_dict(named)
+    trust = definitions.ConfidenceHead(width + RANK)
+    trust.load_state_dict({n: file.tensors[f"confidence_head.{n}"] for n in ("proj.weight", "proj.bias")})
+    hidden, logits = torch.randn(5, width), torch.randn(5, VOCAB)
+    correction = Corrections(file, torch.device("cpu"), torch.float32).begin(logits, hidden, TEXT[0])
+    tokens, parents = TEXT[1:5], [-1, 0, 1, 2]
+    with torch.no_grad():
+        found = [correction.slot(level, [level - 1], tokens, parents) for level in range(5)]
+        before = markov.prev_embeddings(torch.tensor([TEXT[:5]]))
+        bias = markov.block_bias(prev_token_ids=torch.tensor([TEXT[:5]]), hidden_states=hidden[None])
+        wanted = torch.sigmoid(trust(torch.cat([hidden[None], before], -1)))
+    assert torch.allclose(torch.cat([row for row, _ in found]), logits + bias[0], atol=1e-5)
+    assert [sure for _, (sure,) in found] == pytest.approx(wanted.flatten().tolist(), abs=1e-5)  # type: ignore[misc]
