@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,9 +23,11 @@ from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.jobs import Call, Job, JobState
 from sakiyomi.server.logs import failure
+from sakiyomi.server.messages import CountRequest, MessagesRequest, MessagesStyle
 from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
 from sakiyomi.server.page import page
 from sakiyomi.server.replies import ChatStyle, CompletionStyle, Piece, Sample, Style, usage
+from sakiyomi.server.responses import ResponsesRequest, ResponsesStyle
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,
@@ -33,7 +36,7 @@ from sakiyomi.server.schema import (
     StreamOptions,
     TokenizeRequest,
 )
-from sakiyomi.server.stream import DONE, EventStream, event, gone
+from sakiyomi.server.stream import EventStream, gone
 from sakiyomi.server.tokens import TokenNames
 from sakiyomi.server.worker import Worker
 
@@ -87,7 +90,9 @@ class Server:
         threads = self._long if isinstance(body, Ask) and is_long(body) else self._threads
         return await asyncio.get_running_loop().run_in_executor(threads, made, body)
 
-    async def answer(self, request: Request, body: Ask, read: Callable[[Any], list[Job]], style: type[Any]) -> Response:
+    async def answer(
+        self, request: Request, body: Ask, read: Callable[[Any], list[Job]], style: Callable[..., Style]
+    ) -> Response:
         """The reply to a body: a stream, or one object.
 
         Args:
@@ -174,18 +179,18 @@ class Server:
                     if self.config.log_prompts:
                         told["reply"] = told.get("reply", "") + piece.text
                     now = usage(call.jobs) if figures.continuous_usage_stats else None
-                    yield event(style.chunk(piece, piece.index in fresh, now))
+                    for data in style.stream(piece, piece.index in fresh, now):
+                        yield data
                     fresh.discard(piece.index)
-            if figures.include_usage:
-                yield event(style.figures(usage(call.jobs)))
-            yield DONE
+            for data in style.end(usage(call.jobs), figures.include_usage):
+                yield data
         except Exception as error:
             found = self._too_late() if isinstance(error, TimeoutError) else api_error(error)
             if found.status == 500:
                 failure(logger, "a request ended by an error", error, prompts=self.config.log_prompts)
             if len(fresh) == len(call.jobs):
                 raise found from error
-            yield event(found.body)
+            yield style.failure(found)
 
     def _too_late(self) -> ApiError:
         # The client is not to try again by itself: that would take as long.
@@ -263,6 +268,23 @@ def make_app(server: Server) -> FastAPI:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Reply to messages."""
         return await server.answer(request, body, server.bodies.chat, ChatStyle)
+
+    @app.post("/v1/responses", responses=REPLIES)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Reply to items."""
+        style = functools.partial(ResponsesStyle, asked=body)
+        return await server.answer(request, body.chat(), server.bodies.chat, style)
+
+    @app.post("/v1/messages", responses=REPLIES)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Reply to messages in Anthropic's form."""
+        return await server.answer(request, body.chat(), server.bodies.chat, MessagesStyle)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountRequest) -> dict[str, int]:
+        """How many tokens such messages are."""
+        (job,) = await server.read(server.bodies.chat, body.chat())
+        return {"input_tokens": len(job.prompt)}
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

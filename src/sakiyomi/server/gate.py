@@ -102,6 +102,8 @@ class Gate:
         if not self._keys or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
+        if "x-api-key" in headers:  # as Anthropic's clients have it
+            kind, given = "bearer", headers["x-api-key"]
         # All of them in full, in constant time: how long it takes says nothing of the keys.
         right = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         if not any(right) or kind.lower() != "bearer":

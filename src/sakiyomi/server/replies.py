@@ -9,13 +9,15 @@ import itertools
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sakiyomi.core.outputs import PromptToken, Stats, TokenTrace
 from sakiyomi.core.text import TextStream
+from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Event, Job
+from sakiyomi.server.stream import DONE, event
 from sakiyomi.server.tokens import TokenNames
 from sakiyomi.server.tools import ToolReader, shown
 
@@ -34,6 +36,7 @@ class Piece:
     finish_reason: str | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
+    stop: str | None = None
     echo: str | None = None
     prompt: list[PromptToken] = field(default_factory=list)
 
@@ -43,7 +46,7 @@ class Piece:
         self.tokens += other.tokens
         self.calls += other.calls
         self.trace += other.trace
-        self.finish_reason = other.finish_reason
+        self.finish_reason, self.stop = other.finish_reason, other.stop
         self.echo = other.echo if self.echo is None else self.echo
         self.prompt = self.prompt or other.prompt
 
@@ -73,6 +76,8 @@ class Sample:
         if not self._begun:
             self._begun, piece.echo = True, self._job.echo
             piece.prompt = [] if self._job.request is None else self._job.request.prompt_logprobs
+        if step.finish_reason is not None and self._job.request is not None:
+            piece.stop = self._job.request.text.matched
         if self._job.unwritten:
             piece.text, piece.tokens, piece.finish_reason = "", [], "length"
             return piece
@@ -119,7 +124,7 @@ class Style(ABC):
         usage: that chunks have a field for it.
     """
 
-    prefix, whole_name, chunk_name = "", "", ""
+    prefix = ""
 
     def __init__(
         self,
@@ -135,6 +140,28 @@ class Style(ABC):
         self._prompt_logprobs = prompt_logprobs
         self._head = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
 
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
+        """The reply at once."""
+
+    @abstractmethod
+    def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
+        """The events of a step, the first one of its choice or a later one; with figures so far if they are wanted."""
+
+    @abstractmethod
+    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+        """The last events of a stream; ``told``: the figures are wanted."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """What ends a stream that has begun."""
+        return event(error.body)
+
+
+class ChoiceStyle(Style):
+    """Objects that have a list of choices: those of completions."""
+
+    whole_name, chunk_name = "", ""
+
     def chunk(self, piece: Piece, first: bool, figures: dict[str, Any] | None = None) -> dict[str, Any]:
         """An event of a stream; the first one of a choice says who speaks."""
         choice = self._choice(piece) | self._delta(piece, first)
@@ -146,9 +173,15 @@ class Style(ABC):
         choices = [self._choice(piece) | self._body(piece) for piece in pieces]
         return {**self._head, "object": self.whole_name, "choices": choices, "usage": figures}
 
-    def figures(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """The last event of a stream, which has the figures alone."""
-        return {**self._head, "object": self.chunk_name, "choices": [], "usage": figures}
+    def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
+        """The events of a step; ``figures`` so far, if they are wanted in every event."""
+        yield event(self.chunk(piece, first, figures))
+
+    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+        """The last events of a stream; ``told``: one has the figures alone."""
+        if told:
+            yield event({**self._head, "object": self.chunk_name, "choices": [], "usage": figures})
+        yield DONE
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         found: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
@@ -181,7 +214,7 @@ class Style(ABC):
     def _chances(self, piece: Piece) -> dict[str, Any]: ...
 
 
-class CompletionStyle(Style):
+class CompletionStyle(ChoiceStyle):
     """Of ``/v1/completions``."""
 
     prefix, whole_name, chunk_name = "cmpl-", "text_completion", "text_completion"
@@ -219,7 +252,7 @@ class CompletionStyle(Style):
         return "bytes:" + "".join(f"\\x{value:02x}" for value in data) if "\ufffd" in text else text
 
 
-class ChatStyle(Style):
+class ChatStyle(ChoiceStyle):
     """Of ``/v1/chat/completions``."""
 
     prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"

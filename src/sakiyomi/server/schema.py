@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 __all__ = [
     "Ask",
     "ChatRequest",
     "CompletionRequest",
+    "Count",
     "DetokenizeRequest",
     "FunctionTool",
     "Message",
@@ -20,7 +22,9 @@ __all__ = [
     "ResponseFormat",
     "Speculation",
     "StreamOptions",
+    "Strict",
     "TokenizeRequest",
+    "chat_request",
 ]
 
 
@@ -151,6 +155,19 @@ class Ask(Strict):
     trace: bool = Field(
         False, description="Return the source of every token and the draft tree of every round with the text."
     )
+
+
+def chat_request(values: dict[str, Any]) -> ChatRequest:
+    """A body of ``/v1/chat/completions`` from values of another interface.
+
+    Raises:
+        RequestValidationError: it is none.
+    """
+    try:
+        return ChatRequest.model_validate(values)
+    except ValidationError as error:
+        places = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(places, body=values) from None
 
 
 class CompletionRequest(Ask):
