@@ -25,8 +25,8 @@ DEPTH = 7
 NODES = 16
 """Of the trees that are measured."""
 CHAIN = 4  # as in the measures of draft models
-LAPS = 3
-PROMPTS = 8
+LAPS = 2
+PROMPTS = 4
 """Of each file, for what is measured with the engine."""
 
 
