@@ -23,8 +23,9 @@ from sakiyomi.core.errors import LoadError
 from sakiyomi.train.config import DraftConfig, LoopConfig, TextConfig
 from sakiyomi.train.config.base import setting
 from sakiyomi.train.config.language import SampleConfig
-from sakiyomi.train.draft import load_target, train_draft
+from sakiyomi.train.draft import train_draft
 from sakiyomi.train.llama import save_model
+from sakiyomi.train.taught import load_target
 
 __all__ = ["HybridConfig", "hybrid_of", "train_hybrid"]
 

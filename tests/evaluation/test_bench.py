@@ -443,6 +443,17 @@ def test_row_of_targets_that_draft_for_themselves(pair: BenchConfig) -> None:
     assert all(0 < line["draft_share"] < 1 for line in found.lines[1:])
 
 
+def test_row_of_every_drafter(pair: BenchConfig) -> None:
+    found = suites.measure("heads", dataclasses.replace(pair, draft=f"model:{pair.draft_model}"))
+    names = [line["name"] for line in found.lines]
+    assert names[:2] == ["T=0: plain", f"T=0: model:{pair.draft_model}"] and "T=1: suffix" in names
+    for line in found.lines:
+        assert line["round_ms"] > 0 and line["tau"] >= 1
+        assert (line.get("tau_16") is None) == line["name"].endswith("plain")
+        assert line["equal"] or line["name"].startswith("T=1")
+    json.dumps(found.to_dict())
+
+
 @pytest.mark.skipif(native() is None, reason="no compiled kernels here")
 def test_row_of_a_target_on_an_excerpt_of_its_cache(pair: BenchConfig) -> None:
     found = suites.measure("evicted", dataclasses.replace(pair, contexts=(16, 32)))

@@ -26,7 +26,7 @@ from sakiyomi.evaluation.bench.spec.plot import draw
 from sakiyomi.evaluation.bench.spec.questions import Question, chosen, digest, own_questions, read_questions
 from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results, join
 from sakiyomi.evaluation.bench.spec.run import Talk, run
-from sakiyomi.evaluation.bench.spec.table import compared, figures, rows
+from sakiyomi.evaluation.bench.spec.table import compared, figures, rows, since
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared" / "data" / "bench" / "spec_bench_question.jsonl"
@@ -300,6 +300,24 @@ def test_files_side_by_side_are_compared_where_both_have_something(tmp_path: Pat
         compared([one])
     with pytest.raises(InputError, match="in common"):
         compared([one, results(record(7), path=tmp_path / "two.jsonl")])
+
+
+def test_acceptance_that_fell_since_is_told(tmp_path: Path) -> None:
+    def asked(name: str, rounds: float, numbers: Sequence[int]) -> Results:
+        laps = {number: (lap(101, 1.0, rounds=rounds + number % 3),) for number in numbers}
+        return results(*(record(i, "a", laps=laps[i]) for i in numbers), path=tmp_path / name)
+
+    before = asked("before.jsonl", 25, range(20))
+    row = since(asked("now.jsonl", 40, range(5, 25)), before)
+    assert [(line["category"], line["questions"], line["fell"]) for line in row.lines] == [
+        ("qa", 15, "yes"),
+        ("all", 15, "yes"),
+    ]
+    assert row.lines[0]["tau then"] == pytest.approx(100 / 26)
+    assert "a, qa: acceptance has fallen, tau 3.85 -> 2.44 (-37%)" in row.notes
+    assert all(line["fell"] is None for line in since(asked("same.jsonl", 26, range(20)), before).lines)
+    with pytest.raises(InputError, match="no question and drafter"):
+        since(asked("others.jsonl", 40, range(90, 95)), before)
 
 
 def test_other_files_are_no_results(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from sakiyomi.evaluation.tuning import search
 from sakiyomi.evaluation.tuning.beginnings import WHAT, WHO, beginnings
 from sakiyomi.evaluation.tuning.calibrate import DEEP
 from sakiyomi.evaluation.tuning.config import PairConfig
+from sakiyomi.evaluation.tuning.drift import watch
 from sakiyomi.evaluation.tuning.predict import (
     Chains,
     Curve,
@@ -266,8 +268,31 @@ def test_a_target_is_tuned(target: Path, kept: Path, tmp_path: Path) -> None:
     assert (found["conditions"]["calibrated_on"], found["conditions"]["compared_on"]) == (2, 1)
     llm = load(target)
     assert llm.profile is not None
+    assert llm.profile.tau == found["best"]["measured_tau"] >= 1
     assert (llm.profile.draft, llm.profile.gamma) == (lasting(found["best"]["draft"]), found["best"]["gamma"])
     assert Path(found["file"]).parent == kept
+
+
+def test_acceptance_that_falls_is_seen(target: Path, kept: Path) -> None:
+    """A chosen draft is measured again under the conditions of then; what fell makes the command fail."""
+    plain, texts = load(target, "none"), {"count": 3, "dtype": "float32", "device": "cpu"}
+    config = PairConfig(target=str(target), watch=True, **texts)
+    with pytest.raises(InputError, match="nothing was tuned"):
+        watch(config)
+    path = profile_path(plain.target, plain.tokenizer)
+    then = {"max_new_tokens": 24, "temperature": 0.0}
+    for tau, fell in ((2.0, False), (9.0, True)):
+        write_profile(path, Profile("oracle", 3, 1.5, then, [], tau, 0.01))
+        found = watch(config)
+        assert (found["fell"], found["chosen_tau"], found["texts"]) == (fell, tau, 3)
+        assert 3.0 < found["tau"] <= 4.0, "always right, but for the end"
+    done = CliRunner().invoke(app, ["tune", "--target", str(target), "--dtype", "float32", "--count", "3", "--watch"])
+    assert done.exit_code == 1 and "acceptance has fallen" in done.output
+    with pytest.raises(InputError, match="leave out --draft"):
+        watch(replace(config, draft=("suffix",)))
+    write_profile(path, Profile("oracle", 3, 1.5, then))
+    with pytest.raises(InputError, match="no draft with a known tau"):
+        watch(config)
 
 
 def test_beginnings() -> None:

@@ -348,3 +348,34 @@ def test_sums_of_metrics_are_those_of_the_replies(own: LLM) -> None:
     )
     dropped = found["vllm:generation_tokens_total"] - counted["tokens"]
     assert 0 <= dropped <= 20 * 1500
+
+
+def test_acceptance_that_fell_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Beside the tau of the time when the draft was chosen; without one nothing is said."""
+    from types import SimpleNamespace
+    from typing import cast
+
+    from sakiyomi.core.drops import WINDOW, Tau
+    from sakiyomi.core.outputs import Step
+    from sakiyomi.server.jobs import Job
+    from sakiyomi.server.metrics import Metrics
+
+    def counted(chosen: Tau | None) -> str:
+        none = dict.fromkeys(("running", "waiting", "cache_used", "cache_bytes"), lambda: 0.0)
+        metrics = Metrics("toy", **none, chosen=chosen)
+        job = SimpleNamespace(request=SimpleNamespace(stats=SimpleNamespace(drafted=0)), first=True, last=0.0)
+        job.drafted_before = 0
+        for number in range(2 * WINDOW):
+            step = SimpleNamespace(token_ids=[1] * (1 + number % 3), trace=[], finish_reason=None)
+            metrics.step(cast(Job, job), cast(Step, step), 1.0)
+        return metrics.page().decode()
+
+    page = counted(Tau(3.0, 0.01))
+    for line in ("tau_recent", "tau_chosen"):
+        assert f'sakiyomi:{line}{{model_name="toy"}}' in page
+    assert 'sakiyomi:acceptance_fell{model_name="toy"} 1.0' in page
+    assert "tau is 2.00, and was 3.00" in caplog.text
+    caplog.clear()
+    assert 'sakiyomi:acceptance_fell{model_name="toy"} 0.0' in counted(Tau(2.0, 0.01))
+    assert "acceptance_fell" not in counted(None)
+    assert not caplog.text

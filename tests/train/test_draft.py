@@ -20,12 +20,13 @@ from sakiyomi.core.outputs import Generation
 from sakiyomi.train import draft
 from sakiyomi.train.acceptance import continuations, distinct_ngrams, speculate
 from sakiyomi.train.checkpoint import load_checkpoint
-from sakiyomi.train.draft import load_target, train_draft
+from sakiyomi.train.draft import train_draft
 from sakiyomi.train.expect import Speed, expected, given_speed
 from sakiyomi.train.labels import SoftLabels
 from sakiyomi.train.losses import distillation_loss
 from sakiyomi.train.samples import sample_continuations
 from sakiyomi.train.target import train_target
+from sakiyomi.train.taught import load_target
 from train_toys import draft_config, losses, stop_at, stories, target_config, tiny_gpt2, tiny_target
 
 

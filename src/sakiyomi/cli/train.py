@@ -20,6 +20,7 @@ from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.train.config import (
     DistillDataConfig,
     DraftConfig,
+    EagleConfig,
     Flag,
     LococoConfig,
     MedusaConfig,
@@ -126,6 +127,7 @@ RECIPES: dict[str, tuple[type[Settings], str]] = {
     "target": (TargetConfig, "Train a Llama target and its tokenizer from text files."),
     "draft": (DraftConfig, "Distil a small draft from a target, for speculative decoding."),
     "medusa": (MedusaConfig, "Train Medusa heads on a target, which stays as it is, or together with it (--joint)."),
+    "eagle": (EagleConfig, "Train an EAGLE-3 head on a target, whose hidden states it reads."),
     "retaining": (
         RetainingConfig,
         "Train retaining heads (Locret) on a target: which keys and values a small cache should keep.",

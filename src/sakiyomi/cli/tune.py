@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
+
 from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.output import progress, quiet, say, table
 from sakiyomi.evaluation.tuning.config import PairConfig, TuneConfig
@@ -17,6 +19,9 @@ def pair(config: PairConfig, output: JsonOption) -> None:
     measured on other prompts. The fastest one is kept, and used by draft auto from then on; it may be not to
     speculate.
     """
+    if config.watch:
+        _watch(config, output)
+        return
     with progress("loading") as status:
         from sakiyomi.evaluation.tuning.search import tune
 
@@ -27,6 +32,26 @@ def pair(config: PairConfig, output: JsonOption) -> None:
     table(_configurations(found), title="configurations, tokens/s behind the prompt")
     say(*_summary(found))
     output.emit(found)
+
+
+def _watch(config: PairConfig, output: JsonOption) -> None:
+    """Measure the chosen draft again; the command fails where its acceptance has fallen."""
+    with progress("loading") as status:
+        from sakiyomi.evaluation.tuning.drift import watch
+
+        quiet()
+        found = watch(config, status.update)
+    say(
+        f"{found['draft']}, gamma {found['gamma']}: tau {found['tau']:.2f} (+-{found['tau_error']:.1%}) on "
+        f"{found['texts']} texts, {found['chosen_tau']:.2f} (+-{found['chosen_error']:.1%}) when it was chosen",
+        f"acceptance has fallen by {-found['change']:.0%}: run sakiyomi tune with prompts like these, or train the "
+        "draft on such texts"
+        if found["fell"]
+        else f"acceptance has not fallen ({found['change']:+.0%})",
+    )
+    output.emit(found)
+    if found["fell"]:
+        raise typer.Exit(1)
 
 
 def _drafter(row: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.digests import sealed, unsealed
+from sakiyomi.core.drops import Tau
 from sakiyomi.core.embedded import is_embedded_name
 from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.core.files import cache_folder, whole_file
@@ -35,6 +36,8 @@ class Profile:
         draft: spec of its drafter; "none": speculation does not pay here.
         gamma: length of its chains; "auto": a tree of what pays, weighed in every round.
         speedup: over plain decoding, as it was measured; 1 where nothing pays.
+        tau: tokens per target pass, as it was measured; 0: not known.
+        tau_error: its standard error, as a share of it.
         conditions: machine, target and settings under which it was found.
         table: everything that was compared.
     """
@@ -44,11 +47,18 @@ class Profile:
     speedup: float
     conditions: dict[str, Any] = field(default_factory=dict)
     table: list[dict[str, Any]] = field(default_factory=list)
+    tau: float = 0.0
+    tau_error: float = 0.0
 
     @property
     def depth(self) -> int | None:
         """Length of the chains, if it is a number."""
         return self.gamma if isinstance(self.gamma, int) else None
+
+    @property
+    def chosen(self) -> Tau | None:
+        """Tau when the draft was chosen; None: there is no draft, or the profile is of a version that did not say."""
+        return Tau(self.tau, self.tau_error) if self.tau and self.draft != "none" else None
 
 
 def profile_path(target: ModelRunner, tokenizer: Any) -> Path:

@@ -76,6 +76,7 @@ class Server:
             waiting=lambda: self.worker.count(JobState.WAITING),
             cache_used=lambda: llm.engine.cache_usage,
             cache_bytes=lambda: llm.target.cache.bytes,
+            chosen=None if llm.profile is None else llm.profile.chosen,
         )
         self.worker = Worker(llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics)
         self.began = int(time.time())

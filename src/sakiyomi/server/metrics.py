@@ -5,16 +5,19 @@ Counted in the engine's thread, once a round and sample; read by whoever asks ``
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from sakiyomi.core.drops import Tau, TauWatch
 from sakiyomi.core.outputs import Step
 from sakiyomi.server.jobs import Job
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
+logger = logging.getLogger("sakiyomi")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SLOW = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -30,6 +33,7 @@ class Metrics:
         running, waiting: count the samples in these states.
         cache_used: share of the cache's columns that are held.
         cache_bytes: that are allocated for it.
+        chosen: tau when the draft was chosen (`sakiyomi tune`); None: not known.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Metrics:
         waiting: Callable[[], float],
         cache_used: Callable[[], float],
         cache_bytes: Callable[[], float],
+        chosen: Tau | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
 
@@ -83,6 +88,11 @@ class Metrics:
         self._committed = counter("sakiyomi:committed_tokens", "Tokens committed by these passes")
         gauge("sakiyomi:tau", "Tokens per target pass and sample, since the start", self._tau)
         self._totals = [0, 0]
+        self._watch = watch = None if chosen is None else TauWatch(chosen)
+        if watch is not None:
+            gauge("sakiyomi:tau_recent", "Tokens per target pass of the last rounds", lambda: watch.recent.value)
+            gauge("sakiyomi:tau_chosen", "The same when the draft was chosen", lambda: watch.chosen.value)
+            gauge("sakiyomi:acceptance_fell", "1 where tau is lower than then by more than chance", lambda: watch.fell)
 
     def _tau(self) -> float:
         rounds, committed = self._totals
@@ -108,6 +118,8 @@ class Metrics:
             self._totals[1] += count
             self._rounds.inc()
             self._committed.inc(count)
+            if self._watch is not None and self._watch.add(count):
+                self._tell(self._watch)
         kept = sum(entry.status == "accepted" for entry in step.trace)
         drafted = request.stats.drafted - job.drafted_before
         job.drafted_before += drafted
@@ -122,6 +134,19 @@ class Metrics:
             self.whole.observe(now - job.arrived)
             self.prompt_sizes.observe(request.prompt_tokens)
             self.new_sizes.observe(request.stats.tokens)
+
+    @staticmethod
+    def _tell(watch: TauWatch) -> None:
+        """Say in the log that acceptance has fallen, or is as it was again."""
+        numbers = watch.recent.value, watch.chosen.value
+        if watch.fell:
+            logger.warning(
+                "acceptance has fallen: tau is %.2f, and was %.2f when the draft was chosen; run sakiyomi tune with "
+                "prompts like those of today",
+                *numbers,
+            )
+        else:
+            logger.info("acceptance is as it was: tau is %.2f, and was %.2f when the draft was chosen", *numbers)
 
     def ended(self, reason: str) -> None:
         """Why a sample is over: stop, length, abort (by its client, or by the time limit) or error."""

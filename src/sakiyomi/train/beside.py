@@ -18,7 +18,6 @@ from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.answered import Answered, Questions, TaskRows, joined, parse_tasks, read_answered
 from sakiyomi.train.config import AnsweredConfig
 from sakiyomi.train.data import check_shares, hold_back, parse_text
-from sakiyomi.train.draft import load_target
 from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.export import Result
 from sakiyomi.train.labels import vocabulary
@@ -26,6 +25,7 @@ from sakiyomi.train.loop import Loop, accelerator, on_device
 from sakiyomi.train.optim import with_peaks
 from sakiyomi.train.preflight import check_run
 from sakiyomi.train.recipe import Recipe
+from sakiyomi.train.taught import load_target
 
 __all__ = ["BesideTarget", "as_written"]
 

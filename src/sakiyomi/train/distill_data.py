@@ -14,10 +14,10 @@ from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.config import DistillDataConfig
 from sakiyomi.train.counted import read_prompts
 from sakiyomi.train.data import Ids, encode_file, parse_texts
-from sakiyomi.train.draft import load_target
 from sakiyomi.train.labels import vocabulary
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.samples import LONGEST_PROMPT, Plan, Samples
+from sakiyomi.train.taught import load_target
 from sakiyomi.train.writing import writing
 
 __all__ = ["train_distill_data"]

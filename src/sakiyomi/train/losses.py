@@ -75,6 +75,67 @@ def heads_loss(features: Tensor, head: Tensor, labels: Tensor, weights: Tensor) 
     return loss, means
 
 
+def soft_loss(features: Tensor, head: Tensor, wanted: Tensor, weights: Tensor, kind: str = "ce") -> Tensor:
+    """How far a head's distributions are from wanted ones, computed piece by piece with its gradient as `heads_loss`.
+
+    Args:
+        features: (n, H) what the head over the vocabulary reads.
+        head: (V, H).
+        wanted: (n, V) probabilities.
+        weights: (n,) float32, 0 where a position does not count; the loss is the weighted mean.
+        kind: "ce", the cross-entropy; "tv", the total variation distance, which is the chance that a drawn draft token
+            is rejected; "lk", minus the logarithm of the chance that it is accepted (arXiv 2602.23881), whose gradient
+            does not vanish where hardly any is.
+    """
+    device = features.device.type
+    if torch.is_autocast_enabled(device):
+        features = features.to(torch.get_autocast_dtype(device))
+    loss: Tensor = _SoftLoss.apply(features, head, wanted, weights, kind)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _pointwise(kind: str, logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each row, (rows, 1), and its gradient by the logits; both are (rows, V) float32."""
+    if kind == "ce":
+        log_probs = torch.log_softmax(logits, 1)
+        return -(wanted * log_probs).sum(1, keepdim=True), log_probs.exp_().sub_(wanted)
+    probs = torch.softmax(logits, 1)
+    accepted = torch.minimum(probs, wanted).sum(1, keepdim=True).clamp_min(SMALLEST_MASS)
+    less = probs * (probs < wanted)  # a token that has too little gains what is accepted
+    grad = probs.mul_(less.sum(1, keepdim=True)).sub_(less)
+    return (1 - accepted, grad) if kind == "tv" else (-accepted.log(), grad.div_(accepted))
+
+
+class _SoftLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, head: Tensor, wanted: Tensor, weights: Tensor, kind: str) -> Tensor:
+        dtype = features.dtype
+        wide = head.to(dtype)
+        grad_features = torch.empty_like(features, dtype=torch.float32)
+        grad_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        total = features.new_zeros((), dtype=torch.float32)
+        scale = (weights / weights.sum().clamp_min(SMALLEST_MASS))[:, None]
+        piece = max(1, LOGITS_AT_ONCE // len(wide))
+        with torch.autocast(features.device.type, enabled=False):
+            for at in range(0, len(features), piece):
+                some = slice(at, at + piece)
+                read, share = features[some], scale[some]
+                each, grad = _pointwise(kind, (read @ wide.T).float(), wanted[some].float())
+                total += (each * share).sum()
+                grad = grad.to(dtype)
+                grad_features[some] = (grad @ wide) * share
+                if grad_head is not None:
+                    grad_head.add_((grad.T @ (read * share.to(dtype))).float())
+        ctx.save_for_backward(grad_features, grad_head)
+        ctx.dtype = dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        grad_features, grad_head = ctx.saved_tensors
+        return (grad_features * grad).to(ctx.dtype), None if grad_head is None else grad_head * grad, None, None, None
+
+
 class _HeadsLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

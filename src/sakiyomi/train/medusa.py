@@ -27,7 +27,6 @@ from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS
 from sakiyomi.train.config import MedusaConfig
 from sakiyomi.train.counted import read_counted
 from sakiyomi.train.data import Ids, hold_back, parse_texts
-from sakiyomi.train.draft import load_target
 from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.hidden import HiddenStates
@@ -41,6 +40,7 @@ from sakiyomi.train.preflight import check_run
 from sakiyomi.train.recipe import Recipe, train
 from sakiyomi.train.rows import FixedRows, mixture_of
 from sakiyomi.train.samples import prompt_of, sample_continuations
+from sakiyomi.train.taught import load_target
 from sakiyomi.train.writing import writing
 
 __all__ = ["guess_loss", "train_medusa"]

@@ -40,7 +40,10 @@ def _figure() -> Any:
 
 
 def plot_heads(
-    losses: Sequence[tuple[int, Sequence[float]]], accuracies: Mapping[str, Sequence[Sequence[float]]], path: Path
+    losses: Sequence[tuple[int, Sequence[float]]],
+    accuracies: Mapping[str, Sequence[Sequence[float]]],
+    path: Path,
+    what: str = "head",
 ) -> bool:
     """Draw the loss of each head over the steps, and how often its first guesses hold the token that came.
 
@@ -48,6 +51,7 @@ def plot_heads(
         losses: steps, and the loss of each head in nats.
         accuracies: by held-out file, of each head by rank.
         path: of the picture.
+        what: has such a loss.
 
     Returns:
         False where matplotlib is not installed; nothing is written then.
@@ -59,12 +63,12 @@ def plot_heads(
     for head in range(len(losses[0][1]) if losses else 0):
         curve = [each[head] for _, each in losses]
         left.plot([step for step, _ in losses], curve, color=COLOURS[head % 6], linewidth=1.2)
-    left.set(xlabel="step", ylabel="loss (nats)", title="training loss of each head")
+    left.set(xlabel="step", ylabel="loss (nats)", title=f"training loss of each {what}")
     left.grid(alpha=0.3)
     for style, (name, levels) in zip(("-", "--", ":", "-."), accuracies.items(), strict=False):
         for head, chances in enumerate(levels):
             tops = [sum(chances[:top]) for top in range(1, 9)]
-            label = f"head {head + 1}, {name}"
+            label = f"{what} {head + 1}, {name}"
             right.plot(range(1, 9), tops, style, color=COLOURS[head % 6], label=label, linewidth=1.4)
     right.set(xlabel="first guesses", ylabel="hold the token that came", ylim=(0, 1), title="held-out answers")
     right.grid(alpha=0.3)

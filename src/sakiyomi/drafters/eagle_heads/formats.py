@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.checkpoint import read_checkpoint
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.core.trained import read_config, read_tensors
+from sakiyomi.core.trained import read_config, read_tensors, trained_config, write_trained
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sakiyomi.drafters.eagle_heads.module import EagleOptions
 
-__all__ = ["EagleFile", "is_eagle", "read_eagle", "usual_layers"]
+__all__ = ["EagleFile", "is_eagle", "read_eagle", "usual_layers", "write_eagle"]
 
 WHAT = "EAGLE head"
 ORIGINAL = "LlamaForCausalLMEagle3"
@@ -129,3 +129,30 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
         mask=mask,
     )
     return EagleFile(inner, options, tensors, tokens, str(folder))
+
+
+def write_eagle(folder: Path, file: EagleFile, base: str) -> None:
+    """Write a head in the form of the method's authors; its layers are named by what they read.
+
+    Args:
+        folder: is made.
+        file: the head; its name is not written.
+        base: the target's name.
+    """
+    import torch
+
+    options, tensors = file.options, {k.replace(_FIRST, _MIDDLE): v.contiguous() for k, v in file.tensors.items()}
+    vocab = int(file.config["vocab_size"])
+    if file.tokens is not None:
+        tensors["d2t"] = file.tokens - torch.arange(len(file.tokens))
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, file.tokens, True)
+    named = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    config = {
+        "architectures": [ORIGINAL],
+        **file.config,
+        "draft_vocab_size": len(file.tensors["lm_head.weight"]),
+        "target_hidden_size": options.target_size,
+        _IDS: [layer + 1 for layer in options.layers],
+        **{name: True for name in named if getattr(options, name)},
+    }
+    write_trained(folder, "model.safetensors", tensors, trained_config(config, base=base), WHAT)

@@ -25,10 +25,12 @@ class BenchConfig:
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
             stories, batch, sweep, never-slower, trees, coverage, scoring, useless, block, oracle, lookup, merged,
-            cross, selfdraft, dropin, offload, exact, compiling, peers, medusa, typical; and, if it is named, evicted.
+            cross, selfdraft, dropin, offload, exact, compiling, peers, medusa, typical; and, if they are named, evicted
+            and heads.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS.
-        heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
+        heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales;
+            for row heads a folder of any heads, measured beside what is known for the target.
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N; row compiling: the CPU.

@@ -18,6 +18,7 @@ from sakiyomi.evaluation.bench.drafts import coverage, oracle, selfdraft, trees,
 from sakiyomi.evaluation.bench.evicted import evicted
 from sakiyomi.evaluation.bench.exactness import exact
 from sakiyomi.evaluation.bench.frame import PairRow
+from sakiyomi.evaluation.bench.heads import heads
 from sakiyomi.evaluation.bench.lookup import lookup
 from sakiyomi.evaluation.bench.medusa import medusa, typical
 from sakiyomi.evaluation.bench.merged import merged
@@ -55,6 +56,7 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
     "evicted": evicted,
     "dropin": dropin,
     "medusa": medusa,
+    "heads": heads,
     "typical": typical,
 }
 
@@ -64,7 +66,7 @@ TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "com
 RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
 """Rows that make their own models."""
 
-ALONE = {"selfdraft", "evicted"}
+ALONE = {"selfdraft", "evicted", "heads"}
 """Rows of a target without a draft model."""
 
 
@@ -83,8 +85,9 @@ def run(config: BenchConfig, note: Note = silent) -> Iterator[Row]:
     if unknown:
         raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}")
     # Without being named, a row runs only if all it needs is known: cross needs a draft of another tokenizer, the rows
-    # of heads need heads of this target. Row evicted takes long texts and runs only if it is named.
-    absent = {"evicted"} | ({"cross"} if config.cross is None else set())
+    # of heads need heads of this target. Rows evicted, of long texts, and heads, of many drafters,
+    # run only if they are named.
+    absent = {"evicted", "heads"} | ({"cross"} if config.cross is None else set())
     absent |= {"medusa", "typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set()
     wanted = config.rows or tuple(name for name in ROWS if name not in absent)
     if "compiling" in config.rows and not config.compile:

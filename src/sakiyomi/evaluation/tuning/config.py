@@ -33,6 +33,7 @@ class PairConfig:
         device: auto, cpu, cuda or cuda:N.
         quantize: int8 or int4: as the target will run.
         save: keep the result, so that draft auto uses it for this target from now on.
+        watch: choose nothing: measure the draft that was chosen before, and say whether its acceptance has fallen.
     """
 
     target: str = DEFAULT
@@ -50,6 +51,7 @@ class PairConfig:
     device: str = "auto"
     quantize: str | None = None
     save: bool = True
+    watch: bool = False
 
     def __post_init__(self) -> None:
         at_least(self, count=2, prompt_tokens=1, max_new_tokens=8, temperature=0, finalists=1, seconds=1)

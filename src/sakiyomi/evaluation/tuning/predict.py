@@ -8,11 +8,11 @@ the pass over its rows, the draft's passes, and what is outside both, as they we
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from sakiyomi.core.drops import ratio_error
 from sakiyomi.evaluation.tuning.lines import between
 from sakiyomi.evaluation.tuning.watch import Round
 from sakiyomi.theory import positional_acceptance, round_speedup
@@ -205,18 +205,6 @@ def weighed(texts: Texts, few: Texts, many: Texts, plain: float) -> Expected:
 def counts(texts: Texts) -> list[tuple[int, int]]:
     """(tokens, rounds) of each text."""
     return [(sum(part.tokens for part in text), len(text)) for text in texts if text]
-
-
-def ratio_error(pairs: Sequence[tuple[float, float]]) -> float:
-    """Standard error of sum of the first / sum of the second, in shares of it, if pairs were drawn by chance.
-
-    Cochran, Sampling Techniques (1977), equation 6.13. Of a single pair nothing is known: 0.
-    """
-    if len(pairs) < 2:
-        return 0.0
-    first, second = (math.fsum(part) for part in zip(*pairs, strict=True))
-    left = math.fsum((a - first / second * b) ** 2 for a, b in pairs)
-    return math.sqrt(len(pairs) * left / (len(pairs) - 1)) / first
 
 
 def by_place(rounds: Sequence[Round]) -> list[float]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from sakiyomi.core.drops import ratio_error
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
@@ -26,7 +27,7 @@ from sakiyomi.evaluation.tuning.beginnings import beginnings
 from sakiyomi.evaluation.tuning.calibrate import ALONE, BATCH, OVER, Calibration, Candidate, Gamma, Note, Prompts
 from sakiyomi.evaluation.tuning.candidates import available, made, named
 from sakiyomi.evaluation.tuning.config import PairConfig
-from sakiyomi.evaluation.tuning.predict import Expected, ratio_error
+from sakiyomi.evaluation.tuning.predict import Expected
 
 __all__ = ["tune"]
 
@@ -89,7 +90,13 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     if config.save:
         path = profile_path(llm.target, llm.tokenizer)
         profile = Profile(
-            lasting(best["draft"]), best["gamma"], best["measured_speedup"], result["conditions"], result["table"]
+            lasting(best["draft"]),
+            best["gamma"],
+            best["measured_speedup"],
+            result["conditions"],
+            result["table"],
+            best["measured_tau"],
+            best["tau_error"],
         )
         write_profile(path, profile)
         result["file"] = str(path)
@@ -249,10 +256,11 @@ class Comparison:
 def _fill(row: dict[str, Any], run: _Runs, base: float) -> None:
     tokens = [(tokens, rounds) for tokens, rounds, _ in run.texts]
     row["measured_tau"] = sum(count for count, _ in tokens) / sum(rounds for _, rounds in tokens)
+    row["tau_error"] = ratio_error(tokens)
     row["measured_tokens_per_second"] = run.rate
     row["measured_speedup"] = run.rate / base
     row["error"] = row["predicted_speedup"] / row["measured_speedup"] - 1.0
-    row["sampling"] = math.hypot(row["sampling"], ratio_error(tokens))
+    row["sampling"] = math.hypot(row["sampling"], row["tau_error"])
 
 
 def _row(draft: str, gamma: int | str, expected: Expected, plain: float) -> dict[str, Any]:

@@ -8,12 +8,20 @@ from __future__ import annotations
 from sakiyomi.train.config.base import Flag, LlamaSizes, LoopConfig, RunConfig, Settings, TextConfig
 from sakiyomi.train.config.beside import AnsweredConfig, LococoConfig, MedusaConfig, RetainingConfig
 from sakiyomi.train.config.data import DistillDataConfig, NgramConfig
-from sakiyomi.train.config.language import DraftConfig, RetrieverConfig, TargetConfig, TextRunConfig
+from sakiyomi.train.config.language import (
+    DraftConfig,
+    EagleConfig,
+    RetrieverConfig,
+    TargetConfig,
+    TaughtConfig,
+    TextRunConfig,
+)
 
 __all__ = [
     "AnsweredConfig",
     "DistillDataConfig",
     "DraftConfig",
+    "EagleConfig",
     "Flag",
     "LlamaSizes",
     "LococoConfig",
@@ -25,6 +33,7 @@ __all__ = [
     "RunConfig",
     "Settings",
     "TargetConfig",
+    "TaughtConfig",
     "TextConfig",
     "TextRunConfig",
 ]

@@ -1,4 +1,4 @@
-"""Settings of the recipes of whole models: a target, a retriever, a draft."""
+"""Settings of the recipes that read text: a target, a retriever, a draft, an EAGLE head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from sakiyomi.train.config.base import Group, LlamaSizes, LoopConfig, RunConfig, TextConfig, require, setting
 
-__all__ = ["DraftConfig", "RetrieverConfig", "TargetConfig", "TextRunConfig"]
+__all__ = ["DraftConfig", "EagleConfig", "RetrieverConfig", "TargetConfig", "TaughtConfig", "TextRunConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +124,8 @@ class SampleConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig(TextRunConfig):
-    """A small Llama draft distilled from a target; the tokenizer and the vocabulary are the target's."""
+class TaughtConfig(TextRunConfig):
+    """What learns from a target, on text and on what the target writes."""
 
     REQUIRED: ClassVar[dict[str, str]] = {"target": "the model to draft for"} | TextRunConfig.REQUIRED
 
@@ -133,15 +133,33 @@ class DraftConfig(TextRunConfig):
         "valid": "Held-out file, NAME=FILE; the acceptance is reported under the name. Repeatable; without it some of "
         "the training text is held back.",
         "minutes": "Training time in minutes of wall clock, without the time for samples.",
-        "row_tokens": "Row length in tokens; one only, rows are reused with their labels.",
-        "layers": "Layers; the time of a draft step is mostly overhead per layer.",
         "eval_minutes": "Minutes of training between acceptance measurements.",
     }
 
-    loop: LoopConfig = field(default=LoopConfig(minutes=15.0, decay_share=0.5, row_tokens=(512,), eval_minutes=3.0))
     target: str = setting(
         "", "The target: embedded name (tales), folder in Hugging Face format, or hub id; any causal LM."
     )
+    greedy_weight: float = setting(
+        0.5, "Weight of -log q(the target's likeliest token) beside the KL divergence.", least=0
+    )
+    sampling: SampleConfig = SampleConfig()
+    eval_prompts: int = setting(32, "Held-out prompts of each file, of 64 tokens, continued by 128.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(len(self.loop.row_tokens) == 1, "row_tokens", self.loop.row_tokens, "one length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(TaughtConfig):
+    """A small Llama draft distilled from a target; the tokenizer and the vocabulary are the target's."""
+
+    HELP: ClassVar[dict[str, str]] = TaughtConfig.HELP | {
+        "row_tokens": "Row length in tokens; one only, rows are reused with their labels.",
+        "layers": "Layers; the time of a draft step is mostly overhead per layer.",
+    }
+
+    loop: LoopConfig = field(default=LoopConfig(minutes=15.0, decay_share=0.5, row_tokens=(512,), eval_minutes=3.0))
     init: str = setting(
         "",
         "A model to start from (embedded name, folder or hub id), such as the Llama that `train target --tokenizer "
@@ -151,12 +169,7 @@ class DraftConfig(TextRunConfig):
     top: int = setting(
         64, "The target's likeliest tokens kept as labels of a position; one bucket holds the rest.", least=1
     )
-    greedy_weight: float = setting(
-        0.5, "Weight of -log q(the target's likeliest token) beside the KL divergence.", least=0
-    )
     label_gib: float = setting(2.0, "Memory in GiB for labels that later epochs use again.", least=0, resume=True)
-    sampling: SampleConfig = SampleConfig()
-    eval_prompts: int = setting(32, "Held-out prompts of each file, of 64 tokens, continued by 128.", least=1)
     gamma: int = setting(4, "Draft tokens a round in the acceptance measurements.", least=1)
     cost: str = setting(
         "measured",
@@ -166,7 +179,6 @@ class DraftConfig(TextRunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(len(self.loop.row_tokens) == 1, "row_tokens", self.loop.row_tokens, "one length")
         if self.cost != "measured":
             require(0 < self.given_cost < math.inf, "cost", self.cost, "measured, or a number above 0")
 
@@ -177,3 +189,51 @@ class DraftConfig(TextRunConfig):
             return float(self.cost)
         except ValueError:
             return math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(TaughtConfig):
+    """An EAGLE-3 head on a frozen target: one decoder layer that reads hidden states beside tokens."""
+
+    HELP: ClassVar[dict[str, str]] = TaughtConfig.HELP | {
+        "row_tokens": "Row length in tokens; one only.",
+        "muon_lr": "Peak learning rate of Muon (matrices of the layer, and what joins hidden states); 0: AdamW trains "
+        "them, too.",
+        "adam_lr": "Peak learning rate of AdamW (norms, and the head over the vocabulary).",
+    }
+
+    loop: LoopConfig = field(
+        default=LoopConfig(minutes=40.0, decay_share=0.6, row_tokens=(256,), step_tokens=4096, compile=False)
+    )
+    text: TextConfig = field(default=TextConfig(muon_lr=0.05, adam_lr=0.005, weight_decay=0.0))
+    unroll: int = setting(
+        5, "Draft tokens that the head reads with features of its own while it learns, one step each.", least=1, most=16
+    )
+    step_decay: float = setting(0.8, "Weight of a step's loss to that of the step before.", above=0, most=1)
+    loss: str = setting(
+        "ce",
+        "What is made small: ce, the cross-entropy with the target's distribution, tv, its total variation distance, "
+        "which is the share that is rejected, or lk, -log of the share that is accepted.",
+    )
+    reads: tuple[int, ...] = setting(
+        (),
+        "Layers of the target whose outputs are read, counted from 0; none given: the method's own choice, 1, one "
+        "before the middle, and three before the last. Repeatable.",
+        least=0,
+    )
+    draft_vocab: int = setting(
+        0,
+        "Tokens that the head proposes, the most frequent ones of the training text; 0: all of the target's.",
+        least=0,
+    )
+    kv_heads: int = setting(0, "Key/value heads of the layer; 0: as many as the target's.", least=0)
+    intermediate: int = setting(0, "Width of the layer's MLP; 0: as the target's.", least=0)
+    own_head: bool = setting(
+        False, "Train the head over the vocabulary, which begins as the target's, too; otherwise it stays that."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.loss in ("ce", "tv", "lk"), "loss", self.loss, "ce, tv or lk")
+        length = self.loop.row_tokens[0]
+        require(length > self.unroll, "row_tokens", length, f"more than unroll {self.unroll}")

@@ -32,6 +32,7 @@ class SpecConfig:
         system: system message, before everything else.
         out: file for the results, a line for each question and drafter as soon as it is known. Results that an existing
             file holds are not measured again.
+        against: an earlier file of results: say where tokens a pass have fallen since, on the questions of both.
         dtype: auto (as stored), float32, bfloat16 or float16.
         device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         quantize: int8 or int4: quantize the target's weights.
@@ -51,6 +52,7 @@ class SpecConfig:
     template: str = "auto"
     system: str = ""
     out: str | None = None
+    against: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     quantize: str | None = None

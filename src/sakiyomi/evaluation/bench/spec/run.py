@@ -30,7 +30,7 @@ from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
 from sakiyomi.evaluation.bench.spec.questions import Question, chosen, digest, own_questions, read_questions
 from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results
-from sakiyomi.evaluation.bench.spec.table import rows
+from sakiyomi.evaluation.bench.spec.table import rows, since
 from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.candidates import available, made
 from sakiyomi.evaluation.tuning.config import PairConfig
@@ -55,6 +55,7 @@ def run(config: SpecConfig, note: Note = silent) -> list[Row]:
     wanted = chosen(questions, config.categories, config.count)
     template = read_template(config.template)
     _check(config)
+    before = None if config.against is None else Results.read(config.against)
     note(f"loading {config.target}")
     # One more slot than requests that run at once: the judge and oracles need one of their own.
     llm = load(config, "none", exact=config.exact, compile=config.compile, max_batch=2, strict=True)
@@ -83,7 +84,7 @@ def run(config: SpecConfig, note: Note = silent) -> list[Row]:
             where = f"question {place} of {len(wanted)} ({question.category}), "
             asked = {name: ways[name] for name in dict.fromkeys((PLAIN, *missing))}
             results.add(_ask(config, llm, talks(question), asked, lambda text, where=where: note(where + text)))  # type: ignore[misc]
-    return rows(results, notes)
+    return rows(results, notes) + ([] if before is None else [since(results, before)])
 
 
 def _check(config: SpecConfig) -> None:

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sakiyomi.core.drops import Tau, change, fallen
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.report import Row, unclaimed
 from sakiyomi.evaluation.bench.runner import Agreement, Lap, Spread, Standing
 from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results, differences
 
-__all__ = ["ALL", "compared", "figures", "rows"]
+__all__ = ["ALL", "compared", "figures", "rows", "since"]
 
 ALL = "all"
 OWN = {ALL, "name", "decode", "tau", "tokens_per_second", "equal", "near_ties", "defects", "by_category"}
@@ -165,6 +166,39 @@ def compared(several: Sequence[Results]) -> Row:
         apart = differences(several[0].settings, results.settings)
         notes += [f"{key}: {names[0]} {old!r:.80}, {name} {new!r:.80}" for key, (old, new) in apart.items()]
     return Row("compare", f"speed-up (x), tokens a pass (tau) and tokens/s by those of {names[0]}", lines, {}, notes)
+
+
+def since(now: Results, before: Results) -> Row:
+    """Where drafts are accepted less than in an earlier file, on the questions and drafters of both.
+
+    Raises:
+        InputError: nothing is in both.
+    """
+    common = [key for key in now.records if key in before.records and key[1] != PLAIN]
+    if not common:
+        raise InputError(f"{str(before.path)!r} has no question and drafter that were measured now; give another file")
+    lines, notes = [], []
+    for draft in dict.fromkeys(draft for _, draft in common):
+        keys = [key for key in common if key[1] == draft]
+        for category in [*dict.fromkeys(now.records[key].category for key in keys), ALL]:
+            wanted = [key for key in keys if category in (ALL, now.records[key].category)]
+            new, old = (Tau.of([_passes(results.records[key]) for key in wanted]) for results in (now, before))
+            fell = fallen(new, old)
+            line = {"name": draft, "category": category, "questions": len(wanted), "tau then": old.value}
+            lines.append(line | {"tau": new.value, "change": change(new, old), "fell": "yes" if fell else None})
+            if fell:
+                notes.append(
+                    f"{draft}, {category}: acceptance has fallen, tau {old.value:.2f} -> {new.value:.2f} "
+                    f"({change(new, old):+.0%})"
+                )
+    apart = differences(before.settings, now.settings)
+    notes += [f"{key}: then {old!r:.80}, now {new!r:.80}" for key, (old, new) in apart.items()]
+    return Row("against", f"tokens a pass, then ({before.path}) and now", lines, {}, notes)
+
+
+def _passes(record: Record) -> tuple[float, float]:
+    """Tokens and passes of all laps."""
+    return sum(lap["committed"] for lap in record.laps), max(sum(lap["rounds"] for lap in record.laps), 1)
 
 
 def _side_by_side(draft: str, category: str, names: Sequence[str], each: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""Whether the draft that was chosen for a target is still accepted as it was then, on the texts of today."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from sakiyomi.core.drops import Tau, change, fallen
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import read_prompts
+from sakiyomi.evaluation.loading import load
+from sakiyomi.evaluation.tuning.beginnings import beginnings
+from sakiyomi.evaluation.tuning.config import PairConfig
+
+__all__ = ["watch"]
+
+
+def watch(config: PairConfig, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Measure tau of the draft that ``tune`` has chosen, with the length and the temperature of that time.
+
+    Args:
+        config: target and prompts.
+        note: told what is being done.
+
+    Returns:
+        ``tau``, ``chosen_tau`` and their errors, ``change`` and ``fell``, as JSON values.
+
+    Raises:
+        InputError: no draft was chosen for this target here, or drafters were given.
+    """
+    if config.draft or config.drafts is not None:
+        raise InputError("watch measures the draft that was chosen before; leave out --draft and --drafts")
+    texts = beginnings(config.count) if config.prompts is None else read_prompts(config.prompts, config.count)
+    note(f"loading {config.target}")
+    llm = load(config, "auto", compile=True, strict=True)
+    profile = llm.profile
+    if profile is None or profile.chosen is None:
+        why = "nothing was tuned" if profile is None else "no draft with a known tau was chosen"
+        raise InputError(f"{why} for {config.target} here, so that nothing can be compared; run sakiyomi tune first")
+    params = SamplingParams(
+        max_new_tokens=int(profile.conditions["max_new_tokens"]),
+        temperature=float(profile.conditions["temperature"]),
+        gamma=profile.gamma,
+    )
+    found: list[tuple[float, float]] = []
+    for number, text in enumerate(texts, start=1):
+        note(f"text {number} of {len(texts)}")
+        prompt = llm.tokenizer(text).input_ids[: config.prompt_tokens]
+        stats = llm.generate([prompt], replace(params, seed=number))[0].stats
+        if stats.rounds:
+            found.append((stats.committed, stats.rounds))
+    if not found:
+        raise InputError("all texts end with their first token, so that there is no round to look at; give others")
+    now, then = Tau.of(found), profile.chosen
+    return {
+        "target": config.target,
+        "draft": profile.draft,
+        "gamma": profile.gamma,
+        "texts": len(found),
+        "tau": now.value,
+        "tau_error": now.error,
+        "chosen_tau": then.value,
+        "chosen_error": then.error,
+        "chosen_on": profile.conditions.get("prompts"),
+        "change": change(now, then),
+        "fell": fallen(now, then),
+    }

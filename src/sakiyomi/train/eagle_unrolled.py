@@ -1,0 +1,214 @@
+"""An EAGLE-3 head while it learns: run over whole texts, with the target's features and then with its own.
+
+Li et al. 2025, arXiv 2503.01840, section 3.2 (training-time test). In step k every token is read with the feature that
+the head itself gave in step k - 1, as the k-th draft token behind one with a feature of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from sakiyomi.drafters.eagle_heads.module import EagleOptions, make_module
+from sakiyomi.drafters.medusa_heads.backbone import Backbone
+from sakiyomi.model_executor.structural_copy import layer_list
+
+__all__ = ["TargetStates", "UnrolledHead", "head_config", "new_head"]
+
+
+class TargetStates:
+    """What a target's layers give for whole texts, computed on the way and kept by nobody.
+
+    Args:
+        target: a frozen causal LM.
+        layers: whose outputs are wanted.
+    """
+
+    def __init__(self, target: Any, layers: Sequence[int]) -> None:
+        self.backbone = Backbone(target)
+        list_of = target.get_submodule(
+            layer_list(target, int(target.config.get_text_config().num_hidden_layers), "train eagle")
+        )
+        self._modules = [list_of[layer] for layer in layers]
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T) ids to the outputs of the layers side by side, (B, T, layers * H), and what the head reads."""
+        found: dict[int, Tensor] = {}
+
+        def gave(place: int) -> Any:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                found[place] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        hooks = [module.register_forward_hook(gave(place)) for place, module in enumerate(self._modules)]
+        try:
+            with torch.autocast(ids.device.type, enabled=False):
+                last = self.backbone(ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([found[place] for place in range(len(self._modules))], -1), last
+
+    @torch.no_grad()
+    def probs(self, last: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The target's distributions over some of its tokens, None: all, and where the likeliest is one of them.
+
+        Args:
+            last: (n, H), what its head reads.
+            tokens: that the others' mass is spread over.
+
+        Returns:
+            (n, tokens) and (n,) bool.
+        """
+        with torch.autocast(last.device.type, enabled=False):
+            logits = self.backbone.head(last)
+        if tokens is None:
+            return torch.softmax(logits.float(), -1), torch.ones(len(last), dtype=torch.bool)
+        known = torch.isin(logits.argmax(-1), tokens)
+        return torch.softmax(logits[:, tokens].float(), -1), known
+
+
+class UnrolledHead(nn.Module):
+    """The head's parts in the order in which they work.
+
+    Args:
+        module: the head as a causal LM, from `make_module`, with one layer.
+        joined: width of the hidden states that it reads, side by side.
+
+    Attributes:
+        layers: what joins the target's states to a feature, and the decoder layer.
+        head: over the vocabulary.
+    """
+
+    def __init__(self, module: Any, joined: int) -> None:
+        super().__init__()
+        layer, config = module.model.layers[0], module.config
+        self.layers = nn.ModuleList([nn.Linear(joined, config.hidden_size, bias=False), layer])
+        self.norm, self.head, self.embed = module.model.norm, module.lm_head, module.model.embed_tokens
+        self.embed.requires_grad_(False)
+        self._rotary = module.model.rotary_emb
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._dim = layer.self_attn.head_dim
+
+    def forward(self, ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
+        """What the head over the vocabulary reads in every step.
+
+        Args:
+            ids: (B, T) tokens.
+            states: (B, T, joined) the target's for the token before each.
+            steps: at most; row t of step k is that of the token t as k-th draft token: rows before k mean nothing.
+
+        Yields:
+            (B, T, hidden) of each step.
+        """
+        layer: Any = self.layers[1]
+        embedded = layer.input_layernorm(self.embed(ids))
+        features = self.layers[0](states.to(self.norm.weight.dtype))
+        places = torch.arange(ids.shape[1], device=ids.device)[None]
+        turned = self._rotary(embedded, places)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for _ in range(steps):
+            read = torch.cat([embedded, layer.hidden_norm(features).to(embedded.dtype)], -1)
+            features = features + self._attend(layer.self_attn, read, turned, keys, values)
+            features = features + layer.mlp(layer.post_attention_layernorm(features))
+            yield self.norm(features)
+            features = _behind(features, 1)
+
+    def _attend(
+        self, attention: Any, read: Tensor, turned: tuple[Tensor, Tensor], keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        """Attention of a step to tokens with the target's features and, behind them, to the draft tokens so far.
+
+        Args:
+            attention: its projections.
+            read: (B, T, 2 hidden).
+            turned: cosines and sines of the rotary positions.
+            keys, values: (B, heads, T, width) of the steps before; those of this step are added.
+        """
+        shape = (*read.shape[:2], -1, self._dim)
+        q, k, v = (
+            project(read).view(shape).transpose(1, 2)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        q, k = (each.to(v.dtype) for each in apply_rotary_pos_emb(q, k, *turned))
+        times = self._heads // self._kv_heads
+        keys.append(k.repeat_interleave(times, 1))
+        values.append(v.repeat_interleave(times, 1))
+        step, length = len(keys) - 1, q.shape[2]
+        q = q * self._dim**-0.5
+        # Step k's row t sees tokens up to t - k as the target read them, and t - k + j as the j-th draft token.
+        seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril(-step)
+        whole = (q @ keys[0].transpose(2, 3)).float().masked_fill(~seen, -torch.inf)
+        own = [(q * _behind(keys[j], step - j)).sum(-1, keepdim=True).float() for j in range(1, step + 1)]
+        weights = torch.softmax(torch.cat([whole, *own], -1), -1).to(v.dtype)
+        mixed = weights[..., :length] @ values[0]
+        for j in range(1, step + 1):
+            mixed = mixed + weights[..., length + j - 1, None] * _behind(values[j], step - j)
+        found: Tensor = attention.o_proj(mixed.transpose(1, 2).flatten(2))
+        return found
+
+
+def _behind(rows: Tensor, count: int) -> Tensor:
+    """Each row's values in the place of the row so many behind it; (..., T, width)."""
+    return F.pad(rows, (0, 0, count, 0))[..., : rows.shape[-2], :] if count else rows
+
+
+def head_config(target: Any, *, kv_heads: int = 0, intermediate: int = 0) -> dict[str, Any]:
+    """The configuration of a decoder layer as wide as a target's, in the form of Llama's.
+
+    Args:
+        target: a causal LM.
+        kv_heads, intermediate: in the place of the target's own; 0: these.
+    """
+    config = target.config.get_text_config()
+    width, heads = int(config.hidden_size), int(config.num_attention_heads)
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    theta = rope.pop("rope_theta", 10000.0)
+    scaled = rope if rope.get("rope_type", "default") != "default" else None
+    return {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": intermediate or int(getattr(config, "intermediate_size", None) or 4 * width),
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or int(getattr(config, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(config, "head_dim", None) or width // heads),
+        "hidden_act": "silu",
+        "rms_norm_eps": float(getattr(config, "rms_norm_eps", None) or 1e-6),
+        "rope_theta": float(theta),
+        "rope_scaling": scaled,
+        "max_position_embeddings": int(getattr(config, "max_position_embeddings", None) or 2048),
+        "tie_word_embeddings": False,
+        "vocab_size": int(target.get_output_embeddings().weight.shape[0]),
+    }
+
+
+@torch.no_grad()
+def new_head(target: Any, config: dict[str, Any], options: EagleOptions, tokens: Tensor | None) -> UnrolledHead:
+    """A head with random weights, which begins with the target's embedding, last norm and head over the vocabulary.
+
+    A layer that begins as the target's last one learnt no faster (docs/log.md).
+
+    Args:
+        target: a causal LM.
+        config: from `head_config`.
+        options: of the head.
+        tokens: that it proposes; None: all.
+    """
+    out = target.get_output_embeddings().weight.float()
+    embedding = target.get_input_embeddings().weight.detach()
+    made = make_module(config, options, embedding, len(out) if tokens is None else len(tokens)).float()
+    made.model.embed_tokens = nn.Embedding.from_pretrained(embedding)  # the target's own, in its dtype
+    made.lm_head.weight.copy_(out if tokens is None else out[tokens])
+    with suppress(AttributeError, RuntimeError):  # of other names, or another kind
+        made.model.norm.weight.copy_(target.base_model.norm.weight)
+    return UnrolledHead(made, len(options.layers) * config["hidden_size"])

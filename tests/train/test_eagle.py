@@ -1,0 +1,236 @@
+"""Training of EAGLE heads: what is learnt, what a run leaves behind, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_toys import rows
+from sakiyomi import LLM, InputError, SamplingParams
+from sakiyomi.core.outputs import Stats
+from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
+from sakiyomi.drafters.eagle_heads.module import EagleOptions
+from sakiyomi.model_executor.loading import load_model
+from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.config import EagleConfig
+from sakiyomi.train.eagle import train_eagle
+from sakiyomi.train.eagle_measures import CHAIN, DEPTH, measured, rank_continuations
+from sakiyomi.train.eagle_unrolled import TargetStates, UnrolledHead, head_config, new_head
+from sakiyomi.train.losses import soft_loss
+from toys import tiny_llama
+from train_toys import losses, stop_at, story_file, tiny_gpt2, tiny_target
+
+
+def eagle_config(folder: Path, target: Path, **changes: Any) -> EagleConfig:
+    """Three steps on features of the head's own, and a budget of a few steps of the optimizer."""
+    text = story_file(folder / "train.jsonl")
+    valid = story_file(folder / "valid.jsonl", count=6, seed=1)
+    settings: dict[str, Any] = {
+        "out": str(folder / "eagle"),
+        "target": str(target),
+        "text": (str(text),),
+        "valid": (f"stories={valid}",),
+        "unroll": 3,
+        "tokens": 8 * 64,
+        "row_tokens": (32,),
+        "step_tokens": 64,
+        "warmup_steps": 2,
+        "eval_prompts": 2,
+        "samples": 0,
+        "compile": False,
+        "threads": 1,
+    }
+    return EagleConfig.of(**(settings | changes))
+
+
+def some_head(model: Any, tokens: Tensor | None = None) -> tuple[UnrolledHead, EagleFile]:
+    """A head with random weights, and the same as a file."""
+    torch.manual_seed(0)
+    layers = int(model.config.num_hidden_layers)
+    options = EagleOptions(layers=(0, layers - 2, layers - 1), target_size=model.config.hidden_size)
+    config = head_config(model, intermediate=40)
+    head = new_head(model, config, options, tokens)
+    with torch.no_grad():
+        for weight in head.parameters():
+            if weight.requires_grad:
+                weight.normal_(0, 0.3).add_(weight.dim() == 1)
+    named = {f"layers.0.{name}": weight for name, weight in head.layers[1].named_parameters()}
+    outer = {"fc.weight": head.layers[0].weight, "norm.weight": head.norm.weight, "lm_head.weight": head.head.weight}
+    tensors = {name: weight.detach() for name, weight in {**named, **outer}.items()}
+    return head, EagleFile(config, options, tensors, tokens, "some")
+
+
+# ---------------------------------------------------------------- what is learnt
+
+
+@torch.no_grad()
+def test_a_step_is_what_drafting_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row: tokens with the target's features, and behind them so many draft tokens with the head's own."""
+    model = tiny_llama()
+    head, file = some_head(model)
+    ids = torch.randint(0, 320, (1, 14), generator=torch.Generator().manual_seed(1))
+    joined, _ = TargetStates(model, file.options.layers)(ids)
+    features = joined[0] @ file.tensors["fc.weight"].T
+    embedding = model.get_input_embeddings().weight
+
+    def furthest() -> float:
+        worst = 0.0
+        for step, hidden in enumerate(head(ids[:, 1:], joined[:, :-1], 4)):
+            logits = head.head(hidden)[0]
+            for row in range(step, 13):
+                known, own = ids[0, 1 : row + 2 - step].tolist(), features[: row + 1 - step]
+                found, fed = rows(file, embedding, known, own)
+                for token in ids[0, row + 2 - step : row + 2].tolist():
+                    known, own = [*known, token], torch.cat([own, fed[-1:]])
+                    found, fed = rows(file, embedding, known, own)
+                worst = max(worst, float((logits[row] - found[-1]).abs().max()))
+        return worst
+
+    assert furthest() < 1e-4
+    with monkeypatch.context() as patch:  # tokens that the head has drafted itself, read as the target's
+        patch.setattr(Tensor, "tril", lambda self, diagonal=0: torch.tril(self))
+        assert furthest() > 1e-2
+    with monkeypatch.context() as patch:  # each token with its own feature
+        patch.setattr("sakiyomi.train.eagle_unrolled._behind", lambda rows, count: rows)
+        assert furthest() > 1e-2
+
+
+def _slow(kind: str, features: Tensor, head: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
+    probs = torch.softmax(features @ head.T, 1)
+    each = {
+        "ce": -(wanted * probs.log()).sum(1),
+        "tv": 0.5 * (probs - wanted).abs().sum(1),
+        "lk": -torch.minimum(probs, wanted).sum(1).log(),
+    }[kind]
+    return (each * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize("kind", ["ce", "tv", "lk"])
+def test_the_losses_are_the_slow_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    features, head = torch.randn(50, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    wanted, weights = torch.softmax(2 * torch.randn(50, 30), 1), torch.rand(50).round()
+    expected = _slow(kind, features, head, wanted, weights)
+    slow = torch.autograd.grad(3 * expected, (features, head))
+    for size in (1 << 20, 60):
+        monkeypatch.setattr("sakiyomi.train.losses.LOGITS_AT_ONCE", size)
+        loss = soft_loss(features, head, wanted, weights, kind)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        for one, other in zip(torch.autograd.grad(3 * loss, (features, head)), slow, strict=True):
+            assert torch.allclose(one, other, atol=1e-6)
+
+
+@torch.no_grad()
+def test_what_a_head_reads_and_begins_with() -> None:
+    model = tiny_llama()
+    options = EagleOptions(layers=(0, 0, 1), target_size=model.config.hidden_size)
+    tokens = torch.tensor([3, 9, 200])
+    head = new_head(model, head_config(model), options, tokens)
+    ids, width = torch.arange(8)[None], model.config.hidden_size
+    joined, last = TargetStates(model, options.layers)(ids)
+    found = model(input_ids=ids, output_hidden_states=True)
+    assert torch.allclose(joined[..., :width], found.hidden_states[1])
+    assert torch.allclose(last, found.hidden_states[-1])
+    assert torch.equal(head.head.weight, model.get_output_embeddings().weight[tokens])
+    assert torch.equal(head.norm.weight, model.model.norm.weight)
+    probs, known = TargetStates(model, options.layers).probs(last[0], tokens)
+    assert torch.allclose(probs, found.logits[0, :, tokens].softmax(-1))
+    assert known.tolist() == [token in tokens.tolist() for token in found.logits[0].argmax(-1).tolist()]
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_tau_from_ranks_is_that_of_the_engine(some: bool, tmp_path: Path) -> None:
+    """Rounds counted along the target's text are those of greedy chains."""
+    config = eagle_config(tmp_path, tiny_target(tmp_path), draft_vocab=200 if some else 0, tokens=30 * 64)
+    folder = Path(train_eagle(config)["model"])
+    llm = LLM(config.target, f"eagle:{folder}", compile=False, strict=True, dtype="float32")
+    torch.manual_seed(0)
+    prompts = [list(range(5, 25)), list(range(40, 60))]
+    params = SamplingParams(max_new_tokens=40, gamma=CHAIN, tree="chain", ignore_eos=True)
+    done = llm.generate(prompts, params)
+    texts = Continuations(prompts, [out.token_ids for out in done], [], 40, frozenset())
+    model = load_model(config.target, dtype="float32", device="cpu").model
+    file = read_eagle(folder, 2)
+    head = new_head(model, file.config, file.options, file.tokens)
+    weights = {f"layers.1.{n.removeprefix('layers.0.')}": t for n, t in file.tensors.items() if n.startswith("layers")}
+    weights |= {"layers.0.weight": file.tensors["fc.weight"], "norm.weight": file.tensors["norm.weight"]}
+    head.load_state_dict(weights | {"head.weight": file.tensors["lm_head.weight"]}, strict=False)
+    ranks = rank_continuations(head, TargetStates(model, file.options.layers), file.tokens, texts)
+    found = measured(ranks)
+    # The last rounds of a text draft no further than its length limit, which changes no round's tokens.
+    assert found[f"tau_chain_{CHAIN}"] == pytest.approx(Stats.total(out.stats for out in done).tau)
+    assert found[f"position_{DEPTH}"] <= 1
+
+
+# ---------------------------------------------------------------- a run
+
+
+@pytest.mark.parametrize("loss", ["ce", "tv", "lk"])
+def test_from_end_to_end(loss: str, tmp_path: Path) -> None:
+    """The head gets better, the target stays as it is, and what is left behind can be used at once."""
+    target = tiny_target(tmp_path)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    more = {"draft_vocab": 150, "samples": 4, "sample_batch": 4, "sample_tokens": 8} if loss == "ce" else {}
+    config = eagle_config(tmp_path, target, loss=loss, tokens=40 * 64, **more)
+    summary = train_eagle(config, "the command")
+    assert summary["finished"]
+    assert before == {path.name: path.read_bytes() for path in target.iterdir()}
+    folder = Path(summary["model"])
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    for words in ("An EAGLE-3 head", "the command", "position 7", "speedup greedy", f"--draft eagle:{folder}"):
+        assert words in card, words
+    steps = losses(config.loop.out)
+    assert sum(steps[-8:]) < sum(steps[:8])
+    found = read_eagle(folder, 2)
+    assert (found.tokens is None) == (loss != "ce")
+    assert json.loads((folder / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 1, 1]
+    texts = [
+        LLM(str(target), draft, compile=False, strict=True, dtype="float32")
+        .generate("Once upon a time", SamplingParams(max_new_tokens=20, gamma=2))
+        .token_ids
+        for draft in ("none", str(folder))
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_target_of_another_architecture(tmp_path: Path) -> None:
+    summary = train_eagle(eagle_config(tmp_path, tiny_gpt2(tmp_path), own_head=True))
+    assert summary["held_out"]["stories"]["tokens"] > 0
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(tmp_path)
+    train_eagle(eagle_config(tmp_path, target, out=str(tmp_path / "whole")))
+    parts = eagle_config(tmp_path, target, out=str(tmp_path / "parts"))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGINT)
+        assert not train_eagle(parts)["finished"]
+    assert train_eagle(parts.changed(resume=True))["finished"]
+    assert losses(str(tmp_path / "parts")) == losses(str(tmp_path / "whole"))
+    logs = [(tmp_path / name / "steps.jsonl").read_text().splitlines() for name in ("whole", "parts")]
+    assert {json.loads(line)["step"]: line for line in logs[1]} == dict(enumerate(logs[0]))
+    one, other = (read_eagle(tmp_path / name / "model", 2).tensors for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"reads": (0, 5)}, r"reads is \(0, 5\).*2 layers"),
+        ({"draft_vocab": 5000}, "draft_vocab is 5000"),
+        ({"kv_heads": 3}, "kv_heads is 3"),
+        ({"loss": "l2"}, "loss is 'l2'"),
+        ({"unroll": 40, "row_tokens": (32,)}, "unroll"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+    target = tiny_target(tmp_path)
+    with pytest.raises(InputError, match=said):
+        train_eagle(eagle_config(tmp_path, target, **wrong))
