@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,8 +132,12 @@ def test_rows_that_are_no_numbers_are_refused() -> None:
     assert GROWN[-1] == 3
     replay = made.model.replay
 
-    def spoiled(size: int, take: Callable[[torch.Tensor], int]) -> tuple[int, int]:
-        return replay(size, lambda logits: take(logits.fill_(torch.nan)))
+    def spoiled(size: int, take: Callable[[int], int]) -> tuple[int, int]:
+        def over(logits: int) -> int:
+            ctypes.memset(logits, 0xFF, 4 * VOCAB)  # no numbers
+            return take(logits)
+
+        return replay(size, over)
 
     made.model.replay = spoiled  # type: ignore[method-assign]
     one.tokens.append(5)

@@ -42,7 +42,7 @@ def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
     expected, found = passes(eager), passes(traced)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     if isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed:
-        assert traced.recorded(8) and set(traced.recorder._proven) == {8}
+        assert traced.recorded(8) and set(traced.recorder.ready) == {8}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "opt", "gpt2"])
@@ -96,7 +96,7 @@ def test_one_trace_serves_all_row_counts(monkeypatch: pytest.MonkeyPatch) -> Non
                 expected = eager.score([SequenceRows(other, 0, prompt(rows))]).logits
             assert torch.equal(found, expected)
     assert isinstance(traced.recorder, TracedPasses)
-    assert set(traced.recorder._proven) == {1, 4, 8, 16, 32, 64, 128}
+    assert set(traced.recorder.ready) == {1, 4, 8, 16, 32, 64, 128}
 
 
 @pytest.mark.parametrize("wrong", [1e-6, RuntimeError("shape '[1, 8, 64]' is invalid")], ids=["differs", "raises"])
@@ -124,7 +124,7 @@ def test_a_row_count_that_a_trace_does_not_serve_gets_its_own(
     traced.record((4,))
     assert all(torch.equal(a, b) for a, b in zip(expected, passes(traced), strict=True))
     assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed
-    assert sorted(traced.recorder._traces) == [4, 8, 16] == sorted({4, *traced.recorder._proven})
+    assert sorted(traced.recorder._traces) == [4, 8, 16] == sorted({4, *traced.recorder.ready})
 
 
 def test_without_compile_nothing_is_recorded() -> None:

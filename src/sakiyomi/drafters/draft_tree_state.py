@@ -108,7 +108,7 @@ class DraftTreeState:
         Returns:
             Rows of the accepted path, without the last committed token, whose logits are still wanted.
         """
-        rows = {candidate: row for row, candidate in enumerate(self.rows)}
+        rows = dict(zip(self.rows, range(len(self.rows)), strict=True))
         first, place = self.first, -1
         path: list[int] = []
         for position in range(first, len(tokens)):
@@ -197,19 +197,20 @@ class DraftTreeState:
         if worth is not None:
             chosen = chosen[: worth.size([candidates.values[candidate] for candidate in chosen])]
         tree = TokenTree(tuple(candidates.tokens), tuple(candidates.parents))
-        chosen.sort()
-        if len(chosen) < len(tree):
-            tree = tree.keep(chosen)
-        draws = []
-        for node, candidate in enumerate(chosen):
-            row = self._row_of.get(candidates.parents[candidate])
-            draws.append(Draw(node, self.name, row, self._probs[candidate], candidates.chances[candidate]))
+        count, rows = len(chosen), map(self._row_of.get, candidates.parents)
+        if count == len(tree.tokens):
+            draws = Draw.many(range(count), self.name, rows, self._probs, candidates.chances)
+        else:
+            chosen.sort()
+            tree, rows_of = tree.keep(chosen), list(rows)
+            columns = [[column[each] for each in chosen] for column in (rows_of, self._probs, candidates.chances)]
+            draws = Draw.many(range(count), self.name, *columns)
         kind: DraftKind = "point_mass"
         if self.drawn:
             kind = "chain" if tree.is_chain else "without_replacement"
         if self._drawn_from:
             self._table = torch.from_numpy(np.stack(self._drawn_from))
-        return Draft(tree, kind, tuple(draws), self._table, sound=True)
+        return Draft(tree, kind, draws, self._table, sound=True)
 
     def _path(self, candidate: int) -> list[int]:
         """Tokens from the root down to a candidate."""

@@ -151,7 +151,7 @@ class MedusaDrafter(Drafter):
                 depth, nodes = min(depth, self.tuned.heads), min(nodes, self.tuned.nodes)
                 width = self.tuned.top_k
         levels = self.confidence[context.rule]
-        candidates, builder = begin_tree(context, depth, nodes, [level.ranks for level in levels[:depth]])
+        candidates, builder = begin_tree(context, depth, nodes, lambda: [level.ranks for level in levels[:depth]])
         guesses = _Guesses(context, memory.sampler, self.name, candidates, builder, levels[0], drawn, context.slot, 0)
         guesses.begin(levels, width)
         memory.tree = guesses

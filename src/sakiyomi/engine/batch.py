@@ -40,11 +40,13 @@ class Batch:
         """A decoding round: each request's last token and the nodes of its tree."""
         batch = cls()
         for request, draft in zip(requests, drafts, strict=True):
-            assert request.slot is not None
-            tree = draft.tree
+            slot, tree = request.slot, draft.tree
+            assert slot is not None
             parents = None if tree.is_chain else (-1, *(parent + 1 for parent in tree.parents))
-            rows = SequenceRows(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents)
-            batch.add(request, draft, rows)
+            rows = SequenceRows(slot, request.cached, (request.tokens[-1], *tree.tokens), parents)
+            batch.requests.append(request)
+            batch.drafts.append(draft)
+            batch.rows.append(rows)
         return batch
 
     def add(self, request: Request, draft: Draft, rows: SequenceRows) -> None:
@@ -90,7 +92,7 @@ def make_room(batch: Batch, cache: SlotCache, check: Callable[[Request], None]) 
         assert request.slot is not None
         try:
             check(request)
-            cache.reserve(request.slot, request.cached + len(draft) + 1)
+            cache.reserve(request.slot, request.cached + len(draft.tree.tokens) + 1)
         except (DraftError, MemoryLimitError) as error:
             steps.append(request.fail(error))
     if steps:

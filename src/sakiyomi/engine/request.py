@@ -82,6 +82,7 @@ class Request:
 
     Attributes:
         context: what drafters see; its tokens are the only record of what was committed.
+        tokens: prompt and output: those of the context.
         prompt_tokens: how many of the tokens are the prompt.
         sampler, verifier, policy: made from the parameters once.
         text: turns tokens into text as they come.
@@ -124,15 +125,13 @@ class Request:
     logits: list[Tensor] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
 
+    def __post_init__(self) -> None:
+        self.tokens = self.context.tokens
+
     @property
     def id(self) -> int:
         """As in ``Step.request``."""
         return self.context.id
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and output."""
-        return self.context.tokens
 
     @property
     def output(self) -> list[int]:
@@ -156,7 +155,7 @@ class Request:
 
     def commit(self, draft: Draft, verdict: Verdict, rows: Rows) -> Step:
         """Take what the target decided: tokens up to a stop or the length limit, their trace, their text."""
-        tokens = [draft.tree.tokens[node] for node in verdict.path] + [verdict.token]
+        tokens = [*map(draft.tree.tokens.__getitem__, verdict.path), verdict.token]
         used, reason = self._until_end(tokens)
         text = ""
         if self.live:
@@ -199,9 +198,11 @@ class Request:
     def _until_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the new tokens count, and why the text ends there if it does."""
         room = self.last - len(self.tokens)
-        for used, token in enumerate(tokens[:room], start=1):
-            if token in self.context.stop_ids:
-                return used, "stop"
+        stops = self.context.stop_ids
+        if not stops.isdisjoint(tokens):
+            for used, token in enumerate(tokens[:room], start=1):
+                if token in stops:
+                    return used, "stop"
         return min(len(tokens), room), "length" if len(tokens) >= room else None
 
     def _count(self, draft: Draft, verdict: Verdict, used: int) -> None:
@@ -212,7 +213,7 @@ class Request:
             return  # the prefill's own token: no round
         stats.rounds += 1
         stats.committed += used
-        stats.drafted += len(draft)
+        stats.drafted += len(draft.tree.tokens)
         stats.accepted += min(len(verdict.path), used)  # a stop may lie within the path
         stats.rejected += len(verdict.refused) if used > len(verdict.path) else 0  # behind the end nothing was judged
         stats.hit_rounds += bool(verdict.path)

@@ -186,7 +186,7 @@ class SpeculationController:
             return
         seconds = clock.seconds(drafted)
         overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
-        known = self.target.known_seconds(sum(len(draft) + 1 for draft in batch.drafts))
+        known = self.target.known_seconds(sum(len(rows.tokens) for rows in batch.rows))
         if known is not None:  # the first pass of its size, or other work, is no cost of speculation
             seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
         pace = self._pace(len(kept))
@@ -270,7 +270,7 @@ class SpeculationController:
         if not draft.sound:
             draft.validate(self.target.vocab_size)
         check_fits(draft.judged_as, request.verifier)
-        if len(draft) > (room := _room(request)):
+        if len(draft.tree.tokens) > (room := _room(request)):
             draft = draft.cut(room)
         # With exact no larger than a pass that was tested. Draws are counted, not nodes: how many of a level's draws
         # fell together depends on their own values.
@@ -292,4 +292,5 @@ class SpeculationController:
 
 def _room(request: Request) -> int:
     """Draft tokens that may still be committed: the target's own token comes on top, and is in no cache yet."""
-    return min(request.last - len(request.tokens) - 1, request.boundary - len(request.tokens))
+    length = len(request.tokens)
+    return min(request.last - length - 1, request.boundary - length)

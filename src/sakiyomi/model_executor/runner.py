@@ -6,6 +6,7 @@ rows, slots and logits; it knows no drafts and no sampling.
 
 from __future__ import annotations
 
+import struct
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -131,6 +132,8 @@ class ModelRunner(Session):
         Returns:
             Logits of each row of the segments in order, or of each segment with `last`, and hidden states.
         """
+        if not last and self._describable() and (found := self._score_described(segments)) is not None:
+            return found
         if self.exact and len(segments) > 1 and sum(len(segment.tokens) for segment in segments) > self.sizes[-1]:
             # Beyond the largest size a pass would have another number of rows, and round otherwise.
             half = len(segments) // 2
@@ -193,14 +196,7 @@ class ModelRunner(Session):
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
         """Without the rows that only filled the pass up."""
         logits, states = found
-        reached = (layer for layer in self.weights.capture.layers if layer < self._depth)
-
-        def own(layer: int, state: Tensor) -> Tensor:
-            if layer == HEAD and keep is not None:
-                return state[keep] if len(keep) != len(state) else state
-            return state[:rows]
-
-        features = PassStates(dict(zip(reached, states, strict=True)), own)
+        features = PassStates(self.weights.capture.layers, self._depth, states, rows, keep)
         return PassOutput(logits, features, rows if keep is None else logits.shape[1])
 
     def _inputs(self, plan: BatchPlan, size: int) -> tuple[Tensor, Tensor]:
@@ -246,31 +242,78 @@ class ModelRunner(Session):
         plan.positions = [position]
         self.run(plan, self.padded(1))
 
-    # ------------------------------------------------------------ passes that compiled code describes
+    # ------------------------------------------------------------ passes that the kernels describe
+
+    def _describable(self) -> bool:
+        """Whether the kernels may describe passes by themselves: these are replayed, and nobody listens to them."""
+        eviction = self.eviction
+        return not (
+            self.backend.session is None
+            or self.recorder is None
+            or not self._proven
+            or self.watchers
+            or eviction.shifts
+            or self._reassigned
+            or self.cache.states.stores
+            or self.sources is not None
+            or self._note is not None
+            or eviction.observations is not None
+        )
+
+    def _score_described(self, segments: Sequence[SequenceRows]) -> PassOutput | None:
+        """A pass over decoding rows that the kernels describe; None: such a pass is not replayed."""
+        table: list[int] = []
+        rows, most = 0, self.sizes[-1]
+        for part in segments:
+            count = len(part.tokens)
+            rows += count
+            table += part.slot, count, part.length, part.done
+            if part.prompt or rows > most:
+                return None
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        assert self.recorder is not None
+        if size not in self.recorder.ready or size not in self._buffers:
+            return None
+        for part in segments:
+            table += part.tokens
+        for part in segments:
+            table += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
+        with self.lock, interpreted():
+            take_over(None)
+            observe.listen(None, None)
+            packed = struct.pack(f"={len(table)}q", *table)
+            self.backend.describe(len(segments), packed, size, self._buffers[size][1].data_ptr())
+            _, ids, positions = self._buffers[size]
+            began = time.perf_counter()
+            found = self.recorder.ready[size](ids, positions)
+            spent = time.perf_counter() - began
+        self._count(((size, spent),))
+        return self._output(found, rows, None)
+
+    def _count(self, passes: Sequence[tuple[int, float]]) -> None:
+        """Take the readings of replayed passes: rows and seconds of each."""
+        for size, seconds in passes:
+            self.forward_seconds += seconds
+            self.clock.add(size, True, seconds)
 
     def native_passes(self, rows: int) -> tuple[int, tuple[int, ...]] | None:
         """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.
 
         That is so where decoding passes of so many rows are replayed, and nobody listens to them: see ``replay``.
         """
+        if rows > self.sizes[-1] or not self._describable():
+            return None
         session, recorder = self.backend.session, self.recorder
-        if session is None or recorder is None or not self._proven or rows > self.sizes[-1]:
-            return None
-        simple = not (
-            self.watchers
-            or self.eviction.shifts
-            or self._reassigned
-            or self.cache.states.stores
-            or self.sources is not None
-        )
-        if not simple or self._note is not None or self.eviction.observations is not None:
-            return None
-        for size in self.sizes[: bisect_left(self.sizes, rows) + 1]:
-            if recorder.pass_of(size) is None and recorder.has(size) and (self.cache.free or self.cache.extra):
+        assert session is not None
+        assert recorder is not None
+        for size in self.sizes:
+            if size not in recorder.ready and recorder.has(size) and (self.cache.free or self.cache.extra):
                 with self.cache.lent(size) as slot:  # its first pass is compared with an eager one
                     self.score([SequenceRows(slot, 0, [0] * size)])
+            if size >= rows:
+                break
         # A size that was not compared yet, for want of a slot, is passed over: the next larger one is taken.
-        sizes = tuple([size for size in self.sizes if recorder.pass_of(size) is not None])
+        sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
         return (session, sizes) if sizes and sizes[-1] >= rows else None
 
     def pass_buffers(self, sizes: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -279,12 +322,13 @@ class ModelRunner(Session):
             self._inputs(BatchPlan([]), size)
         return [self._buffers[size][0] for size in sizes]
 
-    def replay(self, size: int, take: Callable[[Tensor], int]) -> tuple[int, int]:
+    def replay(self, size: int, take: Callable[[int], int]) -> tuple[int, int]:
         """Run passes that the kernels have described, and whose inputs they have written to ``pass_buffers``.
 
         Args:
             size: rows of the first one.
-            take: takes the logits of each, (1, rows, V), and says how many rows the next has; not positive: no more.
+            take: takes the address of the logits of each, (1, rows, V), and says how many rows the next has; not
+                positive: no more.
 
         Returns:
             Passes that were run, and what `take` said last.
@@ -293,22 +337,19 @@ class ModelRunner(Session):
             with torch.no_grad():
                 return self.replay(size, take)
         assert self.recorder is not None
-        passes = 0
+        ready, buffers, now = self.recorder.ready, self._buffers, time.perf_counter
+        passes: list[tuple[int, float]] = []
         with self.lock, interpreted():
             take_over(None)
             observe.listen(None, None)
             while size > 0:
-                replay = self.recorder.pass_of(size)
-                assert replay is not None, "native_passes has asked for it"
-                _, ids, positions = self._buffers[size]
-                began = time.perf_counter()
-                logits, _ = replay(ids, positions)
-                spent = time.perf_counter() - began
-                self.clock.add(size, True, spent)
-                self.forward_seconds += spent
-                passes += 1
-                size = take(logits)
-        return passes, size
+                _, ids, positions = buffers[size]
+                began = now()
+                logits, _ = ready[size](ids, positions)
+                passes.append((size, now() - began))
+                size = take(logits.data_ptr())
+        self._count(passes)
+        return len(passes), size
 
     # ------------------------------------------------------------ what passes cost
 
