@@ -208,7 +208,7 @@ class Draft:
         draws: at least one per node; those with the same parent stand in the order in which they were drawn.
         probs: (rows, V) float32 the distributions drawn from, after temperature and truncation; rows sum to 1. The
             drafter may use their memory again in the next round.
-        sound: right by construction, so that ``validate`` would find nothing.
+        sound: right by construction, so that ``validate`` would find nothing; and draw i is that of node i.
     """
 
     tree: TokenTree

@@ -45,6 +45,7 @@ class DraftTreeState:
         listed: for each candidate that was read (-1: the last committed token) the number of its first child, and all
             tokens that were listed as children, with their scores.
         first: position of the tokens of the first level.
+        worth: what a token is worth, where the tree's size follows from that and from the candidates' own chances.
     """
 
     context: Context
@@ -64,14 +65,11 @@ class DraftTreeState:
     _table: Tensor | None = None  # all of them, where they lie together
     _row_of: dict[int, int] = field(default_factory=dict)
     first: int = field(init=False)
+    worth: TokenValue | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.first = len(self.context.tokens)
-
-    @property
-    def worth(self) -> TokenValue | None:
-        """What a token is worth, where the tree's size follows from that and from the candidates' own chances."""
-        return None if self.drawn else self.context.worth
+        self.worth = None if self.drawn else self.context.worth
 
     @property
     def columns(self) -> int:

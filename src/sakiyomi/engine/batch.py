@@ -62,7 +62,7 @@ class Batch:
     def cases(self) -> list[Case]:
         """What is to be verified, by rows of the pass: one behind the last token, one behind each node."""
         cases, row = [], 0
-        for request, draft in self.pairs():
+        for request, draft in zip(self.requests, self.drafts, strict=True):
             context = request.context
             cases.append(Case(draft, row, len(context.tokens), request.verifier, request.sampler, context.noise))
             row += len(draft.tree.tokens) + 1
@@ -88,7 +88,7 @@ def make_room(batch: Batch, cache: SlotCache, check: Callable[[Request], None]) 
         The last steps of requests that end.
     """
     steps = []
-    for request, draft in batch.pairs():
+    for request, draft in zip(batch.requests, batch.drafts, strict=True):
         assert request.slot is not None
         try:
             check(request)

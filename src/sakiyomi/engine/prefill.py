@@ -50,7 +50,7 @@ class Prefill:
         """
         batch, budget = Batch(), self.chunk_size
         for request in running:
-            if request.prefilled or request.over or self.slots.waits(request):
+            if request.cached >= request.prompt_tokens or request.over or self.slots.waits(request):
                 continue
             if not (request.cached or self._read_images(request, steps)):
                 continue

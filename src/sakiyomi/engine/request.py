@@ -16,7 +16,7 @@ from torch import Tensor
 from sakiyomi.cache.prefix import Prefix, alike
 from sakiyomi.core.outputs import FinishReason, Generation, RoundTrace, Stats, Status, Step, TokenTrace
 from sakiyomi.core.text import TextStream
-from sakiyomi.core.tree import Draft, Verdict
+from sakiyomi.core.tree import Draft, Draw, Verdict
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_length import DraftLengthPolicy
 from sakiyomi.sampling.rows import as_row
@@ -225,7 +225,9 @@ class Request:
         lossy = not self.verifier.lossless
         chances = verdict.chances or self._chances(rows, places, tokens)
         entries = []
-        draws = {draw.node: draw for draw in reversed(draft.draws)}  # of several of a node the first
+        draws: Sequence[Draw] | dict[int, Draw] = draft.draws
+        if not draft.sound:  # else node i has draw i
+            draws = {draw.node: draw for draw in reversed(draft.draws)}  # of several of a node the first
         most = self.context.params.logprobs
         plain: Sequence[float] = ()
         if most is not None:

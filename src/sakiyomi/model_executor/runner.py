@@ -287,14 +287,9 @@ class ModelRunner(Session):
             began = time.perf_counter()
             found = self.recorder.ready[size](ids, positions)
             spent = time.perf_counter() - began
-        self._count(((size, spent),))
+        self.forward_seconds += spent
+        self.clock.add(size, True, spent)
         return self._output(found, rows, None)
-
-    def _count(self, passes: Sequence[tuple[int, float]]) -> None:
-        """Take the readings of replayed passes: rows and seconds of each."""
-        for size, seconds in passes:
-            self.forward_seconds += seconds
-            self.clock.add(size, True, seconds)
 
     def native_passes(self, rows: int) -> tuple[int, tuple[int, ...]] | None:
         """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.
@@ -338,7 +333,7 @@ class ModelRunner(Session):
                 return self.replay(size, take)
         assert self.recorder is not None
         ready, buffers, now = self.recorder.ready, self._buffers, time.perf_counter
-        passes: list[tuple[int, float]] = []
+        passes: dict[int, tuple[int, float]] = {}  # by rows: how many, and their seconds
         with self.lock, interpreted():
             take_over(None)
             observe.listen(None, None)
@@ -346,10 +341,13 @@ class ModelRunner(Session):
                 _, ids, positions = buffers[size]
                 began = now()
                 logits, _ = ready[size](ids, positions)
-                passes.append((size, now() - began))
+                count, seconds = passes.get(size, (0, 0.0))
+                passes[size] = count + 1, seconds + now() - began
                 size = take(logits.data_ptr())
-        self._count(passes)
-        return len(passes), size
+        for rows, (count, seconds) in passes.items():
+            self.forward_seconds += seconds
+            self.clock.add(rows, True, seconds / count)
+        return sum([count for count, _ in passes.values()]), size
 
     # ------------------------------------------------------------ what passes cost
 

