@@ -10,6 +10,7 @@ from torch import nn
 
 from architectures import CONFIGS, VOCAB, model_of, prompt
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.traced import WORTH_IT, TracedPasses
@@ -129,3 +130,33 @@ def test_a_row_count_that_a_trace_does_not_serve_gets_its_own(
 
 def test_without_compile_nothing_is_recorded() -> None:
     assert build_runner(tiny_llama(vocab=VOCAB), compile=False).recorder is None
+
+
+@pytest.mark.skipif(native() is None, reason="the kernels are not available")
+def test_passes_that_the_kernels_describe_are_those_of_plans() -> None:
+    """Trees, chains, and levels of a tree whose upper rows lie in the cache; other parents are other passes."""
+    runner = build_runner(model_of("llama"), compile="auto")
+    passes(runner)
+    described: list[int] = []
+    describe = runner.backend.describe
+
+    def counted(segments: int, *rest: Any) -> None:
+        described.append(segments)
+        describe(segments, *rest)
+
+    runner.backend.describe = counted  # type: ignore[method-assign]
+    with runner.cache.lent(60) as first, runner.cache.lent(60) as second:
+        for slot in (first, second):
+            runner.score([SequenceRows(slot, 0, prompt(7), prompt=True)])
+        runner.score([SequenceRows(first, 7, prompt(3, 1), (-1, 0, 0))])
+
+        def both(tree: tuple[int, ...]) -> torch.Tensor:
+            level = SequenceRows(first, 10, prompt(2, 2), (-1, 0, 0, *tree), done=3)
+            return runner.score([level, SequenceRows(second, 7, prompt(4, 3))]).logits.clone()
+
+        found, other = both((1, 2)), both((2, 1))
+        assert described == [1, 2, 2]
+        runner.watchers.append(lambda plan, seconds: None)  # who listens is told of the plan
+        assert torch.equal(both((1, 2)), found)
+        assert not torch.equal(found, other)
+        assert described == [1, 2, 2]

@@ -59,7 +59,7 @@ class DraftTreeState:
     held: int
     rows: list[int] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
-    listed: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
+    listed: dict[int, tuple[int, Sequence[int], Sequence[float]]] = field(default_factory=dict)
     _probs: list[float | None] = field(default_factory=list)  # the draft's, of each candidate
     _drawn_from: list[Row] = field(default_factory=list)
     _table: Tensor | None = None  # all of them, where they lie together

@@ -164,6 +164,12 @@ class NativeTrees:
         candidates.chances, candidates.values = real[1 : 1 + nodes], real[1 + nodes : 1 + 2 * nodes]
         state.drew(real[1 + 2 * nodes : ends], None if probs is None else probs[:levels])
         at += rows
+        if len(whole) - at == 4 * places:  # one token is listed at each
+            listed = zip(
+                whole[at + 1 :: 4], zip(whole[at + 3 :: 4], strict=True), zip(real[ends:], strict=True), strict=True
+            )
+            state.listed = dict(zip(whole[at::4], listed, strict=True))
+            places = 0
         for _ in range(places):
             place, start, count = whole[at : at + 3]
             state.listed[place] = start, whole[at + 3 : at + 3 + count], real[ends : ends + count]

@@ -185,7 +185,7 @@ class SpeculationController:
             return
         seconds = clock.seconds(drafted)
         overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
-        known = self.target.known_seconds(sum(len(rows.tokens) for rows in batch.rows))
+        known = self.target.known_seconds(sum([len(rows.tokens) for rows in batch.rows]))
         if known is not None:  # the first pass of its size, or other work, is no cost of speculation
             seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
         pace = self._pace(len(kept))
