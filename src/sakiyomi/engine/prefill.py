@@ -16,6 +16,7 @@ from sakiyomi.engine.request import Request
 from sakiyomi.engine.slots import SlotManager
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import HEAD, PassOutput
+from sakiyomi.model_executor.image_prompts import read_images
 from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Prefill"]
@@ -75,7 +76,7 @@ class Prefill:
         if source is not None and self.target.weights.encoder is None:
             assert request.slot is not None
             try:
-                request.cached = self.target.read_images(request.slot, source.inputs)
+                request.cached = read_images(self.target, request.slot, source.inputs)
             except MemoryLimitError as error:
                 steps.append(request.fail(error))
                 return False

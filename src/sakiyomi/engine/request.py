@@ -83,7 +83,6 @@ class Request:
 
     Attributes:
         context: what drafters see; its tokens are the only record of what was committed.
-        tokens: prompt and output: those of the context.
         prompt_tokens: how many of the tokens are the prompt.
         sampler, verifier, policy: made from the parameters once.
         text: turns tokens into text as they come.
@@ -128,13 +127,15 @@ class Request:
     prompt_logprobs: list[PromptToken] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
 
-    def __post_init__(self) -> None:
-        self.tokens = self.context.tokens
-
     @property
     def id(self) -> int:
         """As in ``Step.request``."""
         return self.context.id
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.context.tokens
 
     @property
     def output(self) -> list[int]:

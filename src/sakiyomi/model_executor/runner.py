@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -76,46 +76,6 @@ class ModelRunner(Session):
         if self.weights.stateful or self.weights.own_attention or self.weights.offloaded:
             return "it has recurrent layers, attention of its own, or weights that are offloaded"
         return None
-
-    def read_images(self, slot: int, inputs: Mapping[str, Tensor]) -> int:
-        """Read a prompt with images in an empty slot, all tokens but the last one, by the model's own forward.
-
-        Rows of an image may look at each other, and encoders have a say: so this is one pass with transformers' own
-        attention and cache, whose keys and values are then copied. Positions behind the images may be others than
-        places: the slot's later rows are shifted as the model does it.
-
-        Args:
-            slot: of the request.
-            inputs: what the model's processor has made, a batch of one.
-
-        Returns:
-            How many tokens lie in the slot.
-
-        Raises:
-            MemoryLimitError: there is no room for them.
-        """
-        from transformers import DynamicCache
-
-        count = inputs["input_ids"].shape[1] - 1
-        given = {name: part.to(self.device) for name, part in inputs.items()}
-        given = {name: part.to(self.dtype) if part.is_floating_point() else part for name, part in given.items()}
-        self.cache.reserve(slot, count + 1)
-        with torch.no_grad(), self.lock:
-            began = time.perf_counter()
-            self.begin(BatchPlan([]), count + 1)
-            self.module.set_attn_implementation("sdpa")
-            try:
-                made = self.module(**given, past_key_values=DynamicCache(), use_cache=True)
-            finally:
-                self.module.set_attn_implementation(self.backend.operator)
-                self.cache.begin(None)
-            for layer, pairs in enumerate(made.past_key_values.layers):
-                self.cache.keys[layer][slot][:, :count] = pairs.keys[0, :, :count]
-                self.cache.values[layer][slot][:, :count] = pairs.values[0, :, :count]
-            shift = getattr(self.module.model, "rope_deltas", None)
-            self.eviction.shifts[slot] = 0 if shift is None else int(shift.flatten()[0])
-            self.forward_seconds += time.perf_counter() - began
-        return count
 
     # ------------------------------------------------------------ passes
 
