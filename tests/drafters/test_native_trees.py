@@ -143,3 +143,10 @@ def test_rows_that_are_no_numbers_are_refused() -> None:
     one.tokens.append(5)
     with pytest.raises(InputError, match="no token is left"):
         made.propose([one], [3])
+
+
+def test_passes_of_many_requests_have_inputs_too() -> None:
+    """A recorded model replays all of its row counts, the largest as well: with 128 rows drafting once failed."""
+    model = drafter(torch.float32, VOCAB, native=True, slots=40).model
+    assert 128 in model.sizes
+    assert [rows.shape for rows in model.pass_buffers(model.sizes)] == [(2, size) for size in model.sizes]

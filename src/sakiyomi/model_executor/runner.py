@@ -23,7 +23,7 @@ from sakiyomi.model_executor.attention import observe
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassResult
 from sakiyomi.model_executor.attention.torch import take_over
 from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
-from sakiyomi.model_executor.session import SIZES, Session
+from sakiyomi.model_executor.session import Session
 from sakiyomi.model_executor.traced import interpreted
 
 __all__ = ["ModelRunner"]
@@ -165,7 +165,7 @@ class ModelRunner(Session):
         if buffer is None:
             both = torch.zeros(2, size, dtype=torch.int64)
             buffer = both.numpy(), both[:1], both[1:]
-            if size <= SIZES[-1]:  # a chunk of a prompt may have any length
+            if size in self.sizes:  # a chunk of a prompt may have any length
                 self._buffers[size] = buffer
         rows, (numbers, ids, positions) = plan.rows, buffer
         numbers[:, :rows] = plan.tokens, plan.positions
