@@ -201,8 +201,8 @@ class DraftTreeState:
         else:
             chosen.sort()
             tree, rows_of = tree.keep(chosen), list(rows)
-            columns = [[column[each] for each in chosen] for column in (rows_of, self._probs, candidates.chances)]
-            draws = Draw.many(range(count), self.name, *columns)
+            probs, chances = ([column[each] for each in chosen] for column in (self._probs, candidates.chances))
+            draws = Draw.many(range(count), self.name, [rows_of[each] for each in chosen], probs, chances)
         kind: DraftKind = "point_mass"
         if self.drawn:
             kind = "chain" if tree.is_chain else "without_replacement"

@@ -67,13 +67,18 @@ class PassRecorder(Protocol):
     Attributes:
         mode: how recorded passes run, in one word.
         fresh: the last pass was recorded first, so that its time says nothing of the next ones.
-        ready: by row count what replays a described pass, once it is known to be right; nothing where only ``run``
-            does. Within ``interpreted`` (``traced.py``).
     """
 
     mode: ClassVar[str]
     fresh: bool
-    ready: Mapping[int, PassForward]
+
+    @property
+    def ready(self) -> Mapping[int, PassForward]:
+        """By row count what replays a described pass, once it is known to be right; nothing where only ``run`` does.
+
+        Within ``interpreted`` (``traced.py``).
+        """
+        ...
 
     def has(self, rows: int) -> bool:
         """Whether a pass of so many rows is replayed, or will be when it comes."""
