@@ -155,8 +155,8 @@ def test_passes_that_the_kernels_describe_are_those_of_plans() -> None:
             return runner.score([level, SequenceRows(second, 7, prompt(4, 3))]).logits.clone()
 
         found, other = both((1, 2)), both((2, 1))
-        assert described == [1, 2, 2]
+        assert described == [2, 2]  # the first pass has another row count, which was not compared yet
         runner.watchers.append(lambda plan, seconds: None)  # who listens is told of the plan
         assert torch.equal(both((1, 2)), found)
         assert not torch.equal(found, other)
-        assert described == [1, 2, 2]
+        assert described == [2, 2]
