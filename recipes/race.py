@@ -73,8 +73,9 @@ def lane(name: str, parts: list[Part], top: float, slower: float) -> tuple[str, 
             column += len(word)
             rows[-1] = (*rows[-1][:2], rows[-1][2] + word)
         drawn = [
-            f'<text x="{20 + start * CHARACTER:.1f}" y="{top + 46 + row * LINE:.0f}" '
-            f'textLength="{len(words) * CHARACTER:.1f}">{html.escape(words)}</text>'
+            f'<text x="{20 + (start + len(words) - len(words.lstrip())) * CHARACTER:.1f}" '
+            f'y="{top + 46 + row * LINE:.0f}" textLength="{len(words.strip()) * CHARACTER:.1f}">'
+            f"{html.escape(words.strip())}</text>"
             for start, row, words in rows
             if words.strip()
         ]
@@ -100,7 +101,7 @@ def picture(lanes: dict[str, list[Part]], slower: float) -> str:
         bodies.append(body)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:.0f}" width="{WIDTH}" '
-        f'xml:space="preserve" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="13.5">'
+        f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="13.5">'
         f'<rect width="{WIDTH}" height="{top:.0f}" rx="8" fill="#f6f8fa"><animate id="clock" attributeName="x" '
         f'from="0" to="0" begin="0s;clock.end" dur="{longest:.2f}s"/></rect>{"".join(bodies)}</svg>\n'
     )
