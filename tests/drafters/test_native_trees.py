@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,10 +132,21 @@ def test_rows_that_are_no_numbers_are_refused() -> None:
     assert GROWN[-1] == 3
     replay = made.model.replay
 
-    def spoiled(size: int, take: Callable[[torch.Tensor], int]) -> tuple[int, int]:
-        return replay(size, lambda logits: take(logits.fill_(torch.nan)))
+    def spoiled(size: int, take: Callable[[int], int]) -> tuple[int, int]:
+        def over(logits: int) -> int:
+            ctypes.memset(logits, 0xFF, 4 * VOCAB)  # no numbers
+            return take(logits)
+
+        return replay(size, over)
 
     made.model.replay = spoiled  # type: ignore[method-assign]
     one.tokens.append(5)
     with pytest.raises(InputError, match="no token is left"):
         made.propose([one], [3])
+
+
+def test_passes_of_many_requests_have_inputs_too() -> None:
+    """A recorded model replays all of its row counts, the largest as well: with 128 rows drafting once failed."""
+    model = drafter(torch.float32, VOCAB, native=True, slots=40).model
+    assert 128 in model.sizes
+    assert [rows.shape for rows in model.pass_buffers(model.sizes)] == [(2, size) for size in model.sizes]

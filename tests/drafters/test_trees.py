@@ -81,7 +81,7 @@ def test_best_first_is_the_best_tree_node_by_node(seed: int, nodes: int, depth: 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name != "choices"])
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (3, 5), (15, 4), (31, 16)])
 def test_every_builder_gives_a_tree_of_what_it_was_asked_for(name: str, nodes: int, depth: int) -> None:
-    builder = BUILDERS[name](SamplingParams(), [0.6, 0.2, 0.1, 0.05])
+    builder = BUILDERS[name](SamplingParams(), lambda: [0.6, 0.2, 0.1, 0.05])
     growth, _ = grow(builder, chances_of(3), nodes, depth)
     found = paths(growth, builder)
     assert len(found) == len(set(found)) <= nodes
@@ -95,7 +95,7 @@ def test_names_are_those_of_the_parameter() -> None:
 
 
 def test_a_chain_has_one_path() -> None:
-    builder = BUILDERS["chain"](SamplingParams(), [])
+    builder = BUILDERS["chain"](SamplingParams(), list)
     growth, reads = grow(builder, chances_of(1), 4, 4)
     assert paths(growth, builder) == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
     assert reads == 4
@@ -188,7 +188,7 @@ def test_choices_are_the_nodes_that_were_given(tree: Any, expected: list[tuple[i
     params = SamplingParams(tree=tree)
     assert params.builder == "choices"
     assert list(params.choices) == expected
-    builder = BUILDERS["choices"](params, [])
+    builder = BUILDERS["choices"](params, list)
     growth, _ = grow(builder, chances_of(3), len(expected), max(map(len, expected)))
     assert sorted(paths(growth, builder)) == sorted(expected)
 

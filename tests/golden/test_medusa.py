@@ -178,7 +178,7 @@ def test_cartesian_candidates_as_one_flat_tree() -> None:
     """2 x 3 candidates behind the target's token: node 0 is that token, its tree is one pass."""
     values = SamplingParams(tree=[1, 2, 3])
     growth = CandidateTree(2, 8)
-    builder = BUILDERS["choices"](values, [])
+    builder = BUILDERS["choices"](values, list)
     candidates = [[1, 2], [3, 4, 5]]  # of head 1 and head 2
     places = [-1]
     for level in candidates:

@@ -10,6 +10,7 @@ from torch import nn
 
 from architectures import CONFIGS, VOCAB, model_of, prompt
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.traced import WORTH_IT, TracedPasses
@@ -42,7 +43,7 @@ def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
     expected, found = passes(eager), passes(traced)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     if isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed:
-        assert traced.recorded(8) and set(traced.recorder._proven) == {8}
+        assert traced.recorded(8) and set(traced.recorder.ready) == {8}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "opt", "gpt2"])
@@ -96,7 +97,7 @@ def test_one_trace_serves_all_row_counts(monkeypatch: pytest.MonkeyPatch) -> Non
                 expected = eager.score([SequenceRows(other, 0, prompt(rows))]).logits
             assert torch.equal(found, expected)
     assert isinstance(traced.recorder, TracedPasses)
-    assert set(traced.recorder._proven) == {1, 4, 8, 16, 32, 64, 128}
+    assert set(traced.recorder.ready) == {1, 4, 8, 16, 32, 64, 128}
 
 
 @pytest.mark.parametrize("wrong", [1e-6, RuntimeError("shape '[1, 8, 64]' is invalid")], ids=["differs", "raises"])
@@ -124,8 +125,38 @@ def test_a_row_count_that_a_trace_does_not_serve_gets_its_own(
     traced.record((4,))
     assert all(torch.equal(a, b) for a, b in zip(expected, passes(traced), strict=True))
     assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed
-    assert sorted(traced.recorder._traces) == [4, 8, 16] == sorted({4, *traced.recorder._proven})
+    assert sorted(traced.recorder._traces) == [4, 8, 16] == sorted({4, *traced.recorder.ready})
 
 
 def test_without_compile_nothing_is_recorded() -> None:
     assert build_runner(tiny_llama(vocab=VOCAB), compile=False).recorder is None
+
+
+@pytest.mark.skipif(native() is None, reason="the kernels are not available")
+def test_passes_that_the_kernels_describe_are_those_of_plans() -> None:
+    """Trees, chains, and levels of a tree whose upper rows lie in the cache; other parents are other passes."""
+    runner = build_runner(model_of("llama"), compile="auto")
+    passes(runner)
+    described: list[int] = []
+    describe = runner.backend.describe
+
+    def counted(segments: int, *rest: Any) -> None:
+        described.append(segments)
+        describe(segments, *rest)
+
+    runner.backend.describe = counted  # type: ignore[method-assign]
+    with runner.cache.lent(60) as first, runner.cache.lent(60) as second:
+        for slot in (first, second):
+            runner.score([SequenceRows(slot, 0, prompt(7), prompt=True)])
+        runner.score([SequenceRows(first, 7, prompt(3, 1), (-1, 0, 0))])
+
+        def both(tree: tuple[int, ...]) -> torch.Tensor:
+            level = SequenceRows(first, 10, prompt(2, 2), (-1, 0, 0, *tree), done=3)
+            return runner.score([level, SequenceRows(second, 7, prompt(4, 3))]).logits.clone()
+
+        found, other = both((1, 2)), both((2, 1))
+        assert described == [2, 2]  # the first pass has another row count, which was not compared yet
+        runner.watchers.append(lambda plan, seconds: None)  # who listens is told of the plan
+        assert torch.equal(both((1, 2)), found)
+        assert not torch.equal(found, other)
+        assert described == [2, 2]

@@ -6,9 +6,10 @@ of draft probabilities: at a batch of one, tuples of a few integers are faster t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ VerdictKind = Literal["recovered", "bonus", "plain"]
 Rule = Literal["greedy", "ratio", "coupled"]  # how a drafter should propose; several verifiers may share one
 DRAFT_KINDS: frozenset[DraftKind] = frozenset(get_args(DraftKind))
 SUM_ERROR = 1e-3  # of a row of probabilities: a sum of 256000 float32 numbers stays well below, bfloat16 ones do not
+
+
+@cache
+def chain_parents(count: int) -> tuple[int, ...]:
+    """-1, 0, 1, ...: the parents of so many nodes of a chain."""
+    return tuple(range(-1, count - 1))
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class TokenTree:
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> TokenTree:
         """The tree with one path: parents -1, 0, 1, ..."""
-        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+        return cls(tuple(tokens), chain_parents(len(tokens)))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -69,7 +76,7 @@ class TokenTree:
     @property
     def is_chain(self) -> bool:
         """Whether it has one path."""
-        return self.parents == tuple(range(-1, len(self) - 1))
+        return self.parents == chain_parents(len(self.tokens))
 
     def children(self, node: int) -> tuple[int, ...]:
         """Nodes that continue ``node`` (-1: the last committed token), in the order in which they were added."""
@@ -170,6 +177,18 @@ class Draw(NamedTuple):
     prob: float | None = None
     chance: float | None = None
 
+    @classmethod
+    def many(
+        cls,
+        nodes: Iterable[int],
+        drafter: str,
+        rows: Iterable[int | None],
+        probs: Iterable[float | None],
+        chances: Iterable[float | None],
+    ) -> tuple[Draw, ...]:
+        """A draw for each node, as long as all have an entry: made without a call of Python for each."""
+        return tuple(map(partial(tuple.__new__, cls), zip(nodes, repeat(drafter), rows, probs, chances)))
+
     def claim(self, unknown: float) -> float:
         """The chance of acceptance that the drafter claims; ``unknown`` where it gives none."""
         claimed = self.prob if self.chance is None else self.chance
@@ -189,7 +208,7 @@ class Draft:
         draws: at least one per node; those with the same parent stand in the order in which they were drawn.
         probs: (rows, V) float32 the distributions drawn from, after temperature and truncation; rows sum to 1. The
             drafter may use their memory again in the next round.
-        sound: right by construction, so that ``validate`` would find nothing.
+        sound: right by construction, so that ``validate`` would find nothing; and draw i is that of node i.
     """
 
     tree: TokenTree
@@ -216,7 +235,7 @@ class Draft:
     @property
     def judged_as(self) -> DraftKind:
         """What a rule has to take: "chain" for a path with one draw a token, point masses too; else the kind."""
-        return "chain" if self.tree.is_chain and len(self.draws) == len(self) else self.kind
+        return "chain" if len(self.draws) == len(self.tree.tokens) and self.tree.is_chain else self.kind
 
     @cached_property
     def _draws_at(self) -> dict[int, tuple[Draw, ...]]:

@@ -17,6 +17,7 @@ _STEP = 0.02  # change of the sharpness for one place; it takes some hundred pla
 _LEAST, _MOST = 0.2, 6.0
 _WEIGHT = 20.0  # the initial chances by rank count as much as so many places
 _MEMORY = 0.998
+_HEAVY = 1e9
 RANKS = (0.7, 0.12, 0.05, 0.03, 0.02, 0.012, 0.008, 0.006)
 """Chances by rank before anything was seen: about what a distilled draft shows at temperature 1."""
 
@@ -36,6 +37,7 @@ class Confidence:
         self.sharpness = sharpness
         self._hits = [chance * _WEIGHT for chance in ranks]
         self._places, self._covered = _WEIGHT, sum(self._hits)
+        self._weight = 1.0  # of the last place: it grows, instead of what earlier ones count
 
     def chances(self, scores: Sequence[float]) -> list[float]:
         """Chance of each candidate.
@@ -66,13 +68,17 @@ class Confidence:
             scores: of the place's candidates, as they were given to ``chances``.
             rank: of the candidate that was chosen; None: none of them.
         """
-        self._places = self._places * _MEMORY + 1.0
-        self._covered = self._covered * _MEMORY + (rank is not None)
-        self._hits = [hits * _MEMORY for hits in self._hits]
+        self._weight /= _MEMORY
+        if self._weight > _HEAVY:
+            share, self._weight = 1.0 / self._weight, 1.0
+            self._hits = [hits * share for hits in self._hits]
+            self._places, self._covered = self._places * share, self._covered * share
+        self._places += self._weight
         if rank is None:
             return
+        self._covered += self._weight
         if rank < len(self._hits):
-            self._hits[rank] += 1.0
+            self._hits[rank] += self._weight
         if len(scores) > 1:
             chances = self.chances(scores)
             expected = sum(map(operator.mul, chances, scores)) / self.coverage

@@ -178,9 +178,12 @@ class FixedSize:
     def __init__(self, depth: int | Heuristic | None, nodes: int | Heuristic | None, *, chain: bool) -> None:
         self.depth, self.nodes, self.chain = depth, nodes, chain
         self._gain = Throughput()
+        self._always = Size(depth, depth) if chain and isinstance(depth, int) else None  # what no round changes
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``DraftLengthPolicy.next``."""
+        if self._always is not None:
+            return self._always
         if self.chain:
             depth = _number(self.depth, MOST)
             return Size(depth, depth)
@@ -193,6 +196,8 @@ class FixedSize:
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
         """See ``DraftLengthPolicy.observe``."""
+        if self._always is not None:
+            return
         self._gain.add(accepted + 1, seconds)
         for dial in (self.depth, self.nodes):
             if isinstance(dial, Heuristic):

@@ -45,6 +45,7 @@ class DraftTreeState:
         listed: for each candidate that was read (-1: the last committed token) the number of its first child, and all
             tokens that were listed as children, with their scores.
         first: position of the tokens of the first level.
+        worth: what a token is worth, where the tree's size follows from that and from the candidates' own chances.
     """
 
     context: Context
@@ -58,20 +59,17 @@ class DraftTreeState:
     held: int
     rows: list[int] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
-    listed: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
+    listed: dict[int, tuple[int, Sequence[int], Sequence[float]]] = field(default_factory=dict)
     _probs: list[float | None] = field(default_factory=list)  # the draft's, of each candidate
     _drawn_from: list[Row] = field(default_factory=list)
     _table: Tensor | None = None  # all of them, where they lie together
     _row_of: dict[int, int] = field(default_factory=dict)
     first: int = field(init=False)
+    worth: TokenValue | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.first = len(self.context.tokens)
-
-    @property
-    def worth(self) -> TokenValue | None:
-        """What a token is worth, where the tree's size follows from that and from the candidates' own chances."""
-        return None if self.drawn else self.context.worth
+        self.worth = None if self.drawn else self.context.worth
 
     @property
     def columns(self) -> int:
@@ -108,7 +106,7 @@ class DraftTreeState:
         Returns:
             Rows of the accepted path, without the last committed token, whose logits are still wanted.
         """
-        rows = {candidate: row for row, candidate in enumerate(self.rows)}
+        rows = dict(zip(self.rows, range(len(self.rows)), strict=True))
         first, place = self.first, -1
         path: list[int] = []
         for position in range(first, len(tokens)):
@@ -203,19 +201,20 @@ class DraftTreeState:
         if worth is not None:
             chosen = chosen[: worth.size([candidates.values[candidate] for candidate in chosen])]
         tree = TokenTree(tuple(candidates.tokens), tuple(candidates.parents))
-        chosen.sort()
-        if len(chosen) < len(tree):
-            tree = tree.keep(chosen)
-        draws = []
-        for node, candidate in enumerate(chosen):
-            row = self._row_of.get(candidates.parents[candidate])
-            draws.append(Draw(node, self.name, row, self._probs[candidate], candidates.chances[candidate]))
+        count, rows = len(chosen), map(self._row_of.get, candidates.parents)
+        if count == len(tree.tokens):
+            draws = Draw.many(range(count), self.name, rows, self._probs, candidates.chances)
+        else:
+            chosen.sort()
+            tree, rows_of = tree.keep(chosen), list(rows)
+            probs, chances = ([column[each] for each in chosen] for column in (self._probs, candidates.chances))
+            draws = Draw.many(range(count), self.name, [rows_of[each] for each in chosen], probs, chances)
         kind: DraftKind = "point_mass"
         if self.drawn:
             kind = "chain" if tree.is_chain else "without_replacement"
         if self._drawn_from:
             self._table = torch.from_numpy(np.stack(self._drawn_from))
-        return Draft(tree, kind, tuple(draws), self._table, sound=True)
+        return Draft(tree, kind, draws, self._table, sound=True)
 
     def _path(self, candidate: int) -> list[int]:
         """Tokens from the root down to a candidate."""

@@ -63,6 +63,7 @@ class ModelDrafter(LevelDrafter):
             self.reader = ParallelReader(model, vocab_size, mask)
         self.name = name
         self._vocab_size = vocab_size
+        self._knows_all = model.vocab_size >= vocab_size  # the target's vocabulary may be padded further
         self._seats: dict[int, _Seat] = {}
 
     def inherit(self, context: Context, earlier: Context) -> None:
@@ -188,8 +189,8 @@ class ModelDrafter(LevelDrafter):
         seat.held.extend(tokens[first : first + len(path)])
 
     def _knows(self, tokens: Sequence[int]) -> bool:
-        """Whether the draft model has these tokens: the target's vocabulary may be padded further than its own."""
-        return self.model.vocab_size >= self._vocab_size or max(tokens) < self.model.vocab_size
+        """Whether the draft model has these tokens."""
+        return self._knows_all or max(tokens) < self.model.vocab_size
 
     def _reserve(self, seat: _Seat, columns: int) -> bool:
         """Make room for more tokens; False, and nothing is drafted, if there is no memory for them or the source."""

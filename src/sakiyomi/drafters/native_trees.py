@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,18 +24,9 @@ from sakiyomi.sampling.probs import NOTHING_LEFT
 __all__ = ["NativeTrees"]
 
 _ASK = struct.Struct("=11q9d2Q4q")  # Ask in growth.h
-_RULES = {"greedy": 0, "coupled": 1}
-_DRAWN, _LISTED = 2, 3
+_RULES = {"greedy": 0, "coupled": 1}  # else 2 where candidates are drawn, and 3
 LEVELS = 4  # most levels are narrow: rows for so many of the widest are more than a tree reads
 FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
-
-
-class _Ask(NamedTuple):
-    """What is asked of one tree, and what it points to."""
-
-    packed: bytes
-    numbers: Any
-    probs: Tensor | None
 
 
 class NativeTrees:
@@ -75,26 +66,37 @@ class NativeTrees:
             InputError: the model computes no numbers.
         """
         kernels = loaded()
-        if kernels is None or not states or not all(map(_fits, states)):
+        if kernels is None or not states:
             return None
-        widest = list(map(_widest, states))
-        rows = max(sum(len(state.missing) for state in states), sum(widest))
-        native = self._model.native_passes(rows)
-        rooms = [state.columns + _most_read(state) for state in states]
+        missing = total = widest = 0
+        weighed = False
+        rooms = []
+        for state in states:
+            if not _fits(state):
+                return None
+            candidates = state.candidates
+            width = 1 if type(state.builder) is Chain else candidates.nodes
+            # A tree that would read more rows of candidates is complete.
+            rooms.append(state.first + (candidates.depth if width == 1 else width * min(candidates.depth, LEVELS)))
+            missing, total, widest = missing + state.first - state.held, total + width, max(widest, width)
+            weighed |= state.worth is not None
+        native = self._model.native_passes(max(missing, total))
         if native is None or not self._reserve(states, rooms):
             return None
         if native != self._native:
             self._begin(*native, kernels)
             self._native = native
-        seconds = self._seconds(max(widest), besides) if any(state.worth is not None for state in states) else None
-        asks = [self._ask(i, state, room) for i, (state, room) in enumerate(zip(states, rooms, strict=True))]
-        forest, half, grow = self._forest, self._half, kernels.sk_grow
-        size = kernels.sk_plant(forest, len(states), b"".join([ask.packed for ask in asks]), seconds)
-        passes, size = self._model.replay(size, lambda logits: grow(forest, logits.data_ptr(), half))
+        tokens: list[int] = []
+        tables = [self._table(i, state.candidates.depth) if state.drawn else None for i, state in enumerate(states)]
+        asks = [self._ask(*each, tokens) for each in zip(states, rooms, tables, strict=True)]
+        seconds = self._seconds(widest, besides) if weighed else None
+        given = len(tokens), struct.pack(f"={len(tokens)}q", *tokens)
+        size = kernels.sk_plant(self._forest, len(states), b"".join(asks), *given, seconds)
+        passes, size = self._model.replay(size, partial(kernels.sk_grow, self._forest, self._half))
         if size < 0:
             raise InputError(NOTHING_LEFT)
-        for index, (state, ask) in enumerate(zip(states, asks, strict=True)):
-            self._read(state, index, ask.probs, kernels)
+        for index, (state, table) in enumerate(zip(states, tables, strict=True)):
+            self._read(state, index, table, kernels)
         return passes
 
     def _reserve(self, states: Sequence[DraftTreeState], rooms: Sequence[int]) -> bool:
@@ -130,23 +132,23 @@ class NativeTrees:
             self._tables[index] = torch.empty(depth, self._width)
         return self._tables[index]
 
-    def _ask(self, index: int, state: DraftTreeState, room: int) -> _Ask:
+    def _ask(self, state: DraftTreeState, room: int, table: Tensor | None, tokens: list[int]) -> bytes:
+        """What is asked of one tree, as the kernels take it; the tokens that it names join those of the others."""
         context, params, candidates, worth = state.context, state.sampler.params, state.candidates, state.worth
-        rule = _RULES.get(context.rule, _DRAWN if state.drawn else _LISTED)
-        tokens = (*state.missing, *context.stop_ids)
-        numbers = (ctypes.c_int64 * len(tokens))(*tokens)
-        probs = self._table(index, candidates.depth) if rule == _DRAWN else None
-        stream = context.noise.fork(state.name).counter if rule == _DRAWN else 0
-        packed = _ASK.pack(
+        named, missing, stops = len(tokens), context.tokens[state.held :], context.stop_ids
+        tokens += missing
+        tokens += stops
+        chain = type(state.builder) is Chain
+        price, rate = (worth.price(candidates.nodes), worth.rate) if worth is not None else (0.0, 0.0)
+        noise, confidence = context.noise, state.confidence
+        stream, probs = (noise.fork(state.name).counter, table.data_ptr()) if table is not None else (0, 0)
+        return _ASK.pack(
             *(state.slot, state.held, state.first, room, candidates.depth, candidates.nodes),
-            *(state.candidate_count(-1), _is_chain(state), rule, worth is not None, params.top_k),
-            *(params.temperature, params.top_p, params.min_p, candidates.floor),
-            *((worth.price(candidates.nodes), worth.rate) if worth is not None else (0.0, 0.0)),
-            *(FOLLOWED, state.confidence.sharpness, state.confidence.coverage),
-            *(context.noise.state, stream, len(state.missing), len(context.stop_ids)),
-            *(ctypes.addressof(numbers), 0 if probs is None else probs.data_ptr()),
+            *(1 if chain else state.candidate_count(-1), chain, _RULES.get(context.rule, 2 if state.drawn else 3)),
+            *(worth is not None, params.top_k, params.temperature, params.top_p, params.min_p, candidates.floor),
+            *(price, rate, FOLLOWED, confidence.sharpness, confidence.coverage, noise.state, stream),
+            *(len(missing), len(stops), named, probs),
         )
-        return _Ask(packed, numbers, probs)
 
     def _read(self, state: DraftTreeState, index: int, probs: Tensor | None, kernels: ctypes.CDLL) -> None:
         """A tree as it was grown, into its state."""
@@ -162,6 +164,12 @@ class NativeTrees:
         candidates.chances, candidates.values = real[1 : 1 + nodes], real[1 + nodes : 1 + 2 * nodes]
         state.drew(real[1 + 2 * nodes : ends], None if probs is None else probs[:levels])
         at += rows
+        if len(whole) - at == 4 * places:  # one token is listed at each
+            listed = zip(
+                whole[at + 1 :: 4], zip(whole[at + 3 :: 4], strict=True), zip(real[ends:], strict=True), strict=True
+            )
+            state.listed = dict(zip(whole[at::4], listed, strict=True))
+            places = 0
         for _ in range(places):
             place, start, count = whole[at : at + 3]
             state.listed[place] = start, whole[at + 3 : at + 3 + count], real[ends : ends + count]
@@ -178,18 +186,3 @@ def _fits(state: DraftTreeState) -> bool:
         and not state.sampler.edits
         and not state.candidates.levels
     )
-
-
-def _widest(state: DraftTreeState) -> int:
-    """Rows that a level may have."""
-    return 1 if _is_chain(state) else state.candidates.nodes
-
-
-def _most_read(state: DraftTreeState) -> int:
-    """Rows of candidates for which there is to be room; a tree that would read more of them is complete."""
-    depth = state.candidates.depth
-    return depth if _is_chain(state) else state.candidates.nodes * min(depth, LEVELS)
-
-
-def _is_chain(state: DraftTreeState) -> bool:
-    return type(state.builder) is Chain

@@ -190,7 +190,7 @@ class Slots:
             if most is not None:
                 depth, nodes, width = min(depth, most[0]), min(nodes, most[1]), most[2]
         levels = self.confidence[context.rule]
-        candidates, builder = begin_tree(context, depth, nodes, [level.ranks for level in levels[:depth]])
+        candidates, builder = begin_tree(context, depth, nodes, lambda: [level.ranks for level in levels[:depth]])
         tree = kind(context, sampler, name, candidates, builder, levels[0], drawn, context.slot, 0)
         tree.levels, tree.width = levels, width
         return tree

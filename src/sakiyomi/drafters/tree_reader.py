@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -44,13 +44,13 @@ def is_drawn(context: Context) -> bool:
     return context.rule == "ratio" and context.params.builder in DRAWN
 
 
-def begin_tree(context: Context, depth: int, nodes: int, ranks: Ranks) -> tuple[CandidateTree, Builder]:
+def begin_tree(context: Context, depth: int, nodes: int, ranks: Callable[[], Ranks]) -> tuple[CandidateTree, Builder]:
     """A tree without candidates, and the builder that decides its shape.
 
     Args:
         context: of the request.
         depth, nodes: at most; a chain has as many nodes as levels.
-        ranks: acceptance by rank so far, as ``BUILDERS`` take it.
+        ranks: gives the acceptance by rank so far, see ``BUILDERS``.
     """
     shape, worth = context.params.builder, context.worth
     candidates = CandidateTree(depth, depth if shape == "chain" else nodes)
@@ -112,7 +112,7 @@ class TreeReader:
         drawn = is_drawn(context)
         depth = min(gamma if drawn or context.worth is None else context.worth.depth, room)
         confidence = self.confidence[context.rule]
-        candidates, builder = begin_tree(context, depth, context.nodes, confidence.ranks)
+        candidates, builder = begin_tree(context, depth, context.nodes, lambda: confidence.ranks)
         return self.state(context, sampler, name, candidates, builder, confidence, drawn, slot, held)
 
     def read(self, states: Sequence[DraftTreeState]) -> None:
@@ -209,12 +209,15 @@ class LevelDrafter(Drafter):
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass a level."""
-        states = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
-        growing = [state for state in states if state is not None]
-        self.reader.read(growing)
-        for state in growing:
+        drafts, growing = [Draft.empty()] * len(contexts), []
+        for i, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
+            if (state := self._begin(context, gamma)) is not None:
+                growing.append((i, state))
+        self.reader.read([state for _, state in growing])
+        for i, state in growing:
             self._done(state)
-        return [Draft.empty() if state is None else state.draft() for state in states]
+            drafts[i] = state.draft()
+        return drafts
 
     @abstractmethod
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:

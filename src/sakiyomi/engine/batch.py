@@ -40,11 +40,13 @@ class Batch:
         """A decoding round: each request's last token and the nodes of its tree."""
         batch = cls()
         for request, draft in zip(requests, drafts, strict=True):
-            assert request.slot is not None
-            tree = draft.tree
+            slot, tree = request.slot, draft.tree
+            assert slot is not None
             parents = None if tree.is_chain else (-1, *(parent + 1 for parent in tree.parents))
-            rows = SequenceRows(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents)
-            batch.add(request, draft, rows)
+            rows = SequenceRows(slot, request.cached, (request.tokens[-1], *tree.tokens), parents)
+            batch.requests.append(request)
+            batch.drafts.append(draft)
+            batch.rows.append(rows)
         return batch
 
     def add(self, request: Request, draft: Draft, rows: SequenceRows) -> None:
@@ -60,7 +62,7 @@ class Batch:
     def cases(self) -> list[Case]:
         """What is to be verified, by rows of the pass: one behind the last token, one behind each node."""
         cases, row = [], 0
-        for request, draft in self.pairs():
+        for request, draft in zip(self.requests, self.drafts, strict=True):
             context = request.context
             cases.append(Case(draft, row, len(context.tokens), request.verifier, request.sampler, context.noise))
             row += len(draft.tree.tokens) + 1
@@ -86,11 +88,11 @@ def make_room(batch: Batch, cache: SlotCache, check: Callable[[Request], None]) 
         The last steps of requests that end.
     """
     steps = []
-    for request, draft in batch.pairs():
+    for request, draft in zip(batch.requests, batch.drafts, strict=True):
         assert request.slot is not None
         try:
             check(request)
-            cache.reserve(request.slot, request.cached + len(draft) + 1)
+            cache.reserve(request.slot, request.cached + len(draft.tree.tokens) + 1)
         except (DraftError, MemoryLimitError) as error:
             steps.append(request.fail(error))
     if steps:

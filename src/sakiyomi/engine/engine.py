@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack
 
-import torch
-
 from sakiyomi.cache.prefix import Prefix
 from sakiyomi.cache.slot_record import neg_log_prob
 from sakiyomi.core.errors import InputError, MemoryLimitError, RemovedError
@@ -32,6 +30,7 @@ from sakiyomi.engine.slots import SlotManager
 from sakiyomi.engine.speculation import RoundClock, SpeculationController
 from sakiyomi.model_executor.features import PassOutput
 from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.traced import no_gradients
 from sakiyomi.sampling.verifiers import Rows
 from sakiyomi.sampling.verifiers.native import verify_all
 
@@ -147,7 +146,7 @@ class Engine:
             What was committed, one step a request at most; a request's last step has its ``finish_reason``, or the
             ``error`` that ended it.
         """
-        with self._lock, torch.no_grad():
+        with self._lock, no_gradients():
             govern_threads()
             self.settle()
             steps = self._admit()
@@ -162,8 +161,8 @@ class Engine:
                 complete, output = self._prefill.take(chunk, output, self._running, steps, began)
                 steps += self._decide(complete, output)
 
-            fresh = {step.request for step in steps}
-            requests = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
+            fresh = {step.request for step in steps} if steps else ()
+            requests = [r for r in self._running if r.prefilled and not r.over and not (fresh and r.id in fresh)]
             if requests:
                 clock = RoundClock(self.target)
                 drafted = self._speculation.propose(requests)  # draft
@@ -250,7 +249,7 @@ class Engine:
         cases = batch.cases()
         for request, case, verdict in zip(batch.requests, cases, verify_all(cases, output.whole), strict=True):
             try:
-                draft, here = case.draft, slice(case.row, case.row + len(case.draft) + 1)
+                draft, here = case.draft, slice(case.row, case.row + len(case.draft.tree.tokens) + 1)
                 rows = Rows(output.whole, case.sampler, case.position, draft.tree, request.tokens, here)
                 verdict = verdict or request.verifier.verify(draft, rows, case.noise)
                 self._speculation.give_states(request, output, here, verdict.path)
@@ -269,7 +268,7 @@ class Engine:
         """Of the pass keep the last token's pair and those of the accepted path."""
         assert request.slot is not None
         eviction = self.target.eviction
-        nodes = (0, *(node + 1 for node in verdict.path))
+        nodes = (0, *map((1).__add__, verdict.path))
         if request.decoding:  # else the rows are the prompt's, kept already
             eviction.commit(request.slot, request.cached, nodes)
             request.cached += len(nodes)

@@ -16,6 +16,7 @@ from sakiyomi.engine.request import Request
 from sakiyomi.engine.slots import SlotManager
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import HEAD, PassOutput
+from sakiyomi.model_executor.image_prompts import read_images
 from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Prefill"]
@@ -50,7 +51,7 @@ class Prefill:
         """
         batch, budget = Batch(), self.chunk_size
         for request in running:
-            if request.prefilled or request.over or self.slots.waits(request):
+            if request.cached >= request.prompt_tokens or request.over or self.slots.waits(request):
                 continue
             if not (request.cached or self._read_images(request, steps)):
                 continue
@@ -75,7 +76,7 @@ class Prefill:
         if source is not None and self.target.weights.encoder is None:
             assert request.slot is not None
             try:
-                request.cached = self.target.read_images(request.slot, source.inputs)
+                request.cached = read_images(self.target, request.slot, source.inputs)
             except MemoryLimitError as error:
                 steps.append(request.fail(error))
                 return False

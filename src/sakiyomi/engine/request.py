@@ -16,7 +16,7 @@ from torch import Tensor
 from sakiyomi.cache.prefix import Prefix, alike
 from sakiyomi.core.outputs import FinishReason, Generation, PromptToken, RoundTrace, Stats, Status, Step, TokenTrace
 from sakiyomi.core.text import TextStream
-from sakiyomi.core.tree import Draft, Verdict
+from sakiyomi.core.tree import Draft, Draw, Verdict
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_length import DraftLengthPolicy
 from sakiyomi.sampling.rows import as_row
@@ -180,7 +180,7 @@ class Request:
 
     def commit(self, draft: Draft, verdict: Verdict, rows: Rows) -> Step:
         """Take what the target decided: tokens up to a stop or the length limit, their trace, their text."""
-        tokens = [draft.tree.tokens[node] for node in verdict.path] + [verdict.token]
+        tokens = [*map(draft.tree.tokens.__getitem__, verdict.path), verdict.token]
         used, reason = self._until_end(tokens)
         text = ""
         if self.live:
@@ -223,9 +223,11 @@ class Request:
     def _until_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the new tokens count, and why the text ends there if it does."""
         room = self.last - len(self.tokens)
-        for used, token in enumerate(tokens[:room], start=1):
-            if token in self.context.stop_ids:
-                return used, "stop"
+        stops = self.context.stop_ids
+        if not stops.isdisjoint(tokens):
+            for used, token in enumerate(tokens[:room], start=1):
+                if token in stops:
+                    return used, "stop"
         return min(len(tokens), room), "length" if len(tokens) >= room else None
 
     def _count(self, draft: Draft, verdict: Verdict, used: int) -> None:
@@ -236,7 +238,7 @@ class Request:
             return  # the prefill's own token: no round
         stats.rounds += 1
         stats.committed += used
-        stats.drafted += len(draft)
+        stats.drafted += len(draft.tree.tokens)
         stats.accepted += min(len(verdict.path), used)  # a stop may lie within the path
         stats.rejected += len(verdict.refused) if used > len(verdict.path) else 0  # behind the end nothing was judged
         stats.hit_rounds += bool(verdict.path)
@@ -248,7 +250,9 @@ class Request:
         lossy = not self.verifier.lossless
         chances = verdict.chances or self._chances(rows, places, tokens)
         entries = []
-        draws = {draw.node: draw for draw in reversed(draft.draws)}  # of several of a node the first
+        draws: Sequence[Draw] | dict[int, Draw] = draft.draws
+        if not draft.sound:  # else node i has draw i
+            draws = {draw.node: draw for draw in reversed(draft.draws)}  # of several of a node the first
         most = self.context.params.logprobs
         plain: Sequence[float] = ()
         if most is not None:

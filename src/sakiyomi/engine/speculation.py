@@ -107,8 +107,7 @@ class SpeculationController:
         self._exact, self._strict = exact, strict
         self._without: set[int] = set()
         self._faults: dict[int, DraftError] = {}
-        # By rows of a pass without drafts.
-        self._paces: dict[int, Pace] = {}
+        self._paces: dict[int, Pace] = {}  # by requests, the same for all that make a pass of the same rows
         self._timed: set[int] = set()
         self._overhead, self._step = 1e-4, 0.0
 
@@ -186,14 +185,14 @@ class SpeculationController:
             return
         seconds = clock.seconds(drafted)
         overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
-        known = self.target.known_seconds(sum(len(draft) + 1 for draft in batch.drafts))
+        known = self.target.known_seconds(sum([len(rows.tokens) for rows in batch.rows]))
         if known is not None:  # the first pass of its size, or other work, is no cost of speculation
             seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
         pace = self._pace(len(kept))
         if not drafted.asked:
             pace.add_plain(seconds)
             return
-        for (request, draft), accepted in zip(batch.pairs(), kept, strict=True):
+        for request, draft, accepted in zip(batch.requests, batch.drafts, kept, strict=True):
             request.policy.observe(draft.tree.depth, accepted, seconds)
         pace.add_drafted(1 + sum(kept) / len(kept), seconds)
         if drafted.passes:
@@ -258,10 +257,11 @@ class SpeculationController:
 
     def _pace(self, batch: int) -> Pace:
         """Of rounds like this one: what one of many requests gets says nothing of what one alone does."""
-        size = self.target.padded(batch)
-        if size not in self._paces:
-            self._paces[size] = Pace(alone=size == 1)
-        return self._paces[size]
+        pace = self._paces.get(batch)
+        if pace is None:
+            size = self.target.padded(batch)
+            pace = self._paces[batch] = self._paces.setdefault(size, Pace(alone=size == 1))
+        return pace
 
     def _checked(self, draft: Draft, request: Request) -> Draft:
         """The draft as deep as there is room, if it is one; whatever it raises is the drafter's fault."""
@@ -269,8 +269,9 @@ class SpeculationController:
             raise TypeError(f"a {type(draft).__name__} in place of a Draft")
         if not draft.sound:
             draft.validate(self.target.vocab_size)
-        check_fits(draft.judged_as, request.verifier)
-        if len(draft) > (room := _room(request)):
+        if draft.kind not in request.verifier.takes:
+            check_fits(draft.judged_as, request.verifier)
+        if len(draft.tree.tokens) > (room := _room(request)):
             draft = draft.cut(room)
         # With exact no larger than a pass that was tested. Draws are counted, not nodes: how many of a level's draws
         # fell together depends on their own values.
@@ -292,4 +293,5 @@ class SpeculationController:
 
 def _room(request: Request) -> int:
     """Draft tokens that may still be committed: the target's own token comes on top, and is in no cache yet."""
-    return min(request.last - len(request.tokens) - 1, request.boundary - len(request.tokens))
+    length = len(request.tokens)
+    return min(request.last - length - 1, request.boundary - length)

@@ -597,5 +597,32 @@ void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
   pass.calls = 0;
 }
 
+// As sk_begin, and the inputs of the pass, ids and positions of `size` rows. `table`: of each segment slot, rows, length and done, then the
+// tokens of all their rows, then parents as of sk_begin.
+void sk_rows(int64_t m, int64_t count, const void* table, int64_t size, int64_t* inputs) {
+  static thread_local std::vector<int32_t> packed, depths;
+  const int64_t *segment = (const int64_t*)table, *tokens = segment + 4 * count;
+  int64_t rows = 0, nodes = 0;
+  packed.clear();
+  for (const int64_t* s = segment; s < tokens; s += 4) {
+    for (int64_t x : {s[0], rows, s[1], s[2], int64_t(0), s[3]}) packed.push_back(int32_t(x));
+    rows += s[1], nodes += s[3] + s[1];
+  }
+  const int64_t *parents = tokens + rows, *parent = parents;
+  packed.insert(packed.end(), parents, parents + nodes);
+  std::fill(std::copy(tokens, tokens + rows, inputs), inputs + 2 * size, 0);
+  int64_t* position = inputs + size;
+  for (const int64_t* s = segment; s < tokens; s += 4) {
+    const int64_t done = s[3], all = done + s[1];
+    depths.clear();
+    for (int64_t i = 0; i < all; ++i) {
+      depths.push_back(parent[i] < 0 ? 0 : depths[parent[i]] + 1);
+      if (i >= done) *position++ = s[2] - done + depths[i];
+    }
+    parent += all;
+  }
+  sk_begin(m, count, size, packed.data());
+}
+
 int64_t sk_calls() { return current.calls; }
 }

@@ -40,7 +40,7 @@ struct Ask {
   double sharpness, coverage;  // see Confidence
   uint64_t noise, stream;      // states of the keyed noise and of the stream of uniforms
   int64_t missing, stops;      // numbers of them
-  const int64_t* tokens;       // missing ones, then the stops
+  int64_t tokens;              // where the missing ones begin, then the stops, among those of all trees
   float* probs;                // (depth, V of the target): distributions of a drawn chain; else null
 };
 
@@ -56,6 +56,7 @@ struct Tree {
   std::vector<int64_t> tokens, parents, ranks, rows, unread, level;
   std::vector<double> chances, values, probs;
   std::vector<Place> places;
+  const int64_t* given = nullptr;  // its missing tokens and stops
   int64_t levels = 0;
 
   bool begun() const { return levels > 0; }
@@ -150,7 +151,7 @@ inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
     std::sort(order.begin(), order.end());
     std::set_intersection(tree.level.begin(), tree.level.end(), order.begin(), order.end(), std::back_inserter(next));
   }
-  const int64_t *stops = ask.tokens + ask.missing, *end = stops + ask.stops;
+  const int64_t *stops = tree.given + ask.missing, *end = stops + ask.stops;
   std::erase_if(next, [&](int64_t candidate) { return std::find(stops, end, tree.tokens[candidate]) != end; });
   if (ask.weighed && !next.empty()) {
     double gain = 0;
@@ -168,6 +169,7 @@ struct Forest {
   std::vector<int64_t> sizes;     // row counts of passes, ascending
   std::vector<int64_t*> buffers;  // for each: ids, then positions
   std::vector<Tree> trees;
+  std::vector<int64_t> given;     // tokens of all trees
   std::vector<int64_t> ints;      // of the tree that is read
   std::vector<double> doubles;
 
@@ -182,7 +184,7 @@ struct Forest {
       const int64_t length = tree.begun() ? ask.first + done : ask.held;
       for (int64_t x : {ask.slot, (int64_t)ids.size(), rows, length, int64_t(0), done}) table.push_back(int32_t(x));
       if (!tree.begun()) {
-        for (int64_t i = 0; i < rows; ++i) parents.push_back(int32_t(i - 1)), ids.push_back(ask.tokens[i]), positions.push_back(ask.held + i);
+        for (int64_t i = 0; i < rows; ++i) parents.push_back(int32_t(i - 1)), ids.push_back(tree.given[i]), positions.push_back(ask.held + i);
         continue;
       }
       std::vector<int32_t> row_of(tree.tokens.size(), -1);
@@ -252,22 +254,27 @@ extern "C" {
 
 // Trees of a model in this session; `sizes` and `buffers` as in Forest. The forest is kept from round to round.
 int64_t sk_forest(int64_t session, int64_t vocab, int64_t width, int64_t count, const int64_t* sizes, int64_t* const* buffers) {
-  return (int64_t) new Forest{session, vocab, width, nullptr, {sizes, sizes + count}, {buffers, buffers + count}, {}, {}, {}};
+  return (int64_t) new Forest{session, vocab, width, nullptr, {sizes, sizes + count}, {buffers, buffers + count}, {}, {}, {}, {}};
 }
 
 void sk_free_forest(int64_t forest) { delete (Forest*)forest; }
 
-// Begins these trees; the size of their first pass, which is described. `seconds` of a level by its rows is held until all are grown.
-int64_t sk_plant(int64_t forest, int64_t count, const void* asks, const double* seconds) {
+// Begins these trees, of which `tokens` has those that they name; the size of their first pass, which is described. `seconds` of a level by
+// its rows is held until all are grown.
+int64_t sk_plant(int64_t forest, int64_t count, const void* asks, int64_t named, const void* tokens, const double* seconds) {
   Forest& f = *(Forest*)forest;
   f.seconds = seconds;
   f.trees.assign(count, {});
-  for (int64_t i = 0; i < count; ++i) f.trees[i].ask = ((const Ask*)asks)[i];
+  f.given.assign((const int64_t*)tokens, (const int64_t*)tokens + named);
+  for (int64_t i = 0; i < count; ++i) {
+    f.trees[i].ask = ((const Ask*)asks)[i];
+    f.trees[i].given = f.given.data() + f.trees[i].ask.tokens;
+  }
   return f.begin();
 }
 
 // A level more from the logits of the pass, (rows, V); the size of the next pass, 0 where there is none, -1 for rows of no numbers.
-int64_t sk_grow(int64_t forest, const void* logits, int half) {
+int64_t sk_grow(int64_t forest, int half, const void* logits) {
   Forest& f = *(Forest*)forest;
   return half ? f.grow((const bf16*)logits) : f.grow((const float*)logits);
 }

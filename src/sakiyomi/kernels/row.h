@@ -52,9 +52,10 @@ Stretch look(const T* row, int64_t n, float sharpness, float* out) {
   }
   if (!summed) return {highest, 0};
   f16v sums[4] = {};
+  const float factor = sharpness * log2_e;
   auto add = [&](const auto* from, float* to) {
     UNROLL for (int u = 0; u < 4; ++u) {
-      f16v e = exp16((load16(from + 16 * u) - highest) * sharpness);
+      f16v e = power16((load16(from + 16 * u) - highest) * factor);
       sums[u] += e;
       if (to) store16(to + 16 * u, e);
     }
@@ -276,8 +277,8 @@ int64_t warp(const T* row, int64_t n, double temperature, int64_t top_k, double 
         const size_t count = std::min<size_t>(16, left.size() - i);
         float some[16];
         std::fill(some, some + 16, nothing);
-        for (size_t t = 0; t < count; ++t) some[t] = (value_of(row[left[i + t].token]) - whole.top) * sharpness;
-        const f16v weights = exp16(load16(some));
+        for (size_t t = 0; t < count; ++t) some[t] = (value_of(row[left[i + t].token]) - whole.top) * (sharpness * log2_e);
+        const f16v weights = power16(load16(some));
         mass += ::total(weights);
         store16(some, weights);
         for (size_t t = 0; t < count; ++t) left[i + t].weight = some[t];

@@ -187,4 +187,34 @@ inline f16v exp16(f16v x) {
 #endif
 }
 
+constexpr float log2_e = 1.44269504088896341f;
+
+// 2^x of numbers up to 0 by a polynomial of degree 5: relative error about 2e-7 on [-124, 0], and next to nothing or 0 below that. Two
+// thirds of the work of exp16, where a factor is at hand into which log2_e goes.
+inline f16v power16(f16v x) {
+#if defined(__AVX512F__)
+  x = larger(x, f16v{} - 200.0f);
+  const f16v n = (f16v)_mm512_roundscale_ps((__m512)x, 0);
+#else
+  const f16v low = f16v{} - 125.0f, small = x;
+  x = chosen(x < low, low, x);
+  const i16v k = whole_of(x - 0.5f);  // truncation rounds to nearest
+  const f16v n = float_of(k);
+#endif
+  const f16v r = x - n;
+  f16v y = f16v{} + 1.3264727123569017e-3f;
+  y = y * r + 9.67151264483068e-3f;
+  y = y * r + 5.550733743497011e-2f;
+  y = y * r + 2.402224208526215e-1f;
+  y = y * r + 6.931469775989927e-1f;
+  y = y * r + 1.0f;
+#if defined(__AVX512F__)
+  return (f16v)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
+  const i16v bits = (k + 127) << 23;
+  y *= (f16v)bits;
+  return chosen(small < -124.0f, f16v{}, y);
+#endif
+}
+
 }  // namespace

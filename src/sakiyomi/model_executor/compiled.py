@@ -97,6 +97,7 @@ class CompiledPasses:
 
     Attributes:
         failed: there is no compiler, or it failed; passes run eagerly.
+        ready: the graphs.
     """
 
     mode: ClassVar[str] = "compiled"
@@ -104,7 +105,7 @@ class CompiledPasses:
     def __init__(self, forward: PassForward, device: torch.device, sizes: Sequence[int]) -> None:
         self._forward, self._device = forward, device
         self._sizes = frozenset(sizes)
-        self._graphs: dict[int, PassForward] = {}
+        self.ready: dict[int, PassForward] = {}
         self.fresh = False
         self.failed = device.type == "cpu" and compiler() is None
         if self.failed:
@@ -112,30 +113,26 @@ class CompiledPasses:
 
     def has(self, rows: int) -> bool:
         """Whether passes of so many rows have their graph."""
-        return rows in self._graphs
+        return rows in self.ready
 
     def clear(self) -> None:
         """Nothing: no graph knows where the cache lies."""
 
     def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
         """The pass that `begin` described; None: it has no graph."""
-        graph = self.pass_of(ids.shape[1])
+        graph = self.ready.get(ids.shape[1])
         return graph(ids, positions) if graph is not None else None
-
-    def pass_of(self, rows: int) -> PassForward | None:
-        """The graph of so many rows."""
-        return self._graphs.get(rows)
 
     def record(self, begin: BeginPass, rows: int) -> None:
         """Compile the graph of so many rows now."""
-        if self.failed or rows in self._graphs or rows not in self._sizes:
+        if self.failed or rows in self.ready or rows not in self._sizes:
             return
         _keep_on_disk()
         try:
             with TORCH_STATE, torch.no_grad():
                 ids = torch.zeros(1, rows, dtype=torch.int64, device=self._device)
                 begin(BatchPlan([]), rows)
-                self._graphs[rows] = _compiled(self._forward, ids, torch.zeros_like(ids))
+                self.ready[rows] = _compiled(self._forward, ids, torch.zeros_like(ids))
         except Exception as error:  # whatever the compiler throws, the eager path is there
             self.failed = True
             lines = (str(error).strip() or type(error).__name__).splitlines()[:2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,18 +48,29 @@ class PassStates(Mapping[int, Tensor]):
     """Hidden states of a pass by layer, cut to its own rows when they are asked for: mostly nobody does.
 
     Args:
-        states: by layer, (1, rows or more, hidden).
-        rows: by layer those that are wanted.
+        layers: that are captured, in the order of the states.
+        depth: layers that ran: later ones left nothing.
+        states: (1, rows or more, hidden) each.
+        rows: of the pass.
+        keep: rows that the head read; None: all.
     """
 
-    def __init__(self, states: Mapping[int, Tensor], rows: Callable[[int, Tensor], Tensor]) -> None:
-        self._states, self._rows = states, rows
+    __slots__ = ("_depth", "_keep", "_layers", "_rows", "_states")
+
+    def __init__(
+        self, layers: Sequence[int], depth: int, states: Sequence[Tensor], rows: int, keep: Tensor | None = None
+    ) -> None:
+        self._layers, self._depth, self._states, self._rows, self._keep = layers, depth, states, rows, keep
 
     def __getitem__(self, layer: int) -> Tensor:
-        return self._rows(layer, self._states[layer][0])
+        reached = dict(zip(self, self._states, strict=True))
+        state, keep = reached[layer][0], self._keep
+        if layer == HEAD and keep is not None:
+            return state[keep] if len(keep) != len(state) else state
+        return state[: self._rows]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._states)
+        return (layer for layer in self._layers if layer < self._depth)
 
     def __len__(self) -> int:
         return len(self._states)

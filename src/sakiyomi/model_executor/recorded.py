@@ -130,13 +130,15 @@ class RecordedPasses:
 
     Args:
         forward: the pass.
+        sizes: row counts that come again.
     """
 
     mode: ClassVar[str] = "traced"
     fresh = False
 
-    def __init__(self, forward: PassForward) -> None:
+    def __init__(self, forward: PassForward, sizes: Sequence[int]) -> None:
         self._forward = forward
+        self.ready = dict.fromkeys(sizes, forward)
 
     def has(self, rows: int) -> bool:
         """Always."""
@@ -145,10 +147,6 @@ class RecordedPasses:
     def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult:
         """The pass that `begin` described."""
         return self._forward(ids, positions)
-
-    def pass_of(self, rows: int) -> PassForward:
-        """The pass."""
-        return self._forward
 
     def record(self, begin: BeginPass, rows: int) -> None:
         """Nothing is left to be recorded."""

@@ -6,9 +6,10 @@ rows, slots and logits; it knows no drafts and no sampling.
 
 from __future__ import annotations
 
+import struct
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from sakiyomi.model_executor.attention import observe
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassResult
 from sakiyomi.model_executor.attention.torch import take_over
 from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
-from sakiyomi.model_executor.session import SIZES, Session
+from sakiyomi.model_executor.session import Session
 from sakiyomi.model_executor.traced import interpreted
 
 __all__ = ["ModelRunner"]
@@ -76,46 +77,6 @@ class ModelRunner(Session):
             return "it has recurrent layers, attention of its own, or weights that are offloaded"
         return None
 
-    def read_images(self, slot: int, inputs: Mapping[str, Tensor]) -> int:
-        """Read a prompt with images in an empty slot, all tokens but the last one, by the model's own forward.
-
-        Rows of an image may look at each other, and encoders have a say: so this is one pass with transformers' own
-        attention and cache, whose keys and values are then copied. Positions behind the images may be others than
-        places: the slot's later rows are shifted as the model does it.
-
-        Args:
-            slot: of the request.
-            inputs: what the model's processor has made, a batch of one.
-
-        Returns:
-            How many tokens lie in the slot.
-
-        Raises:
-            MemoryLimitError: there is no room for them.
-        """
-        from transformers import DynamicCache
-
-        count = inputs["input_ids"].shape[1] - 1
-        given = {name: part.to(self.device) for name, part in inputs.items()}
-        given = {name: part.to(self.dtype) if part.is_floating_point() else part for name, part in given.items()}
-        self.cache.reserve(slot, count + 1)
-        with torch.no_grad(), self.lock:
-            began = time.perf_counter()
-            self.begin(BatchPlan([]), count + 1)
-            self.module.set_attn_implementation("sdpa")
-            try:
-                made = self.module(**given, past_key_values=DynamicCache(), use_cache=True)
-            finally:
-                self.module.set_attn_implementation(self.backend.operator)
-                self.cache.begin(None)
-            for layer, pairs in enumerate(made.past_key_values.layers):
-                self.cache.keys[layer][slot][:, :count] = pairs.keys[0, :, :count]
-                self.cache.values[layer][slot][:, :count] = pairs.values[0, :, :count]
-            shift = getattr(self.module.model, "rope_deltas", None)
-            self.eviction.shifts[slot] = 0 if shift is None else int(shift.flatten()[0])
-            self.forward_seconds += time.perf_counter() - began
-        return count
-
     # ------------------------------------------------------------ passes
 
     def score(self, segments: Sequence[SequenceRows], *, last: bool = False) -> PassOutput:
@@ -131,6 +92,8 @@ class ModelRunner(Session):
         Returns:
             Logits of each row of the segments in order, or of each segment with `last`, and hidden states.
         """
+        if not last and self._describable() and (found := self._score_described(segments)) is not None:
+            return found
         if self.exact and len(segments) > 1 and sum(len(segment.tokens) for segment in segments) > self.sizes[-1]:
             # Beyond the largest size a pass would have another number of rows, and round otherwise.
             half = len(segments) // 2
@@ -193,15 +156,10 @@ class ModelRunner(Session):
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
         """Without the rows that only filled the pass up."""
         logits, states = found
-        whole = self.module is self.weights.module  # and no early exit, whose `_depth` counts layers of all kinds
-        reached = (layer for layer in self.weights.capture.layers if whole or layer < self._depth)
-
-        def own(layer: int, state: Tensor) -> Tensor:
-            if layer == HEAD and keep is not None:
-                return state[keep] if len(keep) != len(state) else state
-            return state[:rows]
-
-        features = PassStates(dict(zip(reached, states, strict=True)), own)
+        # An early exit's `_depth` counts layers of all kinds.
+        layers = self.weights.capture.layers
+        depth = max(layers, default=0) + 1 if self.module is self.weights.module else self._depth
+        features = PassStates(layers, depth, states, rows, keep)
         return PassOutput(logits, features, rows if keep is None else logits.shape[1])
 
     def _inputs(self, plan: BatchPlan, size: int) -> tuple[Tensor, Tensor]:
@@ -210,7 +168,7 @@ class ModelRunner(Session):
         if buffer is None:
             both = torch.zeros(2, size, dtype=torch.int64)
             buffer = both.numpy(), both[:1], both[1:]
-            if size <= SIZES[-1]:  # a chunk of a prompt may have any length
+            if size in self.sizes:  # a chunk of a prompt may have any length
                 self._buffers[size] = buffer
         rows, (numbers, ids, positions) = plan.rows, buffer
         numbers[:, :rows] = plan.tokens, plan.positions
@@ -247,31 +205,73 @@ class ModelRunner(Session):
         plan.positions = [position]
         self.run(plan, self.padded(1))
 
-    # ------------------------------------------------------------ passes that compiled code describes
+    # ------------------------------------------------------------ passes that the kernels describe
+
+    def _describable(self) -> bool:
+        """Whether the kernels may describe passes by themselves: these are replayed, and nobody listens to them."""
+        eviction = self.eviction
+        return not (
+            self.backend.session is None
+            or self.recorder is None
+            or not self._proven
+            or self.watchers
+            or eviction.shifts
+            or self._reassigned
+            or self.cache.states.stores
+            or self.sources is not None
+            or self._note is not None
+            or eviction.observations is not None
+        )
+
+    def _score_described(self, segments: Sequence[SequenceRows]) -> PassOutput | None:
+        """A pass over decoding rows that the kernels describe; None: such a pass is not replayed."""
+        table: list[int] = []
+        rows, most = 0, self.sizes[-1]
+        for part in segments:
+            count = len(part.tokens)
+            rows += count
+            table += part.slot, count, part.length, part.done
+            if part.prompt or rows > most:
+                return None
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        assert self.recorder is not None
+        if size not in self.recorder.ready or size not in self._buffers:
+            return None
+        for part in segments:
+            table += part.tokens
+        for part in segments:
+            table += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
+        with self.lock, interpreted():
+            take_over(None)
+            observe.listen(None, None)
+            packed = struct.pack(f"={len(table)}q", *table)
+            self.backend.describe(len(segments), packed, size, self._buffers[size][1].data_ptr())
+            _, ids, positions = self._buffers[size]
+            began = time.perf_counter()
+            found = self.recorder.ready[size](ids, positions)
+            spent = time.perf_counter() - began
+        self.forward_seconds += spent
+        self.clock.add(size, True, spent)
+        return self._output(found, rows, None)
 
     def native_passes(self, rows: int) -> tuple[int, tuple[int, ...]] | None:
         """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.
 
         That is so where decoding passes of so many rows are replayed, and nobody listens to them: see ``replay``.
         """
+        if rows > self.sizes[-1] or not self._describable():
+            return None
         session, recorder = self.backend.session, self.recorder
-        if session is None or recorder is None or not self._proven or rows > self.sizes[-1]:
-            return None
-        simple = not (
-            self.watchers
-            or self.eviction.shifts
-            or self._reassigned
-            or self.cache.states.stores
-            or self.sources is not None
-        )
-        if not simple or self._note is not None or self.eviction.observations is not None:
-            return None
-        for size in self.sizes[: bisect_left(self.sizes, rows) + 1]:
-            if recorder.pass_of(size) is None and recorder.has(size) and (self.cache.free or self.cache.extra):
+        assert session is not None
+        assert recorder is not None
+        for size in self.sizes:
+            if size not in recorder.ready and recorder.has(size) and (self.cache.free or self.cache.extra):
                 with self.cache.lent(size) as slot:  # its first pass is compared with an eager one
                     self.score([SequenceRows(slot, 0, [0] * size)])
+            if size >= rows:
+                break
         # A size that was not compared yet, for want of a slot, is passed over: the next larger one is taken.
-        sizes = tuple([size for size in self.sizes if recorder.pass_of(size) is not None])
+        sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
         return (session, sizes) if sizes and sizes[-1] >= rows else None
 
     def pass_buffers(self, sizes: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -280,12 +280,13 @@ class ModelRunner(Session):
             self._inputs(BatchPlan([]), size)
         return [self._buffers[size][0] for size in sizes]
 
-    def replay(self, size: int, take: Callable[[Tensor], int]) -> tuple[int, int]:
+    def replay(self, size: int, take: Callable[[int], int]) -> tuple[int, int]:
         """Run passes that the kernels have described, and whose inputs they have written to ``pass_buffers``.
 
         Args:
             size: rows of the first one.
-            take: takes the logits of each, (1, rows, V), and says how many rows the next has; not positive: no more.
+            take: takes the address of the logits of each, (1, rows, V), and says how many rows the next has; not
+                positive: no more.
 
         Returns:
             Passes that were run, and what `take` said last.
@@ -294,22 +295,22 @@ class ModelRunner(Session):
             with torch.no_grad():
                 return self.replay(size, take)
         assert self.recorder is not None
-        passes = 0
+        ready, buffers, now = self.recorder.ready, self._buffers, time.perf_counter
+        passes: dict[int, tuple[int, float]] = {}  # by rows: how many, and their seconds
         with self.lock, interpreted():
             take_over(None)
             observe.listen(None, None)
             while size > 0:
-                replay = self.recorder.pass_of(size)
-                assert replay is not None, "native_passes has asked for it"
-                _, ids, positions = self._buffers[size]
-                began = time.perf_counter()
-                logits, _ = replay(ids, positions)
-                spent = time.perf_counter() - began
-                self.clock.add(size, True, spent)
-                self.forward_seconds += spent
-                passes += 1
-                size = take(logits)
-        return passes, size
+                _, ids, positions = buffers[size]
+                began = now()
+                logits, _ = ready[size](ids, positions)
+                count, seconds = passes.get(size, (0, 0.0))
+                passes[size] = count + 1, seconds + now() - began
+                size = take(logits.data_ptr())
+        for rows, (count, seconds) in passes.items():
+            self.forward_seconds += seconds
+            self.clock.add(rows, True, seconds / count)
+        return sum([count for count, _ in passes.values()]), size
 
     # ------------------------------------------------------------ what passes cost
 

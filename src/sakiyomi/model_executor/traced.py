@@ -27,7 +27,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, PassResult
 
-__all__ = ["TracedPasses", "interpreted", "trace"]
+__all__ = ["TracedPasses", "interpreted", "no_gradients", "trace"]
 
 logger = logging.getLogger("sakiyomi")
 _TRANSFORMERS = importlib.util.find_spec("transformers")
@@ -47,6 +47,7 @@ class TracedPasses:
 
     Attributes:
         failed: the model cannot be traced; its passes run eagerly.
+        ready: the trace that serves a row count, once its logits were compared with those of an eager pass.
     """
 
     mode: ClassVar[str] = "traced"
@@ -54,7 +55,7 @@ class TracedPasses:
     def __init__(self, forward: PassForward, module: nn.Module, sizes: Sequence[int]) -> None:
         self._forward, self._module, self._sizes = forward, module, tuple(sizes)
         self._traces: dict[int, Any] = {}  # by the row count that they were made of; the first one serves all others
-        self._proven: dict[int, Any] = {}  # the trace that serves a row count, once its logits were compared
+        self.ready: dict[int, Any] = {}
         self._passes = 0
         self.fresh = self.failed = False
 
@@ -79,7 +80,7 @@ class TracedPasses:
         self.fresh = False
         if not self._serves(size):
             return None
-        if size in self._proven:
+        if size in self.ready:
             return self._replay(ids, positions)
         if not self._traces:
             self._passes += bool(plan.rows)
@@ -89,10 +90,6 @@ class TracedPasses:
             begin(plan, size)
             self.fresh = True
         return self._prove(begin, plan, size, ids, positions) if plan.rows else None
-
-    def pass_of(self, rows: int) -> PassForward | None:
-        """The trace that serves so many rows, if its logits were compared with those of an eager pass."""
-        return self._proven.get(rows)
 
     def _trace(self, begin: BeginPass, rows: int) -> None:
         ids = torch.zeros(1, rows, dtype=torch.int64)
@@ -109,7 +106,7 @@ class TracedPasses:
         while not self.failed:
             begin(plan, size)
             if self._agrees(expected, plan.rows, size, ids, positions):
-                self._proven[size] = self._serving(size)
+                self.ready[size] = self._serving(size)
                 return expected
             if size in self._traces:
                 self._fail("its logits differ from those of the eager pass")
@@ -137,7 +134,7 @@ class TracedPasses:
     def _fail(self, why: str) -> None:
         self.failed = True
         self._traces.clear()
-        self._proven.clear()
+        self.ready.clear()
         logger.info("passes cannot be traced and run eagerly: %s", " ".join(why.split())[:300])
 
 
@@ -190,6 +187,17 @@ def _detached(module: nn.Module) -> Iterator[None]:
     finally:
         for part, name, parameter in swapped:
             part._parameters[name] = parameter
+
+
+class no_gradients:
+    """As ``torch.no_grad``, in a fifth of its time: it is entered in every round."""
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *raised: object) -> None:
+        torch._C._set_grad_enabled(self._before)
 
 
 class interpreted:

@@ -19,13 +19,15 @@ __all__ = [
 
 Ranks = Sequence[float] | Sequence[Sequence[float]]
 
-BUILDERS: dict[str, Callable[[SamplingParams, Ranks], Builder]] = {
-    "chain": lambda params, ranks: Chain(),
-    "best-first": lambda params, ranks: BestFirst(),
-    "ddtree": lambda params, ranks: DDTree(),
-    "dynamic": lambda params, ranks: Dynamic(),
-    "static": lambda params, ranks: Static(ranks),
+_CHAIN, _BEST_FIRST, _DDTREE, _DYNAMIC = Chain(), BestFirst(), DDTree(), Dynamic()
+
+BUILDERS: dict[str, Callable[[SamplingParams, Callable[[], Ranks]], Builder]] = {
+    "chain": lambda params, ranks: _CHAIN,
+    "best-first": lambda params, ranks: _BEST_FIRST,
+    "ddtree": lambda params, ranks: _DDTREE,
+    "dynamic": lambda params, ranks: _DYNAMIC,
+    "static": lambda params, ranks: Static(ranks()),
     "choices": lambda params, ranks: Choices(params.choices),
 }
-"""By the name in ``SamplingParams.builder``; made from the parameters and from the acceptance by rank measured so far,
-of every level where levels differ."""
+"""By the name in ``SamplingParams.builder``; made from the parameters and from what gives the acceptance by rank
+measured so far, of every level where levels differ."""

@@ -20,4 +20,6 @@ class Chain(Builder):
 
     def chosen(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.chosen``."""
+        if not any(tree.ranks):
+            return list(range(min(len(tree.tokens), tree.nodes)))
         return [i for i, rank in enumerate(tree.ranks) if rank == 0][: tree.nodes]

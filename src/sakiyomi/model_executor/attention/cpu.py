@@ -116,6 +116,10 @@ class CpuBackend(AttentionBackend):
         """Say what this session's next pass looks like; `size` counts filler rows too."""
         self._library.sk_begin(self.session, len(plan.parts), size, plan.packed)
 
+    def describe(self, segments: int, table: bytes, size: int, inputs: int) -> None:
+        """See ``AttentionBackend.describe``."""
+        self._library.sk_rows(self.session, segments, table, size, inputs)
+
     def calls(self) -> int:
         """Attention calls since `begin`."""
         return int(self._library.sk_calls())

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -226,9 +228,11 @@ class CudaGraphs:
     Attributes:
         fresh: the last pass was captured first, which takes as long as many passes.
         failed: a pass could not be captured; they all run eagerly since then.
+        ready: nothing: what was captured belongs to a plan.
     """
 
     mode: ClassVar[str] = "captured"
+    ready: Mapping[int, PassForward] = MappingProxyType({})
 
     def __init__(self, forward: PassForward, backend: CudaBackend) -> None:
         self._forward, self._backend = forward, backend
@@ -237,9 +241,6 @@ class CudaGraphs:
     def has(self, rows: int) -> bool:
         """Passes of all sizes are captured at first use."""
         return not self.failed
-
-    def pass_of(self, rows: int) -> None:
-        """Nothing: what was captured belongs to a plan."""
 
     def record(self, begin: BeginPass, rows: int) -> None:
         """Nothing: a capture costs no compiler's seconds, and comes with the first pass of a shape."""

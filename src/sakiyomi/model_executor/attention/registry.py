@@ -7,7 +7,7 @@ of ``AttentionBackend``, and a line in ``BACKENDS``; the first in that list that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -72,19 +72,20 @@ class PassRecorder(Protocol):
     mode: ClassVar[str]
     fresh: bool
 
+    @property
+    def ready(self) -> Mapping[int, PassForward]:
+        """By row count what replays a described pass, once it is known to be right; nothing where only ``run`` does.
+
+        Within ``interpreted`` (``traced.py``).
+        """
+        ...
+
     def has(self, rows: int) -> bool:
         """Whether a pass of so many rows is replayed, or will be when it comes."""
         ...
 
     def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
         """The pass that `begin` has described; None: it is not recorded, run it eagerly."""
-        ...
-
-    def pass_of(self, rows: int) -> PassForward | None:
-        """What replays a described pass of so many rows, once it is known to be right; None: only ``run`` does.
-
-        Within ``interpreted`` (``traced.py``).
-        """
         ...
 
     def record(self, begin: BeginPass, rows: int) -> None:
@@ -155,6 +156,18 @@ class AttentionBackend(ABC):
     @abstractmethod
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Describe this thread's next pass; `size` counts filler rows too."""
+
+    def describe(self, segments: int, table: bytes, size: int, inputs: int) -> None:
+        """As ``begin``, where there is a ``session``, and write the inputs of the pass, too.
+
+        Args:
+            segments: how many.
+            table: int64: of each its slot, rows, length and ``done`` (see ``SequenceRows``); the tokens of all their
+                rows; the parents of all rows of their trees, -1 for none.
+            size: rows of the pass with those that only fill it up.
+            inputs: address of (2, size) int64, token ids and positions; written.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def calls(self) -> int:

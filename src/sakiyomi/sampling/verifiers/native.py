@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,15 +69,15 @@ def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
     if kernels is None or logits.dtype not in _HALF or not (logits.is_cpu and logits.is_contiguous()):
         return verdicts
     width = logits.shape[-1]
-    able = [i for i, case in enumerate(cases) if _fits(case, width)]
     numbers: list[int] = []
-    packed = b"".join([_pack(cases[i], numbers) for i in able])
+    asked = [_pack(case, width, numbers) for case in cases]
+    able = [i for i, packed in enumerate(asked) if packed]
     # A node has a token and a parent among the numbers, so that no verdict has more.
-    ints = (ctypes.c_int64 * (_HEAD * len(able) + len(numbers)))()
-    doubles = (ctypes.c_double * (len(able) + len(numbers)))()
+    most = _HEAD * len(able) + len(numbers)
+    ints, doubles = _room.take(most)
     own = struct.pack(f"={len(numbers)}q", *numbers)
-    kernels.sk_verify(len(able), packed, own, logits.data_ptr(), _HALF[logits.dtype], width, ints, doubles)
-    whole, chances, at, done = ints[:], doubles[:], 0, 0
+    kernels.sk_verify(len(able), b"".join(asked), own, logits.data_ptr(), _HALF[logits.dtype], width, ints, doubles)
+    whole, chances, at, done = ints[:most], doubles[:most], 0, 0
     for i in able:
         decided, token, ending, stream, accepted, refused = whole[at : at + _HEAD]
         middle = at + _HEAD + accepted
@@ -90,24 +90,40 @@ def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
     return verdicts
 
 
-def _fits(case: Case, width: int) -> bool:
-    rule, probs, sampler = _RULES.get(type(case.verifier)), case.draft.probs, case.sampler
+class _Room(threading.local):
+    """Where the kernels write verdicts, by thread: to make arrays takes longer than to fill them."""
+
+    def __init__(self) -> None:
+        self._size = 0
+
+    def take(self, size: int) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_double]]:
+        """Room for so many numbers of either kind."""
+        if size > self._size:
+            self._size = 2 * size
+            self._both = (ctypes.c_int64 * self._size)(), (ctypes.c_double * self._size)()
+        return self._both
+
+
+_room = _Room()
+
+
+def _pack(case: Case, width: int, numbers: list[int]) -> bytes:
+    """A case as the kernels take it, nothing if they do not; numbers of its own are added to those of the others."""
+    draft, noise, sampler = case.draft, case.noise, case.sampler
+    rule, tree, rows, params = _RULES.get(type(case.verifier)), draft.tree, draft.probs, sampler.params
     if rule is None or sampler.edits or (rule and sampler.greedy):
-        return False
-    return probs is None or (
-        probs.dtype is torch.float32 and probs.is_cpu and probs.is_contiguous() and probs.shape[1] == width
-    )
-
-
-def _pack(case: Case, numbers: list[int]) -> bytes:
-    """A case as the kernels take it; numbers of its own are added to those of the others."""
-    draft, noise, params = case.draft, case.noise, case.sampler.params
-    tree, rule, first = draft.tree, _RULES[type(case.verifier)], len(numbers)
+        return b""
+    first, probs, draws = len(numbers), 0, draft.draws
+    if rows is not None:
+        if not (rows.dtype is torch.float32 and rows.is_cpu and rows.is_contiguous() and rows.shape[1] == width):
+            return b""
+        probs = rows.data_ptr()
     numbers += tree.tokens
     numbers += tree.parents
-    draws: Any = draft.draws if rule > 1 else ()  # the others look at tokens alone
-    numbers += chain.from_iterable((draw.node, -1 if draw.row is None else draw.row) for draw in draws)
-    probs = draft.probs.data_ptr() if draft.probs is not None and rule > 1 else 0
+    if rule > 1:
+        numbers += chain.from_iterable([(draw.node, -1 if draw.row is None else draw.row) for draw in draws])
+    else:  # which looks at tokens alone
+        probs, draws = 0, ()
     return _CASE.pack(
         *(case.row, rule, case.position, len(tree.tokens), len(draws), draft.kind == "without_replacement"),
         *(first, probs, params.top_k, params.temperature, params.top_p, params.min_p, noise.state, noise.counter),
