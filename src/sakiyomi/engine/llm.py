@@ -78,6 +78,7 @@ class LLM:
 
     Attributes:
         profile: what ``sakiyomi tune`` found, if draft "auto" uses it; None: it found nothing, or ``draft`` is another.
+        processor: makes tokens and numbers of images or sound; None: the model has none.
 
     Raises:
         InputError, LoadError, UnsupportedError, MemoryLimitError: see ``errors``.
@@ -132,6 +133,7 @@ class LLM:
         )
         loaded, self.target = self._pool.loaded, self._pool.target
         self.name, self.tokenizer, self.vocab_size = loaded.name, loaded.tokenizer, self.target.vocab_size
+        self.processor = loaded.extractor
         self.profile = find_profile(self.target, self.tokenizer) if drafters == ["auto"] else None
         self._context = self._pool.context(lambda context: answer(self.engine, context), allow_pickle=allow_pickle)
         self._strict = strict
@@ -277,6 +279,13 @@ class LLM:
         return Conversation(self.engine, prefix)
 
     # ------------------------------------------------------------ models
+
+    @property
+    def blind(self) -> str | None:
+        """Why prompts with images (``ImagePrompt``) are refused; None: they are not."""
+        if (why := self.target.blind) is not None or self.processor is not None:
+            return why
+        return "its folder has no image processor (preprocessor_config.json)"
 
     def record(self) -> bool:
         """Keep on disk what the next start with the same models needs in the place of their classes: it is faster then.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.chat_template import Dialogue, read_template
 from sakiyomi.engine.inputs import prompt_tokens
@@ -19,14 +20,26 @@ from sakiyomi.model_executor.loading import has_encoder
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.grammar import Constraint, Grammars
+from sakiyomi.server.images import read_image
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.processors import Penalties
-from sakiyomi.server.schema import Ask, ChatRequest, CompletionRequest, FunctionTool, Message, NamedChoice, ToolCall
+from sakiyomi.server.schema import (
+    Ask,
+    ChatRequest,
+    CompletionRequest,
+    FunctionTool,
+    ImagePart,
+    Message,
+    NamedChoice,
+    TextPart,
+    ToolCall,
+)
 from sakiyomi.server.tools import ToolFormat, tool_format
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from sakiyomi.cache.cross_attention import Source
     from sakiyomi.engine.llm import LLM
 
 __all__ = ["BodyReader", "is_long"]
@@ -39,13 +52,15 @@ LONG = 1 << 15  # characters
 
 
 def is_long(body: Ask) -> bool:
-    """Whether reading a body may take long: its text is long, or it comes with a grammar."""
+    """Whether reading a body may take long: its text is long, or it comes with a grammar or images."""
     if body.response_format is not None and body.response_format.type != "text":
         return True
     if isinstance(body, ChatRequest):
-        texts = [message.content or "" for message in body.messages]
-        length = sum(len(text) if isinstance(text, str) else sum(len(part.text) for part in text) for text in texts)
-        return bool(body.tools) or length > LONG
+        said = [message.content or "" for message in body.messages]
+        if any(isinstance(part, ImagePart) for parts in said for part in parts):
+            return True
+        texts = [text for parts in said for text in ([parts] if isinstance(parts, str) else map(_text, parts))]
+        return bool(body.tools) or sum(map(len, texts)) > LONG
     assert isinstance(body, CompletionRequest)
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     return sum(1 if isinstance(prompt, int) else len(prompt) for prompt in prompts) > LONG
@@ -68,7 +83,7 @@ class BodyReader:
         self._llm, self._config = llm, config
         self.name = config.served_name or llm.name
         self.drafter = None if llm.draft is None else llm.draft.name
-        self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template))
+        self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template), processor=llm.processor)
         self._budget = llm.recipe()["kv_budget"]
         self._longest = max(map(len, llm.tokenizer.get_vocab()), default=1)
         self._grammars = Grammars(llm.tokenizer, llm.vocab_size, sorted(llm.engine.stop_ids))
@@ -108,15 +123,51 @@ class BodyReader:
         messages = [_plain(message, i) for i, message in enumerate(body.messages)]
         tools, matcher, form = self._tools(body)
         described = [tool.model_dump(exclude_none=True) for tool in tools]
-        with _blaming("messages"):
-            read = self._dialogue.read(messages, described, body.chat_template_kwargs or {})
-        tokens = self._tokens(read, "messages")
+        tokens, source = self._read(messages, described, body)
         asked = body.max_completion_tokens or body.max_tokens
         limit = self._limit(tokens, asked, "max_completion_tokens", "messages")
         jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
         for index, job in enumerate(jobs):
-            job.index, job.tools = index, form
+            job.index, job.tools, job.source = index, form, source
         return jobs
+
+    def _read(
+        self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest
+    ) -> tuple[list[int], Source | None]:
+        """Tokens of a conversation, and its images as the model reads them."""
+        options, images = body.chat_template_kwargs or {}, self._images(body)
+        with _blaming("messages"):
+            if not images:
+                return self._tokens(self._dialogue.read(messages, tools, options), "messages"), None
+            text = self._dialogue.text(messages, tools, options)
+            self._check_length(text, "messages")
+            made = self._llm.engine.process(ImagePrompt(text, images))
+            return made.tokens, made.source
+
+    def _images(self, body: ChatRequest) -> list[Any]:
+        """The images of all messages, in their order."""
+        found = [
+            (message, part.image_url.url, f"messages.{i}.content.{j}.image_url.url")
+            for i, message in enumerate(body.messages)
+            for j, part in enumerate(message.content or ())
+            if isinstance(part, ImagePart)
+        ]
+        if found and (why := self._llm.blind) is not None:
+            raise bad_request(
+                f"{self.name!r} reads no images here: {why}; send text alone", found[0][2], code="unsupported_value"
+            )
+        if len(found) > self._config.max_images:
+            raise bad_request(
+                f"{len(found)} images in one request; this server allows {self._config.max_images}", "messages"
+            )
+        if wrong := [(message.role, field) for message, _, field in found if message.role not in ("user", "tool")]:
+            role, field = wrong[0]
+            raise bad_request(f"an image in a {role} message; images are sent in user messages", field)
+        images, left = [], self._config.max_image_pixels
+        for _, url, field in found:
+            images.append(read_image(url, self._config.max_image_bytes, left, field))
+            left -= images[-1].width * images[-1].height
+        return images
 
     @property
     def has_template(self) -> bool:
@@ -152,7 +203,7 @@ class BodyReader:
         if count > self._config.max_n:
             raise bad_request(f"{count} samples in one request; this server allows {self._config.max_n}", "n")
 
-    def _tokens(self, prompt: Any, field: str) -> list[int]:
+    def _check_length(self, prompt: Any, field: str) -> None:
         # Before it is tokenized, or copied: that takes time, and what is refused is to take none.
         most = self._llm.max_context * (self._longest if isinstance(prompt, str) else 1)
         if len(prompt) > most:
@@ -163,6 +214,9 @@ class BodyReader:
                 field,
                 code="context_length_exceeded",
             )
+
+    def _tokens(self, prompt: Any, field: str) -> list[int]:
+        self._check_length(prompt, field)
         with _blaming(field):
             return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
 
@@ -305,8 +359,11 @@ def _plain(message: Message, number: int) -> dict[str, Any]:
         raise bad_request(
             f"the {message.role} message has no content", f"messages.{number}.content", code="missing_field"
         )
-    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    parts = [content] if isinstance(content, str) else content or []
+    said: Any = "".join(map(_text, parts))
+    if any(isinstance(part, ImagePart) for part in parts):
+        said = [{"type": "image"} if isinstance(p, ImagePart) else {"type": "text", "text": _text(p)} for p in parts]
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": said}
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:
@@ -314,6 +371,10 @@ def _plain(message: Message, number: int) -> dict[str, Any]:
     if message.tool_calls:
         found["tool_calls"] = [_called(call) for call in message.tool_calls]
     return found
+
+
+def _text(part: TextPart | ImagePart | str) -> str:
+    return part if isinstance(part, str) else part.text if isinstance(part, TextPart) else ""
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

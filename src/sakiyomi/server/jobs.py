@@ -17,6 +17,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.request import Request
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.cross_attention import Source
     from sakiyomi.server.tools import ToolFormat
 
 __all__ = ["Call", "Event", "Job", "JobState"]
@@ -51,6 +52,7 @@ class Job:
         over: it was cancelled.
         reason: why it ended, as metrics and the log have it; "" before that.
         tools: how calls are written in its text; None: there are none.
+        source: images in the prompt, as the model reads them; None: there are none.
     """
 
     prompt: list[int]
@@ -69,6 +71,7 @@ class Job:
     over: bool = False
     reason: str = ""
     tools: ToolFormat | None = None
+    source: Source | None = None
 
     @property
     def state(self) -> JobState:
