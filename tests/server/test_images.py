@@ -187,6 +187,11 @@ def test_bounds_of_a_request(site: tuple[Server, str]) -> None:
         ask(site[1], {"type": "image_url", "image_url": {"url": GOOD, "detail": "high"}})
     with pytest.raises(openai.BadRequestError, match="does not take it"):
         ask(site[1], part(GOOD), {"type": "text", "text": MARK})  # a mark without an image
+    with pytest.raises(openai.BadRequestError, match="prompts with images are not scored"):
+        ask(site[1], part(GOOD), prompt_logprobs=1)
+    messages = [{"role": "user", "content": [part(GOOD)]}]
+    reply = web.post(f"{site[1]}/tokenize", json={"model": "toy", "messages": messages})
+    assert reply.status_code == 400 and "an image is no text" in reply.json()["error"]["message"]
     server = site[0]
     assert server.max_body == 1 << 25 and server.card()["images"]
     assert web.get(f"{site[1]}/health").status_code == 200
@@ -194,7 +199,9 @@ def test_bounds_of_a_request(site: tuple[Server, str]) -> None:
 
 def test_a_model_of_text_says_so() -> None:
     with running(toy_llm("none")) as (server, url):
-        with pytest.raises(openai.BadRequestError, match="reads no images here: it is a model of text") as caught:
+        with pytest.raises(
+            openai.BadRequestError, match="this server reads no images: it is a model of text"
+        ) as caught:
             ask(url, part(GOOD))
         assert caught.value.code == "unsupported_value" and not server.card()["images"]
 

@@ -9,21 +9,56 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sakiyomi.core.messages import one_line
+from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.schema import ImagePart, Message
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["read_image"]
+__all__ = ["read_images"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Those of OpenAI's API; of a GIF the first picture is taken."""
 
 
-def read_image(url: str, most_bytes: int, most_pixels: int, field: str) -> Image:
+def read_images(messages: Sequence[Message], config: ServerConfig, blind: str | None) -> list[Image]:
+    """The images of messages, in their order.
+
+    Args:
+        messages: of a request.
+        config: with the bounds.
+        blind: why the model reads none; None: it does.
+
+    Raises:
+        ApiError: 400: one of them cannot be read, or is beyond the bounds.
+    """
+    found = [
+        (message.role, part.image_url.url, f"messages.{i}.content.{j}.image_url.url")
+        for i, message in enumerate(messages)
+        for j, part in enumerate(message.content or ())
+        if isinstance(part, ImagePart)
+    ]
+    if found and blind is not None:
+        raise bad_request(
+            f"this server reads no images: {blind}; send text alone", found[0][2], code="unsupported_value"
+        )
+    if len(found) > config.max_images:
+        raise bad_request(f"{len(found)} images in one request; this server allows {config.max_images}", "messages")
+    images, left = [], config.max_image_pixels
+    for role, url, field in found:
+        if role not in ("user", "tool"):
+            raise bad_request(f"an image in a {role} message; images are sent in user messages", field)
+        images.append(_read(url, config.max_image_bytes, left, field))
+        left -= images[-1].width * images[-1].height
+    return images
+
+
+def _read(url: str, most_bytes: int, most_pixels: int, field: str) -> Image:
     """The image of a data URL, in red, green and blue, turned as its camera was held.
 
     Args:
