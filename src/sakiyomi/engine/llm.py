@@ -287,13 +287,6 @@ class LLM:
 
     # ------------------------------------------------------------ models
 
-    @property
-    def blind(self) -> str | None:
-        """Why prompts with images (``ImagePrompt``) are refused; None: they are not."""
-        if (why := self.target.blind) is not None or self.processor is not None:
-            return why
-        return "its folder has no image processor (preprocessor_config.json)"
-
     def record(self) -> bool:
         """Keep on disk what the next start with the same models needs in the place of their classes: it is faster then.
 

@@ -80,7 +80,7 @@ class Server:
         )
         self.worker = Worker(llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics)
         self.began = int(time.time())
-        least = BODY_BYTES if llm.blind is not None else IMAGES_BYTES
+        least = IMAGES_BYTES if self.bodies.blind is None else BODY_BYTES
         self.max_body = config.max_body or max(least, TOKEN_BYTES * llm.max_context)
         # What takes long to read waits for its own kind alone.
         self._threads = ThreadPoolExecutor(BODY_THREADS, "bodies")
@@ -234,7 +234,7 @@ class Server:
             "max_model_len": self.llm.max_context,
             "drafter": self.bodies.drafter,
             "chat_template": self.bodies.has_template,
-            "images": self.llm.blind is None and self.bodies.has_template,
+            "images": self.bodies.blind is None and self.bodies.has_template,
         }
 
 

@@ -84,6 +84,9 @@ class BodyReader:
             raise UnsupportedError(f"{llm.name} has an encoder; the server supports decoder-only models")
         self._llm, self._config = llm, config
         self.name = config.served_name or llm.name
+        self.blind = llm.target.blind  # why no images are read; None: they are
+        if self.blind is None and llm.processor is None:
+            self.blind = "the model's folder has no image processor (preprocessor_config.json)"
         self.drafter = None if llm.draft is None else llm.draft.name
         self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template), processor=llm.processor)
         self._budget = llm.recipe()["kv_budget"]
@@ -144,7 +147,7 @@ class BodyReader:
     ) -> tuple[list[int], Source | None]:
         """Tokens of a conversation, and its images as the model reads them."""
         options = body.chat_template_kwargs or {}
-        images = read_images(body.messages, self._config, self._llm.blind)
+        images = read_images(body.messages, self._config, self.blind)
         with _blaming("messages"):
             if not images:
                 return self._tokens(self._dialogue.read(messages, tools, options), "messages"), None
