@@ -37,7 +37,7 @@ KINDS = ["lfm2", "qwen3_5", "kimi_linear", "granitemoehybrid", "mamba", "recurre
 """One family of each kind of state."""
 DENSE = ["lfm2", "qwen3_5", "falcon_h1", "mamba", "recurrent_gemma"]
 """The same without experts, which gather rows: in plain torch sums depend on the other rows of a pass."""
-EXPERTS = ["lfm2_moe", "granitemoehybrid", "jamba"]
+EXPERTS = ["lfm2_moe", "granitemoehybrid", "jamba", "kimi_linear"]
 
 
 @cache
@@ -345,11 +345,11 @@ def test_a_window_is_that_of_the_parent() -> None:
     conv, weight = ShortConv(), torch.randn(5, 3)
     rows, parents = torch.randn(7, 5), (-1, 0, 0, 1, 2, 3, 3)
     site = Site(conv)
-    site.learn([rows], [weight])
+    site.learn([rows[None]], [weight])
     state = SiteState(site, np.zeros(1, np.int64))
     state.grow(1, 48)
     plan = BatchPlan([SequenceRows(0, 0, list(range(7)), parents)])
-    out = state.forward([rows], [weight], plan)
+    (out,) = state.forward([rows[None]], [weight], plan)
     for row in range(7):
         path = plan.path(0, row).tolist()
         text = torch.cat([torch.zeros(2, 5), rows[path]])[-3:]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import causal_models
 from architectures import VOCAB, greedy, model_of, prompt
@@ -67,6 +70,23 @@ def test_text_behind_images(name: str) -> None:
         assert [out.prompt_tokens for out in done] == [*map(len, tokens), len(words)]
         assert llm.generate(prompts[0], GREEDY).token_ids == wanted[0]
         assert not llm.engine._speculation.broken
+
+
+class Beginning(Processor):
+    """Writes a begin token as transformers' processors do, unless it is told not to."""
+
+    def __call__(
+        self, text: Sequence[str], images: Sequence[Tensor], return_tensors: str, add_special_tokens: bool = True
+    ) -> dict[str, Tensor]:
+        return super().__call__(["</s>" * add_special_tokens + text[0]], images, return_tensors)
+
+
+def test_the_begin_token_that_a_template_wrote_is_not_written_again() -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.bos_token = "</s>"
+    llm = LLM((seeing_model("gemma3"), Beginning("gemma3", tokenizer)), "none", compile=False)
+    sizes = [llm.engine.process(ImagePrompt(text, IMAGES[0])).tokens.count(1) for text in (f"</s>{TEXTS[0]}", TEXTS[0])]
+    assert sizes == [1, 1]
 
 
 def test_nothing_is_reused_across_images() -> None:

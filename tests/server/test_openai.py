@@ -411,7 +411,7 @@ def test_an_unknown_model_is_a_404(api: OpenAI) -> None:
     ("message", "words", "param"),
     [
         ({"role": "user", "content": "a\ud800"}, "half of a surrogate", "messages"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "should be 'text'", None),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "'text', 'image_url'", None),
         ({"role": "user"}, "no content", "messages.0.content"),
         ({"role": "poet", "content": "x"}, "'messages.0.role' is \"poet\"", "messages.0.role"),
         ({"role": "user", "content": "x", "mood": 1}, "'messages.0.mood' is not supported", "messages.0.mood"),

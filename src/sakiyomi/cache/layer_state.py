@@ -98,7 +98,7 @@ class SiteForward(Protocol):
         """The output for the rows of a pass, shaped like the first tensor, and the rows written.
 
         Args:
-            rows: of a module its input, (1, N, hidden); of a function its inputs by row, (N, ...) each. Rows beyond
+            rows: of a module its input, (1, N, hidden); of a function its inputs by row, (1, N, ...) each. Rows beyond
                 ``plan.rows`` fill the pass up: nothing is written for them, and anything may come out.
             fixed: of a function what is the same for all rows.
             plan: of the pass.

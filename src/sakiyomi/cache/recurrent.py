@@ -16,16 +16,30 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntFlag
 from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from sakiyomi.kernels.batch import BatchPlan
 
-__all__ = ["Recurrence", "Site", "SiteState"]
+__all__ = ["Around", "Recurrence", "Site", "SiteState"]
+
+
+class Around(IntFlag):
+    """What transformers' functions do around the recurrence itself, as the compiled kernels know it (recurrent.h).
+
+    Attributes:
+        SILU_AFTER: outputs are rounded to their type, and then SiLU of them.
+        UNIT_LENGTH, DIVIDED: keys and queries have length 1; by a division, not by an inverse.
+        SOFTPLUS_STEPS: steps are softplus of what is given.
+        AS_SCAN: rows are those of Mamba-2's scan, whose outputs are float32.
+    """
+
+    SILU_AFTER, UNIT_LENGTH, DIVIDED, SOFTPLUS_STEPS, AS_SCAN = 1, 2, 4, 8, 16
 
 
 class Recurrence(ABC):
@@ -45,11 +59,24 @@ class Recurrence(ABC):
 
     @abstractmethod
     def shape(self, rows: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[int, ...]:
-        """Of the state of one text."""
+        """Of the state of one text, by what is given for (1, N, ...) rows."""
+
+    def prepare(self, rows: Sequence[Tensor], fixed: Sequence[Tensor], around: int) -> list[Tensor]:
+        """What is computed with, (N, ...) each, out of what is given, (1, N, ...), each of the same size."""
+        return [tensor[0].float() for tensor in rows]
+
+    def finish(self, out: Tensor, rows: Sequence[Tensor], fixed: Sequence[Tensor], around: int) -> Tensor:
+        """Outputs (N, ...), as they are given back, (1, N, ...)."""
+        rounded = out.to(rows[0].dtype)[None]
+        return nn.functional.silu(rounded) if around & Around.SILU_AFTER else rounded
+
+    def keep(self, states: Tensor, rows: Sequence[Tensor], fixed: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of each row what ``advance`` reads, by the states after its parent."""
+        return rows[: self.kept]
 
     @abstractmethod
     def advance(self, states: Tensor, rows: Sequence[Tensor], fixed: Sequence[Tensor]) -> Tensor:
-        """The states after each row, from those after its parent."""
+        """The states after each row, from those after its parent, by what is kept of it."""
 
     @abstractmethod
     def read(self, states: Tensor, rows: Sequence[Tensor], fixed: Sequence[Tensor]) -> Tensor:
@@ -60,7 +87,7 @@ class Recurrence(ABC):
         outputs, states = [], state[None]
         for i in range(len(rows[0])):
             row = [tensor[i : i + 1] for tensor in rows]
-            states = self.advance(states, row[: self.kept], fixed)
+            states = self.advance(states, self.keep(states, row, fixed), fixed)
             outputs.append(self.read(states, row, fixed))
         return torch.cat(outputs), states[0]
 
@@ -75,6 +102,7 @@ class Site:
         state: shape of the state of one text.
         device: where they are.
         compiled: the compiled kernels run it.
+        around: see ``Around``.
     """
 
     kind: Recurrence
@@ -82,19 +110,21 @@ class Site:
     state: tuple[int, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     compiled: bool = False
+    around: int = 0
 
-    def learn(self, rows: Sequence[Tensor], fixed: Sequence[Tensor]) -> None:
-        """Note the shapes of a call."""
+    def learn(self, rows: Sequence[Tensor], fixed: Sequence[Tensor], around: int = 0) -> None:
+        """Note the shapes of a call, whose rows are (1, N, ...)."""
         if not self.state:
-            self.rows = tuple(tuple(map(int, tensor.shape[1:])) for tensor in rows)
+            self.around = int(around)
+            self.rows = tuple(tuple(map(int, tensor.shape[2:])) for tensor in rows)
             self.state = tuple(map(int, self.kind.shape(rows, fixed)))
             self.device = rows[0].device
 
     def whole(self, rows: Sequence[Tensor], fixed: Sequence[Tensor]) -> Tensor:
         """The outputs of rows that are a whole text."""
         state = torch.zeros(self.state, device=self.device)
-        out, _ = self.kind.chain(state, [tensor.float() for tensor in rows], fixed)
-        return out.to(rows[0].dtype)
+        out, _ = self.kind.chain(state, self.kind.prepare(rows, fixed, self.around), fixed)
+        return self.kind.finish(out, rows, fixed, self.around)
 
     @property
     def kept(self) -> tuple[tuple[int, ...], ...]:
@@ -183,34 +213,32 @@ class SiteState:
         """The outputs of the rows of a pass, shaped like the first tensor.
 
         Args:
-            rows: (N, ...) each; those beyond ``plan.rows`` fill the pass up.
+            rows: (1, N, ...) each; those beyond ``plan.rows`` fill the pass up.
             fixed: what is the same for all rows: weights.
             plan: of the pass.
         """
         self._fixed = fixed
-        kind = self.site.kind
-        wide = [tensor.float() for tensor in rows]
-        kept = torch.cat([tensor.flatten(1) for tensor in wide[: kind.kept]], 1)
+        kind, around = self.site.kind, self.site.around
+        wide = kind.prepare(rows, fixed, around)
         out = torch.zeros_like(wide[0])
-        for i, (slot, first, count, length, prompt) in enumerate(plan.table):
+        for part, (slot, first, count, length, prompt) in zip(plan.parts, plan.table, strict=True):
             here = slice(first, first + count)
             own = [tensor[here] for tensor in wide]
-            part = plan.parts[i]
+            state = self.fold(slot, length - part.done)
             if prompt:
-                out[here], self.states[slot] = kind.chain(self.fold(slot, length - part.done), own, fixed)
+                out[here], self.states[slot] = kind.chain(state, own, fixed)
                 self.at[slot] = length + count
                 continue
             begin = length - int(self._first[slot])
-            self.rows[slot, begin : begin + count] = kept[here]
-            state = self.fold(slot, length - part.done)
-            if part.parents is None:
-                out[here], _ = kind.chain(state, own, fixed)
-                continue
-            tree = self._split(self.rows[slot, begin - part.done : begin + count])
+            kept = self.rows[slot, begin - part.done : begin + count]
             states = state.new_empty(1 + part.done + count, *state.shape)
             states[0] = state
-            for nodes, above in _levels(part.parents):
-                found = kind.advance(states[above], [tensor[nodes] for tensor in tree], fixed)
-                states[nodes + 1] = found
+            chain = tuple(range(-1, part.done + count - 1))
+            for nodes, above in _levels(chain if part.parents is None else part.parents):
+                new = nodes >= part.done
+                rows_of_level = [tensor[nodes[new] - part.done] for tensor in own]
+                found = kind.keep(states[above[new]], rows_of_level, fixed)
+                kept[nodes[new]] = torch.cat([tensor.flatten(1) for tensor in found], 1)
+                states[nodes + 1] = kind.advance(states[above], self._split(kept[nodes]), fixed)
             out[here] = kind.read(states[1 + part.done :], own, fixed)
-        return out.to(rows[0].dtype)
+        return kind.finish(out, rows, fixed, around)

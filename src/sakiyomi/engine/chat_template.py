@@ -47,6 +47,7 @@ class Dialogue:
         tokenizer: a transformers tokenizer.
         template: a Jinja text; "auto" for the tokenizer's own, or none where it has none; "none" for plain text.
         system: the system prompt; "" for none.
+        processor: of a model that sees, whose template is used where the tokenizer has none.
 
     Attributes:
         exchanges: messages and replies, the oldest first.
@@ -55,8 +56,11 @@ class Dialogue:
         InputError: the template does not work, or a system prompt has no place in it.
     """
 
-    def __init__(self, tokenizer: Any, template: str = "auto", system: str = "") -> None:
+    def __init__(self, tokenizer: Any, template: str = "auto", system: str = "", processor: Any = None) -> None:
         self._tokenizer = tokenizer
+        theirs = getattr(processor, "chat_template", None)
+        if template == "auto" and isinstance(theirs, str) and not getattr(tokenizer, "chat_template", None):
+            template = theirs
         own = getattr(tokenizer, "chat_template", None)
         self.plain = template == "none" or (template == "auto" and not own)
         self._template = None if template in WORDS else template
@@ -119,8 +123,6 @@ class Dialogue:
         Raises:
             InputError: the template does not take them.
         """
-        if wrong := [name for name in options if name in signature(self._tokenizer.apply_chat_template).parameters]:
-            raise InputError(f"{wrong[0]!r} is no name that a chat template has of its own; leave it out")
         if self.plain:
             if options:
                 raise InputError("without a chat template nothing is done with values for it; leave them out")
@@ -136,10 +138,27 @@ class Dialogue:
                 text += (_joint(text, said) if role == "user" else "") + said
             return list(self._tokenizer(_as_text(text))["input_ids"])
         # The template writes the begin token itself.
+        return list(self._tokenizer(self.text(messages, tools, options), add_special_tokens=False)["input_ids"])
+
+    def text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """What the template makes of messages, whose contents may be lists of parts, with images; see ``read``.
+
+        Raises:
+            InputError: the template does not take them, or there is none.
+        """
+        if self.plain:
+            raise InputError("the model has no chat template that could give images a place; give one, or send text")
+        if wrong := [name for name in options if name in signature(self._tokenizer.apply_chat_template).parameters]:
+            raise InputError(f"{wrong[0]!r} is no name that a chat template has of its own; leave it out")
         text = self._rendered(messages, tools, options)
         if tools and text == self._rendered(messages, None, options):
             raise InputError("the chat template does not tell the model of tools; leave them out, or give another one")
-        return list(self._tokenizer(_as_text(text), add_special_tokens=False)["input_ids"])
+        return _as_text(text)
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON, whole or not at all.

@@ -22,7 +22,7 @@ from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.engine.batch import Batch, make_room, score_alone
-from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor
+from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
 from sakiyomi.engine.prefill import Prefill
 from sakiyomi.engine.request import Request, RetainedSlot
 from sakiyomi.engine.request_factory import RequestFactory, SubmitOptions
@@ -115,6 +115,14 @@ class Engine:
         if (n := as_params(params).n) > 1:
             raise InputError(f"n={n} samples are {n} requests; add each of them, with a key of its own")
         return self.submit(prompt, params, **options).id
+
+    def process(self, prompt: Any, params: SamplingParams | None = None) -> TokenizedPrompt:
+        """What ``submit`` makes of a prompt, which may be given to it instead; in any thread.
+
+        Raises:
+            InputError: it is none.
+        """
+        return self._requests.process(prompt, as_params(params))
 
     def submit(self, prompt: Any, params: SamplingParams | None = None, **options: Unpack[SubmitOptions]) -> Request:
         """Queue a request and give its state, which stays readable when it is over.

@@ -41,8 +41,13 @@ class ImageInputProcessor(TextInputProcessor):
                 f"{prompt!r}: {name!r} has no image processor (preprocessor_config.json); copy it from the original "
                 "model, or pass a (model, processor) pair"
             )
+        if params.prompt_logprobs is not None:
+            raise InputError(f"prompt_logprobs is {params.prompt_logprobs}, and prompts with images are not scored")
+        # A chat template writes the begin token itself, as transformers' own processors assume.
+        begin = getattr(self._tokenizer, "bos_token", None)
+        plain = {"add_special_tokens": False} if begin and prompt.text.startswith(begin) else {}
         try:
-            made = dict(processor(text=[prompt.text], images=list(prompt.images), return_tensors="pt"))
+            made = dict(processor(text=[prompt.text], images=list(prompt.images), return_tensors="pt", **plain))
         except Exception as error:  # processors raise whatever they like
             raise InputError(f"{prompt!r}: the model's processor does not take it ({one_line(error)})") from error
         tokens = prompt_tokens(

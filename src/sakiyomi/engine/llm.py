@@ -81,6 +81,7 @@ class LLM:
 
     Attributes:
         profile: what ``sakiyomi tune`` found, if draft "auto" uses it; None: it found nothing, or ``draft`` is another.
+        processor: makes tokens and numbers of images or sound; None: the model has none.
 
     Raises:
         InputError, LoadError, UnsupportedError, MemoryLimitError: see ``errors``.
@@ -136,6 +137,7 @@ class LLM:
         )
         loaded, self.target = self._pool.loaded, self._pool.target
         self.name, self.tokenizer, self.vocab_size = loaded.name, loaded.tokenizer, self.target.vocab_size
+        self.processor = loaded.extractor
         self.profile = find_profile(self.target, self.tokenizer) if drafters == ["auto"] else None
         self._context = self._pool.context(lambda context: answer(self.engine, context), allow_pickle=allow_pickle)
         self._strict = strict

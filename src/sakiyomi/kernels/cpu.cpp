@@ -298,32 +298,54 @@ Tensor wide(const Tensor& x) {
   return y;
 }
 
-// `rows`: (N, ...) each, the first `kept` of them in the order of Site; `fixed`: what is the same for all rows.
+// `rows`: (1, N, ...) each, the first `kept` of them in the order of Site; `fixed`: what is the same for all rows. Outputs are shaped like
+// the first rows.
 Tensor recur(const std::vector<Tensor>& rows, const std::vector<Tensor>& fixed, int64_t number) {
   Pass& pass = current;
-  check(!rows.empty() && rows.size() <= most_parts, "sakiyomi_cpu::recur: too many tensors, or none");
-  Tensor out = Tensor::empty(rows[0].shape(), torch.aoti_torch_dtype_float32);
-  std::memset(out.data(), 0, 4 * out.numel());
-  if (!pass.segments.empty()) {  // else a graph that is run once for its compilation
-    check(pass.session, "sakiyomi_cpu::recur called outside a pass");
+  check(!rows.empty() && rows.size() <= most_parts && rows[0].dim() > 2, "sakiyomi_cpu::recur: too many tensors, or none");
+  Site none, *site = &none;
+  const int64_t all = rows[0].size(1), real = pass.segments.empty() ? 0 : (int64_t)pass.path_start.size() - 1;
+  if (pass.session) {
     auto found = pass.session->sites.find(number);
-    check(found != pass.session->sites.end(), "sakiyomi_cpu::recur: a site that is not known");
-    Site& site = found->second;
-    site.weights = fixed.size() > 0 ? wide(fixed[0]) : Tensor();
-    site.bias = fixed.size() > 1 ? wide(fixed[1]) : Tensor();
-    Tensor held[most_parts];
-    Work work{site, {}, (float*)out.data()};
-    for (size_t i = 0; i < rows.size(); ++i) {
-      held[i] = wide(rows[i]);
-      check(held[i].numel() == held[i].size(0) * site.parts[i], "sakiyomi_cpu::recur: shapes differ from the site");
-      work.fresh[i] = (const float*)held[i].data();
-    }
-    run_site(site, pass.texts, work);
+    if (found != pass.session->sites.end()) site = &found->second;
   }
-  if (rows[0].dtype() == torch.aoti_torch_dtype_float32) return out;
-  Tensor narrow = Tensor::empty(rows[0].shape(), rows[0].dtype());
-  narrow.copy_(out);
-  return narrow;
+  check(!real || (site != &none && real <= all), "sakiyomi_cpu::recur: a site that is not known, or outside a pass");
+  const bool scan = site->around & as_scan, half = rows[0].dtype() == torch.aoti_torch_dtype_bfloat16 && !scan;
+  Tensor out = Tensor::empty(rows[0].shape(), dtype_of(half));
+  const int64_t line = out.numel() / std::max<int64_t>(all, 1), bytes = line * out.element_size();
+  std::memset((char*)out.data() + real * bytes, 0, (all - real) * bytes);
+  if (!real) return out;  // a graph that is run once for its compilation
+  static thread_local std::vector<float> memory[most_parts + 1];
+  Tensor copies[most_parts], known[3];
+  float* parts[most_parts] = {};
+  for (size_t i = 0; i < rows.size(); ++i) {
+    check(rows[i].dim() > 2 && rows[i].size(0) == 1 && rows[i].size(1) == all && rows[i].numel() == all * site->parts[i],
+          "sakiyomi_cpu::recur: shapes differ from the site");
+    parts[i] = (float*)widened(rows[i], real, site->parts[i], copies[i], memory[i], site->kind == linear_kind && (scan ? i % 2 == 0 : i % 3 != 0));
+  }
+  const bool direct = !half && !(site->around & silu_after);
+  if (!direct) memory[most_parts].resize(real * line);
+  float* y = direct ? (float*)out.data() : memory[most_parts].data();
+  if (site->kind == window_kind) take_taps(*site, fixed);
+  if (site->kind == channel_kind) site->decays = wide(fixed.at(0));
+  if (site->corrected()) prepare_delta(*site, real, parts);
+  if (scan) {
+    const float* heads[3];
+    for (int i = 0; i < 3; ++i) {
+      known[i] = wide(fixed.at(i));
+      check(known[i].numel() == site->heads, "sakiyomi_cpu::recur: not one number for each head");
+      heads[i] = (const float*)known[i].data();
+    }
+    prepare_scan(*site, real, rows[2].dtype() == torch.aoti_torch_dtype_bfloat16, heads[0], heads[1], heads[2], parts, y);
+  }
+  Work work{*site, {}, y};
+  std::copy(parts, parts + most_parts, work.fresh);
+  run_site(*site, pass.texts, work);
+  if (half)
+    hand_out(y, (bf16*)out.data(), real * line, site->around);
+  else if (!direct)
+    hand_out(y, (float*)out.data(), real * line, site->around);
+  return out;
 }
 
 // ---------------------------------------------------------------- norms
@@ -536,14 +558,14 @@ void sk_source(int64_t m, int64_t index, void* keys, void* values, int64_t heads
   ((Session*)m)->lengths = lengths;
 }
 
-// `sizes`: see Site, from its size to its values, in that order.
+// `sizes`: see Site, from its size to what is around it, in that order.
 void sk_site(int64_t m, int64_t number, int64_t kind, float* states, float* rows, int64_t* at, const int64_t* first, const int64_t* sizes) {
   Site& site = ((Session*)m)->sites[number];
   site.kind = kind, site.states = states, site.rows = rows, site.at = at, site.first = first;
   site.size = sizes[0], site.room = sizes[1], site.width = sizes[2], site.kept = sizes[3];
   std::copy(sizes + 4, sizes + 4 + most_parts, site.parts);
   const int64_t* shape = sizes + 4 + most_parts;
-  site.heads = shape[0], site.groups = shape[1], site.key = shape[2], site.value = shape[3];
+  site.heads = shape[0], site.groups = shape[1], site.key = shape[2], site.value = shape[3], site.around = shape[4];
 }
 
 // Fold the rows of a slot's committed tokens into its states.

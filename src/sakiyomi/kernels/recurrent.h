@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "norms.h"
 #include "torch.h"
 #include "vector.h"
 
@@ -20,6 +21,15 @@ namespace {
 constexpr int most_parts = 5;
 
 enum Kind : int64_t { window_kind, linear_kind, channel_kind, unit_kind };
+
+// What transformers' functions do around the recurrence itself, as bits of a number.
+enum Around : int64_t {
+  silu_after = 1,      // outputs are rounded to their type, and then SiLU of them
+  unit_length = 2,     // keys and queries have length 1
+  divided = 4,         // they are divided by their length, else multiplied by its inverse
+  softplus_steps = 8,  // steps are softplus of what is given
+  as_scan = 16,        // rows are those of Mamba-2's scan, whose outputs are float32
+};
 
 // One call of a state function on one cache.
 struct Site {
@@ -31,8 +41,13 @@ struct Site {
   int64_t parts[most_parts] = {};  // numbers of a row in each of its tensors, of which the first `kept` are kept
   // Linear attention: heads, groups of keys, width of keys, width of values. Windows: channels are values, taps keys; a state in
   // each channel: channels are values, its width keys.
-  int64_t heads = 0, groups = 0, key = 0, value = 0;
-  Tensor weights, bias;  // of the last call
+  int64_t heads = 0, groups = 0, key = 0, value = 0, around = 0;
+  Tensor decays;  // of each channel and number of its state, in the last call
+  // Of a convolution, tap by tap, and where they were read.
+  std::vector<float> taps, bias;
+  const void* taken = nullptr;
+
+  bool corrected() const { return kind == linear_kind && !(around & as_scan); }  // a delta rule, which keeps what it adds to a state
 };
 
 // One row: where each of its tensors begins.
@@ -40,73 +55,100 @@ struct Row {
   const float* part[most_parts];
 };
 
-// Columns [from, from + count) of one head: a state of `key` lines.
+// A product added to a sum, rounded once on every processor: what is folded into a state is the same wherever that happens.
+inline f16v added(f16v a, f16v b, f16v sum) {
+#if defined(__AVX512F__)
+  return (f16v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX2__)
+  auto half = [](auto x, auto y, auto z) { return (f16v::Half)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); };
+  return {half(a.lo, b.lo, sum.lo), half(a.hi, b.hi, sum.hi)};
+#else
+  float x[16], y[16], z[16];
+  store16(x, a), store16(y, b), store16(z, sum);
+  for (int t = 0; t < 16; ++t) z[t] = __builtin_fmaf(x[t], y[t], z[t]);
+  return load16(z);
+#endif
+}
+
+inline float product(const float* a, const float* b, int64_t n) {
+  f16v sum = {};
+  for (int64_t i = 0; i < n; i += 16) sum = added(first16(a + i, n - i), first16(b + i, n - i), sum);
+  return total(sum);
+}
+
+constexpr int most_vectors = native_bytes == 64 ? 4 : 2;  // of a lane's columns, whose sums stay in registers
+constexpr int64_t columns_at_once = 16 * most_vectors;
+constexpr int most_folded = 4;  // rows that one sweep folds
+constexpr int64_t most_behind = 4;  // rows behind a state, from which on it is written: until then a pass only reads it
+
+// Columns [from, from + count) of one head: a state of `key` lines. One sweep over it folds rows and looks at it for the next one.
 template <int vectors>
 struct LinearLane {
   const Site& site;
   int64_t head, from, count;
   static constexpr int64_t width = 16 * vectors;
 
-  int64_t size() const { return site.key * width; }
+  // Sums over the lines of a state, times a key and times a query.
+  struct Look {
+    float seen[width], read[width];
+  };
 
-  void load(float* s, const float* state) const {
-    const float* own = state + head * site.key * site.value + from;
+  int64_t group() const { return head / (site.heads / site.groups) * site.key; }
+  int64_t decays() const { return site.parts[2] / site.heads; }
+  const float* decay(const Row& row) const { return row.part[2] + head * decays(); }
+
+  // `to`: null where the state is not stored; `next`: a row that goes on from it, or null.
+  template <bool stored, bool whole>
+  __attribute__((noinline)) void sweep(const float* state, int64_t line, const Row* folded, int64_t rows, float* to, int64_t to_line,
+                                       const Row* next, Look* look) const {
+    const int64_t each = decays() > 1, own = head * site.value + from;
+    const float *k = next ? next->part[1] + group() : nullptr, *q = next ? next->part[site.corrected() ? 4 : 3] + group() : nullptr;
+    const float* d = next ? decay(*next) : nullptr;
+    f16v seen[vectors] = {}, read[vectors] = {};
+    auto some = [&](const float* p, int b) { return whole ? load16(p + 16 * b) : first16(p + 16 * b, count - 16 * b); };
     for (int64_t i = 0; i < site.key; ++i) {
-      std::memcpy(s + i * width, own + i * site.value, 4 * count);
-      std::memset(s + i * width + count, 0, 4 * (width - count));
-    }
-  }
-
-  void save(const float* s, float* state) const {
-    float* own = state + head * site.key * site.value + from;
-    for (int64_t i = 0; i < site.key; ++i) std::memcpy(own + i * site.value, s + i * width, 4 * count);
-  }
-
-  const float* key_of(const Row& row, int part) const { return row.part[part] + head / (site.heads / site.groups) * site.key; }
-
-  __attribute__((noinline)) void advance(float* s, const Row& row) const {
-    float values[width] = {};
-    std::memcpy(values, row.part[0] + head * site.value + from, 4 * count);
-    const float* k = key_of(row, 1);
-    const int64_t decays = site.parts[2] / site.heads;
-    const float* log_decay = row.part[2] + head * decays;
-    const bool corrected = site.kept > 3;
-    float decay[16];
-    float one = std::exp(log_decay[0]);
-    f16v seen[vectors] = {};
-    for (int64_t i = 0; i < site.key; ++i) {
-      if (decays > 1) {
-        if (i % 16 == 0) {
-          float some[16] = {};
-          std::memcpy(some, log_decay + i, 4 * std::min<int64_t>(16, decays - i));
-          store16(decay, exp16(load16(some)));
-        }
-        one = decay[i % 16];
+      f16v x[vectors];
+      UNROLL for (int b = 0; b < vectors; ++b) x[b] = some(state + i * line, b);
+      for (int64_t r = 0; r < rows; ++r) {
+        const f16v times = f16v{} + decay(folded[r])[each * i], key = f16v{} + folded[r].part[1][group() + i];
+        UNROLL for (int b = 0; b < vectors; ++b) x[b] = added(some(folded[r].part[0] + own, b), key, x[b] * times);
       }
-      UNROLL for (int b = 0; b < vectors; ++b) {
-        f16v x = load16(s + i * width + 16 * b) * one;
-        store16(s + i * width + 16 * b, x);
-        seen[b] = seen[b] + x * k[i];
+      if constexpr (stored) {
+        UNROLL for (int b = 0; b < vectors; ++b)
+          if (whole || count > 16 * b) put(to + i * to_line + 16 * b, x[b], whole ? 16 : std::min<int64_t>(16, count - 16 * b));
+      }
+      if (!next) continue;
+      const float by = each ? d[i] : 1.0f;
+      const f16v query = f16v{} + q[i] * by, key = f16v{} + k[i] * by;
+      UNROLL for (int b = 0; b < vectors; ++b) read[b] = added(x[b], query, read[b]);
+      if (site.corrected()) {
+        UNROLL for (int b = 0; b < vectors; ++b) seen[b] = added(x[b], key, seen[b]);
       }
     }
-    f16v change[vectors];
-    UNROLL for (int b = 0; b < vectors; ++b) {
-      change[b] = load16(values + 16 * b);
-      if (corrected) change[b] = (change[b] - seen[b]) * row.part[3][head];
-    }
-    for (int64_t i = 0; i < site.key; ++i)
-      UNROLL for (int b = 0; b < vectors; ++b)
-        store16(s + i * width + 16 * b, load16(s + i * width + 16 * b) + change[b] * k[i]);
+    if (!next) return;
+    const float by = each ? 1.0f : d[0];
+    UNROLL for (int b = 0; b < vectors; ++b) store16(look->seen + 16 * b, seen[b] * by), store16(look->read + 16 * b, read[b] * by);
   }
 
-  __attribute__((noinline)) void read(const float* s, const Row& row, float* out) const {
-    const float* q = key_of(row, (int)site.kept);
-    f16v sum[vectors] = {};
-    for (int64_t i = 0; i < site.key; ++i)
-      UNROLL for (int b = 0; b < vectors; ++b) sum[b] = sum[b] + load16(s + i * width + 16 * b) * q[i];
-    float all[width];
-    UNROLL for (int b = 0; b < vectors; ++b) store16(all + 16 * b, sum[b]);
-    std::memcpy(out + head * site.value + from, all, 4 * count);
+  void run(const float* state, int64_t line, const Row* folded, int64_t rows, float* to, int64_t to_line, const Row* next, Look* look) const {
+    const bool whole = count == width;
+    if (to)
+      whole ? sweep<true, true>(state, line, folded, rows, to, to_line, next, look)
+            : sweep<true, false>(state, line, folded, rows, to, to_line, next, look);
+    else
+      whole ? sweep<false, true>(state, line, folded, rows, to, to_line, next, look)
+            : sweep<false, false>(state, line, folded, rows, to, to_line, next, look);
+  }
+
+  // What a row adds to the state that was looked at for it, and its output.
+  __attribute__((noinline)) void finish(const Look& look, const Row& row, float* change, float* out) const {
+    const float* v = row.part[0] + head * site.value + from;
+    const float with = product(row.part[1] + group(), row.part[site.corrected() ? 4 : 3] + group(), site.key);
+    for (int64_t c = 0; c < count; ++c) {
+      const float added = site.corrected() ? (v[c] - look.seen[c]) * row.part[3][head] : v[c];
+      out[c] = __builtin_fmaf(added, with, look.read[c]) + (site.corrected() ? 0.0f : out[c]);
+      change[c] = added;
+    }
   }
 };
 
@@ -114,16 +156,6 @@ struct LinearLane {
 struct WindowLane {
   const Site& site;
   int64_t from, count;
-  std::vector<float> weight, bias;  // [taps][count], [count]
-
-  WindowLane(const Site& site, int64_t from, int64_t count) : site(site), from(from), count(count) {
-    if (!site.weights.defined()) return;  // nothing is read
-    weight.resize(site.key * count), bias.assign(count, 0.0f);
-    const float* w = (const float*)site.weights.data();
-    for (int64_t c = 0; c < count; ++c)
-      for (int64_t t = 0; t < site.key; ++t) weight[t * count + c] = w[(from + c) * site.key + t];
-    if (site.bias.defined()) std::memcpy(bias.data(), (const float*)site.bias.data() + from, 4 * count);
-  }
 
   int64_t size() const { return site.key * count; }
 
@@ -142,9 +174,9 @@ struct WindowLane {
 
   __attribute__((noinline)) void read(const float* s, const Row& row, float* out) const {
     float* y = out + from;
-    for (int64_t c = 0; c < count; ++c) y[c] = bias[c];
+    std::memcpy(y, site.bias.data() + from, 4 * count);
     for (int64_t t = 0; t < site.key; ++t) {
-      const float *x = s + t * count, *w = weight.data() + t * count;
+      const float *x = s + t * count, *w = site.taps.data() + t * site.value + from;
       for (int64_t c = 0; c < count; ++c) y[c] += x[c] * w[c];
     }
   }
@@ -171,7 +203,7 @@ struct ChannelLane {
 
   __attribute__((noinline)) void advance(float* s, const Row& row) const {
     const float step = row.part[1][from], gain = step * row.part[0][from];
-    const float* decay = (const float*)site.weights.data() + from * site.key;
+    const float* decay = (const float*)site.decays.data() + from * site.key;
     for (int64_t i = 0; i < site.key; i += 16)
       store16(s + i, load16(s + i) * exp16(some(decay, i) * step) + some(row.part[2], i) * gain);
   }
@@ -202,12 +234,52 @@ struct UnitLane {
 struct Text {
   Segment segment;
   const int32_t* parent = nullptr;  // of every row of the tree
-  std::vector<int32_t> last;  // of what the tree hangs from, then of every row: the last row that follows it; -1 for none
+  // Of what the tree hangs from, then of every row: the last row that follows it, and the first one that is new; -1 for none.
+  std::vector<int32_t> last, next;
 
   Text(const Segment& segment, const int32_t* parents) : segment(segment), parent(parents) {
-    last.assign(1 + segment.done + segment.rows, -1);
-    for (int32_t row = 0; row < segment.done + segment.rows; ++row) last[1 + parent[row]] = row;
+    const int32_t tree = segment.done + segment.rows;
+    last.assign(1 + tree, -1), next.assign(1 + tree, -1);
+    for (int32_t row = 0; row < tree; ++row) last[1 + parent[row]] = row;
+    for (int32_t row = tree - 1; row >= segment.done; --row) next[1 + parent[row]] = row;
   }
+
+  // Whether the state that the tree hangs from is read again, when the first new row has been computed from it.
+  bool hangs() const {
+    bool again = false;
+    for (int32_t row = 0; row < (int32_t)last.size() - 1; ++row)
+      again |= parent[row] < 0 && (last[1 + row] >= 0 || (row >= segment.done && row != next[0]));
+    return again;
+  }
+};
+
+// Where the states of a tree's rows lie. Whoever is the last to follow a row takes its memory over.
+class Places {
+ public:
+  explicit Places(const Text& text) : text_(text), place_(text.last.size(), -1) {
+    for (int32_t i = (int32_t)text.last.size(); i > 0; --i) spare_.push_back(i);
+    place_[0] = 0;
+  }
+
+  int32_t of(int32_t row) const { return place_[1 + row]; }
+
+  // Place 0 is that of what the tree hangs from, which is given away to no row if it `stays`.
+  int32_t take(int32_t row, bool stays) {
+    const int32_t above = text_.parent[row];
+    int32_t& mine = place_[1 + row];
+    mine = of(above);
+    if (text_.last[1 + above] != row || (above < 0 && stays)) {
+      mine = spare_.back();
+      spare_.pop_back();
+    }
+    return mine;
+  }
+
+  void give_back(int32_t row) { spare_.push_back(of(row)); }
+
+ private:
+  const Text& text_;
+  std::vector<int32_t> place_, spare_;
 };
 
 struct Work {
@@ -251,24 +323,90 @@ struct Work {
       return lane.save(s, state);
     }
     if (site.at[seg.slot] < committed) lane.save(s, state);
-    // Whoever is the last to follow a row takes its memory over; the others copy it.
-    std::vector<int32_t> place(1 + tree, -1), spare;
-    for (int32_t i = (int32_t)tree + 1; i > 0; --i) spare.push_back(i);
-    place[0] = 0;
+    Places places(text);
     for (int32_t i = 0; i < tree; ++i) {
-      const int32_t above = 1 + text.parent[i];
-      int32_t mine = place[above];
-      if (text.last[above] != i) {
-        mine = spare.back();
-        spare.pop_back();
-        std::memcpy(s + mine * size, s + place[above] * size, 4 * size);
-      }
-      place[1 + i] = mine;
+      const int32_t above = places.of(text.parent[i]), mine = places.take(i, false);
+      if (mine != above) std::memcpy(s + mine * size, s + above * size, 4 * size);
       const int64_t own = i - seg.done;
       const Row row = kept(seg.slot, committed + i, seg.row + own);
       lane.advance(s + mine * size, row);
       if (own >= 0) lane.read(s + mine * size, row, out + (seg.row + own) * site.parts[0]);
-      if (text.last[1 + i] < 0) spare.push_back(mine);
+      if (text.last[1 + i] < 0) places.give_back(i);
+    }
+  }
+
+  // Of linear attention, whose states are read and written once, and hardly ever more often than a pass needs.
+  template <int vectors>
+  void run(const LinearLane<vectors>& lane, const Text& text, std::vector<float>& memory) const {
+    const Segment& seg = text.segment;
+    const int32_t tree = seg.done + seg.rows;
+    const int64_t line = site.value, width = lane.width, size = site.key * width;
+    using Look = typename LinearLane<vectors>::Look;
+    float* state = site.states + seg.slot * site.size + lane.head * site.key * site.value + lane.from;
+    if (seg.prompt) return read_prompt(lane, seg, state, memory);
+    memory.resize((1 + tree) * size);
+    std::vector<Look> looks(1 + tree);
+    auto own = [&](int32_t row) { return kept(seg.slot, seg.length - seg.done + row, seg.row + row - seg.done); };
+    auto look_for = [&](int32_t row, Row& next) { return row < 0 ? nullptr : &(next = own(row)); };
+    Row next;
+    const int64_t behind = seg.length - seg.done - site.at[seg.slot];
+    const Row* first = look_for(text.next[0], next);
+    fold_lane(lane, state, seg.slot, seg.length - seg.done, writes(text, behind), first, &looks[text.next[0] + 1]);
+    Places places(text);
+    for (int32_t i = 0; i < tree; ++i) {
+      const int32_t above = text.parent[i], place = places.of(above);
+      const float* from = place ? memory.data() + (place - 1) * size : state;
+      const int64_t from_line = place ? width : line;
+      const Row row = own(i);
+      if (i >= seg.done) {
+        if (text.next[1 + above] != i) lane.run(from, from_line, nullptr, 0, nullptr, 0, &row, &looks[1 + i]);
+        Row fresh = row;
+        fresh.part[0] = this->row(seg.row + i - seg.done).part[0];
+        const int64_t column = lane.head * site.value + lane.from;
+        lane.finish(looks[1 + i], fresh, (float*)row.part[0] + column, out + (seg.row + i - seg.done) * site.parts[0] + column);
+      }
+      if (text.last[1 + i] < 0) continue;
+      float* to = memory.data() + (places.take(i, true) - 1) * size;
+      const Row* after = look_for(text.next[1 + i], next);
+      lane.run(from, from_line, &row, 1, to, width, after, &looks[text.next[1 + i] + 1]);
+    }
+  }
+
+  // Whether a pass writes the state that its tree hangs from, which is so many rows behind.
+  bool writes(const Text& text, int64_t behind) const { return behind > 0 && (behind >= most_behind || text.hangs()); }
+
+  // Fold committed rows into a state, up to `length`, and look at it for a row; it is stored, or read alone.
+  template <int vectors>
+  void fold_lane(const LinearLane<vectors>& lane, float* state, int64_t slot, int64_t length, bool stored, const Row* next,
+                 typename LinearLane<vectors>::Look* look) const {
+    Row rows[most_folded];
+    int64_t token = site.at[slot];
+    do {
+      int64_t count = 0;
+      while (count < most_folded && token < length) rows[count++] = kept(slot, token++, 0);
+      const bool last = token == length;
+      if (count || next)
+        lane.run(state, site.value, rows, count, count && (stored || !last) ? state : nullptr, site.value, last ? next : nullptr, look);
+    } while (token < length);
+  }
+
+  template <int vectors>
+  void read_prompt(const LinearLane<vectors>& lane, const Segment& seg, float* state, std::vector<float>& memory) const {
+    memory.resize(site.key * lane.width);
+    const int64_t column = lane.head * site.value + lane.from;
+    typename LinearLane<vectors>::Look look;
+    std::vector<float> change(site.parts[0]);
+    Row now = row(seg.row), next;
+    fold_lane(lane, state, seg.slot, seg.length, true, &now, &look);
+    const float* from = state;
+    for (int64_t i = 0; i < seg.rows; ++i, now = next) {
+      const bool last = i + 1 == seg.rows;
+      lane.finish(look, now, change.data() + column, out + (seg.row + i) * site.parts[0] + column);
+      now.part[0] = change.data();
+      next = row(seg.row + (last ? i : i + 1));
+      float* to = last ? state : memory.data();
+      lane.run(from, from == state ? site.value : lane.width, &now, 1, to, last ? site.value : lane.width, last ? nullptr : &next, &look);
+      from = memory.data();
     }
   }
 };
@@ -277,7 +415,7 @@ struct Work {
 constexpr int64_t channels_at_once = 256;
 
 inline int64_t lanes(const Site& site) {
-  if (site.kind == linear_kind) return site.heads * ((site.value + 63) / 64);
+  if (site.kind == linear_kind) return site.heads * ((site.value + columns_at_once - 1) / columns_at_once);
   if (site.kind == channel_kind) return site.value;
   return (site.value + channels_at_once - 1) / channels_at_once;
 }
@@ -285,16 +423,18 @@ inline int64_t lanes(const Site& site) {
 template <typename F>
 inline void in_lane(const Site& site, int64_t number, F f) {
   if (site.kind == linear_kind) {
-    const int64_t blocks = (site.value + 63) / 64, head = number / blocks, from = number % blocks * 64;
-    const int64_t count = std::min<int64_t>(64, site.value - from);
-    if (count > 48) return f(LinearLane<4>{site, head, from, count});
-    if (count > 32) return f(LinearLane<3>{site, head, from, count});
+    const int64_t blocks = (site.value + columns_at_once - 1) / columns_at_once, head = number / blocks;
+    const int64_t from = number % blocks * columns_at_once, count = std::min(columns_at_once, site.value - from);
+    if constexpr (most_vectors > 2) {
+      if (count > 48) return f(LinearLane<4>{site, head, from, count});
+      if (count > 32) return f(LinearLane<3>{site, head, from, count});
+    }
     if (count > 16) return f(LinearLane<2>{site, head, from, count});
     return f(LinearLane<1>{site, head, from, count});
   }
   if (site.kind == channel_kind) return f(ChannelLane{site, number});
   const int64_t from = number * channels_at_once, count = std::min(channels_at_once, site.value - from);
-  if (site.kind == window_kind) return f(WindowLane(site, from, count));
+  if (site.kind == window_kind) return f(WindowLane{site, from, count});
   f(UnitLane{site, from, count});
 }
 
@@ -321,7 +461,11 @@ inline void run_site(Site& site, const std::vector<Text>& texts, const Work& wor
   });
   for (const Text& text : texts) {
     const Segment& seg = text.segment;
-    site.at[seg.slot] = seg.prompt ? seg.length + seg.rows : seg.length - seg.done;
+    const int64_t committed = seg.length - seg.done, behind = committed - site.at[seg.slot];
+    if (seg.prompt)
+      site.at[seg.slot] = seg.length + seg.rows;
+    else if (site.kind != linear_kind || work.writes(text, behind))
+      site.at[seg.slot] = committed;
   }
 }
 
@@ -331,13 +475,111 @@ inline void fold_site(Site& site, int64_t slot, int64_t length) {
   std::vector<float> memory;
   for (int64_t i = 0; i < lanes(site); ++i)
     in_lane(site, i, [&](const auto& lane) {
-      memory.resize(lane.size());
       float* state = site.states + slot * site.size;
-      lane.load(memory.data(), state);
-      work.fold(lane, memory.data(), slot, length);
-      lane.save(memory.data(), state);
+      if constexpr (requires { typename std::decay_t<decltype(lane)>::Look; }) {
+        work.fold_lane(lane, state + lane.head * site.key * site.value + lane.from, slot, length, true, nullptr, nullptr);
+      } else {
+        memory.resize(lane.size());
+        lane.load(memory.data(), state);
+        work.fold(lane, memory.data(), slot, length);
+        lane.save(memory.data(), state);
+      }
     });
   site.at[slot] = length;
+}
+
+// ---------------------------------------------------------------- what comes before and behind it
+
+// Rows (1, N, ...) as float32, one behind the other: the tensor itself where it is that already and is not written to.
+inline const float* widened(const Tensor& x, int64_t rows, int64_t width, Tensor& copy, std::vector<float>& memory, bool written) {
+  int64_t expected = 1;
+  for (int64_t d = x.dim(); d-- > 2; expected *= x.size(d))
+    if (x.size(d) != 1 && x.stride(d) != expected) expected = 0;
+  if (!expected) copy = x.contiguous_copy();
+  const Tensor& from = expected ? x : copy;
+  const int64_t step = from.stride(1);
+  const bool half = from.dtype() == torch.aoti_torch_dtype_bfloat16;
+  if (!half && !written && (step == width || rows == 1)) return (const float*)from.data();
+  memory.resize(rows * width);
+  for (int64_t r = 0; r < rows; ++r) {
+    float* to = memory.data() + r * width;
+    if (!half)
+      std::memcpy(to, (const float*)from.data() + r * step, 4 * width);
+    else
+      for (int64_t i = 0; i < width; i += 16) put(to + i, first16((const bf16*)from.data() + r * step + i, width - i), std::min<int64_t>(16, width - i));
+  }
+  return memory.data();
+}
+
+// As a number of this type would be stored.
+inline float stored_as(float x, bool half) { return half ? widen(narrow(x)) : x; }
+
+// Vectors of `width` numbers: of length 1 where that is asked for, times a number.
+inline void scale_rows(float* x, int64_t count, int64_t width, int64_t around, float times) {
+  for (int64_t c = 0; c < count; ++c, x += width) {
+    float by = 1.0f;
+    if (around & unit_length) by = std::sqrt(product(x, x, width) + 1e-6f);
+    for (int64_t i = 0; i < width; i += 16) {
+      f16v v = first16(x + i, width - i);
+      if (around & unit_length) v = around & divided ? v / by : v * (1.0f / by);
+      put(x + i, v * times, std::min<int64_t>(16, width - i));
+    }
+  }
+}
+
+// A delta rule's rows: log decays become decays, keys and queries get their length.
+inline void prepare_delta(const Site& site, int64_t rows, float* parts[most_parts]) {
+  for (int64_t i = 0; i < rows * site.parts[2]; i += 16) {
+    const int64_t n = std::min<int64_t>(16, rows * site.parts[2] - i);
+    put(parts[2] + i, exp16(first16(parts[2] + i, n)), n);
+  }
+  scale_rows(parts[1], rows * site.groups, site.key, site.around, 1.0f);
+  scale_rows(parts[4], rows * site.groups, site.key, site.around, 1.0f / std::sqrt(float(site.key)));
+}
+
+// Mamba-2's rows: inputs are multiplied with their steps, which become decays. Of each head: rates of decay, what is added to steps
+// (and rounded, where these are `half`), and what of inputs goes straight into outputs.
+inline void prepare_scan(const Site& site, int64_t rows, bool half, const float* rates, const float* bias, const float* straight,
+                         float* parts[most_parts], float* out) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t head = 0; head < site.heads; ++head) {
+      float& decay = parts[2][r * site.heads + head];
+      float step = decay, *x = parts[0] + r * site.parts[0] + head * site.value;
+      step = stored_as(step + bias[head], half);
+      if (site.around & softplus_steps) step = stored_as(step > 20.0f ? step : std::log1p(std::exp(step)), half);
+      decay = std::exp(rates[head] * step);
+      float* y = out + r * site.parts[0] + head * site.value;
+      for (int64_t i = 0; i < site.value; ++i) y[i] = straight[head] * x[i], x[i] *= step;
+    }
+}
+
+// A convolution's weights (channels, taps), tap by tap, and its bias.
+inline void take_taps(Site& site, const std::vector<Tensor>& fixed) {
+  if (site.taken == fixed[0].data()) return;
+  auto number = [](const Tensor& x, int64_t i) {
+    return x.dtype() == torch.aoti_torch_dtype_bfloat16 ? widen(((const bf16*)x.data())[i]) : ((const float*)x.data())[i];
+  };
+  Tensor copy;
+  if (!fixed[0].is_contiguous()) copy = fixed[0].contiguous_copy();
+  const Tensor& weight = copy.defined() ? copy : fixed[0];
+  check(weight.numel() == site.size && (fixed.size() < 2 || fixed[1].numel() == site.value), "sakiyomi_cpu::recur: weights of other sizes");
+  site.taps.resize(site.size), site.bias.assign(site.value, 0.0f);
+  for (int64_t c = 0; c < site.value; ++c) {
+    for (int64_t t = 0; t < site.key; ++t) site.taps[t * site.value + c] = number(weight, c * site.key + t);
+    if (fixed.size() > 1) site.bias[c] = number(fixed[1], c);
+  }
+  site.taken = fixed[0].data();
+}
+
+// Numbers of the type of `to` out of float32, and what comes behind the recurrence.
+template <typename T>
+inline void hand_out(const float* from, T* to, int64_t count, int64_t around) {
+  for (int64_t i = 0; i < count; i += 16) {
+    const int64_t n = std::min<int64_t>(16, count - i);
+    f16v x = first16(from + i, n);
+    if (around & silu_after) x = silu16(as_rounded(x, to));
+    put(to + i, x, n);
+  }
 }
 
 }  // namespace

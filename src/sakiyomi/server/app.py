@@ -50,6 +50,7 @@ T = TypeVar("T")
 GRACE = 5.0  # seconds that a client may take to read what is there when the time is up
 BODY_THREADS = 2
 BODY_BYTES = 1 << 20  # the least that is taken by default
+IMAGES_BYTES = 1 << 25  # the same where the model reads images
 TOKEN_BYTES = 64  # of a body by default, for each token of the context
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
 REPLIES: dict[int | str, dict[str, Any]] = {
@@ -80,7 +81,8 @@ class Server:
         )
         self.worker = Worker(llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics)
         self.began = int(time.time())
-        self.max_body = config.max_body or max(BODY_BYTES, TOKEN_BYTES * llm.max_context)
+        least = IMAGES_BYTES if self.bodies.blind is None else BODY_BYTES
+        self.max_body = config.max_body or max(least, TOKEN_BYTES * llm.max_context)
         # What takes long to read waits for its own kind alone.
         self._threads = ThreadPoolExecutor(BODY_THREADS, "bodies")
         self._long = ThreadPoolExecutor(1, "long-bodies")
@@ -233,6 +235,7 @@ class Server:
             "max_model_len": self.llm.max_context,
             "drafter": self.bodies.drafter,
             "chat_template": self.bodies.has_template,
+            "images": self.bodies.blind is None and self.bodies.has_template,
         }
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.chat_template import Dialogue, read_template
 from sakiyomi.engine.inputs import prompt_tokens
@@ -19,6 +20,7 @@ from sakiyomi.model_executor.loading import has_encoder
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.grammar import Constraint, Grammars
+from sakiyomi.server.images import read_images
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.processors import Penalties
 from sakiyomi.server.schema import (
@@ -27,8 +29,10 @@ from sakiyomi.server.schema import (
     CompletionRequest,
     DetokenizeRequest,
     FunctionTool,
+    ImagePart,
     Message,
     NamedChoice,
+    TextPart,
     TokenizeRequest,
     ToolCall,
 )
@@ -37,6 +41,7 @@ from sakiyomi.server.tools import ToolFormat, tool_format
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from sakiyomi.cache.cross_attention import Source
     from sakiyomi.engine.llm import LLM
 
 __all__ = ["BodyReader", "is_long"]
@@ -49,13 +54,15 @@ LONG = 1 << 15  # characters
 
 
 def is_long(body: Ask) -> bool:
-    """Whether reading a body may take long: its text is long, or it comes with a grammar."""
+    """Whether reading a body may take long: its text is long, or it comes with a grammar or images."""
     if body.response_format is not None and body.response_format.type != "text":
         return True
     if isinstance(body, ChatRequest):
-        texts = [message.content or "" for message in body.messages]
-        length = sum(len(text) if isinstance(text, str) else sum(len(part.text) for part in text) for text in texts)
-        return bool(body.tools) or length > LONG
+        said = [message.content or "" for message in body.messages]
+        if any(isinstance(part, ImagePart) for parts in said for part in parts):
+            return True
+        texts = [text for parts in said for text in ([parts] if isinstance(parts, str) else map(_text, parts))]
+        return bool(body.tools) or sum(map(len, texts)) > LONG
     assert isinstance(body, CompletionRequest)
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     return sum(1 if isinstance(prompt, int) else len(prompt) for prompt in prompts) > LONG
@@ -77,8 +84,11 @@ class BodyReader:
             raise UnsupportedError(f"{llm.name} has an encoder; the server supports decoder-only models")
         self._llm, self._config = llm, config
         self.name = config.served_name or llm.name
+        self.blind = llm.target.blind  # why no images are read; None: they are
+        if self.blind is None and llm.processor is None:
+            self.blind = "the model's folder has no image processor (preprocessor_config.json)"
         self.drafter = None if llm.draft is None else llm.draft.name
-        self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template))
+        self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template), processor=llm.processor)
         self._budget = llm.recipe()["kv_budget"]
         self._longest = max(map(len, llm.tokenizer.get_vocab()), default=1)
         self._grammars = Grammars(llm.tokenizer, llm.vocab_size, sorted(llm.engine.stop_ids))
@@ -124,15 +134,28 @@ class BodyReader:
         messages = [_plain(message, i) for i, message in enumerate(body.messages)]
         tools, matcher, form = self._tools(body)
         described = [tool.model_dump(exclude_none=True) for tool in tools]
-        with _blaming("messages"):
-            read = self._dialogue.read(messages, described, body.chat_template_kwargs or {})
-        tokens = self._tokens(read, "messages")
+        tokens, source = self._read(messages, described, body)
         asked = body.max_completion_tokens or body.max_tokens
         limit = self._limit(tokens, asked, "max_completion_tokens", "messages")
         jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
         for index, job in enumerate(jobs):
-            job.index, job.tools = index, form
+            job.index, job.tools, job.source = index, form, source
         return jobs
+
+    def _read(
+        self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest
+    ) -> tuple[list[int], Source | None]:
+        """Tokens of a conversation, and its images as the model reads them."""
+        options = body.chat_template_kwargs or {}
+        images = read_images(body.messages, self._config, self.blind)
+        with _blaming("messages"):
+            if not images:
+                return self._tokens(self._dialogue.read(messages, tools, options), "messages"), None
+            text = self._dialogue.text(messages, tools, options)
+            self._check_length(text, "messages")
+            params = SamplingParams(prompt_logprobs=_of_prompt(body))
+            made = self._llm.engine.process(ImagePrompt(text, images), params)
+            return made.tokens, made.source
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Tokens of a prompt, or of messages up to where a reply begins.
@@ -146,6 +169,8 @@ class BodyReader:
         if body.messages is not None:
             if body.add_special_tokens is not None:
                 raise bad_request("the chat template adds what it needs; leave it out", "add_special_tokens")
+            if any(isinstance(part, ImagePart) for message in body.messages for part in message.content or ()):
+                raise bad_request("an image is no text; leave it out to have the rest tokenized", "messages")
             with _blaming("messages"):
                 return self._dialogue.read([_plain(message, i) for i, message in enumerate(body.messages)])
         with _blaming("prompt"):
@@ -366,8 +391,11 @@ def _plain(message: Message, number: int) -> dict[str, Any]:
         raise bad_request(
             f"the {message.role} message has no content", f"messages.{number}.content", code="missing_field"
         )
-    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    parts = [content] if isinstance(content, str) else content or []
+    said: Any = "".join(map(_text, parts))
+    if any(isinstance(part, ImagePart) for part in parts):
+        said = [{"type": "image"} if isinstance(p, ImagePart) else {"type": "text", "text": _text(p)} for p in parts]
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": said}
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:
@@ -375,6 +403,10 @@ def _plain(message: Message, number: int) -> dict[str, Any]:
     if message.tool_calls:
         found["tool_calls"] = [_called(call) for call in message.tool_calls]
     return found
+
+
+def _text(part: TextPart | ImagePart | str) -> str:
+    return part if isinstance(part, str) else part.text if isinstance(part, TextPart) else ""
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

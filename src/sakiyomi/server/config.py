@@ -34,7 +34,11 @@ class ServerConfig:
         shutdown_timeout: seconds that running requests get to finish when the server is stopped.
         header_timeout: seconds that the header of a request may take.
         max_connections: most connections at once; one address may hold half of them.
-        max_body: largest request body, in bytes; by default what a few prompts of the context's length take.
+        max_body: largest request body, in bytes; by default what a few prompts of the context's length take, and 32 MiB
+            where the model reads images.
+        max_images: most images per request.
+        max_image_bytes: largest image, in bytes of its file.
+        max_image_pixels: most pixels of all images of a request together.
         max_n: most samples per request, prompts times n.
         cors_origins: origins whose web pages may call the server (* for all); none by default.
         reuse: requests share the keys and values of a common prompt prefix (prefix caching).
@@ -56,6 +60,9 @@ class ServerConfig:
     header_timeout: float = 10.0
     max_connections: int = 1024
     max_body: int | None = None
+    max_images: int = 16
+    max_image_bytes: int = 8 << 20
+    max_image_pixels: int = 1 << 24
     max_n: int = 16
     cors_origins: tuple[str, ...] = ()
     reuse: bool = True
@@ -65,6 +72,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         at_least(self, max_queue=0, max_body=1, max_n=1, port=0, max_connections=1)
+        at_least(self, max_images=0, max_image_bytes=1, max_image_pixels=1)
         if self.port > 65535:
             raise InputError(f"port is {self.port}; the largest is 65535")
         for name in ("request_timeout", "shutdown_timeout", "header_timeout"):

@@ -17,6 +17,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.request import Request
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.cross_attention import Source
     from sakiyomi.server.tools import ToolFormat
 
 __all__ = ["Call", "Event", "Job", "JobState"]
@@ -53,6 +54,7 @@ class Job:
         tools: how calls are written in its text; None: there are none.
         echo: what comes before its text in the reply: the prompt.
         unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
+        source: images in the prompt, as the model reads them; None: there are none.
     """
 
     prompt: list[int]
@@ -73,6 +75,7 @@ class Job:
     tools: ToolFormat | None = None
     echo: str | None = None
     unwritten: bool = False
+    source: Source | None = None
 
     @property
     def state(self) -> JobState:

@@ -17,6 +17,7 @@ __all__ = [
     "Count",
     "DetokenizeRequest",
     "FunctionTool",
+    "ImagePart",
     "Message",
     "NamedChoice",
     "ResponseFormat",
@@ -185,10 +186,24 @@ class CompletionRequest(Ask):
 
 
 class TextPart(Strict):
-    """Text as one of several parts; other kinds are for models that see or hear."""
+    """Text as one of several parts."""
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(Strict):
+    """``data:image/TYPE;base64,DATA``; nothing is fetched. The model's processor decides in which detail it is read."""
+
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Strict):
+    """An image, for a model that reads them."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
 
 
 class CalledFunction(Strict):
@@ -210,7 +225,7 @@ class Message(Strict):
     """One message. Null fields are those that clients send back with a reply."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

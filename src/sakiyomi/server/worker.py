@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.process import release_workers
+from sakiyomi.engine.inputs import TokenizedPrompt
 from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.jobs import Call, Event, Job, JobState
@@ -223,7 +224,7 @@ class Worker:
     def _submit(self, job: Job) -> None:
         try:
             job.request = self.engine.submit(
-                job.prompt,
+                job.prompt if job.source is None else TokenizedPrompt([*job.prompt], job.params, job.source),
                 job.params,
                 key=job.key,
                 rounds_trace=job.traced,

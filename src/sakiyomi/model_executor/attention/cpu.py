@@ -137,7 +137,7 @@ class _Sites:
             site = state.site
             parts = [math.prod(shape) for shape in site.rows]
             sizes = [math.prod(site.state), state.rows.shape[1], site.width, site.kind.kept]
-            sizes += [*parts, *[0] * (MOST_PARTS - len(parts)), *site.kind.kernel_shape(site)]
+            sizes += [*parts, *[0] * (MOST_PARTS - len(parts)), *site.kind.kernel_shape(site), site.around]
             tensors = state.states.data_ptr(), state.rows.data_ptr(), state.at.ctypes.data, store.first.ctypes.data
             self._library.sk_site(self.session, number, site.kind.kernel, *tensors, numbers(sizes))
 

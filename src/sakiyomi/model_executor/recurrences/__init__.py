@@ -99,7 +99,7 @@ class _Calls:
     def stand_in(self, function: StateFunction) -> Callable[..., Any]:
         """What the module calls in the place of a state function."""
 
-        def run(rows: Sequence[Tensor], fixed: Sequence[Tensor] = ()) -> Tensor:
+        def run(rows: Sequence[Tensor], fixed: Sequence[Tensor] = (), around: int = 0) -> Tensor:
             place = self._place.next
             self._place.next = place + 1
             if place == len(self._numbers):
@@ -108,7 +108,7 @@ class _Calls:
             site = self._served.get(number)
             if site is None:
                 site = self._served[number] = Site(function)
-                site.learn(rows, fixed)
+                site.learn(rows, fixed, around)
             if not in_pass():  # the model is looked at, or its quantization judged: a text from its beginning
                 return site.whole(rows, fixed)
             return layer_state(rows, fixed, number, compiled=site.compiled)

@@ -39,8 +39,7 @@ class Mamba1(StateFunction):
         """Inputs and steps (1, channels, N), B and C (1, state width, N) to (1, channels, N)."""
         step = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
         step = F.softplus(step) if delta_softplus else step
-        rows = [tensor[0].t().float() for tensor in (hidden_states, step, B, C)]
-        out = run(rows, [A.float()]).t()[None].to(hidden_states.dtype)
+        out = run([tensor.transpose(1, 2) for tensor in (hidden_states, step, B, C)], [A.float()]).transpose(1, 2)
         out = out if D is None else out + hidden_states * D[:, None]
         return out if z is None else out * F.silu(z)
 

@@ -22,11 +22,11 @@ class RgLru(StateFunction):
     ) -> tuple[Tensor, None]:
         """Inputs and decays (1, N, channels), and whether a text begins (1, N, 1), to (1, N, channels)."""
         decay = recurrent_gate * ~reset
-        return run([hidden_states[0], decay[0].float()])[None], None
+        return run([hidden_states, decay]), None
 
     def shape(self, rows: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[int, ...]:
         """See ``Recurrence``."""
-        return tuple(rows[0].shape[1:])
+        return tuple(rows[0].shape[2:])
 
     def advance(self, states: Tensor, rows: Sequence[Tensor], fixed: Sequence[Tensor]) -> Tensor:
         """See ``Recurrence``."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.recurrent import Around
 from sakiyomi.model_executor.recurrences.base import Run, StateFunction
 
 __all__ = ["ConvModule", "ShortConv"]
@@ -31,8 +32,10 @@ class ShortConv(StateFunction):
         from transformers.activations import ACT2FN
 
         fixed = [weight] if bias is None else [weight, bias]
-        out = run([hidden_states[0].t()], fixed).t()[None]
-        return ACT2FN[activation](out) if activation is not None else out
+        fused = activation in ("silu", "swish")
+        rows = [hidden_states.transpose(1, 2)]
+        out = run(rows, fixed, Around.SILU_AFTER if fused else 0).transpose(1, 2)
+        return out if fused or activation is None else ACT2FN[activation](out)
 
     def shape(self, rows: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[int, ...]:
         """See ``Recurrence``."""
