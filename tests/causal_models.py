@@ -171,7 +171,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "git": {"vision_config": _SEEING, "pad_token_id": 0},
     "kimi_linear": _IDS | {"num_key_value_heads": 4, "kda_num_heads": 4},
     "moss_transcribe_diarize": {"max_window_layers": 3},
-    "rembert": {"input_embedding_size": 16, "output_embedding_size": 16},
+    "rembert": _BERT | {"input_embedding_size": 16, "output_embedding_size": 16},
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
         "max_position_embeddings": 256,

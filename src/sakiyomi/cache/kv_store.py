@@ -36,7 +36,8 @@ class KVStore:
         on_move: called with the store whenever its tensors are new ones, so that whoever keeps pointers can renew them.
 
     Attributes:
-        keys, values: by layer, (slots, heads, room, dim); (slots, rows, dim) where heads have rooms of their own.
+        keys, values: by layer, (slots, heads, room, dim); (slots, rows, dim) where heads have rooms of their own. Of
+            layers that store nothing (see ``LayerShape``) they are those of another, and tied values are the keys.
         starts: by layer, the row of a slot at which each head begins, and behind them the rows of a slot.
         dropped: (slots at most, layers, heads of the largest layer) int32 on the CPU: pairs that a head of a slot has
             dropped or quantized so far; None without limits.
@@ -149,9 +150,15 @@ class KVStore:
         starts = [[0, *itertools.accumulate(of_layer)] for of_layer in rooms]
         allocate: Callable[..., Tensor] = torch.zeros if offloaded is None else offloaded.allocate
 
-        def larger(store: list[Tensor], dims: list[int]) -> list[Tensor]:
-            fresh = []
+        def larger(store: list[Tensor], dims: list[int], beside: list[Tensor] | None = None) -> list[Tensor]:
+            fresh: list[Tensor] = []
             for layer, (shape, dim) in enumerate(zip(self.shapes, dims, strict=True)):
+                if shape.source is not None:
+                    fresh.append(fresh[shape.source])
+                    continue
+                if beside is not None and shape.tied:
+                    fresh.append(beside[layer])
+                    continue
                 even = len(set(rooms[layer])) == 1
                 rows = (shape.heads, rooms[layer][0]) if even else (starts[layer][-1],)
                 new = allocate((slots, *rows, dim), dtype=self.dtype, device=shape.device)
@@ -169,16 +176,16 @@ class KVStore:
 
         try:
             keys = larger(self.keys, [shape.key_dim for shape in self.shapes])
-            values = larger(self.values, [shape.value_dim for shape in self.shapes])
-            beside = self.packed.larger(slots, packed) if self.packed is not None else None
+            values = larger(self.values, [shape.value_dim for shape in self.shapes], keys)
+            packed_columns = self.packed.larger(slots, packed) if self.packed is not None else None
         except torch.OutOfMemoryError as error:  # of what an accelerator has left not every part can be used
             raise MemoryLimitError(
                 f"the KV cache needs {self.sizing.bytes(size):,} bytes for {slots} requests of "
                 f"{room + packed} tokens, and the device did not give them beside the present ones; shorten the "
                 "prompt, or lower max_new_tokens or max_batch"
             ) from error
-        if self.packed is not None and beside is not None:
-            self.packed.take(beside, slots, packed)
+        if self.packed is not None and packed_columns is not None:
+            self.packed.take(packed_columns, slots, packed)
         self.keys, self.values, self.starts = keys, values, starts
         self.slots, self.room, self._moved = slots, room, True
         self._roomy = room - self.sizing.spare if self.sizing.limits is None and self.packed is None else -1
@@ -213,6 +220,10 @@ class KVStore:
             own_keys, own_values = (store.reshape(-1, store.shape[-1])[own][None] for store in (keys, values))
             found.append(Part(slice(head, head + 1), own_keys, own_values, gone, packed[head]))
         return found
+
+    def _stores(self, layer: int, part: Part) -> tuple[Tensor, ...]:
+        """The tensors of a part, each once over all layers."""
+        return tuple(getattr(part, kind) for kind in self.shapes[layer].stored)
 
     def columns(self, layer: int, slot: int, part: Part, count: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a part's quantized columns and of `count` in full precision, (heads, n, dim).
@@ -250,7 +261,7 @@ class KVStore:
         for layer in range(len(self.shapes)):
             for part in self.parts(layer, slot):
                 source = torch.tensor([length - part.dropped + row for row in rows], device=part.keys.device)
-                for store in (part.keys, part.values):
+                for store in self._stores(layer, part):
                     first = length - part.dropped
                     store[:, first : first + len(rows)] = store.index_select(1, source)
 
@@ -282,7 +293,8 @@ class KVStore:
         for layer in range(len(self.shapes)):
             for mine, theirs in zip(self.parts(layer, slot), self.parts(layer, other), strict=True):
                 own = slice(first, last - theirs.dropped)
-                mine.keys[:, own], mine.values[:, own] = theirs.keys[:, own], theirs.values[:, own]
+                for to, kept in zip(self._stores(layer, mine), self._stores(layer, theirs), strict=True):
+                    to[:, own] = kept[:, own]
                 if self.packed is not None:
                     self.packed.copy(layer, slot, other, theirs.heads, theirs.packed)
 
@@ -293,8 +305,8 @@ class KVStore:
             for part in self.parts(layer, slot):
                 count = length - part.dropped
                 for i, head in enumerate(range(part.heads.start, part.heads.stop)):
-                    known[f"keys.{layer}.{head}"] = part.keys[i, :count].to("cpu", copy=True)
-                    known[f"values.{layer}.{head}"] = part.values[i, :count].to("cpu", copy=True)
+                    for kind, store in zip(self.shapes[layer].stored, self._stores(layer, part), strict=True):
+                        known[f"{kind}.{layer}.{head}"] = store[i, :count].to("cpu", copy=True)
                     if self.packed is not None:
                         for kind, tensor in enumerate(self.packed.get(layer, slot, head)):
                             known[f"packed.{kind}.{layer}.{head}"] = tensor.to("cpu", copy=True)
@@ -316,7 +328,8 @@ class KVStore:
                 if self.packed is not None:
                     kinds = range(len(self.packed.stores))
                     self.packed.put(layer, slot, head, [known[f"packed.{kind}.{name}"] for kind in kinds])
-                for store, tensor in ((self.keys, known[f"keys.{name}"]), (self.values, known[f"values.{name}"])):
+                for kind in self.shapes[layer].stored:
+                    store, tensor = getattr(self, kind), known[f"{kind}.{name}"]
                     rows, first = store[layer][slot].view(-1, store[layer].shape[-1]), self.starts[layer][head]
                     rows[first : first + len(tensor)] = tensor.to(rows.device)
 

@@ -117,6 +117,10 @@ class HiddenStateCapture:
         """Forget what the pass before has left."""
         (self._traced if torch.compiler.is_dynamo_compiling() else self._states).clear()
 
+    def give(self, states: Sequence[Tensor]) -> None:
+        """Leave these as the pass's own, in the order of ``take``: it was made of several forwards."""
+        self._states = dict(zip(self.layers, states, strict=False))
+
     def take(self) -> tuple[Tensor, ...]:
         """What the pass has left, (1, rows, hidden) each; layers that it did not reach are left out."""
         states = self._traced if torch.compiler.is_dynamo_compiling() else self._states

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sakiyomi.cache.layer_state import Served, serve_modules
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.recurrent import Site
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
@@ -27,6 +28,7 @@ from sakiyomi.kernels.norms import serve_norms
 from sakiyomi.kernels.pack import is_linear, pack_linears, replaced_forward
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
 from sakiyomi.model_executor.attention import BackendNeeds, op
+from sakiyomi.model_executor.attention.latent import serve_latents
 from sakiyomi.model_executor.attention.own import serve_own
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
 from sakiyomi.model_executor.features import HiddenStateCapture
@@ -34,6 +36,7 @@ from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
 from sakiyomi.model_executor.multimodal import set_aside
+from sakiyomi.model_executor.own_forward import expect_own, run_by_text
 from sakiyomi.model_executor.positions import take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
@@ -54,6 +57,8 @@ class _Given(NamedTuple):
     prepared: Prepared | None
     quantize: str | None
     text: list[int]
+    way: str | None
+    latents: bool
     forwards: list[tuple[str, weakref.ref[nn.Module], Any]]  # of the user's model, see ``_forwards``
 
 
@@ -66,6 +71,8 @@ class ModelWeights:
         prepared: what is known of a model whose layers are packed already; nothing is quantized then.
         quantize: "int8" or "int4" quantizes weights to so many bits, and rows to 8, where a layer bears it.
         text: token ids on which the quantization is judged.
+        way: of ``own_forward.WAYS``, that in which texts go through the class's own forward; None: rows of a pass go
+            through it together, on our cache.
 
     Attributes:
         module: the transformers model as it runs here.
@@ -100,24 +107,26 @@ class ModelWeights:
         prepared: Prepared | None = None,
         quantize: str | None = None,
         text: Sequence[int] = (),
+        way: str | None = None,
+        latents: bool = True,
     ) -> None:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_quantization(f"quantize={quantize!r}", model.dtype)
         recorded = isinstance(model, RecordedModel)
         self.module: Any = model if recorded else structural_copy(model).eval()
         self.encoder: Encoder | None = None
-        self.multimodal = False
+        self.multimodal, before = False, 0
         if getattr(model.config, "is_encoder_decoder", False):
             self.module, self.encoder = split(self.module)
-        elif not recorded:
-            take_positions(self.module)
+        elif not recorded and way is None:
             self.multimodal = set_aside(self.module, model)
+            before = take_positions(self.module)
         self.config = self.module.config.get_text_config()
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
         self.device = _device(model)
-        self.max_context = _max_context(self.config)
+        self.max_context = _max_context(self.config) - before
         if self.context_note:
             logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
@@ -127,7 +136,8 @@ class ModelWeights:
         for module in self.module.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
-        self._given = _Given(owned, prepared, quantize, list(text), [] if owned or recorded else _forwards(model))
+        forwards = [] if owned or recorded else _forwards(model)
+        self._given = _Given(owned, prepared, quantize, list(text), way, latents, forwards)
         self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self.packed: PackedWeights | None = None
@@ -136,18 +146,37 @@ class ModelWeights:
         self.lock = threading.RLock()
         self.capture = HiddenStateCapture()
         self._probed: Probed | None = None  # until it is packed
-        callers = stateful_modules(self.module)
+        self._before: Tensor | None = None
         self.expected: Expectation | None = None
-        if not quantize and (prepared is None or prepared.native is None):  # else it gives other logits
+        self.shapes: list[LayerShape] = []
+        self.stateful: dict[int, Served] = {}
+        self.own_attention = way is not None
+        if way is None:
+            self._learn()
+        else:
+            if self.max_context >= PROOF + 2:
+                self.expected = expect_own(self.module, self.vocab_size, way)
+            self.module = run_by_text(self.module, way, self.capture)
+            self.stateful.update(serve_modules(self.module))
+
+    def _learn(self) -> None:
+        """Find out what the layers keep, and have those that go on from token to token keep it on our cache."""
+        prepared, recorded = self._given.prepared, isinstance(self.module, RecordedModel)
+        callers = stateful_modules(self.module)
+        if not self._given.quantize and (prepared is None or prepared.native is None):  # else it gives other logits
             self.expect(bool(callers))
+        shapes = prepared.shapes if prepared is not None else None
+        if shapes is not None and not self._given.latents and any(shape.tied for shape in shapes):
+            shapes = None  # of another way of keeping them
         if not recorded:
             serve_own(self.module)
+            if self._given.latents and self.device.type == "cpu" and (shapes is None or any(s.tied for s in shapes)):
+                serve_latents(self.module)
         modules = serve_modules(self.module)
         callers = [module for module in callers if all(module is not other for other in modules.values())]
         calls = serve_functions(callers)
-        self.own_attention = False
-        if prepared is not None and prepared.shapes is not None and not (callers or modules):
-            self.shapes = prepared.shapes
+        if shapes is not None and not (callers or modules):
+            self.shapes = shapes
         else:
             if prepared is not None and prepared.native is not None:
                 prepared.native.begin(BatchPlan([]), 0)
@@ -156,8 +185,7 @@ class ModelWeights:
             self.shapes, self.own_attention = self._probed.shapes, self._probed.own_attention
         if not recorded:
             op.set_reach(self.module, self.shapes)
-        self.stateful: dict[int, Served] = {**modules, **calls}
-        self._before: Tensor | None = None
+        self.stateful = {**modules, **calls}
 
     @property
     def head(self) -> nn.Module:
@@ -200,7 +228,7 @@ class ModelWeights:
         What was recorded was proven then; the decoders of encoder-decoder models are those of ``FAMILIES``, and have no
         forward of their own; a pass with offloaded weights costs as much as loading them.
         """
-        apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded
+        apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded or self._given.way
         if self.expected is not None or apart or self.max_context < PROOF + 2:
             return
         if self.packed is not None:
@@ -266,7 +294,7 @@ class ModelWeights:
             device=self.device,
             one_device=self.one_device,
             packed=self.packed,
-            own_attention=self.own_attention,
+            own_attention=self.own_attention and bool(self.shapes),
             exact=exact,
             evicts=evicts or bool(self.stateful),
             offloaded=self.offloaded,
