@@ -21,7 +21,7 @@ from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.model_executor.attention import choose_backend
 from sakiyomi.model_executor.loading.families import check_states, has_encoder
 from sakiyomi.model_executor.loading.prepared import Prepared
-from sakiyomi.model_executor.own_forward import WAYS
+from sakiyomi.model_executor.own_forward import ways_of
 from sakiyomi.model_executor.proof import prove
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
 from sakiyomi.model_executor.runner import ModelRunner
@@ -86,7 +86,7 @@ def build_runner(
         if apart or has_encoder(model.config) or not all(weight.numel() for weight in model.parameters()):
             raise
         refusal = error
-    for way in WAYS:
+    for way in ways_of(model):
         try:
             runner = build(way=way)
         except UnsupportedError as error:
@@ -96,8 +96,7 @@ def build_runner(
         logger.warning("%s: %s; each text goes through its own forward by itself, which is slower", name, refusal)
         return runner
     raise UnsupportedError(
-        f"{type(model).__name__} can be served neither on our cache nor by its own forward, which does not give again "
-        "what it gives without a cache; use transformers' generate()"
+        f"{refusal.message}; and its own forward does not give again what it gives without a cache"
     ) from refusal
 
 

@@ -24,7 +24,7 @@ from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.probe import PROOF, Expectation, proof_text
 
-__all__ = ["WAYS", "OwnForward", "expect_own", "run_by_text"]
+__all__ = ["WAYS", "OwnForward", "expect_own", "run_by_text", "ways_of"]
 
 WAYS = ("cached", "steps", "whole", "rows")
 """How a text is read, the fastest first: its new tokens at once behind the class's cache, or one by one; the whole text
@@ -59,6 +59,13 @@ class OwnForward(nn.Module):
         """Attention stays what the user's model has."""
 
 
+def ways_of(model: nn.Module) -> tuple[str, ...]:
+    """The ways that may be tried for a model."""
+    # Where a mask keeps the columns with the largest numbers, equal ones are told apart by how many columns there are.
+    chooses = any(hasattr(type(module), "prepare_dynamic_mask") for module in model.modules())
+    return WAYS[1:] if chooses else WAYS
+
+
 def run_by_text(inner: Any, way: str, capture: HiddenStateCapture) -> OwnForward:
     """A model as ``OwnForward``, under the name of its class."""
     kind = type(type(inner).__name__, (OwnForward,), {})
@@ -67,18 +74,17 @@ def run_by_text(inner: Any, way: str, capture: HiddenStateCapture) -> OwnForward
 
 
 @torch.no_grad()
-def expect_own(inner: Any, vocab_size: int, way: str) -> Expectation:
-    """What a model's own forward gives for the text of the proof without any cache, see ``expect``.
+def expect_own(inner: Any, vocab_size: int) -> Expectation:
+    """What a model's own forward gives without any cache for each beginning of the text of the proof, see ``expect``.
+
+    Beginnings by themselves, since some classes have rows look at what comes behind them.
 
     Raises:
         UnsupportedError: it does not run on it.
     """
     text = proof_text(inner.config.get_text_config(), vocab_size)[:PROOF]
     try:
-        if way == "rows":
-            logits = TextReader(inner, way, HiddenStateCapture()).read(text, PROOF, {})[0][0]
-        else:
-            logits = inner(input_ids=torch.tensor([text], device=inner.device), use_cache=False).logits[0]
+        logits = TextReader(inner, "rows", HiddenStateCapture()).read(text, PROOF, {})[0][0]
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(f"{type(inner).__name__} does not run on a text without a cache") from error
     return Expectation(logits.float(), {})
@@ -244,7 +250,7 @@ class TextState:
             text.tokens[length:] = part.tokens
             for leaf in _leaves(part):
                 columns = plan.path(i, leaf).tolist()
-                found = self._read(text, columns, stays=part.prompt or (count == 1 and not part.done))
+                found = self._read(text, columns, stays=count == 1 and not part.done, prompt=part.prompt)
                 own = [j for j, column in enumerate(columns) if column >= length]
                 put([first + columns[j] - length for j in own], [rows[own] for rows in found])
         if not made:  # a trial of what a pass costs
@@ -252,16 +258,18 @@ class TextState:
         self._reader.capture.give(made[1:])
         return made[0]
 
-    def _read(self, text: _Text, columns: list[int], *, stays: bool) -> list[Tensor]:
+    def _read(self, text: _Text, columns: list[int], *, stays: bool, prompt: bool = False) -> list[Tensor]:
         """Logits and hidden states of a path, a row of each for each of its columns.
 
         Args:
             text: of the slot.
             columns: of the path; all before the first lie on it, too.
             stays: the path will be kept, most probably.
+            prompt: it is a chunk of a prompt, and will be kept.
         """
-        begin, path = columns[0], [text.tokens[column] for column in columns]
-        known = text.longest(begin)
+        begin, path, stays = columns[0], [text.tokens[column] for column in columns], stays or prompt
+        # ``generate`` reads a prompt at once, which a class that is read token by token may round otherwise.
+        known = None if prompt and self._reader.way == "steps" else text.longest(begin)
         at = 0 if known is None else len(known.tokens)
         if known is not None and not stays and begin - at > TAIL:
             self._read(text, list(range(at, begin)), stays=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from sakiyomi.model_executor.attention import op
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.probe import proof_text
 from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.structural_copy import one_of_each, settings_of
 
 __all__ = ["prove"]
 
@@ -23,11 +26,27 @@ BOUND = 1e-3  # of the largest logit
 ROUNDED = 0.1  # the same in bfloat16 and float16, and where weights are quantized
 
 
+class _OneOfEach(FirstLayers):
+    """Some layers of a model, without its head.
+
+    Args:
+        whole: the model.
+        chosen: numbers of the layers.
+    """
+
+    def __init__(self, whole: ModelRunner, chosen: Sequence[int]) -> None:
+        self._chosen = chosen
+        super().__init__(whole, len(chosen), compile=False)
+
+    def _cut(self, module: Any) -> Any:
+        return one_of_each(module, self._chosen, int(self._whole.config.num_hidden_layers))
+
+
 def prove(runner: ModelRunner) -> None:
     """Take the text through prompt, single rows, a token tree and a commit, beside another request.
 
     Windows are as short as they were when the model's own forward was run, so that the text reaches beyond them.
-    Of a large model as many layers are run as hold one of every kind. Nothing is done for a model whose own logits were
+    Of a large model one layer of every kind is run. Nothing is done for a model whose own logits were
     not taken (see ``ModelWeights.expect``).
 
     Raises:
@@ -41,13 +60,15 @@ def prove(runner: ModelRunner) -> None:
     trial = [replace(s, window=max(r, 0), chunk=max(-r, 0)) for s, r in zip(weights.shapes, reaches, strict=True)]
     op.set_reach(runner.module, trial)
     try:
-        part = runner if expected.depth is None else FirstLayers(runner, expected.depth, compile=False)
-        with part.eagerly():
-            _compare(part, expected.logits)
+        if expected.layers is None:
+            with runner.eagerly():
+                _compare(runner, expected.logits)
+        else:
+            with settings_of(runner.module, expected.layers, int(runner.config.num_hidden_layers)):
+                _compare(_OneOfEach(runner, expected.layers), expected.logits)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(
-            f"{type(runner.module).__name__} does not run on a cache of ours ({type(error).__name__}: {error}); "
-            "use transformers for this model"
+            f"{type(runner.module).__name__} does not run on a cache of ours; use transformers for this model"
         ) from error
     finally:
         op.set_reach(runner.module, weights.shapes)

@@ -41,7 +41,13 @@ from sakiyomi.model_executor.positions import take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
-from sakiyomi.model_executor.structural_copy import distinct_layers, first_layers, layer_list, structural_copy
+from sakiyomi.model_executor.structural_copy import (
+    distinct_layers,
+    layer_list,
+    one_of_each,
+    settings_of,
+    structural_copy,
+)
 
 __all__ = ["ModelWeights"]
 
@@ -155,7 +161,7 @@ class ModelWeights:
             self._learn()
         else:
             if self.max_context >= PROOF + 2:
-                self.expected = expect_own(self.module, self.vocab_size, way)
+                self.expected = expect_own(self.module, self.vocab_size)
             self.module = run_by_text(self.module, way, self.capture)
             self.stateful.update(serve_modules(self.module))
 
@@ -233,11 +239,14 @@ class ModelWeights:
             return
         if self.packed is not None:
             self.packed.begin(BatchPlan([]), 0)
-        module, depth = self.module, None if stateful else _enough(self.module, int(self.config.num_hidden_layers))
-        if depth is not None:
-            module = first_layers(module, depth, int(self.config.num_hidden_layers))
-        found = expect(module, self.vocab_size, self.device, stateful=stateful)
-        self.expected = None if found is None else found._replace(depth=depth)
+        module, count = self.module, int(self.config.num_hidden_layers)
+        layers = None if stateful else _enough(module, count)
+        if layers is not None:
+            with settings_of(module, layers, count):
+                found = expect(one_of_each(module, layers, count), self.vocab_size, self.device, stateful=stateful)
+            self.expected = None if found is None else found._replace(layers=layers)
+        if self.expected is None:  # or layers need others than these
+            self.expected = expect(module, self.vocab_size, self.device, stateful=stateful)
 
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Have every pass give what these decoder layers give, too (see ``PassOutput``), once sessions have settled.
@@ -400,8 +409,8 @@ def _patched(forwards: list[tuple[str, weakref.ref[nn.Module], Any]]) -> Iterato
             yield name, module
 
 
-def _enough(model: nn.Module, count: int) -> int | None:
-    """Layers on which a large model is proven, since passes over all would take long; None: all."""
+def _enough(model: nn.Module, count: int) -> list[int] | None:
+    """Layers, one of every kind, on which a large model is proven, since passes over all would take long; None: all."""
     size = sum(map(_stored_bytes, (*model.parameters(), *model.buffers())))
     if size < LARGE:
         return None
@@ -410,8 +419,8 @@ def _enough(model: nn.Module, count: int) -> int | None:
     except UnsupportedError:
         return None
     assert isinstance(layers, nn.ModuleList)
-    depth = distinct_layers(layers)
-    return depth if depth < count else None
+    found = distinct_layers(layers)
+    return found if len(found) < count else None
 
 
 def _device(model: Any) -> torch.device:
@@ -465,7 +474,8 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 def _max_context(config: Any) -> int:
     """Tokens that a text may have, prompt included."""
-    return min(int(getattr(config, "max_position_embeddings", 0) or 1 << 30), _rope_limit(config))
+    positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+    return min(positions if positions > 0 else 1 << 30, _rope_limit(config))
 
 
 def _rope_limit(config: Any) -> int:
