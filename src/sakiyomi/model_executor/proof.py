@@ -66,7 +66,7 @@ def prove(runner: ModelRunner) -> None:
         else:
             with settings_of(runner.module, expected.layers, int(runner.config.num_hidden_layers)):
                 _compare(_OneOfEach(runner, expected.layers), expected.logits)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(
             f"{type(runner.module).__name__} does not run on a cache of ours; use transformers for this model"
         ) from error

@@ -193,7 +193,7 @@ class ModelRunner(Session):
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
         """Without the rows that only filled the pass up."""
         logits, states = found
-        reached = (layer for layer in self.weights.capture.layers if layer < self._depth)
+        reached = self.weights.capture.layers[: len(states)]  # the head, and layers in their order
 
         def own(layer: int, state: Tensor) -> Tensor:
             if layer == HEAD and keep is not None:
