@@ -43,7 +43,7 @@ class _OneOfEach(FirstLayers):
 
 
 def prove(runner: ModelRunner) -> None:
-    """Take the text through prompt, single rows, a token tree and a commit, beside another request.
+    """Take the text through prompt, a token tree, a commit and a single row, beside another request.
 
     Windows are as short as they were when the model's own forward was run, so that the text reaches beyond them.
     Of a large model one layer of every kind is run. Nothing is done for a model whose own logits were
@@ -86,8 +86,7 @@ def _compare(runner: ModelRunner, expected: Tensor) -> None:
             cache.reserve(beside, FIRST)
             segments.insert(0, SequenceRows(beside, 0, text[3:5], prompt=True))
         found[FIRST - 1] = runner.score(segments).logits[-1]
-        found[FIRST] = runner.score([SequenceRows(slot, FIRST, text[FIRST : FIRST + 1])]).logits[0]
-        at = FIRST + 1
+        at = FIRST
         nodes = [text[at], text[-1], text[at + 1], text[-2], text[at + 2]]
         segments = [SequenceRows(slot, at, nodes, TREE)]
         if beside is not None:
