@@ -146,37 +146,10 @@ class KVStore:
     def _grow(self, size: Size) -> None:
         """Larger storage with the same contents. Interrupted, or out of memory, everything stays as it was."""
         slots, room, packed = size
-        rooms, offloaded = self.sizing.rooms(room), self.sizing.offloaded
-        starts = [[0, *itertools.accumulate(of_layer)] for of_layer in rooms]
-        allocate: Callable[..., Tensor] = torch.zeros if offloaded is None else offloaded.allocate
-
-        def larger(store: list[Tensor], dims: list[int], beside: list[Tensor] | None = None) -> list[Tensor]:
-            fresh: list[Tensor] = []
-            for layer, (shape, dim) in enumerate(zip(self.shapes, dims, strict=True)):
-                if shape.source is not None:
-                    fresh.append(fresh[shape.source])
-                    continue
-                if beside is not None and shape.tied:
-                    fresh.append(beside[layer])
-                    continue
-                even = len(set(rooms[layer])) == 1
-                rows = (shape.heads, rooms[layer][0]) if even else (starts[layer][-1],)
-                new = allocate((slots, *rows, dim), dtype=self.dtype, device=shape.device)
-                if store and store[layer].ndim == new.ndim == 4:
-                    new[: self.slots, :, : store[layer].shape[2]] = store[layer]
-                elif store:
-                    for head in range(shape.heads):
-                        begin, end = self.starts[layer][head : head + 2]
-                        first = starts[layer][head]
-                        new.view(slots, -1, dim)[: self.slots, first : first + end - begin] = store[layer].view(
-                            self.slots, -1, dim
-                        )[:, begin:end]
-                fresh.append(new)
-            return fresh
-
+        rooms = self.sizing.rooms(room)
         try:
-            keys = larger(self.keys, [shape.key_dim for shape in self.shapes])
-            values = larger(self.values, [shape.value_dim for shape in self.shapes], keys)
+            keys = _larger(self, self.keys, "keys", slots, rooms)
+            values = _larger(self, self.values, "values", slots, rooms, keys)
             packed_columns = self.packed.larger(slots, packed) if self.packed is not None else None
         except torch.OutOfMemoryError as error:  # of what an accelerator has left not every part can be used
             raise MemoryLimitError(
@@ -186,7 +159,7 @@ class KVStore:
             ) from error
         if self.packed is not None and packed_columns is not None:
             self.packed.take(packed_columns, slots, packed)
-        self.keys, self.values, self.starts = keys, values, starts
+        self.keys, self.values, self.starts = keys, values, list(map(_starts, rooms))
         self.slots, self.room, self._moved = slots, room, True
         self._roomy = room - self.sizing.spare if self.sizing.limits is None and self.packed is None else -1
         self.gather = None  # it knows the former tensors
@@ -341,3 +314,36 @@ class KVStore:
             counts = self.packed.count[slot]
             used = [some - counts[layer, : len(some)] for layer, some in enumerate(used)]
         self._least[slot] = int(min(int(some.min()) for some in used))
+
+
+def _starts(rooms: Sequence[int]) -> list[int]:
+    """The row at which each head begins, and behind them how many there are."""
+    return [0, *itertools.accumulate(rooms)]
+
+
+def _rows(rooms: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a slot's rows, where its heads have these rooms: (heads, room) if they are alike."""
+    return (len(rooms), rooms[0]) if len(set(rooms)) == 1 else (sum(rooms),)
+
+
+def _larger(
+    cache: KVStore, store: list[Tensor], kind: str, slots: int, rooms: list[list[int]], keys: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """Keys or values in larger tensors; of layers that do not store them those of another layer, or the keys."""
+    offloaded, fresh = cache.sizing.offloaded, list[Tensor]()
+    allocate: Callable[..., Tensor] = torch.zeros if offloaded is None else offloaded.allocate
+    for layer, shape in enumerate(cache.shapes):
+        if kind not in shape.stored:
+            fresh.append(keys[layer] if shape.source is None else fresh[shape.source])
+            continue
+        new = allocate((slots, *_rows(rooms[layer]), shape.dims[kind]), dtype=cache.dtype, device=shape.device)
+        if store and store[layer].ndim == new.ndim == 4:
+            new[: cache.slots, :, : store[layer].shape[2]] = store[layer]
+        elif store:
+            flat, former = new.view(slots, -1, new.shape[-1]), store[layer].view(cache.slots, -1, new.shape[-1])
+            for (begin, end), first in zip(
+                itertools.pairwise(cache.starts[layer]), _starts(rooms[layer]), strict=False
+            ):
+                flat[: cache.slots, first : first + end - begin] = former[:, begin:end]
+        fresh.append(new)
+    return fresh

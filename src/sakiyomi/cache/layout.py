@@ -105,9 +105,14 @@ class LayerShape:
         return () if self.source is not None else ("keys",) if self.tied else ("keys", "values")
 
     @property
+    def dims(self) -> dict[str, int]:
+        """Sizes of a key and of a value."""
+        return {"keys": self.key_dim, "values": self.value_dim}
+
+    @property
     def width(self) -> int:
         """Numbers that are stored of one token and head."""
-        return sum({"keys": self.key_dim, "values": self.value_dim}[kind] for kind in self.stored)
+        return sum(self.dims[kind] for kind in self.stored)
 
     def pair_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values in this layer."""

@@ -26,20 +26,14 @@ BOUND = 1e-3  # of the largest logit
 ROUNDED = 0.1  # the same in bfloat16 and float16, and where weights are quantized
 
 
-class _OneOfEach(FirstLayers):
-    """Some layers of a model, without its head.
+def _one_of_each(whole: ModelRunner, chosen: Sequence[int]) -> ModelRunner:
+    """These layers of a model, without its head."""
 
-    Args:
-        whole: the model.
-        chosen: numbers of the layers.
-    """
+    class OneOfEach(FirstLayers):
+        def _cut(self, module: Any) -> Any:
+            return one_of_each(module, chosen, int(whole.config.num_hidden_layers))
 
-    def __init__(self, whole: ModelRunner, chosen: Sequence[int]) -> None:
-        self._chosen = chosen
-        super().__init__(whole, len(chosen), compile=False)
-
-    def _cut(self, module: Any) -> Any:
-        return one_of_each(module, self._chosen, int(self._whole.config.num_hidden_layers))
+    return OneOfEach(whole, len(chosen), compile=False)
 
 
 def prove(runner: ModelRunner) -> None:
@@ -65,7 +59,7 @@ def prove(runner: ModelRunner) -> None:
                 _compare(runner, expected.logits)
         else:
             with settings_of(runner.module, expected.layers, int(runner.config.num_hidden_layers)):
-                _compare(_OneOfEach(runner, expected.layers), expected.logits)
+                _compare(_one_of_each(runner, expected.layers), expected.logits)
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(
             f"{type(runner.module).__name__} does not run on a cache of ours; use transformers for this model"

@@ -10,7 +10,7 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -147,8 +147,7 @@ class ModelWeights:
         self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self.packed: PackedWeights | None = None
-        self.generation = 0
-        self.unsettled = False
+        self.generation, self.unsettled = 0, False
         self.lock = threading.RLock()
         self.capture = HiddenStateCapture()
         self._probed: Probed | None = None  # until it is packed
@@ -207,13 +206,7 @@ class ModelWeights:
     @property
     def context_note(self) -> str:
         """Why a text may have fewer tokens than the model has positions, for messages; "": it may have as many."""
-        positions = int(getattr(self.config, "max_position_embeddings", 0) or 0)
-        if self.max_context >= positions:
-            return ""
-        return (
-            f"; the model has {positions} positions, but its rotary embedding (longrope) changes all of them when "
-            f"a text grows beyond {self.max_context}, which is not supported: use transformers' generate() there"
-        )
+        return _context_note(self.config, self.max_context)
 
     @property
     def packed_experts(self) -> bool:
@@ -239,14 +232,8 @@ class ModelWeights:
             return
         if self.packed is not None:
             self.packed.begin(BatchPlan([]), 0)
-        module, count = self.module, int(self.config.num_hidden_layers)
-        layers = None if stateful else _enough(module, count)
-        if layers is not None:
-            with settings_of(module, layers, count):
-                found = expect(one_of_each(module, layers, count), self.vocab_size, self.device, stateful=stateful)
-            self.expected = None if found is None else found._replace(layers=layers)
-        if self.expected is None:  # or layers need others than these
-            self.expected = expect(module, self.vocab_size, self.device, stateful=stateful)
+        layers = None if stateful else _enough(self.module, int(self.config.num_hidden_layers))
+        self.expected = _expect(self.module, self.vocab_size, self.device, layers, stateful=stateful)
 
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Have every pass give what these decoder layers give, too (see ``PassOutput``), once sessions have settled.
@@ -324,7 +311,7 @@ class ModelWeights:
 
     def pack(self) -> None:
         """Put the linear layers into the compiled kernels, where these serve them; quantize them, if that was asked."""
-        self.packed = self._given.prepared.native if self._given.prepared is not None else self._packed()
+        self.packed = self._given.prepared.native if self._given.prepared is not None else self._pack_own()
         if self.packed is not None and not isinstance(self.module, RecordedModel):
             serve_norms(self.module)
         for site in self.stateful.values():
@@ -332,21 +319,17 @@ class ModelWeights:
                 site.compiled = self.packed is not None
         self.generation += 1
 
-    def _packed(self) -> PackedWeights | None:
-        table = PackedWeights.create() if self.packable else None
-        if table is None:
+    def _pack_own(self) -> PackedWeights | None:
+        """The linear layers in the kernels; None: these do not serve them, or there is no room for copies."""
+        given, table = self._given, PackedWeights.create() if self.packable else None
+        if table is None or not (given.owned or _has_room(self.module, self.device)):
             return None
-        if not self._given.owned and not _has_room(self.module, self.device):
-            return None
-        bits = self._choose_bits(self._given.quantize) if self._given.quantize else None
-        names = {id(module): name for name, module in self.module.named_modules()}
+        bits = self._choose_bits(given.quantize) if given.quantize else None
         assert self._probed is not None
-        together, read = self._probed.siblings, self._probed.read
-        self.siblings = [[names[id(layer)] for layer in group] for group in together]
-        pack_linears(self.module, table, together, read=read, free=self._given.owned, bits=bits)
+        self.siblings = _pack(self.module, table, self._probed, free=given.owned, bits=bits)
         self._probed = None
-        if not self._given.quantize:
-            table.experts = pack_experts(self.module, table, free=self._given.owned)
+        if not given.quantize:
+            table.experts = pack_experts(self.module, table, free=given.owned)
         return table
 
     def take_patches(self) -> None:
@@ -355,17 +338,8 @@ class ModelWeights:
         Raises:
             UnsupportedError: he has replaced that of another module.
         """
-        for name, theirs in _patched(self._given.forwards):
-            path = name if self.encoder is None else f"inner.{name}"
-            ours = dict(self.module.named_modules()).get(path)
-            if ours is not theirs:
-                if not isinstance(ours, nn.Linear | PackedLinear):
-                    raise UnsupportedError(
-                        f"forward of {name} was replaced in the user's model after sakiyomi had taken it over; make a "
-                        "new LLM of the changed model"
-                    )
-                self.module.set_submodule(path, theirs)
-                self.generation += 1
+        root = "" if self.encoder is None else "inner."
+        self.generation += _take_patches(self.module, root, self._given.forwards)
 
     def _choose_bits(self, kind: str) -> dict[int, int]:
         """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
@@ -394,6 +368,57 @@ class ModelWeights:
         kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
         counts = len(layers) - len(kept), kept, agreement, divergence, len(self.text)
         self.quantization = QuantizationReport(str(self._given.quantize), *counts)
+
+
+def _take_patches(module: Any, root: str, forwards: list[tuple[str, weakref.ref[nn.Module], Any]]) -> bool:
+    """See ``ModelWeights.take_patches``; whether there were any."""
+    taken = False
+    for name, theirs in _patched(forwards):
+        path = f"{root}{name}"
+        ours = dict(module.named_modules()).get(path)
+        if ours is theirs:
+            continue
+        if not isinstance(ours, nn.Linear | PackedLinear):
+            raise UnsupportedError(
+                f"forward of {name} was replaced in the user's model after sakiyomi had taken it over; make a new LLM "
+                "of the changed model"
+            )
+        module.set_submodule(path, theirs)
+        taken = True
+    return taken
+
+
+def _context_note(config: Any, limit: int) -> str:
+    positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if limit >= positions or limit != _rope_limit(config):
+        return ""
+    return (
+        f"; the model has {positions} positions, but its rotary embedding (longrope) changes all of them when a text "
+        f"grows beyond {limit}, which is not supported: use transformers' generate() there"
+    )
+
+
+def _pack(
+    module: Any, table: PackedWeights, probed: Probed, *, free: bool, bits: Mapping[int, int] | None
+) -> list[list[str]]:
+    """Put a model's linear layers into the kernels; the names of those that are computed together."""
+    names = {id(part): name for name, part in module.named_modules()}
+    siblings = [[names[id(layer)] for layer in group] for group in probed.siblings]
+    pack_linears(module, table, probed.siblings, read=probed.read, free=free, bits=bits)
+    return siblings
+
+
+def _expect(
+    module: Any, vocab_size: int, device: torch.device, layers: list[int] | None, *, stateful: bool
+) -> Expectation | None:
+    """See ``expect``; of these layers alone, if they do not need others."""
+    found, count = None, int(module.config.get_text_config().num_hidden_layers)
+    if layers is not None:
+        with settings_of(module, layers, count):
+            found = expect(one_of_each(module, layers, count), vocab_size, device, stateful=stateful)
+    if found is not None:
+        return found._replace(layers=layers)
+    return expect(module, vocab_size, device, stateful=stateful)
 
 
 def _forwards(model: nn.Module) -> list[tuple[str, weakref.ref[nn.Module], Any]]:
