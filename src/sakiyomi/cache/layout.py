@@ -85,7 +85,9 @@ class LayerShape:
     def from_json(cls, about: Sequence[Any]) -> LayerShape:
         """What ``as_json`` gave, on the CPU; in older files the last ones are missing."""
         heads, key_dim, value_dim, window, chunk = (*about, 0)[:5]
-        sinks, alibi, tied, source = (*about[5:], *(None, None, False, None)[len(about[5:]) :])
+        later: list[Any] = [None, None, False, None]
+        later[: len(about[5:])] = about[5:]
+        sinks, alibi, tied, source = later
         return cls(
             heads,
             key_dim,

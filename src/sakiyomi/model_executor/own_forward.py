@@ -139,14 +139,14 @@ class TextReader(nn.Module):
         caches = self.way in ("cached", "steps")
         given: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "use_cache": caches}
         if "position_ids" in inspect.signature(inner.forward).parameters:
-            given["position_ids"] = inner._prepare_position_ids_for_generation(ids, given)
-        if inner._supports_logits_to_keep():
-            given["logits_to_keep"] = fresh
+            positions = inner._prepare_position_ids_for_generation(ids, given)
+            given |= {} if positions is None else {"position_ids": positions}
         if caches and not past and inner._supports_default_dynamic_cache():
             given["past_key_values"] = DynamicCache(config=inner.config.get_text_config(decoder=True))
-        inputs = inner.prepare_inputs_for_generation(
-            ids, next_sequence_length=fresh if past else None, is_first_iteration=not past, **given, **past
-        )
+        length = {"next_sequence_length": fresh} if past else {}
+        inputs = inner.prepare_inputs_for_generation(ids, is_first_iteration=not past, **length, **given, **past)
+        if inner._supports_logits_to_keep():
+            inputs["logits_to_keep"] = fresh
         self.capture.begin()
         out = inner(**inputs, return_dict=True)
         # Of several streams (prophetnet) the first one makes the logits.
