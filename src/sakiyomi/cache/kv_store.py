@@ -281,8 +281,8 @@ class KVStore:
                     for kind, store in zip(self.shapes[layer].stored, self._stores(layer, part), strict=True):
                         known[f"{kind}.{layer}.{head}"] = store[i, :count].to("cpu", copy=True)
                     if self.packed is not None:
-                        for kind, tensor in enumerate(self.packed.get(layer, slot, head)):
-                            known[f"packed.{kind}.{layer}.{head}"] = tensor.to("cpu", copy=True)
+                        for number, tensor in enumerate(self.packed.get(layer, slot, head)):
+                            known[f"packed.{number}.{layer}.{head}"] = tensor.to("cpu", copy=True)
         return known
 
     def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
