@@ -104,6 +104,8 @@ class TextReader(nn.Module):
         inner, way, capture: see ``OwnForward``.
     """
 
+    inner: Any
+
     def __init__(self, inner: Any, way: str, capture: HiddenStateCapture) -> None:
         super().__init__()
         vars(self)["inner"] = inner  # whose modules are listed elsewhere
