@@ -276,8 +276,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
         eos_token_id=None,
     ),
 }
-"""What cannot work: recurrent states that are not known here cannot be rolled back, masks that the model makes itself
-are unknown to our operators, gpt_neo cuts its own mask by columns."""
+"""What cannot run on our cache: recurrent states that are not known here cannot be rolled back, masks that the model
+makes itself are unknown to our operators, gpt_neo cuts its own mask by columns."""
 
 ALL = CONFIGS | VARIANTS | OTHERS
 

@@ -23,6 +23,7 @@ from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.loading.families import _ENCODERS as ENCODERS
+from sakiyomi.model_executor.own_forward import OwnForward
 from toys import character_tokenizer
 
 KINDS: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -146,12 +147,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "pad_token_id": 0, "hash_seed": 0},
     "xlm": {"pad_token_id": 2, "causal": True, "is_encoder": False},
     "xlnet": {"attn_type": "bi"},
-    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "vocab_size": VOCAB, "num_blocks": 3},
+    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "vocab_size": VOCAB, "num_blocks": 3, "qk_dim_factor": 1.0},
     "prophetnet": {
         "is_decoder": True,
         "is_encoder_decoder": False,
         "num_decoder_layers": 3,
-        "num_encoder_layers": 1,
+        "num_encoder_layers": 3,
         "num_decoder_attention_heads": 4,
         "num_encoder_attention_heads": 4,
         "pad_token_id": 0,
@@ -171,7 +172,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "git": {"vision_config": _SEEING, "pad_token_id": 0},
     "kimi_linear": _IDS | {"num_key_value_heads": 4, "kda_num_heads": 4},
     "moss_transcribe_diarize": {"max_window_layers": 3},
-    "rembert": {"input_embedding_size": 16, "output_embedding_size": 16},
+    "rembert": _BERT | {"input_embedding_size": 16, "output_embedding_size": 16},
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
         "max_position_embeddings": 256,
@@ -237,25 +238,32 @@ TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 
 TABLE = Path(__file__).parents[1] / "src" / "sakiyomi" / "cli" / "models.jsonl"
 UNCACHED = "equal to transformers' own forward without cache; its generate() with a cache writes something else"
 
+BY_TEXT = {
+    "cached": "text by text through its own forward",
+    "steps": "text by text through its own forward, token by token",
+    "whole": "text by text through its own forward, each pass over the whole text",
+    "rows": "text by text through its own forward, each token by a pass over the whole text",
+}
+
 UNTRIED: dict[str, str] = {
     "blt": "its generate() in transformers does not run (bytes in patches, found by a second model)",
     "gemma4_assistant": "a draft that reads hidden states and keys of its target: no model of its own",
     "gemma4_unified_assistant": "a draft that reads hidden states and keys of its target: no model of its own",
     "musicgen": "writes four codes of a sound at once, and no text",
     "musicgen_melody": "writes four codes of a sound at once, and no text",
-    "prophetnet": "its generate() in transformers does not run without an encoder",
     "xlm": "transformers implements its encoder only",
-    "xlstm": "its generate() in transformers does not run in a tiny size",
 }
 """Types of which no tiny model is tried, and why."""
 
 
 @torch.no_grad()
 def uncached(model: Any, tokens: list[int]) -> list[int]:
-    """Greedy tokens, each of a forward over the whole text."""
+    """Greedy tokens, each of a forward over the whole text, with the arguments that ``generate`` gives it."""
     text = list(tokens)
     for _ in range(NEW):
-        text.append(int(architectures.logits_after(model, text).argmax()))
+        ids = torch.tensor([text])
+        inputs = model.prepare_inputs_for_generation(ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        text.append(int(model(**inputs).logits[0, -1].argmax()))
     return text[len(tokens) :]
 
 
@@ -279,6 +287,8 @@ def check(model: Any) -> dict[str, Any]:
         if how == "plain":
             if llm.target.weights.own_attention:
                 found["without"] = ["cache policies", "quantized caches", "the CPU kernels"]
+                if isinstance(llm.target.module, OwnForward):
+                    found["note"] = BY_TEXT[llm.target.module.reader.way]
             elif not llm.target.cache.shapes:
                 found["without"] = ["cache policies", "quantized caches"]
             if done != wanted and done == (other := [uncached(model, tokens) for tokens in PROMPTS]):
@@ -302,7 +312,7 @@ def outcome(kind: str) -> dict[str, Any]:
         row |= check(architectures.make(made))
     except UnsupportedError as error:
         return row | {"state": "refused", "why": error.message}
-    return row | {"note": DECODER} if encoder else row
+    return row | {"note": f"{row['note']}; {DECODER}" if "note" in row else DECODER} if encoder else row
 
 
 def rows(table: Path = TABLE) -> list[dict[str, Any]]:

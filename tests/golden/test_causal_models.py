@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import causal_models
-from causal_models import KINDS, UNTRIED, outcome, rows
+from causal_models import ENCODERS, KINDS, UNTRIED, outcome, rows
 
 VERSION, *TABLE = rows()
 BY_TYPE = {row["type"]: row for row in TABLE}
@@ -25,7 +25,9 @@ def test_every_class_has_a_row() -> None:
 
 
 def test_nothing_is_wrong_and_most_runs() -> None:
-    assert {row["state"] for row in TABLE} == {"runs", "refused", "untried"}
+    assert {row["state"] for row in TABLE} <= {"runs", "refused", "untried"}
+    decoders = [row["state"] for row in TABLE if row["type"] not in ENCODERS]
+    assert decoders.count("runs") >= 0.95 * len(decoders)
     assert all(row["why"] for row in TABLE if row["state"] != "runs")
     assert {row["type"] for row in TABLE if row["state"] == "untried"} == set(UNTRIED)
 

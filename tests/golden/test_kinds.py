@@ -12,8 +12,9 @@ import transformers as hf
 
 from architectures import KINDS, VOCAB, WINDOW, greedy, make, model_of, prompt, widen
 from drafters import Branching, Scripted, texts_of
-from sakiyomi import LLM, SamplingParams, UnsupportedError
+from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.kernels.native import native
+from sakiyomi.model_executor.attention import latent
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.proof import prove
 from sakiyomi.model_executor.runner import ModelRunner
@@ -147,16 +148,16 @@ def test_a_window_that_the_text_does_not_reach() -> None:
     assert greedy(far, tokens, 8) != done[0].token_ids, "the window makes no difference"
 
 
-@pytest.mark.parametrize(("name", "depth"), [("gpt_oss", 2), ("bloom", 1), ("gemma3n", None)])
+@pytest.mark.parametrize(("name", "depth"), [("gpt_oss", [0, 1]), ("bloom", [0]), ("gemma3n", None)])
 def test_a_large_model_is_proven_on_some_of_its_layers(
-    name: str, depth: int | None, monkeypatch: pytest.MonkeyPatch
+    name: str, depth: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as hold one of every kind."""
-    depths: list[int | None] = []
+    depths: list[list[int] | None] = []
 
     def note(runner: ModelRunner) -> None:
         assert runner.weights.expected is not None
-        depths.append(runner.weights.expected.depth)
+        depths.append(runner.weights.expected.layers)
         prove(runner)
 
     monkeypatch.setattr("sakiyomi.model_executor.weights.LARGE", 0)
@@ -174,6 +175,44 @@ def test_a_decoder_that_counts_positions_by_a_cache_is_noticed(kind: str, monkey
     model = getattr(hf, f"{kind}ForCausalLM")(config).eval()
     widen(model)
     build_runner(model, compile=False)
-    monkeypatch.setattr("sakiyomi.model_executor.weights.take_positions", lambda module: None)
+    monkeypatch.setattr("sakiyomi.model_executor.weights.take_positions", lambda module: 0)
+    monkeypatch.setattr("sakiyomi.model_executor.own_forward.WAYS", ())
     with pytest.raises(UnsupportedError, match=r"differ by .* of the largest"):
         build_runner(model, compile=False)
+
+
+def test_latents_are_kept_as_they_are_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head of latents and rotary parts, values among them; a policy and ``exact`` keep them expanded."""
+    runner = build_runner(model_of("minicpm3"), compile=False)
+    assert [(s.heads, s.key_dim, s.stored) for s in runner.weights.shapes] == [(1, 16 + 8, ("keys",))] * 3
+    assert runner.cache.pair_bytes == 3 * (16 + 8) * 4
+    exact = build_runner(model_of("minicpm3"), compile=False, exact=True)
+    assert exact.cache.pair_bytes == 3 * 4 * (4 + 8 + 10) * 4
+    evicting = LLM((model_of("minicpm3"), TOKENIZER), "none", compile=False, cache="streaming", kv_budget=64)
+    assert [s.heads for s in evicting.target.weights.shapes] == [4] * 3
+    monkeypatch.setattr(latent, "outputs", lambda module, found: found[..., : module.v_head_dim])
+    monkeypatch.setattr("sakiyomi.model_executor.own_forward.WAYS", ())
+    with pytest.raises(UnsupportedError, match="other logits through our cache"):
+        build_runner(model_of("minicpm3"), compile=False)
+
+
+def test_layers_that_share_keys_store_them_once() -> None:
+    runner = build_runner(model_of("gemma3n"), compile=False)
+    assert [shape.source for shape in runner.weights.shapes] == [None, None, 0]
+    assert runner.cache.pair_bytes == 2 * 2 * 2 * 8 * 4  # two layers, keys and values of two heads
+    with runner.cache.lent(8):
+        assert runner.cache.keys[2] is runner.cache.keys[0]
+        assert runner.cache.bytes == runner.cache.capacity(runner.cache.slots, runner.cache.room)
+
+
+@pytest.mark.parametrize("name", ["minicpm3", "gemma3n"])
+def test_a_prefix_of_what_is_stored_once(name: str) -> None:
+    """Its copies are what a fresh request would read; one that was made of expanded keys is refused."""
+    llm = LLM((model_of(name), TOKENIZER), "none", compile=False)
+    values = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    prefix = llm.prefix(PROMPTS[2][:-1])
+    with llm.conversation(prefix) as talk:
+        assert talk.generate(PROMPTS[2], values).token_ids == wanted(name)[2]
+    prefix.recipe.pop("stored")
+    with pytest.raises(InputError, match="stored"):
+        llm.conversation(prefix)

@@ -36,7 +36,8 @@ class KVStore:
         on_move: called with the store whenever its tensors are new ones, so that whoever keeps pointers can renew them.
 
     Attributes:
-        keys, values: by layer, (slots, heads, room, dim); (slots, rows, dim) where heads have rooms of their own.
+        keys, values: by layer, (slots, heads, room, dim); (slots, rows, dim) where heads have rooms of their own. Of
+            layers that store nothing (see ``LayerShape``) they are those of another, and tied values are the keys.
         starts: by layer, the row of a slot at which each head begins, and behind them the rows of a slot.
         dropped: (slots at most, layers, heads of the largest layer) int32 on the CPU: pairs that a head of a slot has
             dropped or quantized so far; None without limits.
@@ -145,41 +146,20 @@ class KVStore:
     def _grow(self, size: Size) -> None:
         """Larger storage with the same contents. Interrupted, or out of memory, everything stays as it was."""
         slots, room, packed = size
-        rooms, offloaded = self.sizing.rooms(room), self.sizing.offloaded
-        starts = [[0, *itertools.accumulate(of_layer)] for of_layer in rooms]
-        allocate: Callable[..., Tensor] = torch.zeros if offloaded is None else offloaded.allocate
-
-        def larger(store: list[Tensor], dims: list[int]) -> list[Tensor]:
-            fresh = []
-            for layer, (shape, dim) in enumerate(zip(self.shapes, dims, strict=True)):
-                even = len(set(rooms[layer])) == 1
-                rows = (shape.heads, rooms[layer][0]) if even else (starts[layer][-1],)
-                new = allocate((slots, *rows, dim), dtype=self.dtype, device=shape.device)
-                if store and store[layer].ndim == new.ndim == 4:
-                    new[: self.slots, :, : store[layer].shape[2]] = store[layer]
-                elif store:
-                    for head in range(shape.heads):
-                        begin, end = self.starts[layer][head : head + 2]
-                        first = starts[layer][head]
-                        new.view(slots, -1, dim)[: self.slots, first : first + end - begin] = store[layer].view(
-                            self.slots, -1, dim
-                        )[:, begin:end]
-                fresh.append(new)
-            return fresh
-
+        rooms = self.sizing.rooms(room)
         try:
-            keys = larger(self.keys, [shape.key_dim for shape in self.shapes])
-            values = larger(self.values, [shape.value_dim for shape in self.shapes])
-            beside = self.packed.larger(slots, packed) if self.packed is not None else None
+            keys = _larger(self, self.keys, "keys", slots, rooms)
+            values = _larger(self, self.values, "values", slots, rooms, keys)
+            packed_columns = self.packed.larger(slots, packed) if self.packed is not None else None
         except torch.OutOfMemoryError as error:  # of what an accelerator has left not every part can be used
             raise MemoryLimitError(
                 f"the KV cache needs {self.sizing.bytes(size):,} bytes for {slots} requests of "
                 f"{room + packed} tokens, and the device did not give them beside the present ones; shorten the "
                 "prompt, or lower max_new_tokens or max_batch"
             ) from error
-        if self.packed is not None and beside is not None:
-            self.packed.take(beside, slots, packed)
-        self.keys, self.values, self.starts = keys, values, starts
+        if self.packed is not None and packed_columns is not None:
+            self.packed.take(packed_columns, slots, packed)
+        self.keys, self.values, self.starts = keys, values, list(map(_starts, rooms))
         self.slots, self.room, self._moved = slots, room, True
         self._roomy = room - self.sizing.spare if self.sizing.limits is None and self.packed is None else -1
         self.gather = None  # it knows the former tensors
@@ -213,6 +193,10 @@ class KVStore:
             own_keys, own_values = (store.reshape(-1, store.shape[-1])[own][None] for store in (keys, values))
             found.append(Part(slice(head, head + 1), own_keys, own_values, gone, packed[head]))
         return found
+
+    def _stores(self, layer: int, part: Part) -> tuple[Tensor, ...]:
+        """The tensors of a part, each once over all layers."""
+        return tuple(getattr(part, kind) for kind in self.shapes[layer].stored)
 
     def columns(self, layer: int, slot: int, part: Part, count: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a part's quantized columns and of `count` in full precision, (heads, n, dim).
@@ -250,7 +234,7 @@ class KVStore:
         for layer in range(len(self.shapes)):
             for part in self.parts(layer, slot):
                 source = torch.tensor([length - part.dropped + row for row in rows], device=part.keys.device)
-                for store in (part.keys, part.values):
+                for store in self._stores(layer, part):
                     first = length - part.dropped
                     store[:, first : first + len(rows)] = store.index_select(1, source)
 
@@ -282,7 +266,8 @@ class KVStore:
         for layer in range(len(self.shapes)):
             for mine, theirs in zip(self.parts(layer, slot), self.parts(layer, other), strict=True):
                 own = slice(first, last - theirs.dropped)
-                mine.keys[:, own], mine.values[:, own] = theirs.keys[:, own], theirs.values[:, own]
+                for to, kept in zip(self._stores(layer, mine), self._stores(layer, theirs), strict=True):
+                    to[:, own] = kept[:, own]
                 if self.packed is not None:
                     self.packed.copy(layer, slot, other, theirs.heads, theirs.packed)
 
@@ -293,11 +278,11 @@ class KVStore:
             for part in self.parts(layer, slot):
                 count = length - part.dropped
                 for i, head in enumerate(range(part.heads.start, part.heads.stop)):
-                    known[f"keys.{layer}.{head}"] = part.keys[i, :count].to("cpu", copy=True)
-                    known[f"values.{layer}.{head}"] = part.values[i, :count].to("cpu", copy=True)
+                    for kind, store in zip(self.shapes[layer].stored, self._stores(layer, part), strict=True):
+                        known[f"{kind}.{layer}.{head}"] = store[i, :count].to("cpu", copy=True)
                     if self.packed is not None:
-                        for kind, tensor in enumerate(self.packed.get(layer, slot, head)):
-                            known[f"packed.{kind}.{layer}.{head}"] = tensor.to("cpu", copy=True)
+                        for number, tensor in enumerate(self.packed.get(layer, slot, head)):
+                            known[f"packed.{number}.{layer}.{head}"] = tensor.to("cpu", copy=True)
         return known
 
     def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
@@ -316,7 +301,8 @@ class KVStore:
                 if self.packed is not None:
                     kinds = range(len(self.packed.stores))
                     self.packed.put(layer, slot, head, [known[f"packed.{kind}.{name}"] for kind in kinds])
-                for store, tensor in ((self.keys, known[f"keys.{name}"]), (self.values, known[f"values.{name}"])):
+                for kind in self.shapes[layer].stored:
+                    store, tensor = getattr(self, kind), known[f"{kind}.{name}"]
                     rows, first = store[layer][slot].view(-1, store[layer].shape[-1]), self.starts[layer][head]
                     rows[first : first + len(tensor)] = tensor.to(rows.device)
 
@@ -328,3 +314,36 @@ class KVStore:
             counts = self.packed.count[slot]
             used = [some - counts[layer, : len(some)] for layer, some in enumerate(used)]
         self._least[slot] = int(min(int(some.min()) for some in used))
+
+
+def _starts(rooms: Sequence[int]) -> list[int]:
+    """The row at which each head begins, and behind them how many there are."""
+    return [0, *itertools.accumulate(rooms)]
+
+
+def _rows(rooms: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a slot's rows, where its heads have these rooms: (heads, room) if they are alike."""
+    return (len(rooms), rooms[0]) if len(set(rooms)) == 1 else (sum(rooms),)
+
+
+def _larger(
+    cache: KVStore, store: list[Tensor], kind: str, slots: int, rooms: list[list[int]], keys: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """Keys or values in larger tensors; of layers that do not store them those of another layer, or the keys."""
+    offloaded, fresh = cache.sizing.offloaded, list[Tensor]()
+    allocate: Callable[..., Tensor] = torch.zeros if offloaded is None else offloaded.allocate
+    for layer, shape in enumerate(cache.shapes):
+        if kind not in shape.stored:
+            fresh.append(keys[layer] if shape.source is None else fresh[shape.source])
+            continue
+        new = allocate((slots, *_rows(rooms[layer]), shape.dims[kind]), dtype=cache.dtype, device=shape.device)
+        if store and store[layer].ndim == new.ndim == 4:
+            new[: cache.slots, :, : store[layer].shape[2]] = store[layer]
+        elif store:
+            flat, former = new.view(slots, -1, new.shape[-1]), store[layer].view(cache.slots, -1, new.shape[-1])
+            for (begin, end), first in zip(
+                itertools.pairwise(cache.starts[layer]), _starts(rooms[layer]), strict=False
+            ):
+                flat[: cache.slots, first : first + end - begin] = former[:, begin:end]
+        fresh.append(new)
+    return fresh

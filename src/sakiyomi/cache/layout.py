@@ -48,6 +48,8 @@ class LayerShape:
         sinks: (query heads,) float32, a score of each head that takes part in its softmax and belongs to no key; None:
             there are none.
         alibi: what is added to scores by the positions of keys; None: nothing is.
+        tied: values are the keys themselves, and stored once.
+        source: the layer before this one whose keys and values its rows see, and which stores them; None: its own.
     """
 
     heads: int
@@ -58,6 +60,8 @@ class LayerShape:
     chunk: int = 0
     sinks: Tensor | None = field(default=None, compare=False)
     alibi: Alibi | None = field(default=None, compare=False)
+    tied: bool = False
+    source: int | None = None
 
     @property
     def reach(self) -> int:
@@ -73,13 +77,17 @@ class LayerShape:
         """All but the device, for a file."""
         sinks = None if self.sinks is None else self.sinks.tolist()
         alibi = None if self.alibi is None else [self.alibi.slopes.tolist(), *self.alibi[1:]]
-        return [self.heads, self.key_dim, self.value_dim, self.window, self.chunk, sinks, alibi]
+        return [
+            self.heads, self.key_dim, self.value_dim, self.window, self.chunk, sinks, alibi, self.tied, self.source,
+        ]  # fmt: skip
 
     @classmethod
     def from_json(cls, about: Sequence[Any]) -> LayerShape:
         """What ``as_json`` gave, on the CPU; in older files the last ones are missing."""
-        sinks, alibi = (*about[5:], None, None)[:2]
         heads, key_dim, value_dim, window, chunk = (*about, 0)[:5]
+        later: list[Any] = [None, None, False, None]
+        later[: len(about[5:])] = about[5:]
+        sinks, alibi, tied, source = later
         return cls(
             heads,
             key_dim,
@@ -89,11 +97,28 @@ class LayerShape:
             chunk,
             sinks=None if sinks is None else torch.tensor(sinks),
             alibi=None if alibi is None else Alibi(torch.tensor(alibi[0]), *alibi[1:]),
+            tied=tied,
+            source=source,
         )
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Which of keys and values are stored by this layer."""
+        return () if self.source is not None else ("keys",) if self.tied else ("keys", "values")
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Sizes of a key and of a value."""
+        return {"keys": self.key_dim, "values": self.value_dim}
+
+    @property
+    def width(self) -> int:
+        """Numbers that are stored of one token and head."""
+        return sum(self.dims[kind] for kind in self.stored)
 
     def pair_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values in this layer."""
-        return self.heads * (self.key_dim + self.value_dim) * itemsize
+        return self.heads * self.width * itemsize
 
 
 class Part(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class Sizing:
     """Sizes of the storage of one cache.
 
     Attributes:
-        shapes: one per attention layer.
+        shapes: one per attention layer. Where pairs may be dropped, each layer drops others, and stores its own.
         dtype: of the stored tensors.
         max_slots: slots at most, those that no request is given included.
         spare: columns at the end of every slot that no token ever takes.
@@ -50,6 +50,10 @@ class Sizing:
     packed: QuantizedKV | None = None
     available: Callable[[], int] | None = None
     offloaded: MappedFiles | None = None
+
+    def __post_init__(self) -> None:
+        if self.limits is not None:
+            self.shapes = tuple(replace(shape, tied=False, source=None) for shape in self.shapes)
 
     @property
     def most(self) -> int | None:
@@ -71,7 +75,7 @@ class Sizing:
         """Bytes of so large a storage."""
         numbers = 0
         for shape, rooms in zip(self.shapes, self.rooms(size.room), strict=True):
-            numbers += sum(rooms) * (shape.key_dim + shape.value_dim)
+            numbers += sum(rooms) * shape.width
         quantized = self.packed.bytes(size.slots, size.packed) if self.packed is not None else 0
         return size.slots * numbers * self.dtype.itemsize + quantized
 

@@ -33,6 +33,8 @@ class Prefixes:
 
         target = self._engine.target
         report = target.weights.quantization
+        shapes = target.cache.shapes
+        apart = any(len(shape.stored) < 2 for shape in shapes)  # latents, or layers that share
         return {
             **fingerprint(target.module, self._engine.tokenizer),
             "dtype": dtype_name(target.dtype),
@@ -40,6 +42,7 @@ class Prefixes:
             "cache": without_place(self._cache),
             "kv_budget": str(self._kv_budget),
             "chunk_size": str(self._engine.chunk_size),
+            **({"stored": str([shape.heads * shape.width for shape in shapes])} if apart else {}),
         }
 
     def make(self, text: str | Sequence[int]) -> Prefix:

@@ -536,6 +536,8 @@ void sk_keep(int64_t m, int64_t slot, int64_t first, int64_t count, const int64_
   const Session& model = *(const Session*)m;
   for (size_t index = 0; index < model.layers.size(); ++index) {
     const Layer& layer = model.layers[index];
+    const auto own = model.layers.begin() + index;  // layers may share keys and values: those move once
+    if (std::any_of(model.layers.begin(), own, [&](const Layer& other) { return other.keys == layer.keys; })) continue;
     for (int64_t head = 0; head < layer.heads; ++head) {
       const int64_t gone = model.dropped ? model.dropped[(slot * model.layers.size() + index) * model.dropped_heads + head] : 0;
       auto move = [&](char* store, int64_t dim) {
@@ -544,7 +546,8 @@ void sk_keep(int64_t m, int64_t slot, int64_t first, int64_t count, const int64_
         for (int64_t i = 0; i < count; ++i)
           if (rows[i] != i) std::memcpy(at + i * bytes, at + rows[i] * bytes, bytes);
       };
-      move(layer.keys, layer.key_dim), move(layer.values, layer.value_dim);
+      move(layer.keys, layer.key_dim);
+      if (layer.values != layer.keys) move(layer.values, layer.value_dim);
     }
   }
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +19,9 @@ from sakiyomi.core.process import share_processors
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.model_executor.attention import choose_backend
+from sakiyomi.model_executor.loading.families import check_states, has_encoder
 from sakiyomi.model_executor.loading.prepared import Prepared
+from sakiyomi.model_executor.own_forward import ways_of
 from sakiyomi.model_executor.proof import prove
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
 from sakiyomi.model_executor.runner import ModelRunner
@@ -26,6 +30,7 @@ from sakiyomi.model_executor.weights import ModelWeights
 
 __all__ = ["build_runner"]
 
+logger = logging.getLogger("sakiyomi")
 ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs more than it brings
 
 
@@ -45,6 +50,8 @@ def build_runner(
 ) -> ModelRunner:
     """A session of a model of its own.
 
+    A model that cannot be served on our cache runs text by text through its own forward (``own_forward.py``).
+
     Args:
         model, owned, prepared, quantize: see ``ModelWeights``.
         max_slots: requests at once at most.
@@ -57,7 +64,63 @@ def build_runner(
         UnsupportedError: the model's attention cannot be served, nothing here can compute with 8 bits, or its cache
             cannot lie in files.
     """
-    weights = ModelWeights(model, owned=owned, prepared=prepared, quantize=quantize, text=text)
+    build = functools.partial(
+        _build,
+        model,
+        max_slots=max_slots,
+        compile=compile,
+        exact=exact,
+        owned=owned,
+        first_sizes=first_sizes,
+        quantize=quantize,
+        text=text,
+        prepared=prepared,
+        eviction=eviction,
+        offloaded=offloaded,
+    )
+    apart = exact or quantize or prepared is not None or eviction is not None or offloaded is not None
+    try:
+        check_states(model.config, type(model))
+        return build()
+    except UnsupportedError as error:
+        if apart or has_encoder(model.config) or not all(weight.numel() for weight in model.parameters()):
+            raise
+        refusal = error
+    for way in ways_of(model):
+        try:
+            runner = build(way=way)
+        except UnsupportedError as error:
+            refusal.add_note(f"{way}: {error}")
+            continue
+        name = type(model).__name__
+        logger.warning("%s: %s; each text goes through its own forward by itself, which is slower", name, refusal)
+        return runner
+    raise UnsupportedError(
+        f"{refusal.message}; and its own forward does not give again what it gives without a cache"
+    ) from refusal
+
+
+def _build(
+    model: Any,
+    *,
+    max_slots: int,
+    compile: bool | str,
+    exact: bool,
+    owned: bool,
+    first_sizes: Sequence[int],
+    quantize: str | None,
+    text: Sequence[int],
+    prepared: Prepared | None,
+    eviction: EvictionPlan | None,
+    offloaded: MappedFiles | None,
+    way: str | None = None,
+) -> ModelRunner:
+    """See ``build_runner``; in this way through the model's own forward, see ``ModelWeights``."""
+    # Policies look at the keys of each head; products with latents are no sums row by row.
+    latents = eviction is None and not exact
+    weights = ModelWeights(
+        model, owned=owned, prepared=prepared, quantize=quantize, text=text, way=way, latents=latents
+    )
     if offloaded is not None:
         _check_files(weights)
     # The first use on a machine builds the kernels meanwhile, and begins in plain torch.

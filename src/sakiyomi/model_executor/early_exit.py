@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import DRAFT_SIZES
-from sakiyomi.model_executor.structural_copy import first_layers
+from sakiyomi.model_executor.structural_copy import some_layers
 
 __all__ = ["FirstLayers"]
 
@@ -36,11 +38,11 @@ class FirstLayers(ModelRunner):
             raise UnsupportedError(f"early exit: {name} has layers that keep something else than keys and values")
         whole.weights.unfold()
         whole.settle()
-        self._whole = whole
+        self._whole, self._depth = whole, count
         super().__init__(
             whole.weights,
             whole.cache,
-            module=first_layers(whole.module, count, layers),
+            module=self._cut(whole.module),
             sources=whole.sources,
             eviction=whole.eviction,
             compile=whole.compile if compile is None else compile,
@@ -51,6 +53,9 @@ class FirstLayers(ModelRunner):
 
     def take_backend(self) -> None:
         """That of the whole model, on its modules as they are now."""
-        whole = self._whole
-        self.module = first_layers(whole.module, self._depth, int(whole.config.num_hidden_layers))
-        self._adopt(whole.backend)
+        self.module = self._cut(self._whole.module)
+        self._adopt(self._whole.backend)
+
+    def _cut(self, module: Any) -> Any:
+        """The model that runs, of the whole one."""
+        return some_layers(module, range(self._depth), int(self._whole.config.num_hidden_layers))

@@ -48,32 +48,29 @@ class PassStates(Mapping[int, Tensor]):
     """Hidden states of a pass by layer, cut to its own rows when they are asked for: mostly nobody does.
 
     Args:
-        layers: that are captured, in the order of the states.
-        depth: layers that ran: later ones left nothing.
-        states: (1, rows or more, hidden) each.
+        layers: that ran and are captured.
+        states: of each, (1, rows or more, hidden).
         rows: of the pass.
         keep: rows that the head read; None: all.
     """
 
-    __slots__ = ("_depth", "_keep", "_layers", "_rows", "_states")
+    __slots__ = ("_keep", "_layers", "_rows", "_states")
 
-    def __init__(
-        self, layers: Sequence[int], depth: int, states: Sequence[Tensor], rows: int, keep: Tensor | None = None
-    ) -> None:
-        self._layers, self._depth, self._states, self._rows, self._keep = layers, depth, states, rows, keep
+    def __init__(self, layers: Sequence[int], states: Sequence[Tensor], rows: int, keep: Tensor | None = None) -> None:
+        self._layers, self._states, self._rows, self._keep = layers, states, rows, keep
 
     def __getitem__(self, layer: int) -> Tensor:
-        reached = dict(zip(self, self._states, strict=True))
+        reached = dict(zip(self._layers, self._states, strict=True))
         state, keep = reached[layer][0], self._keep
         if layer == HEAD and keep is not None:
             return state[keep] if len(keep) != len(state) else state
         return state[: self._rows]
 
     def __iter__(self) -> Iterator[int]:
-        return (layer for layer in self._layers if layer < self._depth)
+        return iter(self._layers)
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._layers)
 
 
 class HiddenStateCapture:
@@ -127,6 +124,10 @@ class HiddenStateCapture:
     def begin(self) -> None:
         """Forget what the pass before has left."""
         (self._traced if torch.compiler.is_dynamo_compiling() else self._states).clear()
+
+    def give(self, states: Sequence[Tensor]) -> None:
+        """Leave these as the pass's own, in the order of ``take``: it was made of several forwards."""
+        self._states = dict(zip(self.layers, states, strict=False))
 
     def take(self) -> tuple[Tensor, ...]:
         """What the pass has left, (1, rows, hidden) each; layers that it did not reach are left out."""

@@ -1,6 +1,7 @@
-"""Positions for model classes whose forward takes none: the decoders of bart and its kin count columns of their cache.
+"""Positions for model classes that count them otherwise than from 0, or by the columns of their cache.
 
-Ours holds the rows of several requests, and of trees, so that every row is given its own position.
+Ours holds the rows of several requests, and of trees, so that every row is given its own position. The forwards of bart
+and its kin take none; roberta and its kin begin behind the padding's when they count themselves.
 """
 
 from __future__ import annotations
@@ -33,21 +34,37 @@ class _GivenPositions(nn.Module):
         return F.embedding(self.positions + self.offset, self.weight)
 
 
-def take_positions(model: nn.Module) -> None:
-    """Have a model take ``position_ids`` (1, N), if its class does not, and has one table of positions.
+def take_positions(model: nn.Module) -> int:
+    """Have a model take ``position_ids`` (1, N) that count from 0, if its class does not.
 
     Args:
-        model: our structural copy; changed in place. Without ``position_ids`` its positions are 0, 1, 2, ...
+        model: our structural copy; changed in place. Without ``position_ids`` a model that has one table of positions,
+            and takes none, has positions 0, 1, 2, ...
+
+    Returns:
+        How many positions it has before the first one of a text.
     """
     if "position_ids" in inspect.signature(model.forward).parameters:
-        return
+        behind = [m.padding_idx for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids")]
+        if not behind:
+            return 0
+        padding = int(behind[0])  # type: ignore[arg-type]
+
+        def shift(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if (given := kwargs.get("position_ids")) is None:
+                return args, kwargs
+            found = (given + padding + 1).masked_fill(kwargs["input_ids"] == padding, padding)
+            return args, kwargs | {"position_ids": found}
+
+        model.register_forward_pre_hook(shift, with_kwargs=True)
+        return padding + 1
     tables = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] == "embed_positions"
     ]
     if len(tables) != 1:
-        return
+        return 0
     given = _GivenPositions(model.get_submodule(tables[0]))  # type: ignore[arg-type]
     model.set_submodule(tables[0], given)
 
@@ -60,3 +77,4 @@ def take_positions(model: nn.Module) -> None:
         return args, kwargs
 
     model.register_forward_pre_hook(take, with_kwargs=True)
+    return 0

@@ -27,14 +27,15 @@ class Expectation(NamedTuple):
     """What the proof at load compares with.
 
     Attributes:
-        logits: (PROOF, V) of the model's own forward, without any cache, with windows of ``SHORT`` positions.
+        logits: (PROOF, V) of the model's own forward, without any cache, with windows of ``SHORT`` positions; where
+            ``layers`` are named what the head would read, (PROOF, hidden).
         reaches: by the number of each layer that called attention how far it saw.
-        depth: so many of the first layers were run; None: all.
+        layers: those that were run, one of every kind; None: all.
     """
 
     logits: Tensor
     reaches: dict[int, int]
-    depth: int | None = None
+    layers: list[int] | None = None
 
 
 class Probed(NamedTuple):
@@ -77,8 +78,7 @@ def probe(model: Any, vocab_size: int, layers: int | None, device: torch.device)
                 shapes = op.layer_shapes(model, forward, layers)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedError(
-                f"{type(model).__name__} does not run on a cache of ours ({type(error).__name__}: {error}); "
-                "use transformers for this model"
+                f"{type(model).__name__} asks for more than keys, values and positions: it runs on no cache of ours"
             ) from error
         if shapes is not None:
             return Probed(shapes, watch.siblings(), watch.read, False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from sakiyomi.model_executor.attention import op
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.probe import proof_text
 from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.structural_copy import one_of_each, settings_of
 
 __all__ = ["prove"]
 
@@ -23,11 +26,21 @@ BOUND = 1e-3  # of the largest logit
 ROUNDED = 0.1  # the same in bfloat16 and float16, and where weights are quantized
 
 
+def _one_of_each(whole: ModelRunner, chosen: Sequence[int]) -> ModelRunner:
+    """These layers of a model, without its head."""
+
+    class OneOfEach(FirstLayers):
+        def _cut(self, module: Any) -> Any:
+            return one_of_each(module, chosen, int(whole.config.num_hidden_layers))
+
+    return OneOfEach(whole, len(chosen), compile=False)
+
+
 def prove(runner: ModelRunner) -> None:
-    """Take the text through prompt, single rows, a token tree and a commit, beside another request.
+    """Take the text through prompt, a token tree, a commit and a single row, beside another request.
 
     Windows are as short as they were when the model's own forward was run, so that the text reaches beyond them.
-    Of a large model as many layers are run as hold one of every kind. Nothing is done for a model whose own logits were
+    Of a large model one layer of every kind is run. Nothing is done for a model whose own logits were
     not taken (see ``ModelWeights.expect``).
 
     Raises:
@@ -41,13 +54,15 @@ def prove(runner: ModelRunner) -> None:
     trial = [replace(s, window=max(r, 0), chunk=max(-r, 0)) for s, r in zip(weights.shapes, reaches, strict=True)]
     op.set_reach(runner.module, trial)
     try:
-        part = runner if expected.depth is None else FirstLayers(runner, expected.depth, compile=False)
-        with part.eagerly():
-            _compare(part, expected.logits)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if expected.layers is None:
+            with runner.eagerly():
+                _compare(runner, expected.logits)
+        else:
+            with settings_of(runner.module, expected.layers, int(runner.config.num_hidden_layers)):
+                _compare(_one_of_each(runner, expected.layers), expected.logits)
+    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(
-            f"{type(runner.module).__name__} does not run on a cache of ours ({type(error).__name__}: {error}); "
-            "use transformers for this model"
+            f"{type(runner.module).__name__} does not run on a cache of ours; use transformers for this model"
         ) from error
     finally:
         op.set_reach(runner.module, weights.shapes)
@@ -65,8 +80,7 @@ def _compare(runner: ModelRunner, expected: Tensor) -> None:
             cache.reserve(beside, FIRST)
             segments.insert(0, SequenceRows(beside, 0, text[3:5], prompt=True))
         found[FIRST - 1] = runner.score(segments).logits[-1]
-        found[FIRST] = runner.score([SequenceRows(slot, FIRST, text[FIRST : FIRST + 1])]).logits[0]
-        at = FIRST + 1
+        at = FIRST
         nodes = [text[at], text[-1], text[at + 1], text[-2], text[at + 2]]
         segments = [SequenceRows(slot, at, nodes, TREE)]
         if beside is not None:

@@ -156,10 +156,7 @@ class ModelRunner(Session):
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
         """Without the rows that only filled the pass up."""
         logits, states = found
-        # An early exit's `_depth` counts layers of all kinds.
-        layers = self.weights.capture.layers
-        depth = max(layers, default=0) + 1 if self.module is self.weights.module else self._depth
-        features = PassStates(layers, depth, states, rows, keep)
+        features = PassStates(self.weights.capture.layers[: len(states)], states, rows, keep)  # the head, and layers
         return PassOutput(logits, features, rows if keep is None else logits.shape[1])
 
     def _inputs(self, plan: BatchPlan, size: int) -> tuple[Tensor, Tensor]:

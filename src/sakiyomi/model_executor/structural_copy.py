@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -10,7 +12,7 @@ from torch import nn
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.loading.stream import hooks
 
-__all__ = ["distinct_layers", "first_layers", "layer_list", "structural_copy"]
+__all__ = ["distinct_layers", "layer_list", "one_of_each", "settings_of", "some_layers", "structural_copy"]
 
 _NUMBERS = ("idx", "index", "layer_id", "number")
 """Parts of names under which a layer keeps its own number."""
@@ -46,8 +48,14 @@ def layer_list(model: nn.Module, count: int, what: str) -> str:
     return str(outer[0])
 
 
-def first_layers(model: nn.Module, count: int, layers: int) -> Any:
-    """The model with fewer layers: new modules on the way to the list of layers, all others are the model's own."""
+def some_layers(model: nn.Module, chosen: Sequence[int], layers: int) -> Any:
+    """The model with fewer layers: new modules on the way to the list of layers, all others are the model's own.
+
+    Args:
+        model: of so many ``layers``.
+        chosen: numbers of those that are left.
+        layers: of the model.
+    """
     *way, last = layer_list(model, layers, "early exit").split(".")
     top = place = _shallow(model)
     for name in way:
@@ -55,8 +63,49 @@ def first_layers(model: nn.Module, count: int, layers: int) -> Any:
         place = inner
     whole = place._modules[last]
     assert isinstance(whole, nn.ModuleList)
-    place._modules[last] = nn.ModuleList(list(whole)[:count])
+    place._modules[last] = nn.ModuleList([whole[layer] for layer in chosen])
     return top.eval()
+
+
+class _Headless(nn.Identity):
+    """In the place of a head: what it would read are the logits. Whoever listens to the head listens to this, too."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self._forward_pre_hooks = head._forward_pre_hooks
+
+
+def one_of_each(model: nn.Module, chosen: Sequence[int], layers: int) -> Any:
+    """The model with these layers alone, and without its head, which is as large as many layers."""
+    top = some_layers(model, chosen, layers)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    *way, last = next(name for name, module in model.named_modules() if module is head).split(".")
+    place = top
+    for name in way:
+        if place._modules[name] is model.get_submodule(name):
+            place._modules[name] = _shallow(place._modules[name])
+        place = place._modules[name]
+    place._modules[last] = _Headless(head)
+    return top
+
+
+@contextmanager
+def settings_of(model: nn.Module, chosen: Sequence[int], layers: int) -> Iterator[None]:
+    """Settings by layer in a model's configurations are those of these layers for a time."""
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    changed = [
+        (config, name, value)
+        for config in configs.values()
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == layers
+    ]
+    try:
+        for config, name, value in changed:
+            vars(config)[name] = [value[layer] for layer in chosen]
+        yield
+    finally:
+        for config, name, value in changed:
+            vars(config)[name] = value
 
 
 def _shallow(module: nn.Module) -> nn.Module:
@@ -68,10 +117,10 @@ def _shallow(module: nn.Module) -> nn.Module:
     return same
 
 
-def distinct_layers(layers: nn.ModuleList) -> int:
-    """How many of the first layers hold one of every kind: of the same modules, with the same settings."""
+def distinct_layers(layers: nn.ModuleList) -> list[int]:
+    """The first layer of every kind: of the same modules, with the same settings."""
     kinds = [_kind(layer) for layer in layers]
-    return max(map(kinds.index, kinds)) + 1
+    return sorted({kinds.index(kind) for kind in kinds})
 
 
 def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:

@@ -10,13 +10,14 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sakiyomi.cache.layer_state import Served, serve_modules
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.recurrent import Site
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
@@ -27,6 +28,7 @@ from sakiyomi.kernels.norms import serve_norms
 from sakiyomi.kernels.pack import is_linear, pack_linears, replaced_forward
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
 from sakiyomi.model_executor.attention import BackendNeeds, op
+from sakiyomi.model_executor.attention.latent import serve_latents
 from sakiyomi.model_executor.attention.own import serve_own
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
 from sakiyomi.model_executor.features import HiddenStateCapture
@@ -34,11 +36,18 @@ from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
 from sakiyomi.model_executor.multimodal import set_aside
+from sakiyomi.model_executor.own_forward import expect_own, run_by_text
 from sakiyomi.model_executor.positions import take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
-from sakiyomi.model_executor.structural_copy import distinct_layers, first_layers, layer_list, structural_copy
+from sakiyomi.model_executor.structural_copy import (
+    distinct_layers,
+    layer_list,
+    one_of_each,
+    settings_of,
+    structural_copy,
+)
 
 __all__ = ["ModelWeights"]
 
@@ -54,6 +63,8 @@ class _Given(NamedTuple):
     prepared: Prepared | None
     quantize: str | None
     text: list[int]
+    way: str | None
+    latents: bool
     forwards: list[tuple[str, weakref.ref[nn.Module], Any]]  # of the user's model, see ``_forwards``
 
 
@@ -66,6 +77,8 @@ class ModelWeights:
         prepared: what is known of a model whose layers are packed already; nothing is quantized then.
         quantize: "int8" or "int4" quantizes weights to so many bits, and rows to 8, where a layer bears it.
         text: token ids on which the quantization is judged.
+        way: of ``own_forward.WAYS``, that in which texts go through the class's own forward; None: rows of a pass go
+            through it together, on our cache.
 
     Attributes:
         module: the transformers model as it runs here.
@@ -100,24 +113,26 @@ class ModelWeights:
         prepared: Prepared | None = None,
         quantize: str | None = None,
         text: Sequence[int] = (),
+        way: str | None = None,
+        latents: bool = True,
     ) -> None:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_quantization(f"quantize={quantize!r}", model.dtype)
         recorded = isinstance(model, RecordedModel)
         self.module: Any = model if recorded else structural_copy(model).eval()
         self.encoder: Encoder | None = None
-        self.multimodal = False
+        self.multimodal, before = False, 0
         if getattr(model.config, "is_encoder_decoder", False):
             self.module, self.encoder = split(self.module)
-        elif not recorded:
-            take_positions(self.module)
+        elif not recorded and way is None:
             self.multimodal = set_aside(self.module, model)
+            before = take_positions(self.module)
         self.config = self.module.config.get_text_config()
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
         self.device = _device(model)
-        self.max_context = _max_context(self.config)
+        self.max_context = _max_context(self.config) - before
         if self.context_note:
             logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
@@ -127,27 +142,46 @@ class ModelWeights:
         for module in self.module.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
-        self._given = _Given(owned, prepared, quantize, list(text), [] if owned or recorded else _forwards(model))
+        forwards = [] if owned or recorded else _forwards(model)
+        self._given = _Given(owned, prepared, quantize, list(text), way, latents, forwards)
         self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self.packed: PackedWeights | None = None
-        self.generation = 0
-        self.unsettled = False
+        self.generation, self.unsettled = 0, False
         self.lock = threading.RLock()
         self.capture = HiddenStateCapture()
         self._probed: Probed | None = None  # until it is packed
-        callers = stateful_modules(self.module)
+        self._before: Tensor | None = None
         self.expected: Expectation | None = None
-        if not quantize and (prepared is None or prepared.native is None):  # else it gives other logits
+        self.shapes: list[LayerShape] = []
+        self.stateful: dict[int, Served] = {}
+        self.own_attention = way is not None
+        if way is None:
+            self._learn()
+        else:
+            if self.max_context >= PROOF + 2:
+                self.expected = expect_own(self.module, self.vocab_size)
+            self.module = run_by_text(self.module, way, self.capture)
+            self.stateful.update(serve_modules(self.module))
+
+    def _learn(self) -> None:
+        """Find out what the layers keep, and have those that go on from token to token keep it on our cache."""
+        prepared, recorded = self._given.prepared, isinstance(self.module, RecordedModel)
+        callers = stateful_modules(self.module)
+        if not self._given.quantize and (prepared is None or prepared.native is None):  # else it gives other logits
             self.expect(bool(callers))
+        shapes = prepared.shapes if prepared is not None else None
+        if shapes is not None and not self._given.latents and any(shape.tied for shape in shapes):
+            shapes = None  # of another way of keeping them
         if not recorded:
             serve_own(self.module)
+            if self._given.latents and self.device.type == "cpu" and (shapes is None or any(s.tied for s in shapes)):
+                serve_latents(self.module)
         modules = serve_modules(self.module)
         callers = [module for module in callers if all(module is not other for other in modules.values())]
         calls = serve_functions(callers)
-        self.own_attention = False
-        if prepared is not None and prepared.shapes is not None and not (callers or modules):
-            self.shapes = prepared.shapes
+        if shapes is not None and not (callers or modules):
+            self.shapes = shapes
         else:
             if prepared is not None and prepared.native is not None:
                 prepared.native.begin(BatchPlan([]), 0)
@@ -156,8 +190,7 @@ class ModelWeights:
             self.shapes, self.own_attention = self._probed.shapes, self._probed.own_attention
         if not recorded:
             op.set_reach(self.module, self.shapes)
-        self.stateful: dict[int, Served] = {**modules, **calls}
-        self._before: Tensor | None = None
+        self.stateful = {**modules, **calls}
 
     @property
     def head(self) -> nn.Module:
@@ -173,13 +206,7 @@ class ModelWeights:
     @property
     def context_note(self) -> str:
         """Why a text may have fewer tokens than the model has positions, for messages; "": it may have as many."""
-        positions = int(getattr(self.config, "max_position_embeddings", 0) or 0)
-        if self.max_context >= positions:
-            return ""
-        return (
-            f"; the model has {positions} positions, but its rotary embedding (longrope) changes all of them when "
-            f"a text grows beyond {self.max_context}, which is not supported: use transformers' generate() there"
-        )
+        return _context_note(self.config, self.max_context)
 
     @property
     def packed_experts(self) -> bool:
@@ -200,16 +227,13 @@ class ModelWeights:
         What was recorded was proven then; the decoders of encoder-decoder models are those of ``FAMILIES``, and have no
         forward of their own; a pass with offloaded weights costs as much as loading them.
         """
-        apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded
+        apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded or self._given.way
         if self.expected is not None or apart or self.max_context < PROOF + 2:
             return
         if self.packed is not None:
             self.packed.begin(BatchPlan([]), 0)
-        module, depth = self.module, None if stateful else _enough(self.module, int(self.config.num_hidden_layers))
-        if depth is not None:
-            module = first_layers(module, depth, int(self.config.num_hidden_layers))
-        found = expect(module, self.vocab_size, self.device, stateful=stateful)
-        self.expected = None if found is None else found._replace(depth=depth)
+        layers = None if stateful else _enough(self.module, int(self.config.num_hidden_layers))
+        self.expected = _expect(self.module, self.vocab_size, self.device, layers, stateful=stateful)
 
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Have every pass give what these decoder layers give, too (see ``PassOutput``), once sessions have settled.
@@ -266,7 +290,7 @@ class ModelWeights:
             device=self.device,
             one_device=self.one_device,
             packed=self.packed,
-            own_attention=self.own_attention,
+            own_attention=self.own_attention and bool(self.shapes),
             exact=exact,
             evicts=evicts or bool(self.stateful),
             offloaded=self.offloaded,
@@ -287,7 +311,7 @@ class ModelWeights:
 
     def pack(self) -> None:
         """Put the linear layers into the compiled kernels, where these serve them; quantize them, if that was asked."""
-        self.packed = self._given.prepared.native if self._given.prepared is not None else self._packed()
+        self.packed = self._given.prepared.native if self._given.prepared is not None else self._pack_own()
         if self.packed is not None and not isinstance(self.module, RecordedModel):
             serve_norms(self.module)
         for site in self.stateful.values():
@@ -295,21 +319,17 @@ class ModelWeights:
                 site.compiled = self.packed is not None
         self.generation += 1
 
-    def _packed(self) -> PackedWeights | None:
-        table = PackedWeights.create() if self.packable else None
-        if table is None:
+    def _pack_own(self) -> PackedWeights | None:
+        """The linear layers in the kernels; None: these do not serve them, or there is no room for copies."""
+        given, table = self._given, PackedWeights.create() if self.packable else None
+        if table is None or not (given.owned or _has_room(self.module, self.device)):
             return None
-        if not self._given.owned and not _has_room(self.module, self.device):
-            return None
-        bits = self._choose_bits(self._given.quantize) if self._given.quantize else None
-        names = {id(module): name for name, module in self.module.named_modules()}
+        bits = self._choose_bits(given.quantize) if given.quantize else None
         assert self._probed is not None
-        together, read = self._probed.siblings, self._probed.read
-        self.siblings = [[names[id(layer)] for layer in group] for group in together]
-        pack_linears(self.module, table, together, read=read, free=self._given.owned, bits=bits)
+        self.siblings = _pack(self.module, table, self._probed, free=given.owned, bits=bits)
         self._probed = None
-        if not self._given.quantize:
-            table.experts = pack_experts(self.module, table, free=self._given.owned)
+        if not given.quantize:
+            table.experts = pack_experts(self.module, table, free=given.owned)
         return table
 
     def take_patches(self) -> None:
@@ -318,17 +338,8 @@ class ModelWeights:
         Raises:
             UnsupportedError: he has replaced that of another module.
         """
-        for name, theirs in _patched(self._given.forwards):
-            path = name if self.encoder is None else f"inner.{name}"
-            ours = dict(self.module.named_modules()).get(path)
-            if ours is not theirs:
-                if not isinstance(ours, nn.Linear | PackedLinear):
-                    raise UnsupportedError(
-                        f"forward of {name} was replaced in the user's model after sakiyomi had taken it over; make a "
-                        "new LLM of the changed model"
-                    )
-                self.module.set_submodule(path, theirs)
-                self.generation += 1
+        root = "" if self.encoder is None else "inner."
+        self.generation += _take_patches(self.module, root, self._given.forwards)
 
     def _choose_bits(self, kind: str) -> dict[int, int]:
         """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
@@ -359,6 +370,57 @@ class ModelWeights:
         self.quantization = QuantizationReport(str(self._given.quantize), *counts)
 
 
+def _take_patches(module: Any, root: str, forwards: list[tuple[str, weakref.ref[nn.Module], Any]]) -> bool:
+    """See ``ModelWeights.take_patches``; whether there were any."""
+    taken = False
+    for name, theirs in _patched(forwards):
+        path = f"{root}{name}"
+        ours = dict(module.named_modules()).get(path)
+        if ours is theirs:
+            continue
+        if not isinstance(ours, nn.Linear | PackedLinear):
+            raise UnsupportedError(
+                f"forward of {name} was replaced in the user's model after sakiyomi had taken it over; make a new LLM "
+                "of the changed model"
+            )
+        module.set_submodule(path, theirs)
+        taken = True
+    return taken
+
+
+def _context_note(config: Any, limit: int) -> str:
+    positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if limit >= positions or limit != _rope_limit(config):
+        return ""
+    return (
+        f"; the model has {positions} positions, but its rotary embedding (longrope) changes all of them when a text "
+        f"grows beyond {limit}, which is not supported: use transformers' generate() there"
+    )
+
+
+def _pack(
+    module: Any, table: PackedWeights, probed: Probed, *, free: bool, bits: Mapping[int, int] | None
+) -> list[list[str]]:
+    """Put a model's linear layers into the kernels; the names of those that are computed together."""
+    names = {id(part): name for name, part in module.named_modules()}
+    siblings = [[names[id(layer)] for layer in group] for group in probed.siblings]
+    pack_linears(module, table, probed.siblings, read=probed.read, free=free, bits=bits)
+    return siblings
+
+
+def _expect(
+    module: Any, vocab_size: int, device: torch.device, layers: list[int] | None, *, stateful: bool
+) -> Expectation | None:
+    """See ``expect``; of these layers alone, if they do not need others."""
+    found, count = None, int(module.config.get_text_config().num_hidden_layers)
+    if layers is not None:
+        with settings_of(module, layers, count):
+            found = expect(one_of_each(module, layers, count), vocab_size, device, stateful=stateful)
+    if found is not None:
+        return found._replace(layers=layers)
+    return expect(module, vocab_size, device, stateful=stateful)
+
+
 def _forwards(model: nn.Module) -> list[tuple[str, weakref.ref[nn.Module], Any]]:
     """The modules of a model, not kept alive, and what stands in the place of their forwards."""
     return [(name, weakref.ref(part), vars(part).get("forward")) for name, part in model.named_modules() if name]
@@ -372,8 +434,8 @@ def _patched(forwards: list[tuple[str, weakref.ref[nn.Module], Any]]) -> Iterato
             yield name, module
 
 
-def _enough(model: nn.Module, count: int) -> int | None:
-    """Layers on which a large model is proven, since passes over all would take long; None: all."""
+def _enough(model: nn.Module, count: int) -> list[int] | None:
+    """Layers, one of every kind, on which a large model is proven, since passes over all would take long; None: all."""
     size = sum(map(_stored_bytes, (*model.parameters(), *model.buffers())))
     if size < LARGE:
         return None
@@ -382,8 +444,8 @@ def _enough(model: nn.Module, count: int) -> int | None:
     except UnsupportedError:
         return None
     assert isinstance(layers, nn.ModuleList)
-    depth = distinct_layers(layers)
-    return depth if depth < count else None
+    found = distinct_layers(layers)
+    return found if len(found) < count else None
 
 
 def _device(model: Any) -> torch.device:
@@ -437,7 +499,8 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 def _max_context(config: Any) -> int:
     """Tokens that a text may have, prompt included."""
-    return min(int(getattr(config, "max_position_embeddings", 0) or 1 << 30), _rope_limit(config))
+    positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+    return min(positions if positions > 0 else 1 << 30, _rope_limit(config))
 
 
 def _rope_limit(config: Any) -> int:

@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from torch import Tensor, nn
 
 from sakiyomi.cache.layout import Alibi, LayerShape
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.model_executor.attention import observe  # noqa: F401  (their operators are registered)
+from sakiyomi.model_executor.attention import (
+    latent,
+    observe,  # noqa: F401  (their operators are registered)
+)
 from sakiyomi.model_executor.attention import torch as dense
 from sakiyomi.model_executor.attention.masks import Reach, reach_of
 
@@ -41,6 +45,8 @@ _probed: list[LayerShape] = []
 """What the layers of a model that is probed have asked for, in the order of their calls."""
 _callers: list[nn.Module] = []
 """Those layers."""
+_pairs: list[tuple[Tensor, Tensor]] = []
+"""Their keys and values, held so that an address means one of them."""
 _masks: dict[int, tuple[Tensor, Reach | None]] = {}
 """Masks of the pass that probes a model, by the address of their storage, and how far they let rows see."""
 
@@ -98,6 +104,9 @@ def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         layer, scale, softcap, window = call_arguments(module, query, attention_mask, scaling, kwargs)
+        compressed = latent.is_latent(module)
+        if compressed:
+            query = latent.queries(module, query)
         # What is recorded are decoding passes, which nothing takes over.
         apart = not torch.compiler.is_compiling() and dense.taken_over()
         attend = dense.TorchBackend.attend if apart else own
@@ -105,7 +114,7 @@ def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
         note: Note | None = getattr(module, NOTE, None)
         if note is not None:
             out = torch.ops.sakiyomi.observe(out, note(layer, query, scale), layer)
-        return out, None
+        return latent.outputs(module, out) if compressed else out, None
 
     return attention
 
@@ -125,6 +134,8 @@ def _noting(
         module.layer_idx = len(_callers) - 1  # type: ignore[assignment]
     *_, reach = call_arguments(module, query, attention_mask, scaling, kwargs)
     sinks = kwargs.get("s_aux")
+    places = [(pair[0].data_ptr(), pair[0].shape, pair[1].data_ptr()) for pair in (*_pairs, (key, value))]
+    _pairs.append((key, value))
     _probed.append(
         LayerShape(
             key.shape[1],
@@ -135,14 +146,18 @@ def _noting(
             max(-reach, 0),
             None if sinks is None else sinks.detach().float().contiguous(),
             kwargs.get("own_alibi"),
+            tied=key is value,
+            source=places.index(places[-1]) if places.index(places[-1]) < len(_probed) else None,
         )
     )
     if attention_mask is None:
         attention_mask = _causal(query)
+    scaling = _scaling(query, scaling)
+    if latent.is_latent(module):
+        found, _ = eager(module, latent.queries(module, query), key, value, attention_mask, scaling)
+        return latent.outputs(module, found), None
     function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None) or eager
-    out: tuple[Tensor, Any] = function(
-        module, query, key, value, attention_mask, scaling=_scaling(query, scaling), **kwargs
-    )
+    out: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     return out
 
 
@@ -221,13 +236,14 @@ def note_calls(model: nn.Module, forward: Callable[[], object]) -> tuple[list[An
     """
     switch_to_probe(model)
     dense.take_over(None)  # as the pass before may have been
-    for noted in (_probed, _callers, _masks):
+    for noted in (_probed, _callers, _pairs, _masks):
         noted.clear()
     try:
         forward()
         return list(_callers), list(_probed)
     finally:
         _callers.clear()
+        _pairs.clear()
         _masks.clear()
 
 
@@ -271,6 +287,10 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int | 
         for number, module in enumerate(callers):
             module.layer_idx = number
         return shapes if len(set(map(id, callers))) == len(callers) else None
-    found = {int(module.layer_idx): shape for module, shape in zip(callers, shapes, strict=True)}
+    numbers = [int(module.layer_idx) for module in callers]
+    found = {
+        number: shape if shape.source is None else replace(shape, source=numbers[shape.source])
+        for number, shape in zip(numbers, shapes, strict=True)
+    }
     complete = len(shapes) == layers and sorted(found) == list(range(layers))
     return [found[layer] for layer in range(layers)] if complete else None

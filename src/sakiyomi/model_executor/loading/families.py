@@ -12,7 +12,10 @@ from sakiyomi.core.messages import one_line
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.model_executor.recurrences import has_state_functions
 
-__all__ = ["auto_class", "check_adapter", "check_supported", "has_encoder", "has_experts", "read_config", "text_config"]
+__all__ = [
+    "auto_class", "check_adapter", "check_states", "check_supported", "has_encoder", "has_experts", "read_config",
+    "text_config",
+]  # fmt: skip
 
 MOST_LAYERS = 10_000
 
@@ -97,8 +100,8 @@ def check_supported(config: Any, name: str, model_class: type | None = None, *, 
         encoder_decoder: whether a model with an encoder is accepted.
 
     Raises:
-        UnsupportedError: encoder-decoder where that will not do or of an unknown family, layers whose state is
-            not served, an encoder, or no language model at all.
+        UnsupportedError: encoder-decoder where that will not do or of an unknown family, an encoder, or no language
+            model at all.
     """
     kind = getattr(config, "model_type", None) or type(config).__name__
     if has_encoder(config):
@@ -119,7 +122,6 @@ def check_supported(config: Any, name: str, model_class: type | None = None, *, 
         raise UnsupportedError(
             f"{name!r} ({kind}) has no causal language model in transformers; choose a decoder-only text model"
         )
-    _check_states(config, name, kind, model_class)
 
 
 def check_adapter(model: Any, name: str) -> None:
@@ -141,17 +143,18 @@ def check_adapter(model: Any, name: str) -> None:
             )
 
 
-def _check_states(config: Any, name: str, kind: str, model_class: type | None) -> None:
-    """Refuse layers that keep something which cannot be rolled back here; remote code is known once it is loaded."""
+def check_states(config: Any, model_class: type) -> None:
+    """Refuse layers that keep something which cannot be rolled back on our cache.
+
+    Raises:
+        UnsupportedError: their state is computed in a way that is not known here.
+    """
     types = sorted(_STATES.intersection(getattr(text_config(config), "layer_types", None) or ()))
+    kind = getattr(config, "model_type", None)
     stateful = types or kind in _STATEFUL or getattr(model_class, "_is_stateful", False)
-    if not stateful or model_class is None or has_state_functions(model_class):
-        return
-    what = f"layers of the type {', '.join(types)}" if types else "a recurrent state"
-    raise UnsupportedError(
-        f"{name!r} ({kind}) has {what}, computed in a way that is not known here, so that rejected draft tokens could "
-        "not be rolled back; choose another model, or use transformers' generate()"
-    )
+    if stateful and not has_state_functions(model_class):
+        what = f"layers of the type {', '.join(types)}" if types else "a recurrent state"
+        raise UnsupportedError(f"{kind} has {what}, computed in a way that is not known here")
 
 
 def text_config(config: Any) -> Any:

@@ -76,8 +76,9 @@ def save_recording(
             checkpoint = read_checkpoint(folder)
             held, size = (checkpoint, checkpoint.stored_bytes) if copy is None else packed_files(copy)
             weights = runner.weights
-            if size > MOST or weights.encoder is not None or weights.stateful or weights.packed_experts:
-                raise UnsupportedError("it is too large, or has an encoder, packed experts or other states")
+            apart = weights.encoder is not None or weights.stateful or weights.packed_experts
+            if size > MOST or apart or any(shape.tied for shape in weights.shapes):
+                raise UnsupportedError("it is too large, or has an encoder, packed experts, latents or other states")
             about, scripts, read = _record(runner, TensorSource(held), copy)
             known, backend = recorded_tokenizer(tokenizer, folder)
             about |= {"key": key_of(folder, checkpoint), "tokenizer": known}
