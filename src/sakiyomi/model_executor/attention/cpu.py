@@ -116,6 +116,10 @@ class CpuBackend(AttentionBackend):
         """Say what this session's next pass looks like; `size` counts filler rows too."""
         self._library.sk_begin(self.session, len(plan.parts), size, plan.packed)
 
+    def want(self, rows: Tensor, layers: int) -> None:
+        """See ``AttentionBackend``."""
+        self._library.sk_want(len(rows), rows.data_ptr(), layers - 1)
+
     def calls(self) -> int:
         """Attention calls since `begin`."""
         return int(self._library.sk_calls())

@@ -156,6 +156,13 @@ class AttentionBackend(ABC):
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Describe this thread's next pass; `size` counts filler rows too."""
 
+    def want(self, rows: Tensor, layers: int) -> None:  # noqa: B027
+        """Say that of the pass which `begin` described these rows' results alone are wanted, (K,) int64, ascending.
+
+        Keys and values are those of all rows. A backend may leave out what the last of so many attention layers and
+        what comes behind it make of the others: they are then any numbers. By default all are computed.
+        """
+
     @abstractmethod
     def calls(self) -> int:
         """Layers that have called attention since `begin`."""
