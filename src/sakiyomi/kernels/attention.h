@@ -77,12 +77,6 @@ struct Lane<bf16> {
 };
 #endif
 
-inline f16v lanes_of(const float* from, float) { return load16(from); }
-inline f16v lanes_of(const bf16* from, float) { return load16(from); }
-inline f16v lanes_of(const bf16* from, int32_t) {
-  return load<f16v>(from);
-}
-
 inline f16v add_products(f16v sum, f16v column, float q) { return sum + column * q; }
 #if defined(__AVX512BF16__)
 inline f16v add_products(f16v sum, f16v column, int32_t q) {
@@ -114,25 +108,34 @@ struct Scratch {
 #endif
 #endif
 
-// 16 lines of 16 lanes change places with their columns.
-#if defined(SAKIYOMI_SHUFFLE) && defined(__AVX512F__)
-// What stands in lines without and in columns with this bit is exchanged with its mirror image.
-template <int bit, int... t>
-inline void exchange(f16v* m, std::integer_sequence<int, t...>) {
-  for (int r = 0; r < 16; ++r) {
-    if (r & bit) continue;
-    f16v a = m[r], b = m[r + bit];
-    m[r] = __builtin_shufflevector(a, b, (t & bit ? t - bit + 16 : t)...);
-    m[r + bit] = __builtin_shufflevector(a, b, (t & bit ? t + 16 : t + bit)...);
+// 16 lanes of 16 keys, from number d of each on: to[i * 16 + t] is lane i of key t.
+#if defined(__AVX512F__)
+// Four lanes from number d on.
+inline __m128i four_lanes(const float* from, float) { return _mm_loadu_si128((const __m128i*)from); }
+inline __m128i four_lanes(const bf16* from, int32_t) { return _mm_loadu_si128((const __m128i*)from); }
+inline __m128i four_lanes(const bf16* from, float) { return _mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)from)), 16); }
+
+template <typename T, typename L>
+inline void turn_16(const T* const* keys, int64_t d, L* to) {
+  constexpr int64_t step = std::is_same_v<L, int32_t> ? 8 : 4;
+  UNROLL for (int64_t q = 0; q < 4; ++q) {
+    auto four = [&](int64_t t) { return four_lanes(keys[t] + d + step * q, L()); };
+    __m512i x[4];  // of the keys g, 4 + g, 8 + g and 12 + g, put together as they are loaded
+    UNROLL for (int64_t g = 0; g < 4; ++g) {
+      x[g] = _mm512_castsi128_si512(four(g));
+      x[g] = _mm512_mask_broadcast_i32x4(x[g], 0x00f0, four(4 + g));
+      x[g] = _mm512_mask_broadcast_i32x4(x[g], 0x0f00, four(8 + g));
+      x[g] = _mm512_mask_broadcast_i32x4(x[g], 0xf000, four(12 + g));
+    }
+    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), e = _mm512_unpackhi_epi32(x[2], x[3]);
+    store(to + 64 * q, _mm512_unpacklo_epi64(a, c)), store(to + 64 * q + 16, _mm512_unpackhi_epi64(a, c));
+    store(to + 64 * q + 32, _mm512_unpacklo_epi64(b, e)), store(to + 64 * q + 48, _mm512_unpackhi_epi64(b, e));
   }
 }
-
-inline void transpose(f16v* m) {
-  constexpr auto lanes = std::make_integer_sequence<int, 16>();
-  exchange<8>(m, lanes), exchange<4>(m, lanes), exchange<2>(m, lanes), exchange<1>(m, lanes);
-}
-#elif defined(SAKIYOMI_SHUFFLE) && defined(__AVX2__)
-// The same for 8 lines of 8.
+#else
+#if defined(SAKIYOMI_SHUFFLE) && defined(__AVX2__)
+// 8 lines of 8 lanes change places with their columns.
 template <int bit, int... t>
 inline void exchange(f16v::Half* m, std::integer_sequence<int, t...>) {
   UNROLL for (int r = 0; r < 8; ++r) {
@@ -161,19 +164,25 @@ inline void transpose(f16v* m) {
 }
 #endif
 
+template <typename T, typename L>
+inline void turn_16(const T* const* keys, int64_t d, L* to) {
+  f16v m[16];
+  for (int64_t t = 0; t < 16; ++t) m[t] = load16(keys[t] + d);
+  transpose(m);
+  std::memcpy(to, m, sizeof(m));
+}
+#endif
+
 // 16 keys, lane by lane: to[i * 16 + t] is lane i of key t. In place of missing keys stands the last one.
 template <typename T, typename L = typename Lane<T>::type>
 void turn(const T* keys, int64_t count, int64_t dim, L* to) {
   constexpr int64_t together = std::is_same_v<L, int32_t> ? 2 : 1, width = 16 * together;
+  const T* all[16];
+  for (int64_t t = 0; t < 16; ++t) all[t] = keys + std::min(t, count - 1) * dim;
   int64_t d = 0;
-  for (; d + width <= dim; d += width, to += 256) {
-    f16v m[16];
-    for (int64_t t = 0; t < 16; ++t) m[t] = lanes_of(keys + std::min(t, count - 1) * dim + d, L());
-    transpose(m);
-    std::memcpy(to, m, sizeof(m));
-  }
+  for (; d + width <= dim; d += width, to += 256) turn_16<T, L>(all, d, to);
   for (; d < dim; d += together, to += 16)
-    for (int64_t t = 0; t < 16; ++t) to[t] = lane_at<T, L>(keys + std::min(t, count - 1) * dim, d, dim);
+    for (int64_t t = 0; t < 16; ++t) to[t] = lane_at<T, L>(all[t], d, dim);
 }
 
 // Scores of R rows against 16 * C turned keys. Each is a sum over lanes in order, so it is the same number whichever keys or rows
@@ -200,6 +209,11 @@ constexpr int64_t keys_at_once = 32;
 constexpr int64_t keys_at_once = 16;
 #endif
 
+// Memory pages are too short for the processor to see where keys and values go on: it is told so many columns before, and has them
+// brought into the second-level cache, since the first one waits for too few lines at once.
+constexpr int64_t columns_ahead = 128;
+inline void fetch(const void* from) { __builtin_prefetch(from, 0, 2); }
+
 constexpr int64_t value_tile = 64;  // values that stay in the first-level cache while all rows read them
 
 // y += p[t] * values[t] over keys in order, 16 * C numbers of the head at once and R rows at once.
@@ -210,7 +224,7 @@ inline void add_values(float* y, int64_t y_stride, const float* p, int64_t p_str
     UNROLL for (int c = 0; c < C; ++c) sum[r][c] = load16(y + r * y_stride + 16 * c);
   }
   for (int64_t t = 0; t < count; ++t) {
-    __builtin_prefetch(values + (t + value_tile) * dim);
+    fetch(values + (t + value_tile) * dim);
     f16v v[C];
     UNROLL for (int c = 0; c < C; ++c) v[c] = load16(values + t * dim + 16 * c);
     UNROLL for (int r = 0; r < R; ++r) {
@@ -242,16 +256,17 @@ void add_values(float* y, int64_t y_stride, const float* p, int64_t p_stride, co
 constexpr bool values_in_pairs = true;
 constexpr int64_t pair_width = 32;
 
-// y += p[t] * first[t] + p[t + 1] * second[t] over `count` pairs, which lie so far apart. p: two weights each.
+// y += p[t] * first[t] + p[t + 1] * second[t] over `count` pairs, which lie so far apart; what comes so far behind is read later (0: nothing
+// is). p: two weights each.
 template <int R>
 inline void add_pairs(float* y, int64_t y_stride, const int32_t* p, int64_t p_stride, const bf16* first, const bf16* second, int64_t apart, int64_t count,
-                      int64_t dim) {
+                      int64_t dim, int64_t ahead) {
   for (int64_t d = 0; d < dim; d += pair_width, y += pair_width) {
     __m512 low[R], high[R];
     UNROLL for (int r = 0; r < R; ++r) low[r] = _mm512_loadu_ps(y + r * y_stride), high[r] = _mm512_loadu_ps(y + r * y_stride + 16);
     for (int64_t i = 0; i < count; ++i) {
       const __m512i a = _mm512_loadu_si512(first + i * apart + d), b = _mm512_loadu_si512(second + i * apart + d);
-      if (count > 1) __builtin_prefetch(first + i * apart + d + value_tile * dim), __builtin_prefetch(second + i * apart + d + value_tile * dim);
+      if (ahead) fetch(first + i * apart + d + ahead), fetch(second + i * apart + d + ahead);
       const __m512bh left = (__m512bh)_mm512_unpacklo_epi16(a, b), right = (__m512bh)_mm512_unpackhi_epi16(a, b);
       UNROLL for (int r = 0; r < R; ++r) {
         const __m512bh both = (__m512bh)_mm512_set1_epi32(p[r * p_stride + i]);
@@ -278,7 +293,7 @@ inline void add_values_in_pairs(const Paths& paths, const Segment& seg, int64_t 
     const int64_t count = std::min(whole, j + value_tile) - j;
     in_groups<row_group>(rows, [&](auto some, int64_t r) {
       add_pairs<some()>(y + r * y_stride, y_stride, (const int32_t*)(weights + r * stride) + j / 2, stride, values + j * dim, values + (j + 1) * dim,
-                        2 * dim, count / 2, dim);
+                        2 * dim, count / 2, dim, !r && j + columns_ahead < whole ? columns_ahead * dim : 0);
     });
   }
   for (int64_t r = 0; r < rows; ++r) {
@@ -287,7 +302,7 @@ inline void add_values_in_pairs(const Paths& paths, const Segment& seg, int64_t 
     const int64_t end = length + (alone ? 0 : start[1] - start[0]);
     auto at = [&](int64_t t) { return values + (t < length ? t : length + own[t - length]) * dim; };
     for (int64_t t = whole; t < end; t += 2)  // one that is left over has a weight of 0 beside it
-      add_pairs<1>(y + r * y_stride, y_stride, (const int32_t*)(weights + r * stride) + t / 2, 0, at(t), at(std::min(t + 1, end - 1)), 0, 1, dim);
+      add_pairs<1>(y + r * y_stride, y_stride, (const int32_t*)(weights + r * stride) + t / 2, 0, at(t), at(std::min(t + 1, end - 1)), 0, 1, dim, 0);
     for (int64_t d = 0; d < dim; d += pair_width) in_order(y + r * y_stride + d);
   }
 }
@@ -388,9 +403,8 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   };
   auto score_columns = [&](int64_t first, int64_t last, float* to, int64_t to_stride) {
     for (int64_t j = first; j < last; j += keys_at_once) {
-      // Memory pages are too short for the processor to see where this goes.
-      const T* ahead = keys + (j + 2 * keys_at_once) * kd;
-      for (int64_t i = 0; i < keys_at_once * kd; i += 64 / sizeof(T)) __builtin_prefetch(ahead + i);
+      const int64_t ahead = j + columns_ahead, end = std::min(ahead + keys_at_once, last);
+      for (const T* from = keys + ahead * kd; from < keys + end * kd; from += 64 / sizeof(T)) fetch(from);
       auto turn_16 = [&](int64_t k) { turn(keys + (j + k) * kd, std::min<int64_t>(16, last - j - k), kd, s.block.data() + k * lanes); };
       turn_16(0);
       if (keys_at_once == 16 || last - j <= 16) {
