@@ -100,6 +100,7 @@ template <typename T>
 struct Scratch {
   std::vector<typename Lane<T>::type> q, block;
   std::vector<float> scores, y, weight, own, steps, tile, values;
+  std::vector<bf16> narrow;
 };
 
 #if defined(__has_builtin)
@@ -209,11 +210,7 @@ constexpr int64_t keys_at_once = 32;
 constexpr int64_t keys_at_once = 16;
 #endif
 
-// Memory pages are too short for the processor to see where keys and values go on: it is told so many columns before, and has them
-// brought into the second-level cache, since the first one waits for too few lines at once.
-constexpr int64_t columns_ahead = 128;
-inline void fetch(const void* from) { __builtin_prefetch(from, 0, 2); }
-
+constexpr int64_t columns_ahead = 128;  // keys and values are fetched so long before they are needed
 constexpr int64_t value_tile = 64;  // values that stay in the first-level cache while all rows read them
 
 // y += p[t] * values[t] over keys in order, 16 * C numbers of the head at once and R rows at once.
@@ -285,11 +282,20 @@ inline void in_order(float* y) {
   _mm512_storeu_ps(y + 16, _mm512_permutex2var_ps(low, _mm512_add_epi32(first, _mm512_set1_epi32(8)), high));
 }
 
-// All rows' sums over the columns from `begin` on, up to `length` those in the cache, then each row's own path.
+// All rows' sums over a group of packed columns: `values` are theirs as numbers, (packed_group, dim), and `weights` the first row's weights of them.
+inline void add_packed_in_pairs(int64_t rows, float* y, int64_t y_stride, const float* weights, int64_t stride, const float* values, bf16* room,
+                                int64_t dim) {
+  for (int64_t i = 0; i < packed_group * dim; i += 16) put(room + i, load16(values + i), 16);
+  in_groups<row_group>(rows, [&](auto some, int64_t r) {
+    add_pairs<some()>(y + r * y_stride, y_stride, (const int32_t*)(weights + r * stride), stride, room, room + dim, 2 * dim, packed_group / 2, dim, 0);
+  });
+}
+
+// The same over the columns from `begin` on, up to `length` those in the cache, then each row's own path.
 inline void add_values_in_pairs(const Paths& paths, const Segment& seg, int64_t group, float* y, int64_t y_stride, const float* weights,
                                 int64_t stride, const bf16* values, int64_t begin, int64_t length, int64_t dim, bool alone) {
   const int64_t rows = seg.rows * group, whole = length / 2 * 2;
-  for (int64_t j = begin / value_tile * value_tile; j < whole; j += value_tile) {
+  for (int64_t j = begin; j < whole; j += value_tile) {
     const int64_t count = std::min(whole, j + value_tile) - j;
     in_groups<row_group>(rows, [&](auto some, int64_t r) {
       add_pairs<some()>(y + r * y_stride, y_stride, (const int32_t*)(weights + r * stride) + j / 2, stride, values + j * dim, values + (j + 1) * dim,
@@ -309,6 +315,7 @@ inline void add_values_in_pairs(const Paths& paths, const Segment& seg, int64_t 
 #else
 constexpr bool values_in_pairs = false;
 constexpr int64_t pair_width = 32;
+inline void add_packed_in_pairs(int64_t, float*, int64_t, const float*, int64_t, const float*, bf16*, int64_t) {}
 inline void add_values_in_pairs(const Paths&, const Segment&, int64_t, float*, int64_t, const float*, int64_t, const bf16*, int64_t, int64_t, int64_t,
                                 bool) {}
 #endif
@@ -418,7 +425,7 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   if (packed) with_packed(score_packed);
   score_columns(packed, length, s.scores.data() + packed, stride);
   score_columns(length, length + tree, s.own.data(), own_stride);
-  const bool in_pairs = std::is_same_v<T, bf16> && values_in_pairs && vd % pair_width == 0 && !packed;
+  const bool in_pairs = std::is_same_v<T, bf16> && values_in_pairs && vd % pair_width == 0;
   int64_t lowest = length;  // the first key that any row sees
   for (int64_t r = 0; r < rows; ++r) {
     const int32_t* start = paths.start + seg.row + r / group;
@@ -444,17 +451,22 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
     lowest = std::min(lowest, begin);
   }
   if (packed) with_packed([&](auto columns) {
-    s.values.resize(packed_group * vd + 16);
+    s.values.resize(packed_group * vd + 16), s.narrow.resize(packed_group * vd);
     for (int64_t j = lowest / packed_group * packed_group; j < packed; j += packed_group) {
       columns.values(j, s.values.data());
+      if (in_pairs) {  // weights are bf16 then, half as far from the row's first
+        add_packed_in_pairs(rows, s.y.data(), padded, s.scores.data() + j / 2, stride, s.values.data(), s.narrow.data(), vd);
+        continue;
+      }
       in_groups<row_group>(rows, [&](auto some, int64_t r) {
         add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, s.values.data(), packed_group, vd);
       });
     }
   });
+  const int64_t first = std::max(packed, lowest / value_tile * value_tile);
   if (in_pairs)
-    add_values_in_pairs(paths, seg, group, s.y.data(), padded, s.scores.data(), stride, (const bf16*)values, lowest, length, vd, source);
-  else for (int64_t j = std::max(packed, lowest / value_tile * value_tile); j < length; j += value_tile) {
+    add_values_in_pairs(paths, seg, group, s.y.data(), padded, s.scores.data(), stride, (const bf16*)values, first, length, vd, source);
+  else for (int64_t j = first; j < length; j += value_tile) {
     int64_t count = std::min(length, j + value_tile) - j;
     in_groups<row_group>(rows, [&](auto some, int64_t r) {
       add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, values + j * vd, count, vd);
