@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "sakiyomi"
 LAYERS = (
     ("cli",),
+    ("scale",),
     ("server", "evaluation"),
     ("train",),
     ("engine",),

@@ -64,7 +64,7 @@ def test_each_field_is_a_flag_with_its_default(command: str, most: int) -> None:
             if field.name == "logits_processors":  # Python objects: no flag can say them
                 continue
             flag = "--" + field.name.replace("_", "-")
-            assert re.search(rf"{flag}[ /]", text), flag
+            assert re.search(rf"{flag}[ /,]", text), flag
             assert flag_help(group)[field.name].split(";")[0][:40] in text, flag
     assert f"--max-new-tokens <int> most tokens to generate. [default: {most}]" in text
 
@@ -261,7 +261,8 @@ def test_streamed_or_not_each_prompt_has_its_own_seed(pair: list[str]) -> None:
 def test_a_model_without_a_known_draft_gets_a_hint(models: Path) -> None:
     base = ["generate", "Once", "--target", str(models / "target"), "--compile", "false", "--max-new-tokens", "4"]
     assert "no draft is known" in runner.invoke(app, base).stderr
-    assert not runner.invoke(app, [*base, "--draft", "none"]).stderr
+    said = runner.invoke(app, [*base, "--draft", "none"]).stderr
+    assert re.fullmatch(r"4 tokens, \d+ tokens/s, without a draft\n", said)
 
 
 def test_prompts_from_stdin_and_file(tmp_path: Path, pair: list[str]) -> None:

@@ -27,6 +27,7 @@ from sakiyomi.core.embedded import EMBEDDED, embedded
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.core.text import profile
+from sakiyomi.core.version import __version__
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.loading import load_model, recorder, recording
@@ -165,6 +166,16 @@ def test_embedded_models_bring_theirs(name: str, dtype: str, tmp_path: Path, mon
         assert isinstance(found.target.module, RecordedModel) and found.record()
     assert not isinstance(LLM(name, "none", dtype="float16").target.module, RecordedModel)
     assert not isinstance(LLM(name, "none", quantize="int8").target.module, RecordedModel)
+
+
+def test_an_old_recording_hides_none_that_comes_with_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = EMBEDDED[0]
+    monkeypatch.setattr(recording, "__version__", "0.0.1")
+    assert LLM(name, "none").record()
+    monkeypatch.setattr(recording, "__version__", __version__)
+    assert not isinstance(LLM(name, "none").target.module, RecordedModel)
+    monkeypatch.setattr(recording, "SHIPPED", SHIPPED)
+    assert isinstance(LLM(name, "none").target.module, RecordedModel)
 
 
 def _operators(place: Path) -> dict[str, str]:

@@ -1,5 +1,5 @@
 """The command line: ``sakiyomi demo | generate | transcribe | chat | tree | audit | info | models | plan | serve |
-bench | memory | cache | tune | export | train``.
+batch | bench | memory | cache | tune | export | train``.
 
 Results on stdout, progress on stderr, ``--json`` everywhere (the last line of stdout is then one JSON object). Exit
 codes: 0, 1 for what cannot be done (and a defect found by ``audit``), 2 for misuse, 130 after Ctrl-C. Nothing here
@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from sakiyomi.cli import (
     audit,
+    batch,
     bench,
     cache,
     chat,
@@ -96,6 +97,8 @@ add_command(app, info.info)
 add_command(app, models.models)
 add_command(app, plan.plan)
 add_command(app, serve.serve, defaults={"max_batch": serve.MAX_BATCH}, environment=ENVIRONMENT)
+add_command(app, batch.batch, defaults={"max_batch": serve.MAX_BATCH})
+add_command(app, batch.run_batch, name="run-batch", defaults={"max_batch": serve.MAX_BATCH})
 _bench = add_group(app, "bench", bench.inflate, bench.long, bench.report, main=bench.bench)
 add_group(_bench, "spec", bench.compare, bench.merge, main=bench.spec)
 add_group(app, "memory", memory.show, memory.clear, help="What the draft suffix:FILE remembers of earlier requests.")

@@ -10,7 +10,8 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -18,7 +19,7 @@ import typer
 
 from sakiyomi.cli.output import emit_json, note, progress, quiet
 from sakiyomi.cli.settings import EXPECTED, config_flag, keyword
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, LoadError
 
 if TYPE_CHECKING:
     from sakiyomi.core.outputs import Generation
@@ -37,6 +38,7 @@ __all__ = [
     "parameters",
     "parsed",
     "samples_of",
+    "server_packages",
 ]
 
 INTERRUPTED = 130
@@ -93,6 +95,21 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
             "self-int8, or --draft model:FOLDER with a small model of its tokenizer; sakiyomi tune finds the fastest"
         )
     return llm
+
+
+@contextmanager
+def server_packages() -> Iterator[None]:
+    """Around imports of the server: its packages are an extra.
+
+    Raises:
+        LoadError: they are not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise LoadError(
+            f"the server needs packages that are not installed ({error.name}); pip install 'sakiyomi[serve]'"
+        ) from None
 
 
 def samples_of(result: Generation | list[Generation]) -> list[Generation]:
@@ -217,7 +234,8 @@ def _parameter(
         )
     flag = "--" + field.name.replace("_", "-")
     # What is off by default needs no flag that says so.
-    names = (f"{flag}/--no-{flag[2:]}",) if bool in (kind, *get_args(kind)) and default is not False else (flag,)
+    own = f"{flag}/--no-{flag[2:]}" if bool in (kind, *get_args(kind)) and default is not False else flag
+    names = [name for name in (field.metadata.get("short"), own, *_ALIASES.get(field.name, ())) if name]
     option = typer.Option(
         *names,
         help=text,
@@ -248,6 +266,9 @@ def _truth(word: str) -> bool:
     if word not in ("on", "off", "true", "false"):
         raise ValueError(word)
     return word in ("on", "true")
+
+
+_ALIASES = {"target": ("--model",)}  # as other tools call it
 
 
 def _number_or_word(text: str | None) -> int | str | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sakiyomi.cli.common import JsonOption, load, note_lossy, samples_of
-from sakiyomi.cli.output import printed, progress, say
+from sakiyomi.cli.output import note, printed, progress, say
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.outputs import Generation, Stats, Step
 from sakiyomi.core.params import SamplingParams
@@ -48,7 +49,8 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
     prompts = _prompts(options)
     if options.stream and params.n > 1:
         raise InputError(f"stream is on and n is {params.n}; several samples cannot be streamed: drop --stream, or --n")
-    for name, value in (("rounds_trace", options.rounds_trace), ("logprobs", params.logprobs is not None)):
+    shown = {name: getattr(params, name) is not None for name in ("logprobs", "prompt_logprobs")}
+    for name, value in {"rounds_trace": options.rounds_trace, **shown}.items():
         if value and not output.json:
             raise InputError(f"{name} is shown by --json only; add --json")
     if options.rounds_trace and options.stream:
@@ -62,6 +64,7 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
     note_lossy(params)
     rounding = llm.target.weights.quantization
     prefix = llm.load_prefix(options.prefix) if options.prefix is not None else None
+    began = time.perf_counter()
     if stream:
         results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(prompts)]
     else:
@@ -70,12 +73,22 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
         results = [sample for result in found for sample in samples_of(result)]
         if not output.json:
             _show(llm, results, params, options.trace)
+    _figures(llm, Stats.total(result.stats for result in results), time.perf_counter() - began)
     generations = [result.to_dict() for result in results]
     rounded = {"rounding": dataclasses.asdict(rounding)} if rounding is not None else {}
     output.emit(
         {"target": model.target, "draft": model.draft, **rounded, "prompts": prompts, "generations": generations}
     )
     llm.record()
+
+
+def _figures(llm: LLM, stats: Stats, seconds: float) -> None:
+    """One line on stderr: how fast it was, and why."""
+    speed = f"{stats.tokens} tokens, {stats.tokens / seconds:.0f} tokens/s"
+    if llm.draft is None:
+        note(f"{speed}, without a draft")
+    else:
+        note(f"{speed}, {stats.tau:.2f} tokens a pass of {llm.name}; draft {llm.draft.name}")
 
 
 def _prompts(options: GenerateOptions) -> list[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from sakiyomi.cli.common import load
+from sakiyomi.cli.common import load, server_packages
 from sakiyomi.cli.output import note
-from sakiyomi.core.errors import LoadError
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.server.config import ServerConfig
 
@@ -22,14 +21,10 @@ def serve(config: ServerConfig, model: LLMConfig) -> None:
     Every flag can also be set by an environment variable (--max-queue by SAKIYOMI_MAX_QUEUE), or in a TOML file
     (max_queue = 8) that --config names. Flags override the environment, and the environment overrides the file.
     """
-    try:
+    with server_packages():
         from sakiyomi.server.logs import set_up
         from sakiyomi.server.run import check
         from sakiyomi.server.run import serve as run
-    except ImportError as error:
-        raise LoadError(
-            f"the server needs packages that are not installed ({error.name}); pip install 'sakiyomi[serve]'"
-        ) from None
     check(config)
     say: Callable[[str], None] = note
     if config.log_format == "json":  # every line, from now on

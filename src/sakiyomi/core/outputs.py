@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
-__all__ = ["FinishReason", "Generation", "RoundTrace", "Stats", "Status", "Step", "TokenTrace"]
+__all__ = ["FinishReason", "Generation", "PromptToken", "RoundTrace", "Stats", "Status", "Step", "TokenTrace"]
 
 FinishReason = Literal["stop", "length"]
 Status = Literal["accepted", "recovered", "bonus", "plain"]
+SHOWN = 60  # characters of a text that stand for it
 
 
 class Record:
@@ -64,6 +65,26 @@ class TokenTrace(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """JSON values of the fields, without optional ones that say nothing."""
         return _said(self._asdict(), frozenset({"top_logprobs", "logprob", "lossy"}))
+
+
+class PromptToken(NamedTuple):
+    """How likely a token of a prompt was, at temperature 1 and without truncation.
+
+    Attributes:
+        token_id: the token.
+        logprob: its log probability; None for the first token, before which there is nothing.
+        rank: 1 if no token was more probable.
+        top_logprobs: (token id, log probability) of the most probable tokens at this place, best first.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    rank: int | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values of the fields."""
+        return _said(self._asdict(), frozenset({"top_logprobs"}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +220,7 @@ class Step(Record):
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Generation(Record):
     """A finished generation.
 
@@ -212,9 +233,10 @@ class Generation(Record):
         trace: one entry per new token.
         stats: counts and clocks.
         rounds_trace: one entry per round after the prefill, if it was asked for.
+        prompt_logprobs: one entry per token of the prompt, if they were asked for.
     """
 
-    optional = frozenset({"rounds_trace"})
+    optional = frozenset({"rounds_trace", "prompt_logprobs"})
     text: str
     token_ids: list[int]
     prompt_tokens: int
@@ -222,6 +244,12 @@ class Generation(Record):
     trace: list[TokenTrace] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     rounds_trace: list[RoundTrace] | None = None
+    prompt_logprobs: list[PromptToken] | None = None
+
+    def __repr__(self) -> str:
+        start = self.text if len(self.text) <= SHOWN else self.text[:SHOWN] + "..."
+        speed = f"{self.stats.tokens_per_second:.0f} tokens/s, {self.stats.tau:.2f} tokens a pass"
+        return f"Generation({start!r}, {len(self.token_ids)} tokens, {self.finish_reason}, {speed})"
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -236,7 +264,7 @@ def _said(values: dict[str, Any], optional: frozenset[str]) -> dict[str, Any]:
 
 
 def _json(value: Any) -> Any:
-    if isinstance(value, Record | Stats | TokenTrace):
+    if isinstance(value, Record | Stats | TokenTrace | PromptToken):
         return value.to_dict()
     if isinstance(value, list | tuple):
         return [_json(part) for part in value]

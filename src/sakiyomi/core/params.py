@@ -53,6 +53,8 @@ class SamplingParams:
         logit_bias: added to the logits of these tokens.
         logits_processors: transformers' own, called after the options above and before temperature.
         logprobs: how many of the most probable tokens to report at each position; None: none.
+        prompt_logprobs: how many of the most probable tokens to report at each place of the prompt, beside the prompt's
+            own (`Generation.prompt_logprobs`); 0: its own alone; None: the prompt is not scored.
         ignore_eos: continue after the model's end token.
         n: samples per prompt.
         acceptance: rule by which draft tokens are accepted: "ratio", "coupled", "block" (a chain as a whole) or
@@ -81,6 +83,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
     n: int = 1
     acceptance: Acceptance = "auto"
@@ -136,8 +139,9 @@ class SamplingParams:
         _number("delta", self.delta, 0.0, math.inf, "the default is 0.3")
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), "None takes a new one for each request", 2**64 - 1)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, "None reports none")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, "None reports none")
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos is {self.ignore_eos!r}; it is True or False")
         _dial("gamma", self.gamma, "tokens")

@@ -1,8 +1,9 @@
-"""A spinner on stderr that says what is being done, shown only on a terminal."""
+"""What is being done, on stderr: a spinner on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 __all__ = ["progress"]
 
 _LONG = 500_000_000
+_EVERY = 20.0  # seconds between lines where there is no terminal
 _shown: list[Any] = []  # the spinner on the screen: a second one would write over it
 
 
 @contextmanager
 def progress(text: str, *, size: int = _LONG) -> Iterator[Any]:
-    """Show a spinner on stderr, if that is a terminal. Inside another spinner, that one shows this text meanwhile.
+    """Show a spinner on stderr or, where that is no terminal, say every 20 seconds what is being done. Inside another
+    one, that one shows this text meanwhile.
 
     Args:
         text: what it says.
@@ -25,7 +28,7 @@ def progress(text: str, *, size: int = _LONG) -> Iterator[Any]:
         An object with ``update(text)``, ``stop()`` and ``start()``.
     """
     # The stream is asked and not rich, which takes a pipe for a terminal under FORCE_COLOR.
-    if not sys.stderr.isatty() or size < _LONG:
+    if size < _LONG:
         yield _Silent()
     elif _shown:
         before = _shown[-1].status
@@ -35,14 +38,18 @@ def progress(text: str, *, size: int = _LONG) -> Iterator[Any]:
         finally:
             _shown[-1].update(before)
     else:
-        from rich.console import Console
-
-        with Console(file=sys.stderr, highlight=False, markup=False).status(text) as status:
+        with _spinner(text) if sys.stderr.isatty() else _Lines(text) as status:
             _shown.append(status)
             try:
                 yield status
             finally:
                 _shown.remove(status)
+
+
+def _spinner(text: str) -> Any:
+    from rich.console import Console
+
+    return Console(file=sys.stderr, highlight=False, markup=False).status(text)
 
 
 class _Silent:
@@ -56,3 +63,25 @@ class _Silent:
 
     def start(self) -> None:
         """As rich's."""
+
+
+class _Lines(_Silent):
+    """Writes a line whenever so many seconds have gone by."""
+
+    def __init__(self, text: str) -> None:
+        self.status, self._over = text, threading.Event()
+
+    def __enter__(self) -> _Lines:
+        threading.Thread(target=self._run, name="progress", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+
+    def update(self, text: str) -> None:
+        """As rich's."""
+        self.status = text
+
+    def _run(self) -> None:
+        while not self._over.wait(_EVERY):
+            print(f"{self.status} ...", file=sys.stderr, flush=True)  # noqa: T201

@@ -208,6 +208,10 @@ class TextStream:
         stop: strings that end the text; none of them is part of it.
         shown: special tokens that are part of the text all the same.
 
+    Attributes:
+        stopped: no more tokens are taken.
+        matched: the stop string that ended the text.
+
     Raises:
         InputError: a stop string is empty.
     """
@@ -220,6 +224,7 @@ class TextStream:
         self._pending = ""  # certain text that may be the beginning of a stop string
         self._given: list[str] = []
         self.stopped = False
+        self.matched: str | None = None
 
     @property
     def text(self) -> str:
@@ -252,7 +257,9 @@ class TextStream:
             place = self._find(self._pending + new + ahead)
             if place is not None:
                 self.stopped = True
-                return given + self._give((self._pending + new + ahead)[:place]), used
+                text = self._pending + new + ahead
+                self.matched = next(stop for stop in self._stop if text.startswith(stop, place))
+                return given + self._give(text[:place]), used
             given += self._release(new)
         return given, None
 

@@ -124,7 +124,7 @@ def score_alone(
     else:
         for request, rows in zip(batch.requests, batch.rows, strict=True):
             try:
-                found.append(target.score([rows], last=last and not target.eviction.needs_log_probs))
+                found.append(target.score([rows], last=last))
             except Exception as failure:
                 alone = failure if isinstance(failure, LoadError) else no_memory(failure)
                 if alone is None:

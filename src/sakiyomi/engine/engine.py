@@ -152,11 +152,11 @@ class Engine:
 
             chunk = self._prefill.next_chunk(self._running, steps)
             if chunk.requests:
-                began = self.target.forward_seconds
+                began, last = self.target.forward_seconds, not self._prefill.needs_all_rows(chunk)
                 try:
-                    output = self.target.score(chunk.rows, last=not self.target.eviction.needs_log_probs)
+                    output = self.target.score(chunk.rows, last=last)
                 except Exception as error:
-                    output = score_alone(self.target, chunk, error, steps, last=True)
+                    output = score_alone(self.target, chunk, error, steps, last=last)
                 complete, output = self._prefill.take(chunk, output, self._running, steps, began)
                 steps += self._decide(complete, output)
 

@@ -13,6 +13,7 @@ from sakiyomi.cache.eviction_plan import EvictionPlan
 from sakiyomi.cache.policies import CacheSpec, read_cache
 from sakiyomi.cache.prefix import Prefix
 from sakiyomi.core.audio import Audio
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.memory import parse_bytes
@@ -157,6 +158,12 @@ class LLM:
             depth=self.profile.depth if self.profile is not None else None,
         )
         self._prefixes = Prefixes(self.engine, cache, budget)
+
+    def __repr__(self) -> str:
+        draft = None if self.draft is None else self.draft.name
+        quantization = self.target.weights.quantization
+        kind = dtype_name(self.target.dtype) if quantization is None else quantization.kind
+        return f"LLM({self.name!r}, draft={draft!r}, {kind} on {self.target.device}, context {self.max_context})"
 
     # ------------------------------------------------------------ generation
 

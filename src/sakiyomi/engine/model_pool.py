@@ -183,7 +183,7 @@ def answer(own: Engine, context: Context) -> tuple[list[int], float] | None:
         return None
     plain = Engine(target, None, own.tokenizer, max_context=own.max_context, chunk_size=own.chunk_size, exact=own.exact)
     before = target.forward_seconds
-    params = replace(context.params, n=1, logprobs=None, stop_token_ids=sorted(context.stop_ids))
+    params = replace(context.params, n=1, logprobs=None, prompt_logprobs=None, stop_token_ids=sorted(context.stop_ids))
     request = plain.submit(TokenizedPrompt(list(context.tokens), params, context.source), live=False)
     request.context.noise = context.noise
     (done,) = plain.complete([request])

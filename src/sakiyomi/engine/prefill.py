@@ -81,6 +81,11 @@ class Prefill:
                 return False
         return True
 
+    def needs_all_rows(self, batch: Batch) -> bool:
+        """Whether logits of all rows of these chunks are wanted, and not of the last ones alone."""
+        wanted = any(request.wants_prompt_logprobs for request in batch.requests)
+        return wanted or self.target.eviction.needs_log_probs
+
     def take(
         self, batch: Batch, output: PassOutput, running: list[Request], steps: list[Step], began: float
     ) -> tuple[Batch, PassOutput]:
@@ -88,7 +93,7 @@ class Prefill:
 
         Args:
             batch: what was read.
-            output: of the pass: of the last row of each request, or of all rows where the eviction policy wants them.
+            output: of the pass: of the last row of each request, or of all rows, see ``needs_all_rows``.
             running: all requests; one whose prompt goes on takes its next turn behind the others.
             steps: get the last steps of requests for which there is no memory.
             began: seconds that the target had spent before.
@@ -97,7 +102,7 @@ class Prefill:
         for request in running:  # the others stand still meanwhile
             request.stats.prefill_seconds += spent
         eviction = self.target.eviction
-        if eviction.needs_log_probs:
+        if self.needs_all_rows(batch):
             output = self._learn(batch, output, steps)
         complete, ends, last, row = Batch(), [], [], 0
         for i, (request, rows) in enumerate(zip(batch.requests, batch.rows, strict=True)):
@@ -124,14 +129,17 @@ class Prefill:
         return complete, PassOutput(output.logits[ends], features)
 
     def _learn(self, batch: Batch, output: PassOutput, steps: list[Step]) -> PassOutput:
-        """Tell the eviction policy how likely the prompts' tokens were; what is left are the last row of each."""
+        """Tell requests and eviction policy how likely the prompts' tokens were; what is left are the last rows."""
         ends, first = [], 0
         for request, rows in zip(batch.requests, batch.rows, strict=True):
             assert request.slot is not None
             count, at = len(rows.tokens), rows.length
             logits = output.logits[first : first + count]
             try:
-                self.target.eviction.add_prompt_log_probs(request.slot, logits, request.tokens, at, at + count)
+                if request.wants_prompt_logprobs:
+                    request.add_prompt_logprobs(logits, at)
+                if self.target.eviction.needs_log_probs:
+                    self.target.eviction.add_prompt_log_probs(request.slot, logits, request.tokens, at, at + count)
             except Exception as error:
                 reason = no_memory(error)
                 if reason is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.cache.prefix import Prefix, alike
-from sakiyomi.core.outputs import FinishReason, Generation, RoundTrace, Stats, Status, Step, TokenTrace
+from sakiyomi.core.outputs import FinishReason, Generation, PromptToken, RoundTrace, Stats, Status, Step, TokenTrace
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.base import Context
@@ -25,6 +25,7 @@ from sakiyomi.sampling.verifiers import Rows, Verifier
 
 __all__ = ["Request", "RequestOptions", "RetainedSlot"]
 
+SCORED_TOGETHER = 64  # rows of a prompt: each takes the vocabulary's size several times
 _LEAST = 1e-45  # float32 has no smaller probability; a logarithm of 0 would be no JSON
 
 
@@ -91,6 +92,7 @@ class Request:
         live: text is wanted as it comes, not only at the end.
         outbox: also gets every step; whoever runs the rounds, the one who waits finds them here.
         place: of the conversation that it belongs to; takes the slot over when the request is over.
+        prompt_logprobs: of the prompt's tokens so far, if they were asked for.
         shares: what others have read of its prompt's beginning is not computed again, and they may copy from it.
         error: what ended the request, if it was not its text: a processor of the user's that raised, its removal.
         slot: place in the target's cache; None while waiting.
@@ -122,6 +124,7 @@ class Request:
     trace: list[TokenTrace] = field(default_factory=list)
     rounds: list[RoundTrace] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    prompt_logprobs: list[PromptToken] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -148,6 +151,27 @@ class Request:
     def decoding(self) -> bool:
         """Whether the first new token is there, so that passes are rounds."""
         return len(self.tokens) > self.prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's tokens are to be scored, too."""
+        return self.context.params.prompt_logprobs is not None
+
+    def add_prompt_logprobs(self, logits: Tensor, start: int) -> None:
+        """Score tokens of the prompt.
+
+        Args:
+            logits: (rows, V) of a chunk; each is about the token behind its own.
+            start: place of the chunk's first token.
+        """
+        most = self.context.params.prompt_logprobs or 0
+        tokens = self.tokens[: self.prompt_tokens]
+        if not self.prompt_logprobs:
+            self.prompt_logprobs.append(PromptToken(tokens[0]))
+        del self.prompt_logprobs[start + 1 :]  # what is read again
+        for block in logits[: len(tokens) - start - 1].split(SCORED_TOGETHER):
+            at = len(self.prompt_logprobs)
+            self.prompt_logprobs += score_tokens(block, tokens[at : at + len(block)], most)
 
     @property
     def prefilled(self) -> bool:
@@ -273,7 +297,26 @@ class Request:
         assert self.finish_reason is not None
         source, rounds = self.context.source, self.rounds if self.rounds_trace else None
         length = self.prompt_tokens if source is None else source.length
-        return Generation(self.text.text, self.output, length, self.finish_reason, self.trace, self.stats, rounds)
+        scored = self.prompt_logprobs if self.wants_prompt_logprobs else None
+        return Generation(
+            self.text.text, self.output, length, self.finish_reason, self.trace, self.stats, rounds, scored
+        )
+
+
+def score_tokens(logits: Tensor, tokens: Sequence[int], most: int) -> list[PromptToken]:
+    """How likely tokens are, at temperature 1.
+
+    Args:
+        logits: (n, V), one row for each token.
+        tokens: n of them.
+        most: so many of the most probable tokens of each row are given, too.
+    """
+    chances = logits.float().log_softmax(-1)
+    chosen = chances.gather(1, torch.tensor(tokens, device=chances.device)[:, None])
+    ranks = (chances > chosen).sum(-1).add(1).tolist()
+    values, best = chances.topk(min(most, chances.shape[1]))
+    tops = [tuple(zip(*row, strict=True)) for row in zip(best.tolist(), values.tolist(), strict=True)]
+    return list(map(PromptToken, tokens, chosen[:, 0].tolist(), ranks, tops))
 
 
 def _top_logprobs(rows: Rows, row: int, most: int) -> tuple[tuple[int, float], ...]:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.core.text import TextStream
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_length import FixedSize, make_policy
 from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
-from sakiyomi.engine.request import Request, RequestOptions
+from sakiyomi.engine.request import Request, RequestOptions, RetainedSlot
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Verifier
@@ -81,6 +82,7 @@ class RequestFactory:
         """A request that has no slot yet. Takes and raises what ``Engine.submit`` does."""
         asked = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, as_params(params))
         tokens, params = asked.tokens, asked.params
+        shares = shares and not self._scored(asked, options.get("place"))
         depth = self.depth if params.gamma == params.tree == params.nodes == "auto" else None
         if depth is not None:
             params = replace(params, tree="chain")
@@ -95,3 +97,23 @@ class RequestFactory:
         last = min(len(tokens) + params.max_new_tokens, self.max_context)
         live = live or bool(params.stop)
         return Request(context, len(tokens), sampler, verifier, policy, text, last, live=live, shares=shares, **options)
+
+    @staticmethod
+    def _scored(asked: TokenizedPrompt, place: RetainedSlot | None) -> bool:
+        """Whether the prompt's tokens are to be scored, so that all of them must be read.
+
+        Raises:
+            InputError: they cannot be.
+        """
+        if asked.params.prompt_logprobs is None:
+            return False
+        if asked.source is not None:
+            raise InputError(
+                "prompt_logprobs are of prompts of text, and this one is read by an encoder; leave them out"
+            )
+        if place is not None and (place.slot is not None or place.prefix is not None):
+            raise InputError(
+                "prompt_logprobs need the whole prompt to be read, and a part of it is in the cache; leave the prefix "
+                "out, or use a new conversation"
+            )
+        return True

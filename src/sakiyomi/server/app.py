@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -22,11 +23,20 @@ from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.jobs import Call, Job, JobState
 from sakiyomi.server.logs import failure
+from sakiyomi.server.messages import CountRequest, MessagesRequest, MessagesStyle
 from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
 from sakiyomi.server.page import page
 from sakiyomi.server.replies import ChatStyle, CompletionStyle, Piece, Sample, Style, usage
-from sakiyomi.server.schema import Ask, ChatRequest, CompletionRequest
-from sakiyomi.server.stream import DONE, EventStream, event, gone
+from sakiyomi.server.responses import ResponsesRequest, ResponsesStyle
+from sakiyomi.server.schema import (
+    Ask,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from sakiyomi.server.stream import EventStream, gone
 from sakiyomi.server.tokens import TokenNames
 from sakiyomi.server.worker import Worker
 
@@ -36,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Server", "make_app"]
 
 logger = logging.getLogger("sakiyomi.server")
+T = TypeVar("T")
 GRACE = 5.0  # seconds that a client may take to read what is there when the time is up
 BODY_THREADS = 2
 BODY_BYTES = 1 << 20  # the least that is taken by default
@@ -73,7 +84,14 @@ class Server:
         self._threads = ThreadPoolExecutor(BODY_THREADS, "bodies")
         self._long = ThreadPoolExecutor(1, "long-bodies")
 
-    async def answer(self, request: Request, body: Ask, read: Callable[[Any], list[Job]], style: type[Any]) -> Response:
+    async def read(self, made: Callable[[Any], T], body: Any) -> T:
+        """What a thread makes of a body, while the event loop serves others."""
+        threads = self._long if isinstance(body, Ask) and is_long(body) else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, made, body)
+
+    async def answer(
+        self, request: Request, body: Ask, read: Callable[[Any], list[Job]], style: Callable[..., Style]
+    ) -> Response:
         """The reply to a body: a stream, or one object.
 
         Args:
@@ -83,8 +101,7 @@ class Server:
             style: of the objects.
         """
         began = asyncio.get_running_loop().time()
-        threads = self._long if is_long(body) else self._threads
-        jobs = await asyncio.get_running_loop().run_in_executor(threads, read, body)
+        jobs = await self.read(read, body)
         for job in jobs:
             job.client = request.state.client
         told = request.state.log
@@ -92,9 +109,14 @@ class Server:
         if self.config.log_prompts:
             told["prompt"] = self.llm.tokenizer.decode(jobs[0].prompt)
         call = self.worker.open(jobs)
-        include = body.stream_options is not None and body.stream_options.include_usage
+        figures = body.stream_options or StreamOptions()
         objects = style(
-            self.name, self.names, logprobs=jobs[0].params.logprobs is not None, traced=body.trace, usage=include
+            self.name,
+            self.names,
+            logprobs=jobs[0].params.logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs is not None,
+            traced=body.trace,
+            usage=figures.include_usage or figures.continuous_usage_stats,
         )
         until = began + self.config.request_timeout
         if body.stream:
@@ -103,7 +125,7 @@ class Server:
                 call.close()
                 self._tell(told, jobs)
 
-            events = self._events(call, objects, include, until, told)
+            events = self._events(call, objects, figures, until, told)
             return EventStream(events, close, self.config.request_timeout + GRACE)
         try:
             return await self._whole(request, call, objects, until, told)
@@ -146,7 +168,7 @@ class Server:
         return pieces
 
     async def _events(
-        self, call: Call, style: Style, figures: bool, until: float, told: dict[str, Any]
+        self, call: Call, style: Style, figures: StreamOptions, until: float, told: dict[str, Any]
     ) -> AsyncIterator[bytes]:
         """What a stream consists of; an error before the first event is raised, a later one is an event."""
         fresh = {job.index for job in call.jobs}
@@ -155,18 +177,19 @@ class Server:
                 async for piece in self._read(call):
                     if self.config.log_prompts:
                         told["reply"] = told.get("reply", "") + piece.text
-                    yield event(style.chunk(piece, piece.index in fresh))
+                    now = usage(call.jobs) if figures.continuous_usage_stats else None
+                    for data in style.stream(piece, piece.index in fresh, now):
+                        yield data
                     fresh.discard(piece.index)
-            if figures:
-                yield event(style.figures(usage(call.jobs)))
-            yield DONE
+            for data in style.end(usage(call.jobs), figures.include_usage):
+                yield data
         except Exception as error:
             found = self._too_late() if isinstance(error, TimeoutError) else api_error(error)
             if found.status == 500:
                 failure(logger, "a request ended by an error", error, prompts=self.config.log_prompts)
             if len(fresh) == len(call.jobs):
                 raise found from error
-            yield event(found.body)
+            yield style.failure(found)
 
     def _too_late(self) -> ApiError:
         # The client is not to try again by itself: that would take as long.
@@ -244,6 +267,35 @@ def make_app(server: Server) -> FastAPI:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Reply to messages."""
         return await server.answer(request, body, server.bodies.chat, ChatStyle)
+
+    @app.post("/v1/responses", responses=REPLIES)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Reply to items."""
+        style = functools.partial(ResponsesStyle, asked=body)
+        return await server.answer(request, body.chat(), server.bodies.chat, style)
+
+    @app.post("/v1/messages", responses=REPLIES)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Reply to messages in Anthropic's form."""
+        return await server.answer(request, body.chat(), server.bodies.chat, MessagesStyle)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountRequest) -> dict[str, int]:
+        """How many tokens such messages are."""
+        (job,) = await server.read(server.bodies.chat, body.chat())
+        return {"input_tokens": len(job.prompt)}
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """The tokens of a prompt, or of messages."""
+        tokens = await server.read(server.bodies.tokenize, body)
+        named = [server.names(token)[0] for token in tokens] if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": server.llm.max_context, "tokens": tokens, "token_strs": named}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """The text of tokens."""
+        return {"prompt": await server.read(server.bodies.detokenize, body)}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -21,7 +21,17 @@ from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.processors import Penalties
-from sakiyomi.server.schema import Ask, ChatRequest, CompletionRequest, FunctionTool, Message, NamedChoice, ToolCall
+from sakiyomi.server.schema import (
+    Ask,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    FunctionTool,
+    Message,
+    NamedChoice,
+    TokenizeRequest,
+    ToolCall,
+)
 from sakiyomi.server.tools import ToolFormat, tool_format
 
 if TYPE_CHECKING:
@@ -84,14 +94,20 @@ class BodyReader:
         single = isinstance(prompt, str) or isinstance(prompt[0], int)
         prompts = [prompt] if single else prompt
         self._check_count(len(prompts) * (body.n or 1))
+        if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+            raise bad_request("max_tokens is 0, which needs echo or prompt_logprobs; ask for a token", "max_tokens")
         jobs: list[Job] = []
         for i, text in enumerate(prompts):
             tokens = self._tokens(text, "prompt")
             limit = self._limit(tokens, body.max_tokens, "max_tokens", "prompt")
-            jobs += self._jobs(body, tokens, limit, body.logprobs, i, self._format(body))
-        for index, job in enumerate(jobs):
-            job.index = index
+            echo = self._echo(text) if body.echo else None
+            for job in self._jobs(body, tokens, limit, body.logprobs, i, self._format(body)):
+                job.index, job.echo, job.unwritten = len(jobs), echo, body.max_tokens == 0
+                jobs.append(job)
         return jobs
+
+    def _echo(self, prompt: Any) -> str:
+        return prompt if isinstance(prompt, str) else str(self._llm.tokenizer.decode(prompt))
 
     def chat(self, body: ChatRequest) -> list[Job]:
         """Jobs of a request for replies, one for each of its n.
@@ -118,6 +134,36 @@ class BodyReader:
             job.index, job.tools = index, form
         return jobs
 
+    def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Tokens of a prompt, or of messages up to where a reply begins.
+
+        Raises:
+            ApiError: there is neither of them, or both.
+        """
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give a prompt, or messages: one of them", "prompt")
+        if body.messages is not None:
+            if body.add_special_tokens is not None:
+                raise bad_request("the chat template adds what it needs; leave it out", "add_special_tokens")
+            with _blaming("messages"):
+                return self._dialogue.read([_plain(message, i) for i, message in enumerate(body.messages)])
+        with _blaming("prompt"):
+            self._check_length(body.prompt, "prompt")
+            special = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
+            return list(self._llm.tokenizer(body.prompt, **special)["input_ids"])
+
+    def detokenize(self, body: DetokenizeRequest) -> str:
+        """Text of tokens.
+
+        Raises:
+            ApiError: a token is not in the vocabulary.
+        """
+        self._check_model(body.model)
+        if wrong := [token for token in body.tokens if token >= self._llm.vocab_size]:
+            raise bad_request(f"tokens has {wrong[0]}; the vocabulary has {self._llm.vocab_size} tokens", "tokens")
+        return str(self._llm.tokenizer.decode(body.tokens))
+
     @property
     def has_template(self) -> bool:
         """Whether messages become a prompt by a chat template; otherwise they are one text that goes on."""
@@ -125,14 +171,17 @@ class BodyReader:
 
     # ------------------------------------------------------------ parts
 
-    def _check(self, body: Ask) -> None:
-        if body.model != self.name:
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
             raise ApiError(
                 404,
-                f"there is no model {body.model!r:.80}; this server has {self.name!r}",
+                f"there is no model {name!r:.80}; this server has {self.name!r}",
                 param="model",
                 code="model_not_found",
             )
+
+    def _check(self, body: Ask) -> None:
+        self._check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
         if wrong := [token for token in body.stop_token_ids if token >= self._llm.vocab_size]:
@@ -153,6 +202,11 @@ class BodyReader:
             raise bad_request(f"{count} samples in one request; this server allows {self._config.max_n}", "n")
 
     def _tokens(self, prompt: Any, field: str) -> list[int]:
+        self._check_length(prompt, field)
+        with _blaming(field):
+            return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
+
+    def _check_length(self, prompt: Any, field: str) -> None:
         # Before it is tokenized, or copied: that takes time, and what is refused is to take none.
         most = self._llm.max_context * (self._longest if isinstance(prompt, str) else 1)
         if len(prompt) > most:
@@ -163,8 +217,6 @@ class BodyReader:
                 field,
                 code="context_length_exceeded",
             )
-        with _blaming(field):
-            return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
 
     def _limit(self, tokens: Sequence[int], asked: int | None, field: str, source: str) -> int:
         """New tokens at most."""
@@ -182,7 +234,7 @@ class BodyReader:
                 field,
                 code="context_length_exceeded",
             )
-        return room if asked is None else asked
+        return room if asked is None else max(asked, 1)
 
     def _jobs(
         self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int, matcher: LLMatcher | None
@@ -267,6 +319,7 @@ class BodyReader:
             logit_bias=_biases(body.logit_bias, self._llm.vocab_size),
             logits_processors=processors,  # type: ignore[arg-type]
             logprobs=logprobs,
+            prompt_logprobs=_of_prompt(body),
             **body.model_dump(include=AS_THEY_ARE),
             **body.speculation.model_dump(exclude={"drafter"}),
         )
@@ -281,6 +334,14 @@ def _blaming(field: str | None, others: Collection[str] = ()) -> Iterator[None]:
         name = error.message.split()[0]
         param = name if name in others else field
         raise bad_request(error.message, param) from None
+
+
+def _of_prompt(body: Ask) -> int | None:
+    """How many tokens are wanted at each place of the prompt; None: it is not scored."""
+    asked = [body.prompt_logprobs]
+    if isinstance(body, CompletionRequest) and body.echo:
+        asked.append(body.logprobs)
+    return max((count for count in asked if count is not None), default=None)
 
 
 def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:

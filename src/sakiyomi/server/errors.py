@@ -149,7 +149,6 @@ def _cut(value: Any) -> str:
 
 ELSEWHERE = {
     "/v1/embeddings": "this server generates text and has no embeddings",
-    "/v1/responses": "this server has /v1/chat/completions",
     "/api/": "that is Ollama's API; this server has OpenAI's, with /v1/chat/completions",
     "/completion": "that is llama.cpp's API; this server has /v1/completions",
 }

@@ -26,7 +26,7 @@ logger = logging.getLogger("sakiyomi.server")
 BODY_SECONDS = 60.0  # a body that has not come by then is not waited for
 LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 26  # how long, and how far, a body that is refused is read on
 REFUSALS, REFUSAL_PAUSE = 10, 0.5  # refusals of a client in a second, beyond which each waits so many seconds
-GUARDED = ("/v1/", "/metrics")
+GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize")
 
 
 class Gate:
@@ -102,6 +102,8 @@ class Gate:
         if not self._keys or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
+        if "x-api-key" in headers:  # as Anthropic's clients have it
+            kind, given = "bearer", headers["x-api-key"]
         # All of them in full, in constant time: how long it takes says nothing of the keys.
         right = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         if not any(right) or kind.lower() != "bearer":

@@ -51,6 +51,8 @@ class Job:
         over: it was cancelled.
         reason: why it ended, as metrics and the log have it; "" before that.
         tools: how calls are written in its text; None: there are none.
+        echo: what comes before its text in the reply: the prompt.
+        unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
     """
 
     prompt: list[int]
@@ -69,6 +71,8 @@ class Job:
     over: bool = False
     reason: str = ""
     tools: ToolFormat | None = None
+    echo: str | None = None
+    unwritten: bool = False
 
     @property
     def state(self) -> JobState:

@@ -9,13 +9,15 @@ import itertools
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sakiyomi.core.outputs import Stats, TokenTrace
+from sakiyomi.core.outputs import PromptToken, Stats, TokenTrace
 from sakiyomi.core.text import TextStream
+from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Event, Job
+from sakiyomi.server.stream import DONE, event
 from sakiyomi.server.tokens import TokenNames
 from sakiyomi.server.tools import ToolReader, shown
 
@@ -34,6 +36,9 @@ class Piece:
     finish_reason: str | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
+    stop: str | None = None
+    echo: str | None = None
+    prompt: list[PromptToken] = field(default_factory=list)
 
     def add(self, other: Piece) -> None:
         """Go on with the next one."""
@@ -41,7 +46,9 @@ class Piece:
         self.tokens += other.tokens
         self.calls += other.calls
         self.trace += other.trace
-        self.finish_reason = other.finish_reason
+        self.finish_reason, self.stop = other.finish_reason, other.stop
+        self.echo = other.echo if self.echo is None else self.echo
+        self.prompt = self.prompt or other.prompt
 
 
 class Sample:
@@ -55,6 +62,7 @@ class Sample:
 
     def __init__(self, job: Job, names: TokenNames, tokenizer: Any) -> None:
         self._job, self._names = job, names
+        self._begun = False
         self._texts = TextStream(tokenizer, job.params.stop) if job.traced else None
         self._tools = ToolReader(job.tools) if job.tools is not None else None
         # Marks of calls that are special tokens are in no usual text.
@@ -65,6 +73,14 @@ class Sample:
         """One step."""
         step = event.step
         piece = Piece(self._job.index, step.text, list(step.trace), step.finish_reason)
+        if not self._begun:
+            self._begun, piece.echo = True, self._job.echo
+            piece.prompt = [] if self._job.request is None else self._job.request.prompt_logprobs
+        if step.finish_reason is not None and self._job.request is not None:
+            piece.stop = self._job.request.text.matched
+        if self._job.unwritten:
+            piece.text, piece.tokens, piece.finish_reason = "", [], "length"
+            return piece
         if self._tools is not None:
             text, over = step.text, step.finish_reason is not None
             if (marked := self._marked) is not None:
@@ -104,28 +120,68 @@ class Style(ABC):
     Args:
         model: as clients call it.
         names: texts of tokens.
-        logprobs, traced, usage: what the objects have besides text.
+        logprobs, prompt_logprobs, traced: what a choice has besides text.
+        usage: that chunks have a field for it.
     """
 
-    prefix, whole_name, chunk_name = "", "", ""
+    prefix = ""
 
-    def __init__(self, model: str, names: TokenNames, *, logprobs: bool, traced: bool, usage: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        names: TokenNames,
+        *,
+        logprobs: bool,
+        prompt_logprobs: bool = False,
+        traced: bool = False,
+        usage: bool = False,
+    ) -> None:
         self._names, self._logprobs, self._traced, self._usage = names, logprobs, traced, usage
+        self._prompt_logprobs = prompt_logprobs
         self._head = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
 
-    def chunk(self, piece: Piece, first: bool) -> dict[str, Any]:
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
+        """The reply at once."""
+
+    @abstractmethod
+    def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
+        """The events of a step, the first one of its choice or a later one; with figures so far if they are wanted."""
+
+    @abstractmethod
+    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+        """The last events of a stream; ``told``: the figures are wanted."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """What ends a stream that has begun."""
+        return event(error.body)
+
+
+class ChoiceStyle(Style):
+    """Objects that have a list of choices: those of completions."""
+
+    whole_name, chunk_name = "", ""
+
+    def chunk(self, piece: Piece, first: bool, figures: dict[str, Any] | None = None) -> dict[str, Any]:
         """An event of a stream; the first one of a choice says who speaks."""
         choice = self._choice(piece) | self._delta(piece, first)
-        return {**self._head, "object": self.chunk_name, "choices": [choice]} | ({"usage": None} if self._usage else {})
+        usage = {"usage": figures} if self._usage else {}
+        return {**self._head, "object": self.chunk_name, "choices": [choice]} | usage
 
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
         """The reply at once."""
         choices = [self._choice(piece) | self._body(piece) for piece in pieces]
         return {**self._head, "object": self.whole_name, "choices": choices, "usage": figures}
 
-    def figures(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """The last event of a stream, which has the figures alone."""
-        return {**self._head, "object": self.chunk_name, "choices": [], "usage": figures}
+    def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
+        """The events of a step; ``figures`` so far, if they are wanted in every event."""
+        yield event(self.chunk(piece, first, figures))
+
+    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+        """The last events of a stream; ``told``: one has the figures alone."""
+        if told:
+            yield event({**self._head, "object": self.chunk_name, "choices": [], "usage": figures})
+        yield DONE
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         found: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
@@ -133,7 +189,20 @@ class Style(ABC):
             found["logprobs"] = self._chances(piece)
         if self._traced:
             found["trace"] = piece.trace
+        if self._prompt_logprobs and piece.prompt:
+            found["prompt_logprobs"] = list(map(self._prompt_token, piece.prompt))
         return found
+
+    def _prompt_token(self, token: PromptToken) -> dict[str, Any] | None:
+        """By the token's id, that of the prompt first, as vLLM has it."""
+        if token.logprob is None:
+            return None
+        ranked = [(other, rank, value) for rank, (other, value) in enumerate(token.top_logprobs, 1)]
+        every = [(token.token_id, token.rank, token.logprob), *ranked]
+        return {
+            str(other): {"logprob": _finite(value), "rank": rank, "decoded_token": self._names(other)[0]}
+            for other, rank, value in reversed(every)
+        }
 
     @abstractmethod
     def _delta(self, piece: Piece, first: bool) -> dict[str, Any]: ...
@@ -145,7 +214,7 @@ class Style(ABC):
     def _chances(self, piece: Piece) -> dict[str, Any]: ...
 
 
-class CompletionStyle(Style):
+class CompletionStyle(ChoiceStyle):
     """Of ``/v1/completions``."""
 
     prefix, whole_name, chunk_name = "cmpl-", "text_completion", "text_completion"
@@ -155,20 +224,24 @@ class CompletionStyle(Style):
         self._given: dict[int, int] = {}  # characters of each choice
 
     def _delta(self, piece: Piece, first: bool) -> dict[str, Any]:
-        return {"text": piece.text}
+        return self._body(piece)
 
     def _body(self, piece: Piece) -> dict[str, Any]:
-        return {"text": piece.text}
+        return {"text": (piece.echo or "") + piece.text}
 
     def _chances(self, piece: Piece) -> dict[str, Any]:
-        texts = [self._names(entry.token_id)[0] for entry in piece.tokens]
+        entries: list[PromptToken | TokenTrace] = [*(piece.prompt if piece.echo is not None else ()), *piece.tokens]
+        texts = [self._names(entry.token_id)[0] for entry in entries]
         offsets = list(itertools.accumulate(map(len, texts), initial=self._given.get(piece.index, 0)))
         self._given[piece.index] = offsets.pop()
         return {
-            "tokens": [self._name(entry.token_id) for entry in piece.tokens],
-            "token_logprobs": [_finite(entry.logprob) for entry in piece.tokens],
+            "tokens": [self._name(entry.token_id) for entry in entries],
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": [
-                {self._name(token): _finite(value) for token, value in entry.top_logprobs} for entry in piece.tokens
+                None
+                if entry.logprob is None
+                else {self._name(token): _finite(value) for token, value in entry.top_logprobs}
+                for entry in entries
             ],
             "text_offset": offsets,
         }
@@ -179,10 +252,16 @@ class CompletionStyle(Style):
         return "bytes:" + "".join(f"\\x{value:02x}" for value in data) if "\ufffd" in text else text
 
 
-class ChatStyle(Style):
+class ChatStyle(ChoiceStyle):
     """Of ``/v1/chat/completions``."""
 
     prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
+        """The reply at once; the prompt, which its choices share, is beside them, as in vLLM."""
+        found = super().whole(pieces, figures)
+        scored = [choice.pop("prompt_logprobs", None) for choice in found["choices"]]
+        return found | ({"prompt_logprobs": scored[0]} if self._prompt_logprobs else {})
 
     def _delta(self, piece: Piece, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
@@ -213,21 +292,22 @@ class ChatStyle(Style):
         return {"token": text, "logprob": _finite(value), "bytes": list(data)}
 
 
-def usage(jobs: Iterable[Job]) -> dict[str, Any]:
+def usage(jobs: Sequence[Job]) -> dict[str, Any]:
     """Figures of a request: OpenAI's counts, and under ``speculation`` what speculation did.
 
     ``accepted_prediction_tokens`` are the drafted tokens that were kept, ``rejected_prediction_tokens`` the others.
     """
     requests = [(job.prompt, job.request) for job in jobs if job.request is not None]
     stats = Stats.total(request.stats for _, request in requests)
+    written = 0 if any(job.unwritten for job in jobs) else stats.tokens
     asked = sum({id(job.prompt): len(job.prompt) for job in jobs}.values())
     had: dict[int, int] = {}  # of a prompt, which counts once, by the sample that has read it for the others
     for prompt, request in requests:
         had[id(prompt)] = min(request.stats.reused, had.get(id(prompt), len(prompt)))
     return {
         "prompt_tokens": asked,
-        "completion_tokens": stats.tokens,
-        "total_tokens": asked + stats.tokens,
+        "completion_tokens": written,
+        "total_tokens": asked + written,
         "prompt_tokens_details": {"cached_tokens": sum(had.values())},
         "completion_tokens_details": {
             "accepted_prediction_tokens": stats.accepted,

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 __all__ = [
     "Ask",
     "ChatRequest",
     "CompletionRequest",
+    "Count",
+    "DetokenizeRequest",
     "FunctionTool",
     "Message",
     "NamedChoice",
     "ResponseFormat",
     "Speculation",
+    "StreamOptions",
+    "Strict",
+    "TokenizeRequest",
+    "chat_request",
 ]
 
 
@@ -65,9 +72,10 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """``include_usage``: a last event with the figures."""
+    """``include_usage``: a last event with the figures; ``continuous_usage_stats``: in every event those so far."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Speculation(Strict):
@@ -103,7 +111,7 @@ class ResponseFormat(Strict):
 class Ask(Strict):
     """What both kinds of request share."""
 
-    model: str
+    model: str | None = Field(None, description="The server's own, if it is given.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = 1
@@ -126,18 +134,54 @@ class Ask(Strict):
     kv_budget: int | str | None = Field(
         None, description="Must equal the server's own, which is fixed when the model is loaded."
     )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = Field(
+        None, description="As in vLLM: how likely the prompt's tokens were, with so many others at each place."
+    )
+    # What other servers take and what cannot change the text.
+    request_id: str | None = Field(None, max_length=512)
+    metadata: dict[str, Any] | None = None
+    priority: int | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # What other servers take, as it is here.
+    skip_special_tokens: Literal[True] = True
+    spaces_between_special_tokens: Literal[True] = True
+    include_stop_str_in_output: Literal[False] = False
+    return_tokens_as_token_ids: Literal[False] | None = False
+    use_beam_search: Literal[False] = False
+    min_tokens: Literal[0] = 0
     trace: bool = Field(
         False, description="Return the source of every token and the draft tree of every round with the text."
     )
+
+
+def chat_request(values: dict[str, Any]) -> ChatRequest:
+    """A body of ``/v1/chat/completions`` from values of another interface.
+
+    Raises:
+        RequestValidationError: it is none.
+    """
+    try:
+        return ChatRequest.model_validate(values)
+    except ValidationError as error:
+        places = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(places, body=values) from None
 
 
 class CompletionRequest(Ask):
     """Body of ``/v1/completions``."""
 
     prompt: Prompt
-    max_tokens: Count | None = 16
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = Field(
+        16, description="0: nothing is written; with echo and logprobs the prompt is scored."
+    )
     logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
-    echo: Literal[False] | None = False
+    echo: bool | None = Field(False, description="The prompt, too, with its log probabilities if they are asked for.")
+    add_special_tokens: Literal[True] = True
+    suffix: None = None
+    best_of: Literal[1] | None = None
 
 
 class TextPart(Strict):
@@ -174,6 +218,23 @@ class Message(Strict):
     annotations: None = None
     audio: None = None
     function_call: None = None
+
+
+class TokenizeRequest(Strict):
+    """Body of ``/tokenize``, as vLLM has it: a prompt, or messages, which become one by the chat template."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = Field(None, description="Of a prompt, by default as in /v1/completions.")
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """Body of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_ids)]
 
 
 class Function(Strict):
@@ -213,6 +274,10 @@ class ChatRequest(Ask):
     max_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    echo: Literal[False] = False
+    add_special_tokens: Literal[False] = False
+    add_generation_prompt: Literal[True] = True
+    continue_final_message: Literal[False] = False
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = True

@@ -16,9 +16,10 @@ DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def event(value: dict[str, Any]) -> bytes:
-    """One event."""
-    return f"data: {_encode(value)}\n\n".encode()
+def event(value: dict[str, Any], name: str | None = None) -> bytes:
+    """One event, which may have a name."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {_encode(value)}\n\n".encode()
 
 
 async def gone(receive: Receive) -> None:

@@ -142,23 +142,18 @@ def read_recording(
         whole: loads the transformers model, for what wants its modules.
         fits: see ``load_model``.
     """
-    own = place_of(folder, dtype, quantize)
-    if own.is_file():
-        place, key_of = own, recording_key
-    else:
-        if quantize or not folder.is_relative_to(EMBEDDED_ROOT):
-            return None
+    places = {place_of(folder, dtype, quantize): recording_key}
+    if quantize is None and folder.is_relative_to(EMBEDDED_ROOT):
         stored = read_checkpoint(folder).dtype if dtype is None else dtype_name(dtype)
-        place, key_of = folder / SHIPPED.format(stored), shipped_key
-        if not place.is_file():
-            return None
-    if built() is None or native() is None:
+        places[folder / SHIPPED.format(stored)] = shipped_key
+    if not any(place.is_file() for place in places) or built() is None or native() is None:
         return None
     try:
-        about = json.loads(read_header(place).metadata["about"])
         checkpoint = read_checkpoint(folder)
-        if about["key"] != key_of(folder, checkpoint):
+        found = _first_current(places, folder, checkpoint)
+        if found is None:
             return None
+        place, about = found
         about["config"]["_name_or_path"] = about["tokenizer"]["name_or_path"] = str(folder)
         scripts = {name: tensor.numpy().tobytes() for name, tensor in load_tensors(place).items()}
         tokenizer = _tokenizer(folder, about["tokenizer"], scripts.pop(TOKENIZER, None))
@@ -169,10 +164,22 @@ def read_recording(
     except Exception as error:  # whatever it is, loading the model itself will say it in its own words
         logger.info("%s: the recording is not used: %s", folder, one_line(error))
         with suppress(OSError):
-            own.unlink()
+            place_of(folder, dtype, quantize).unlink()
         return None
     weights = {name: source(name, getattr(torch, about["dtype"])) for name in about["weights"]}
     return assemble(about, scripts, weights, layers, functools.partial(_filled, whole)), prepared, tokenizer
+
+
+def _first_current(
+    places: Mapping[Path, Callable[[Path, Checkpoint], str]], folder: Path, checkpoint: Checkpoint
+) -> tuple[Path, dict[str, Any]] | None:
+    """The first of these files that is of the model as it is now, and what it says of it; None where none is."""
+    for place, key_of in places.items():
+        if place.is_file():
+            about: dict[str, Any] = json.loads(read_header(place).metadata["about"])
+            if about["key"] == key_of(folder, checkpoint):
+                return place, about
+    return None
 
 
 def _tokenizer(folder: Path, known: Mapping[str, Any], backend: bytes | None) -> RecordedTokenizer:

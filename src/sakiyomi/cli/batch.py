@@ -1,0 +1,115 @@
+"""``sakiyomi batch``: a file of requests, answered."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from sakiyomi.cli.common import JsonOption, load, server_packages
+from sakiyomi.cli.output import note, say
+from sakiyomi.core.checks import at_least
+from sakiyomi.core.progress import progress
+from sakiyomi.engine.config import LLMConfig
+
+if TYPE_CHECKING:
+    from sakiyomi.scale.batch import BatchFile, BatchProgress
+
+__all__ = ["batch", "run_batch"]
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Which requests.
+
+    Attributes:
+        input: requests in OpenAI's batch format, a JSON object a line with custom_id, url (/v1/chat/completions or
+            /v1/completions) and body.
+        output: where the replies go, in the order of the requests.
+        piece: requests that are written together; what was not when a run ends early is answered again.
+        served_name: model name in the requests; by default the target's name.
+    """
+
+    input: str = field(metadata={"argument": "IN.jsonl"})
+    output: str = field(metadata={"argument": "OUT.jsonl"})
+    piece: int = 32
+    served_name: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, piece=1)
+
+
+@dataclass(frozen=True)
+class RunBatchOptions:
+    """The same, as vLLM has it.
+
+    Attributes:
+        input_file: see `sakiyomi batch`.
+        output_file: see `sakiyomi batch`.
+    """
+
+    input_file: str = field(metadata={"short": "-i"})
+    output_file: str = field(metadata={"short": "-o"})
+
+
+def batch(options: BatchOptions, model: LLMConfig, output: JsonOption) -> None:
+    """Answer a file of requests in OpenAI's batch format.
+
+    Replies have the order of the requests, each exactly once. A run that was interrupted or killed goes on where it was
+    when the same command is given again. Exit code 1 if a request failed: its line says why. Requests that sample get a
+    seed from their custom_id, unless they bring one, so that a text does not depend on when it is written.
+    """
+    with server_packages():
+        from sakiyomi.scale.batch import BatchFile
+    settings = {**dataclasses.asdict(model), "served_name": options.served_name}
+    work = BatchFile(Path(options.input), Path(options.output), settings, options.piece)
+    with work.lock():
+        found = work.begin()
+        began = time.perf_counter()
+        if found.answered:
+            note(f"{found.answered} of {found.lines} requests were answered before")
+        if work.missing():
+            _run(work, model, found, options.served_name)
+        work.join()
+    seconds = time.perf_counter() - began
+    speed = f", {found.completion_tokens / seconds:.0f} tokens/s" if found.completion_tokens else ""
+    say(f"{work.out}: {found.lines} replies, {found.failed} of them errors{speed}")
+    output.emit({"output": str(work.out), **dataclasses.asdict(found), "seconds": seconds})
+    if found.failed:
+        raise typer.Exit(1)
+
+
+def run_batch(options: RunBatchOptions, model: LLMConfig, output: JsonOption) -> None:
+    """Answer a file of requests; `sakiyomi batch` with the flags of vLLM's run-batch."""
+    batch(BatchOptions(options.input_file, options.output_file), model, output)
+
+
+def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, name: str | None) -> None:
+    """Answer what is missing, and say how far it is."""
+    from sakiyomi.scale.batch import answer_missing
+    from sakiyomi.scale.in_process import InProcessServer
+
+    llm = load(model)
+    llm.record()
+    began = time.perf_counter()
+
+    with progress(f"answering {found.lines} requests") as shown:
+
+        def tell(now: BatchProgress) -> None:
+            speed = now.completion_tokens / (time.perf_counter() - began)
+            shown.update(f"{now.answered} of {now.lines} requests, {now.failed} errors, {speed:.0f} tokens/s")
+
+        async def answer() -> None:
+            async with InProcessServer(llm, name) as server:
+                await answer_missing(work, server, found, tell)
+
+        try:
+            asyncio.run(answer())
+        except KeyboardInterrupt:
+            note(f"{found.answered} of {found.lines} requests are answered; the same command goes on from there")
+            raise

@@ -1,0 +1,341 @@
+"""A file of requests, answered in pieces, each whole or not there.
+
+Input and output have OpenAI's batch format: a line is ``{"custom_id", "method", "url", "body"}``, and the reply to it
+``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``. The input is cut into pieces of so
+many lines. A piece is written under its number into a folder beside the output, under another name first: one that is
+answered twice is there once, a run that was killed is gone on with by answering what is missing, and the output has the
+order of the input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from sakiyomi.core.digests import file_digest
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.files import whole_file
+from sakiyomi.core.version import __version__
+
+__all__ = ["BatchFile", "BatchProgress", "Endpoint", "Piece", "answer_missing"]
+
+ABOUT = "about.json"
+LOCK = "lock"
+IN_FLIGHT = 2  # pieces at a time, so that the end of one does not leave the engine's batch half empty
+URLS = ("/v1/chat/completions", "/v1/completions")
+
+
+class Endpoint(Protocol):
+    """Who answers: ``InProcessServer``, or what stands for one."""
+
+    async def post(self, path: str, body: Any, client: str) -> tuple[int, Any]:
+        """Status and object of the reply to a body."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some lines of the input.
+
+    Attributes:
+        number: of the piece, from 0.
+        line: number of its first line, from 1.
+        start, size: where it is in the file, in bytes.
+        lines: how many of them are requests; others are empty.
+    """
+
+    number: int
+    line: int
+    start: int
+    size: int
+    lines: int
+
+
+@dataclass
+class BatchProgress:
+    """How far it is.
+
+    Attributes:
+        lines: all requests of the input.
+        answered: of them, so far, with those of earlier runs.
+        failed: of these, with an error instead of a text.
+        prompt_tokens, completion_tokens: that this run has read and written.
+    """
+
+    lines: int
+    answered: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, replies: Sequence[Mapping[str, Any]]) -> None:
+        """Count the replies of a piece."""
+        self.answered += len(replies)
+        self.failed += sum(map(_has_failed, replies))
+
+    def count_tokens(self, replies: Sequence[Mapping[str, Any]]) -> None:
+        """Count what a piece of this run has read and written."""
+        for reply in replies:
+            usage = ((reply["response"] or {}).get("body") or {}).get("usage") or {}
+            self.prompt_tokens += usage.get("prompt_tokens", 0)
+            self.completion_tokens += usage.get("completion_tokens", 0)
+
+
+@dataclass
+class BatchFile:
+    """An input, its output, and the pieces between them.
+
+    Args:
+        source: the input.
+        out: the output.
+        settings: of the model; a run that goes on must have those that it began with.
+        piece_lines: requests in a piece.
+
+    Raises:
+        LoadError: the input cannot be read.
+        InputError: the output is there already, or its pieces are of another input or other settings.
+    """
+
+    source: Path
+    out: Path
+    settings: Mapping[str, Any]
+    piece_lines: int = 32
+    pieces: list[Piece] = field(init=False)
+    twice: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        try:
+            self.pieces, self.twice = _scan(self.source, self.piece_lines)
+        except OSError as error:
+            raise LoadError(f"cannot read {self.source}: {error.strerror or error}") from None
+        if not self.pieces:
+            raise InputError(
+                f"{self.source} has no requests; expected a JSON object with custom_id, url and body a line"
+            )
+        if self.out.exists() and not self.folder.exists():
+            raise InputError(f"{self.out} is there already; choose another output, or remove it")
+        self._compare()
+
+    @property
+    def folder(self) -> Path:
+        """Where the pieces are until all of them are there."""
+        return self.out.with_name(self.out.name + ".parts")
+
+    def path(self, piece: Piece) -> Path:
+        """Of a piece's replies."""
+        return self.folder / f"{piece.number:08d}.jsonl"
+
+    def missing(self) -> list[Piece]:
+        """Pieces that are still to be answered."""
+        return [piece for piece in self.pieces if not self.path(piece).exists()]
+
+    def begin(self) -> BatchProgress:
+        """Have the folder there, and count what earlier runs have left in it."""
+        if not (self.folder / ABOUT).exists():
+            with whole_file(self.folder / ABOUT, "choose another output") as fresh:
+                fresh.write_text(json.dumps(self._about(), indent=1), encoding="utf-8")
+        progress = BatchProgress(sum(piece.lines for piece in self.pieces))
+        for piece in self.pieces:
+            with contextlib.suppress(FileNotFoundError):
+                progress.add([json.loads(line) for line in self.path(piece).read_bytes().splitlines()])
+        return progress
+
+    def read(self, piece: Piece) -> Iterator[tuple[int, bytes]]:
+        """Its requests, each with the number of its line."""
+        with self.source.open("rb") as file:
+            file.seek(piece.start)
+            lines = file.read(piece.size).split(b"\n")
+        return ((piece.line + i, line) for i, line in enumerate(lines) if line.strip())
+
+    def write(self, piece: Piece, replies: Sequence[Mapping[str, Any]]) -> None:
+        """Put the replies to a piece under its number."""
+        with (
+            whole_file(self.path(piece), "make room, and run the same command again") as fresh,
+            fresh.open("wb") as file,
+        ):
+            file.writelines(json.dumps(reply, ensure_ascii=False).encode() + b"\n" for reply in replies)
+
+    def join(self) -> None:
+        """Make the output of the pieces, all of which are there, and remove them."""
+        with whole_file(self.out, "make room, and run the same command again") as fresh, fresh.open("wb") as file:
+            for piece in self.pieces:
+                with self.path(piece).open("rb") as part:
+                    shutil.copyfileobj(part, file)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other runs away from the pieces.
+
+        Raises:
+            InputError: one is there.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / LOCK).open("w") as handle:
+            with contextlib.suppress(ImportError):  # Windows has none
+                import fcntl
+
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    raise InputError(f"another run writes {self.out}; wait for it, or choose another output") from None
+            yield
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "input": file_digest(self.source),
+            "piece_lines": self.piece_lines,
+            "version": __version__,
+            **self.settings,
+        }
+
+    def _compare(self) -> None:
+        """Refuse to mix this run with one of something else."""
+        try:
+            before = json.loads((self.folder / ABOUT).read_bytes())
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            raise LoadError(f"cannot read {self.folder / ABOUT}: {error}; remove {self.folder} to begin anew") from None
+        now = json.loads(json.dumps(self._about()))
+        for name in dict.fromkeys([*before, *now]):
+            if before.get(name) != now.get(name):
+                what = "the input has changed" if name == "input" else (
+                    f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+                )  # fmt: skip
+                raise InputError(
+                    f"{self.folder} has pieces of another run: {what} since; go on with what it began with, or remove "
+                    "that folder to begin anew"
+                )
+
+
+def _scan(source: Path, piece_lines: int) -> tuple[list[Piece], dict[int, int]]:
+    """Where the pieces are, and lines whose custom_id an earlier line has, with that one."""
+    pieces: list[Piece] = []
+    seen: dict[bytes, int] = {}
+    twice: dict[int, int] = {}
+    start = end = lines = 0
+    first = 1
+    number = 0
+    with source.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            end += len(line)
+            if line.strip():
+                lines += 1
+                if (name := _name(line)) is not None:
+                    key = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+                    if (before := seen.setdefault(key, number)) != number:
+                        twice[number] = before
+            if lines == piece_lines:
+                pieces.append(Piece(len(pieces), first, start, end - start, lines))
+                start, first, lines = end, number + 1, 0
+    if lines:
+        pieces.append(Piece(len(pieces), first, start, end - start, lines))
+    return pieces, twice
+
+
+def _name(line: bytes) -> str | None:
+    try:
+        name = json.loads(line)["custom_id"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+# ---------------------------------------------------------------- answering
+
+
+async def answer_missing(
+    batch: BatchFile, endpoint: Endpoint, progress: BatchProgress, told: Callable[[BatchProgress], object]
+) -> None:
+    """Answer the pieces that are not there, some at a time.
+
+    Args:
+        batch: whose pieces they are.
+        endpoint: who answers.
+        progress: counts.
+        told: called after each piece.
+    """
+    free = asyncio.Semaphore(IN_FLIGHT)
+
+    async def answered(piece: Piece) -> None:
+        try:
+            replies = await asyncio.gather(
+                *(_answer(endpoint, number, line, batch.twice) for number, line in batch.read(piece))
+            )
+        finally:
+            free.release()
+        batch.write(piece, replies)
+        progress.add(replies)
+        progress.count_tokens(replies)
+        told(progress)
+
+    async with asyncio.TaskGroup() as group:
+        for piece in batch.missing():
+            await free.acquire()
+            group.create_task(answered(piece))
+
+
+async def _answer(endpoint: Endpoint, number: int, line: bytes, twice: Mapping[int, int]) -> dict[str, Any]:
+    """The reply to a line, or why there is none; never an exception."""
+    name = _name(line)
+    try:
+        if number in twice:
+            raise InputError(f"custom_id is {name!r}, as in line {twice[number]}; give each line its own")
+        url, body = _request(line)
+    except InputError as error:
+        return _reply(name, None, {"code": "invalid_line", "message": f"line {number}: {error.message}"})
+    assert name is not None
+    status, reply = await endpoint.post(url, seeded(name, body), f"line {number}")
+    return _reply(name, {"status_code": status, "request_id": _identity(name), "body": reply}, None)
+
+
+def _request(line: bytes) -> tuple[str, dict[str, Any]]:
+    """What a line asks for.
+
+    Raises:
+        InputError: it is no request.
+    """
+    try:
+        asked = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"it is no JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise InputError("it is no JSON object; expected custom_id, method, url and body")
+    for key, kind in (("custom_id", str), ("url", str), ("body", dict)):
+        if not isinstance(asked.get(key), kind):
+            found = repr(asked[key])[:80] if key in asked else "missing"
+            raise InputError(f"{key} is {found}; expected {'an object' if kind is dict else 'a text'}")
+    if asked["url"] not in URLS:
+        raise InputError(f"url is {asked['url']!r:.80}; it is {' or '.join(URLS)}")
+    if asked.get("method", "POST") != "POST":
+        raise InputError(f"method is {asked['method']!r:.80}; it is POST")
+    if asked["body"].get("stream"):
+        raise InputError("stream is on; a batch has whole replies: leave it out")
+    return asked["url"], asked["body"]
+
+
+def seeded(name: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The body with a seed of its name, if it draws and has none: its text is the same whenever it is written."""
+    if body.get("temperature") == 0 or body.get("seed") is not None:
+        return body
+    return body | {"seed": int.from_bytes(hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=6).digest())}
+
+
+def _identity(name: str) -> str:
+    return "batch_req_" + hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=12).hexdigest()
+
+
+def _reply(name: str | None, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> dict[str, Any]:
+    identity = None if name is None else _identity(name)
+    return {"id": identity, "custom_id": name, "response": response, "error": error}
+
+
+def _has_failed(reply: Mapping[str, Any]) -> bool:
+    return reply["error"] is not None or reply["response"]["status_code"] != 200

@@ -1,0 +1,319 @@
+"""OpenAI's newer interface, ``/v1/responses``: its items become messages, and a reply becomes items.
+
+A response is not stored here: what came before is sent again, or not at all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.replies import Piece, Style
+from sakiyomi.server.schema import ChatRequest, Count, Speculation, Strict, chat_request
+from sakiyomi.server.stream import event
+
+__all__ = ["ResponsesRequest", "ResponsesStyle"]
+
+
+class InputText(Strict):
+    """Text of a user, or what the model has written before."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class Item(Strict):
+    """Part of the input. What came out of a response may go in again, with all that clients write into it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(Item):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+
+
+class FunctionCall(Item):
+    """A call that the model made before."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutput(Item):
+    """What a function gave back."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+
+
+class ResponseTool(Strict):
+    """A function; there are no other tools."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseChoice(Strict):
+    """This function must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    """As ``response_format`` of chat completions."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    """``format``: what the text must keep to."""
+
+    format: TextFormat | None = None
+    verbosity: None = None
+
+
+class ResponsesRequest(Strict):
+    """Body of ``/v1/responses``."""
+
+    model: str | None = None
+    input: str | Annotated[list[InputMessage | FunctionCall | FunctionOutput], Field(min_length=1, max_length=4096)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    stream: bool | None = False
+    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseChoice | None = None
+    parallel_tool_calls: bool | None = True
+    text: TextOptions | None = None
+    user: str | None = Field(None, max_length=512)
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    background: Literal[False] | None = None
+    include: list[str] | None = None
+    previous_response_id: None = None
+    reasoning: dict[str, None] | None = None
+    speculation: Speculation = Speculation()
+
+    def chat(self) -> ChatRequest:
+        """The same as messages.
+
+        Raises:
+            ApiError: there is no such message.
+        """
+        given = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in given:
+            _add(messages, item)
+        values: dict[str, Any] = {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            **self.model_dump(include={"model", "temperature", "top_p", "stream", "parallel_tool_calls", "user"}),
+            "speculation": self.speculation.model_dump(),
+        }
+        if self.tools:
+            values["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+                for tool in self.tools
+            ]
+        choice = self.tool_choice
+        if choice is not None:
+            named = isinstance(choice, ResponseChoice)
+            values["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
+        if self.text is not None and (wanted := self.text.format) is not None:
+            values["response_format"] = {"type": wanted.type}
+            if wanted.type == "json_schema":
+                if wanted.schema_ is None:
+                    raise bad_request("the format json_schema needs a schema", "text.format.schema")
+                named_schema = {"name": wanted.name or "reply", "schema": wanted.schema_}
+                values["response_format"]["json_schema"] = named_schema
+        return chat_request(values)
+
+
+def _add(messages: list[dict[str, Any]], item: InputMessage | FunctionCall | FunctionOutput) -> None:
+    """Put an item behind the messages; calls stand in the message of the assistant that made them."""
+    if isinstance(item, FunctionOutput):
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+    elif isinstance(item, InputMessage):
+        messages.append({"role": item.role, "content": _text(item.content)})
+    else:
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _text(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class ResponsesStyle(Style):
+    """Objects and events of ``/v1/responses``: one item for the text, one for each call.
+
+    Args:
+        *args: of ``Style``.
+        asked: the body.
+        **options: of ``Style``.
+    """
+
+    prefix = "resp_"
+
+    def __init__(self, *args: Any, asked: ResponsesRequest, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._asked, self._number = asked, 0
+        self._item, self._so_far = "msg_" + secrets.token_hex(12), Piece(0)
+        self._text_at: int | None = None
+        self._items = 0  # that have begun
+
+    def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
+        """The response."""
+        (piece,) = pieces
+        output = [self._message(piece.text)] if piece.text or not piece.calls else []
+        return self._response(piece, output + list(map(_call, piece.calls)), figures)
+
+    def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
+        """What a step brings: text, and whole calls."""
+        if first:
+            for name in ("response.created", "response.in_progress"):
+                yield self._event(name, response=self._response(None, [], None))
+        self._so_far.add(piece)
+        if piece.text:
+            if self._text_at is None:
+                self._text_at, self._items = self._items, self._items + 1
+                item = self._message("") | {"status": "in_progress", "content": []}
+                yield self._event("response.output_item.added", output_index=self._text_at, item=item)
+                yield self._event("response.content_part.added", **self._at, part=_part(""))
+            yield self._event("response.output_text.delta", **self._at, delta=piece.text, logprobs=[])
+        for call in piece.calls:
+            item, at, self._items = _call(call), self._items, self._items + 1
+            empty = item | {"arguments": "", "status": "in_progress"}
+            yield self._event("response.output_item.added", output_index=at, item=empty)
+            named = {"item_id": item["id"], "output_index": at}
+            yield self._event("response.function_call_arguments.delta", **named, delta=item["arguments"])
+            yield self._event(
+                "response.function_call_arguments.done", **named, name=item["name"], arguments=item["arguments"]
+            )
+            yield self._event("response.output_item.done", output_index=at, item=item)
+
+    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+        """The text as a whole, and the response."""
+        text, calls = self._so_far.text, list(map(_call, self._so_far.calls))
+        output = calls
+        if self._text_at is not None:
+            message = self._message(text)
+            yield self._event("response.output_text.done", **self._at, text=text, logprobs=[])
+            yield self._event("response.content_part.done", **self._at, part=_part(text))
+            yield self._event("response.output_item.done", output_index=self._text_at, item=message)
+            output = [*calls[: self._text_at], message, *calls[self._text_at :]]
+        response = self._response(self._so_far, output, figures)
+        yield self._event("response." + response["status"], response=response)
+
+    def failure(self, error: ApiError) -> bytes:
+        """The event of an error."""
+        return self._event("error", **{name: error.body["error"][name] for name in ("message", "code", "param")})
+
+    @property
+    def _at(self) -> dict[str, Any]:
+        return {"item_id": self._item, "output_index": self._text_at, "content_index": 0}
+
+    def _event(self, kind: str, /, **values: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number - 1, **values}, kind)
+
+    def _message(self, text: str) -> dict[str, Any]:
+        return {
+            "id": self._item,
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [_part(text)],
+        }
+
+    def _response(
+        self, piece: Piece | None, output: list[dict[str, Any]], figures: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        asked, cut = self._asked, piece is not None and piece.finish_reason == "length"
+        tools = [tool.model_dump() for tool in asked.tools or ()]
+        choice = asked.tool_choice.model_dump() if isinstance(asked.tool_choice, ResponseChoice) else asked.tool_choice
+        return {
+            "id": self._head["id"],
+            "object": "response",
+            "created_at": self._head["created"],
+            "completed_at": None if piece is None else int(time.time()),
+            "status": "in_progress" if piece is None else "incomplete" if cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": self._head["model"],
+            "output": output,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": asked.temperature,
+            "text": {"format": {"type": "text"}} if asked.text is None else asked.text.model_dump(by_alias=True),
+            "tool_choice": choice or "auto",
+            "tools": tools,
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "usage": None if figures is None else _usage(figures),
+            "user": asked.user,
+        }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": "fc_" + call["id"],
+        "type": "function_call",
+        "status": "completed",
+        "call_id": call["id"],
+        **call["function"],
+    }
+
+
+def _usage(figures: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "input_tokens": figures["prompt_tokens"],
+        "input_tokens_details": figures["prompt_tokens_details"],
+        "output_tokens": figures["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": figures["total_tokens"],
+        "speculation": figures["speculation"],
+    }

@@ -1,0 +1,240 @@
+"""Files of requests: every line answered once, in order, whatever ends a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sakiyomi import InputError, SamplingParams
+from sakiyomi.cli import app
+from sakiyomi.core.errors import LoadError
+from sakiyomi.scale.batch import BatchFile, answer_missing, seeded
+from sakiyomi.scale.in_process import InProcessServer
+from server_toys import toy_llm
+
+BODY = {"prompt": "Once upon", "max_tokens": 3, "temperature": 0}
+
+
+class Echo:
+    """Answers with the prompt, and says how often it was asked."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.asked: list[str] = []
+        self._fails_at = fails_at
+
+    async def post(self, path: str, body: Any, client: str) -> tuple[int, Any]:
+        if len(self.asked) == self._fails_at:
+            raise KeyboardInterrupt
+        self.asked.append(body["prompt"])
+        await asyncio.sleep(random.random() * 1e-3)
+        return 200, {"text": body["prompt"], "usage": {"prompt_tokens": 2, "completion_tokens": 3}}
+
+
+def line(name: Any, **changed: Any) -> str:
+    return json.dumps(
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": BODY | {"prompt": f"{name}"}} | changed
+    )
+
+
+def written(folder: Path, lines: Sequence[str]) -> Path:
+    path = folder / "in.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def run(batch: BatchFile, endpoint: Echo) -> None:
+    with batch.lock():
+        progress = batch.begin()
+        asyncio.run(answer_missing(batch, endpoint, progress, lambda _: None))
+        assert progress.answered == progress.lines
+        batch.join()
+
+
+def replies(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+def test_every_line_is_answered_in_its_order(size: int, tmp_path: Path) -> None:
+    source = written(tmp_path, [line(f"request {i}") for i in range(20)] + ["", "  "])
+    batch = BatchFile(source, tmp_path / "out.jsonl", {}, size)
+    run(batch, Echo())
+    found = replies(batch.out)
+    assert [reply["custom_id"] for reply in found] == [f"request {i}" for i in range(20)]
+    assert [reply["response"]["body"]["text"] for reply in found] == [f"request {i}" for i in range(20)]
+    assert not batch.folder.exists()
+
+
+def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    source = written(tmp_path, [line(f"{i}") for i in range(40)])
+    asked: list[str] = []
+    for fails_at in (11, 4, 9, None):
+        endpoint = Echo(fails_at)
+        batch = BatchFile(source, tmp_path / "out.jsonl", {}, 4)
+        try:
+            run(batch, endpoint)
+        except KeyboardInterrupt:
+            assert not batch.out.exists()
+        there = 40 - sum(piece.lines for piece in batch.missing())
+        asked += endpoint.asked
+    assert there == 40 or batch.out.exists()
+    assert [reply["custom_id"] for reply in replies(batch.out)] == [f"{i}" for i in range(40)]
+    assert len(asked) < 40 + 3 * 2 * 4  # at most the pieces in flight were answered again
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "line 2: it is no JSON"),
+        ("[]", "it is no JSON object"),
+        (line(3), "custom_id is 3; expected a text"),
+        (json.dumps({"custom_id": "x", "body": {}}), "url is missing"),
+        (line("x", body="text"), "body is 'text'; expected an object"),
+        (line("x", url="/v1/embeddings"), "url is '/v1/embeddings'; it is /v1/chat/completions or /v1/completions"),
+        (line("x", method="GET"), "method is 'GET'; it is POST"),
+        (line("x", body=BODY | {"stream": True}), "stream is on"),
+        (line("first"), "custom_id is 'first', as in line 1"),
+        ("[" * 100_000, "it is no JSON"),
+        ("\ud800", "it is no JSON"),
+    ],
+)
+def test_a_wrong_line_costs_itself_alone(text: str, said: str, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    lines = [line("first"), text, line("last")]
+    source.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
+    batch = BatchFile(source, tmp_path / "out.jsonl", {})
+    endpoint = Echo()
+    run(batch, endpoint)
+    found = replies(batch.out)
+    assert sorted(endpoint.asked) == ["first", "last"]
+    assert found[1]["response"] is None and said in found[1]["error"]["message"]
+    assert found[1]["error"]["code"] == "invalid_line"
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(LoadError, match="No such file"):
+        BatchFile(tmp_path / "missing.jsonl", out, {})
+    with pytest.raises(InputError, match="has no requests"):
+        BatchFile(written(tmp_path, [""]), out, {})
+    source = written(tmp_path, [line("a"), line("b")])
+    first = BatchFile(source, out, {"target": "tales"}, 1)
+    with first.lock():
+        first.begin()
+        with (
+            pytest.raises(InputError, match="another run writes"),
+            BatchFile(source, out, {"target": "tales"}, 1).lock(),
+        ):
+            pass
+    with pytest.raises(InputError, match="target was 'tales' and is 'other'"):
+        BatchFile(source, out, {"target": "other"}, 1)
+    with pytest.raises(InputError, match="piece_lines was 1 and is 2"):
+        BatchFile(source, out, {"target": "tales"}, 2)
+    source.write_text(line("c"), encoding="utf-8")
+    with pytest.raises(InputError, match="the input has changed since"):
+        BatchFile(source, out, {"target": "tales"}, 1)
+    (first.folder / "about.json").write_text("{", encoding="utf-8")
+    with pytest.raises(LoadError, match="to begin anew"):
+        BatchFile(source, out, {"target": "tales"}, 1)
+    other = tmp_path / "there.jsonl"
+    other.write_text("mine", encoding="utf-8")
+    with pytest.raises(InputError, match="is there already"):
+        BatchFile(source, other, {})
+    assert other.read_text(encoding="utf-8") == "mine"
+
+
+def test_texts_are_those_of_the_engine(tmp_path: Path) -> None:
+    """Greedy and sampled, with a draft; the lines' company changes nothing."""
+    llm = toy_llm(dtype="float32")
+    prompts = [f"Number {i} of" for i in range(10)]
+    lines = [
+        line(f"{i}", body={"prompt": prompt, "max_tokens": 12, "temperature": i % 2, "ignore_eos": True})
+        for i, prompt in enumerate(prompts)
+    ]
+    batch = BatchFile(written(tmp_path, lines), tmp_path / "out.jsonl", {}, 4)
+
+    async def answer() -> None:
+        async with InProcessServer(llm) as server:
+            await answer_missing(batch, server, batch.begin(), lambda _: None)
+
+    asyncio.run(answer())
+    batch.join()
+    for i, (prompt, reply) in enumerate(zip(prompts, replies(batch.out), strict=True)):
+        assert reply["response"]["status_code"] == 200, reply
+        seed = seeded(f"{i}", {"temperature": i % 2}).get("seed")
+        params = SamplingParams(max_new_tokens=12, temperature=float(i % 2), ignore_eos=True, seed=seed)
+        assert reply["response"]["body"]["choices"][0]["text"] == llm.generate(prompt, params).text
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Errors of the API are those of the server, and make the exit code 1."""
+    lines = [line("good"), line("bad", body=BODY | {"max_tokens": -1})]
+    lines.append(line("chat", url="/v1/chat/completions", body={"messages": [], "model": "nobody"}))
+    source, out = written(tmp_path, lines), tmp_path / "out.jsonl"
+    found = CliRunner().invoke(app, ["run-batch", "-i", str(source), "-o", str(out), "--model", "tales", "--json"])
+    assert found.exit_code == 1, found.output
+    told = json.loads(found.stdout.splitlines()[-1])
+    assert (told["lines"], told["answered"], told["failed"], told["completion_tokens"]) == (3, 3, 2, 3)
+    good, bad, chat = replies(out)
+    assert good["response"]["body"]["usage"]["completion_tokens"] == 3 and good["error"] is None
+    assert bad["response"]["status_code"] == 400 and "max_tokens" in bad["response"]["body"]["error"]["message"]
+    assert chat["response"]["status_code"] in (400, 404)
+    again = CliRunner().invoke(app, ["batch", str(source), str(out)])
+    assert again.exit_code == 2 and "is there already" in again.output
+
+
+SLOW = """
+import asyncio, sys, time
+from pathlib import Path
+from sakiyomi.scale.batch import BatchFile, answer_missing
+
+class Slow:
+    async def post(self, path, body, client):
+        await asyncio.sleep(.004)
+        return 200, {"text": body["prompt"]}
+
+batch = BatchFile(Path(sys.argv[1]), Path(sys.argv[2]), {}, 2)
+with batch.lock():
+    asyncio.run(answer_missing(batch, Slow(), batch.begin(), lambda _: print(flush=True)))
+    batch.join()
+"""
+
+
+@pytest.fixture
+def killed_at_random(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A run that is killed by SIGKILL again and again until it ends."""
+    source, out = written(tmp_path, [line(f"{i}") for i in range(200)]), tmp_path / "out.jsonl"
+    draws = random.Random(4)
+    kills = 0
+    while not out.exists() or (tmp_path / "out.jsonl.parts").exists():
+        process = subprocess.Popen([sys.executable, "-c", SLOW, str(source), str(out)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        for _ in range(draws.randrange(1, 12)):  # pieces that it has told of
+            process.stdout.readline()
+        time.sleep(draws.random() * 0.01)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.stdout.close()
+        process.wait()
+    assert kills > 5
+    yield source, out
+
+
+def test_nothing_is_lost_or_doubled_by_kills(killed_at_random: tuple[Path, Path]) -> None:
+    _, out = killed_at_random
+    assert [reply["custom_id"] for reply in replies(out)] == [f"{i}" for i in range(200)]
+    assert not list(out.parent.glob("*.parts"))
+    assert not list(out.parent.glob(".*partial"))
