@@ -1,6 +1,7 @@
 """The server's web page: when a browser paints it first, and what it loads in all. Needs a Chromium.
 
     python benchmarks/page.py                               # starts a server with the embedded pair
+    python benchmarks/page.py --picture docs/page.png       # a screenshot of a reply
     python benchmarks/page.py --url http://127.0.0.1:8000/  # measures one that runs already
 
 Each lap is a browser that was just started, with an empty profile: nothing is in a cache, no connection is open. Times
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -58,17 +59,35 @@ def lap(program: str, url: str, size: tuple[int, int]) -> tuple[dict[str, float]
         return page.run(PAINTS), page.run(LOADED)
 
 
+def picture(program: str, url: str, path: Path) -> None:
+    """The page after a reply, as it is shown in README.md."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, tab(program, Path(profile)) as page:
+        page.size(1280, 800)
+        page.open(url)
+        page.until("card !== null")
+        page.run("$('max').value = 60; $('temperature').value = 0; $('prompt').focus()")
+        page.type("Once upon a time")
+        page.press("Enter")
+        page.until("current !== null && under === null && current.tokens > 20", 120)
+        page.picture(path)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a page that is served already")
     parser.add_argument("--laps", type=int, default=10)
     parser.add_argument("--phone", action="store_true", help="390 x 844 instead of 1280 x 800")
+    parser.add_argument("--picture", type=Path, help="only write a screenshot of a reply here")
     options = parser.parse_args()
     program = chromium()
     if program is None:
         raise SystemExit("no Chromium here; apt-get install chromium-headless-shell")
     size = (390, 844) if options.phone else (1280, 800)
+    if options.picture:
+        with nullcontext(options.url) if options.url else served() as url:
+            picture(program, url, options.picture)
+        return
     if options.url:
         laps = [lap(program, options.url, size) for _ in range(options.laps)]
     else:
