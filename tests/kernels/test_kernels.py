@@ -350,6 +350,48 @@ def test_a_row_does_not_depend_on_its_company(how: str, dtype: torch.dtype, case
 
 
 @native_only
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [24, 64])
+@pytest.mark.parametrize("window", [0, 9])
+def test_a_row_does_not_depend_on_the_pass_of_those_above_it(dim: int, dtype: torch.dtype, window: int) -> None:
+    """Bit-equal whether they came before, or are rows of the same pass, at odd and even columns."""
+    rows = 70
+    case = Case(LayerShape(2, dim, dim), 3, (SequenceRows(1, 0, [0] * rows),), 0.3, 0.0, window, 8)
+    q, k, v = case.inputs(dtype)
+    whole, _ = run(case, dtype, "native")
+    for steps in ((1,), (1, 2, 3), (5, 8)):
+        backend = backend_on(cache_of(case, dtype), native=True)
+        first, turn = 0, 0
+        while first < rows:
+            count = min(rows - first, steps[turn % len(steps)])
+            backend.begin(BatchPlan([SequenceRows(1, first, [0] * count)]), count)
+            part = (x[:, :, first : first + count] for x in (q, k, v))
+            found = backend.attend(*part, 0, case.scaling, case.softcap, case.window)
+            assert torch.equal(found[0], whole[first : first + count])
+            first, turn = first + count, turn + 1
+
+
+@native_only
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_nobody_wants_are_left_out_of_the_last_layer(dtype: torch.dtype) -> None:
+    """The others are bit-equal to those of a whole pass, and zeros stand for these; all write their pairs."""
+    case = long_case(0)
+    q, k, v = case.inputs(dtype)
+    whole, written = run(case, dtype, "native")
+    cache = cache_of(case, dtype)
+    backend = backend_on(cache, native=True)
+    wanted = torch.tensor([100, 329, 332])
+    backend.begin(BatchPlan(case.segments), case.rows)
+    backend.want(wanted, 2)
+    assert torch.equal(backend.attend(q, k, v, 0, case.scaling, case.softcap, case.window)[0], whole)
+    found = backend.attend(q, k, v, 0, case.scaling, case.softcap, case.window)[0]
+    assert torch.equal(found[wanted], whole[wanted]) and not found[:100].any() and not found[101:329].any()
+    assert torch.equal(cache.keys[0], written.keys[0]) and torch.equal(cache.values[0], written.values[0])
+    backend.begin(BatchPlan(case.segments), case.rows)
+    assert torch.equal(backend.attend(q, k, v, 0, case.scaling, case.softcap, case.window)[0], whole)
+
+
+@native_only
 def test_rows_that_only_fill_a_pass_up_are_zero() -> None:
     """A pass may have more rows than its plan; what stands there must not be garbage."""
     case = Case(LayerShape(2, 8, 8), 2, (SequenceRows(1, 5, [0, 0, 0]),), 1.0, 0.0, 0, 0)

@@ -296,6 +296,38 @@ def test_a_users_hook_is_honoured(path: str) -> None:
     assert_near(rows[-1], logits_after(model, tokens), "with hooks")
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_the_last_layer_of_a_prompt_is_computed_for_its_last_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit-equal logits of that row, and the same keys and values of all rows: texts go on as behind whole passes."""
+    tokens = [prompt(WINDOW + 5, 1), prompt(3, 2)]
+    found = []
+    for whole in (False, True):
+        target = packed(model_of(name))
+        if whole:
+            monkeypatch.setattr(type(target), "want", lambda self, rows: None)
+        slots = [target.cache.take() for _ in tokens]
+        for slot in slots:
+            target.cache.reserve(slot, 32)
+        segments = [SequenceRows(slot, 0, each, prompt=True) for slot, each in zip(slots, tokens, strict=True)]
+        rows = [target.score(segments, last=True).logits]
+        for slot, each in zip(slots, tokens, strict=True):
+            target.cache.commit(slot, 0, range(len(each)))
+        segments = [SequenceRows(slot, len(each), [7, 8]) for slot, each in zip(slots, tokens, strict=True)]
+        found.append([*rows, target.score(segments).logits])
+    assert all(map(torch.equal, *found))
+
+
+def test_hooks_see_all_rows_of_a_prompt(path: str) -> None:
+    """Whoever listens to the last layer gets what the model's own forward would give him, not zeros."""
+    model, tokens, seen = make(ALL["llama"]()), prompt(20), []
+    target = packed(model)
+    target.module.model.layers[-1].mlp.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    slot = target.cache.take()
+    target.cache.reserve(slot, 32)
+    target.score([SequenceRows(slot, 0, tokens, prompt=True)], last=True)
+    assert seen[0].abs().sum(-1).min() > 0
+
+
 def test_a_subclass_of_linear_keeps_its_own_forward(path: str) -> None:
     """Quantized and adapted layers are subclasses of ``nn.Linear`` with a forward of their own."""
 

@@ -77,12 +77,6 @@ struct Lane<bf16> {
 };
 #endif
 
-inline f16v lanes_of(const float* from, float) { return load16(from); }
-inline f16v lanes_of(const bf16* from, float) { return load16(from); }
-inline f16v lanes_of(const bf16* from, int32_t) {
-  return load<f16v>(from);
-}
-
 inline f16v add_products(f16v sum, f16v column, float q) { return sum + column * q; }
 #if defined(__AVX512BF16__)
 inline f16v add_products(f16v sum, f16v column, int32_t q) {
@@ -106,6 +100,7 @@ template <typename T>
 struct Scratch {
   std::vector<typename Lane<T>::type> q, block;
   std::vector<float> scores, y, weight, own, steps, tile, values;
+  std::vector<bf16> narrow;
 };
 
 #if defined(__has_builtin)
@@ -114,25 +109,34 @@ struct Scratch {
 #endif
 #endif
 
-// 16 lines of 16 lanes change places with their columns.
-#if defined(SAKIYOMI_SHUFFLE) && defined(__AVX512F__)
-// What stands in lines without and in columns with this bit is exchanged with its mirror image.
-template <int bit, int... t>
-inline void exchange(f16v* m, std::integer_sequence<int, t...>) {
-  for (int r = 0; r < 16; ++r) {
-    if (r & bit) continue;
-    f16v a = m[r], b = m[r + bit];
-    m[r] = __builtin_shufflevector(a, b, (t & bit ? t - bit + 16 : t)...);
-    m[r + bit] = __builtin_shufflevector(a, b, (t & bit ? t + 16 : t + bit)...);
+// 16 lanes of 16 keys, from number d of each on: to[i * 16 + t] is lane i of key t.
+#if defined(__AVX512F__)
+// Four lanes from number d on.
+inline __m128i four_lanes(const float* from, float) { return _mm_loadu_si128((const __m128i*)from); }
+inline __m128i four_lanes(const bf16* from, int32_t) { return _mm_loadu_si128((const __m128i*)from); }
+inline __m128i four_lanes(const bf16* from, float) { return _mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)from)), 16); }
+
+template <typename T, typename L>
+inline void turn_16(const T* const* keys, int64_t d, L* to) {
+  constexpr int64_t step = std::is_same_v<L, int32_t> ? 8 : 4;
+  UNROLL for (int64_t q = 0; q < 4; ++q) {
+    auto four = [&](int64_t t) { return four_lanes(keys[t] + d + step * q, L()); };
+    __m512i x[4];  // of the keys g, 4 + g, 8 + g and 12 + g, put together as they are loaded
+    UNROLL for (int64_t g = 0; g < 4; ++g) {
+      x[g] = _mm512_castsi128_si512(four(g));
+      x[g] = _mm512_mask_broadcast_i32x4(x[g], 0x00f0, four(4 + g));
+      x[g] = _mm512_mask_broadcast_i32x4(x[g], 0x0f00, four(8 + g));
+      x[g] = _mm512_mask_broadcast_i32x4(x[g], 0xf000, four(12 + g));
+    }
+    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), e = _mm512_unpackhi_epi32(x[2], x[3]);
+    store(to + 64 * q, _mm512_unpacklo_epi64(a, c)), store(to + 64 * q + 16, _mm512_unpackhi_epi64(a, c));
+    store(to + 64 * q + 32, _mm512_unpacklo_epi64(b, e)), store(to + 64 * q + 48, _mm512_unpackhi_epi64(b, e));
   }
 }
-
-inline void transpose(f16v* m) {
-  constexpr auto lanes = std::make_integer_sequence<int, 16>();
-  exchange<8>(m, lanes), exchange<4>(m, lanes), exchange<2>(m, lanes), exchange<1>(m, lanes);
-}
-#elif defined(SAKIYOMI_SHUFFLE) && defined(__AVX2__)
-// The same for 8 lines of 8.
+#else
+#if defined(SAKIYOMI_SHUFFLE) && defined(__AVX2__)
+// 8 lines of 8 lanes change places with their columns.
 template <int bit, int... t>
 inline void exchange(f16v::Half* m, std::integer_sequence<int, t...>) {
   UNROLL for (int r = 0; r < 8; ++r) {
@@ -161,34 +165,52 @@ inline void transpose(f16v* m) {
 }
 #endif
 
+template <typename T, typename L>
+inline void turn_16(const T* const* keys, int64_t d, L* to) {
+  f16v m[16];
+  for (int64_t t = 0; t < 16; ++t) m[t] = load16(keys[t] + d);
+  transpose(m);
+  std::memcpy(to, m, sizeof(m));
+}
+#endif
+
 // 16 keys, lane by lane: to[i * 16 + t] is lane i of key t. In place of missing keys stands the last one.
 template <typename T, typename L = typename Lane<T>::type>
 void turn(const T* keys, int64_t count, int64_t dim, L* to) {
   constexpr int64_t together = std::is_same_v<L, int32_t> ? 2 : 1, width = 16 * together;
+  const T* all[16];
+  for (int64_t t = 0; t < 16; ++t) all[t] = keys + std::min(t, count - 1) * dim;
   int64_t d = 0;
-  for (; d + width <= dim; d += width, to += 256) {
-    f16v m[16];
-    for (int64_t t = 0; t < 16; ++t) m[t] = lanes_of(keys + std::min(t, count - 1) * dim + d, L());
-    transpose(m);
-    std::memcpy(to, m, sizeof(m));
-  }
+  for (; d + width <= dim; d += width, to += 256) turn_16<T, L>(all, d, to);
   for (; d < dim; d += together, to += 16)
-    for (int64_t t = 0; t < 16; ++t) to[t] = lane_at<T, L>(keys + std::min(t, count - 1) * dim, d, dim);
+    for (int64_t t = 0; t < 16; ++t) to[t] = lane_at<T, L>(all[t], d, dim);
 }
 
-// Scores of R rows against 16 turned keys. Each is a sum over lanes in order, so it is the same number whichever keys or rows
+// Scores of R rows against 16 * C turned keys. Each is a sum over lanes in order, so it is the same number whichever keys or rows
 // stand beside it: a key that was a node of a tree in one pass and lies in the cache in the next has one score.
-template <int R, typename L>
+template <int R, int C, typename L>
 inline void score(const L* q, int64_t lanes, const L* turned, float* to, int64_t stride) {
-  f16v sum[R];
-  UNROLL for (int r = 0; r < R; ++r) sum[r] = f16v{};
+  f16v sum[R][C];
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int c = 0; c < C; ++c) sum[r][c] = f16v{};
   for (int64_t i = 0; i < lanes; ++i) {
-    f16v column = load<f16v>(turned + i * 16);
-    UNROLL for (int r = 0; r < R; ++r) sum[r] = add_products(sum[r], column, q[r * lanes + i]);
+    f16v column[C];
+    UNROLL for (int c = 0; c < C; ++c) column[c] = load<f16v>(turned + (c * lanes + i) * 16);
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int c = 0; c < C; ++c) sum[r][c] = add_products(sum[r][c], column[c], q[r * lanes + i]);
   }
-  UNROLL for (int r = 0; r < R; ++r) store16(to + r * stride, sum[r]);
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int c = 0; c < C; ++c) store16(to + r * stride + 16 * c, sum[r][c]);
 }
 
+// Keys that are turned at once: so many columns and `row_group` rows have as many sums as registers hold.
+#if defined(__AVX512F__)
+constexpr int64_t keys_at_once = 32;
+#else
+constexpr int64_t keys_at_once = 16;
+#endif
+
+constexpr int64_t columns_ahead = 128;  // keys and values are fetched so long before they are needed
 constexpr int64_t value_tile = 64;  // values that stay in the first-level cache while all rows read them
 
 // y += p[t] * values[t] over keys in order, 16 * C numbers of the head at once and R rows at once.
@@ -199,7 +221,7 @@ inline void add_values(float* y, int64_t y_stride, const float* p, int64_t p_str
     UNROLL for (int c = 0; c < C; ++c) sum[r][c] = load16(y + r * y_stride + 16 * c);
   }
   for (int64_t t = 0; t < count; ++t) {
-    __builtin_prefetch(values + (t + value_tile) * dim);
+    fetch(values + (t + value_tile) * dim);
     f16v v[C];
     UNROLL for (int c = 0; c < C; ++c) v[c] = load16(values + t * dim + 16 * c);
     UNROLL for (int r = 0; r < R; ++r) {
@@ -224,30 +246,101 @@ void add_values(float* y, int64_t y_stride, const float* p, int64_t p_stride, co
     }
 }
 
+// The same for values of bf16 that the processor multiplies in pairs: those of columns 2n and 2n + 1, whichever pass they were written in.
+//
+// Two rows of 32 numbers are interleaved in quarters of 4, and so lie the numbers of y: see `in_order`.
+#if defined(BF16_PAIRS)
+constexpr bool values_in_pairs = true;
+constexpr int64_t pair_width = 32;
+
+// y += p[t] * first[t] + p[t + 1] * second[t] over `count` pairs, which lie so far apart; what comes so far behind is read later (0: nothing
+// is). p: two weights each.
+template <int R>
+inline void add_pairs(float* y, int64_t y_stride, const int32_t* p, int64_t p_stride, const bf16* first, const bf16* second, int64_t apart, int64_t count,
+                      int64_t dim, int64_t ahead) {
+  for (int64_t d = 0; d < dim; d += pair_width, y += pair_width) {
+    __m512 low[R], high[R];
+    UNROLL for (int r = 0; r < R; ++r) low[r] = _mm512_loadu_ps(y + r * y_stride), high[r] = _mm512_loadu_ps(y + r * y_stride + 16);
+    for (int64_t i = 0; i < count; ++i) {
+      const __m512i a = _mm512_loadu_si512(first + i * apart + d), b = _mm512_loadu_si512(second + i * apart + d);
+      if (ahead) fetch(first + i * apart + d + ahead), fetch(second + i * apart + d + ahead);
+      const __m512bh left = (__m512bh)_mm512_unpacklo_epi16(a, b), right = (__m512bh)_mm512_unpackhi_epi16(a, b);
+      UNROLL for (int r = 0; r < R; ++r) {
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(p[r * p_stride + i]);
+        low[r] = _mm512_dpbf16_ps(low[r], left, both), high[r] = _mm512_dpbf16_ps(high[r], right, both);
+      }
+    }
+    UNROLL for (int r = 0; r < R; ++r) _mm512_storeu_ps(y + r * y_stride, low[r]), _mm512_storeu_ps(y + r * y_stride + 16, high[r]);
+  }
+}
+
+// 32 numbers of y as the values have them.
+inline void in_order(float* y) {
+  const __m512 low = _mm512_loadu_ps(y), high = _mm512_loadu_ps(y + 16);
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  _mm512_storeu_ps(y, _mm512_permutex2var_ps(low, first, high));
+  _mm512_storeu_ps(y + 16, _mm512_permutex2var_ps(low, _mm512_add_epi32(first, _mm512_set1_epi32(8)), high));
+}
+
+// All rows' sums over a group of packed columns: `values` are theirs as numbers, (packed_group, dim), and `weights` the first row's weights of them.
+inline void add_packed_in_pairs(int64_t rows, float* y, int64_t y_stride, const float* weights, int64_t stride, const float* values, bf16* room,
+                                int64_t dim) {
+  for (int64_t i = 0; i < packed_group * dim; i += 16) put(room + i, load16(values + i), 16);
+  in_groups<row_group>(rows, [&](auto some, int64_t r) {
+    add_pairs<some()>(y + r * y_stride, y_stride, (const int32_t*)(weights + r * stride), stride, room, room + dim, 2 * dim, packed_group / 2, dim, 0);
+  });
+}
+
+// The same over the columns from `begin` on, up to `length` those in the cache, then each row's own path.
+inline void add_values_in_pairs(const Paths& paths, const Segment& seg, int64_t group, float* y, int64_t y_stride, const float* weights,
+                                int64_t stride, const bf16* values, int64_t begin, int64_t length, int64_t dim, bool alone) {
+  const int64_t rows = seg.rows * group, whole = length / 2 * 2;
+  for (int64_t j = begin; j < whole; j += value_tile) {
+    const int64_t count = std::min(whole, j + value_tile) - j;
+    in_groups<row_group>(rows, [&](auto some, int64_t r) {
+      add_pairs<some()>(y + r * y_stride, y_stride, (const int32_t*)(weights + r * stride) + j / 2, stride, values + j * dim, values + (j + 1) * dim,
+                        2 * dim, count / 2, dim, !r && j + columns_ahead < whole ? columns_ahead * dim : 0);
+    });
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const int32_t* start = paths.start + seg.row + r / group;
+    const int32_t* own = paths.rows + start[0];
+    const int64_t end = length + (alone ? 0 : start[1] - start[0]);
+    auto at = [&](int64_t t) { return values + (t < length ? t : length + own[t - length]) * dim; };
+    for (int64_t t = whole; t < end; t += 2)  // one that is left over has a weight of 0 beside it
+      add_pairs<1>(y + r * y_stride, y_stride, (const int32_t*)(weights + r * stride) + t / 2, 0, at(t), at(std::min(t + 1, end - 1)), 0, 1, dim, 0);
+    for (int64_t d = 0; d < dim; d += pair_width) in_order(y + r * y_stride + d);
+  }
+}
+#else
+constexpr bool values_in_pairs = false;
+constexpr int64_t pair_width = 32;
+inline void add_packed_in_pairs(int64_t, float*, int64_t, const float*, int64_t, const float*, bf16*, int64_t) {}
+inline void add_values_in_pairs(const Paths&, const Segment&, int64_t, float*, int64_t, const float*, int64_t, const bf16*, int64_t, int64_t, int64_t,
+                                bool) {}
+#endif
+
 // Scores [0, end) to exp(scaling * (score - highest)), the ones before `begin` to 0; their sum. Memory up to the next multiple of 16
-// is used. `sink`: a score more, of no column, as it is after scaling by 1.
+// is used. `sink`: a score more, of no column, as it is after scaling by 1. Weights are written as To, from where the scores begin.
+template <typename To>
 inline float soften(float* score, int64_t begin, int64_t end, float scaling, float softcap, float sink = -INFINITY) {
   const int64_t first = begin / 16 * 16;
   if (softcap > 0) {
     for (int64_t t = begin; t < end; ++t) score[t] = softcap * std::tanh(score[t] * scaling / softcap);
     scaling = 1.0f;
   }
-  std::fill(score, score + first, 0.0f);
   std::fill(score + first, score + begin, -INFINITY);
   std::fill(score + end, score + (end + 15) / 16 * 16, -INFINITY);
   f16v top = f16v{} - INFINITY;
-  for (int64_t t = first; t < end; t += 16) {
-    f16v x = load16(score + t);
-    top = chosen(x > top, x, top);
-  }
-  float highest = top[0];
-  for (int i = 1; i < 16; ++i) highest = std::max(highest, top[i]);
-  highest = std::max(highest, sink);
+  for (int64_t t = first; t < end; t += 16) top = larger(load16(score + t), top);
+  const float highest = std::max(highest_of(top), sink);
+  To* weights = (To*)score;  // each lies before the scores that are not read yet
+  std::fill(weights, weights + first, To{});
   f16v sum = {};
   for (int64_t t = first; t < end; t += 16) {
-    f16v e = exp16((load16(score + t) - highest) * scaling);
+    f16v e = power16((load16(score + t) - highest) * (scaling * 1.44269504088896341f));
     sum += e;
-    store16(score + t, e);
+    put_weights(weights + t, e);
   }
   return sink > -INFINITY ? total(sum) + std::exp(sink - highest) : total(sum);
 }
@@ -283,7 +376,7 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   s.scores.resize(rows * stride);
   s.own.resize(rows * own_stride);
   s.y.assign(rows * padded, 0.0f);
-  s.block.resize(lanes * 16);
+  s.block.resize(lanes * keys_at_once);
   s.weight.resize(rows);
   for (int64_t r = 0; r < rows; ++r) {
     const T* from = (const T*)q.data + (head * group + r % group) * q.head + (seg.row + r / group) * q.row;
@@ -292,15 +385,18 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   const bool tiled = std::is_same_v<L, int32_t> && tiles_fit(kd);
   std::optional<Tiles> tiles;
   if (tiled) tiles.emplace(rows);
-  auto score_block = [&](float* to, int64_t to_stride) {
+  auto score_block = [&](auto keys, float* to, int64_t to_stride) {
     if (tiled)
-      for (int64_t r = 0; r < rows; r += tile_rows)
-        scores(rows - r >= tile_rows, (const int32_t*)s.q.data() + r * lanes, lanes, (const int32_t*)s.block.data(), to + r * to_stride,
-               to_stride);
+      for (int64_t k = 0; k < keys; k += 16)
+        for (int64_t r = 0; r < rows; r += tile_rows)
+          scores(rows - r >= tile_rows, (const int32_t*)s.q.data() + r * lanes, lanes, (const int32_t*)s.block.data() + k * lanes,
+                 to + r * to_stride + k, to_stride);
     else in_groups<2 * row_group <= 8 ? 2 * row_group : 8>(rows, [&](auto count, int64_t r) {
-      score<count(), L>(s.q.data() + r * lanes, lanes, s.block.data(), to + r * to_stride, to_stride);
+      score<count(), decltype(keys)::value / 16, L>(s.q.data() + r * lanes, lanes, s.block.data(), to + r * to_stride, to_stride);
     });
   };
+  constexpr std::integral_constant<int64_t, 16> few{};
+  constexpr std::integral_constant<int64_t, keys_at_once> many{};
   auto with_packed = [&](auto read) {  // the packed columns in order, by their number of bits
     with_bits(layer.packed.bits, [&](auto bits) {
       read(PackedHead<bits()>(layer.packed, layer.leveled, seg.slot * layer.heads + head, head, kd, vd, s.steps, s.tile));
@@ -309,20 +405,27 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   auto score_packed = [&](auto columns) {
     for (int64_t j = 0; j < packed; j += 16) {
       columns.keys(j, s.block.data());
-      score_block(s.scores.data() + j, stride);
+      score_block(few, s.scores.data() + j, stride);
     }
   };
   auto score_columns = [&](int64_t first, int64_t last, float* to, int64_t to_stride) {
-    for (int64_t j = first; j < last; j += 16) {
-      // Memory pages are too short for the processor to see where this goes.
-      for (const T* ahead = keys + (j + 32) * kd; ahead < keys + (j + 48) * kd; ahead += 64 / sizeof(T)) __builtin_prefetch(ahead);
-      turn(keys + j * kd, std::min<int64_t>(16, last - j), kd, s.block.data());
-      score_block(to + (j - first), to_stride);
+    for (int64_t j = first; j < last; j += keys_at_once) {
+      const int64_t ahead = j + columns_ahead, end = std::min(ahead + keys_at_once, last);
+      for (const T* from = keys + ahead * kd; from < keys + end * kd; from += 64 / sizeof(T)) fetch(from);
+      auto turn_16 = [&](int64_t k) { turn(keys + (j + k) * kd, std::min<int64_t>(16, last - j - k), kd, s.block.data() + k * lanes); };
+      turn_16(0);
+      if (keys_at_once == 16 || last - j <= 16) {
+        score_block(few, to + (j - first), to_stride);
+      } else {
+        turn_16(16);
+        score_block(many, to + (j - first), to_stride);
+      }
     }
   };
   if (packed) with_packed(score_packed);
   score_columns(packed, length, s.scores.data() + packed, stride);
   score_columns(length, length + tree, s.own.data(), own_stride);
+  const bool in_pairs = std::is_same_v<T, bf16> && values_in_pairs && vd % pair_width == 0;
   int64_t lowest = length;  // the first key that any row sees
   for (int64_t r = 0; r < rows; ++r) {
     const int32_t* start = paths.start + seg.row + r / group;
@@ -344,19 +447,26 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
       for (int64_t t = begin; t < end; ++t) score[t] = score[t] * scaling + bias[std::min(end - 1 - t, layer.far - 1)];
       left = 1.0f;
     }
-    s.weight[r] = 1.0f / soften(score, begin, end, left, softcap, sink);
+    s.weight[r] = 1.0f / (in_pairs ? soften<bf16> : soften<float>)(score, begin, end, left, softcap, sink);
     lowest = std::min(lowest, begin);
   }
   if (packed) with_packed([&](auto columns) {
-    s.values.resize(packed_group * vd + 16);
+    s.values.resize(packed_group * vd + 16), s.narrow.resize(packed_group * vd);
     for (int64_t j = lowest / packed_group * packed_group; j < packed; j += packed_group) {
       columns.values(j, s.values.data());
+      if (in_pairs) {  // weights are bf16 then, half as far from the row's first
+        add_packed_in_pairs(rows, s.y.data(), padded, s.scores.data() + j / 2, stride, s.values.data(), s.narrow.data(), vd);
+        continue;
+      }
       in_groups<row_group>(rows, [&](auto some, int64_t r) {
         add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, s.values.data(), packed_group, vd);
       });
     }
   });
-  for (int64_t j = std::max(packed, lowest / value_tile * value_tile); j < length; j += value_tile) {
+  const int64_t first = std::max(packed, lowest / value_tile * value_tile);
+  if (in_pairs)
+    add_values_in_pairs(paths, seg, group, s.y.data(), padded, s.scores.data(), stride, (const bf16*)values, first, length, vd, source);
+  else for (int64_t j = first; j < length; j += value_tile) {
     int64_t count = std::min(length, j + value_tile) - j;
     in_groups<row_group>(rows, [&](auto some, int64_t r) {
       add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, values + j * vd, count, vd);
@@ -367,7 +477,7 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
     const int32_t* own = paths.rows + paths.start[row];
     int64_t depth = source ? 0 : paths.start[row + 1] - paths.start[row];
     float* y = s.y.data() + r * padded;
-    for (int64_t t = 0; t < depth; ++t)
+    for (int64_t t = 0; t < depth && !in_pairs; ++t)
       add_values<1>(y, padded, s.scores.data() + r * stride + length + t, stride, values + (length + own[t]) * vd, 1, vd);
     T* to = out + (row * heads + head * group + r % group) * vd;
     for (int64_t d = 0; d < vd; d += 16) put(to + d, load16(y + d) * s.weight[r], std::min<int64_t>(16, vd - d));

@@ -48,6 +48,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_begin": ([_int64, _int64, _int64, ctypes.c_char_p], None),
     "sk_rows": ([_int64, _int64, ctypes.c_char_p, _int64, _pointer], None),
     "sk_keep": ([_int64, _int64, _int64, _int64, _pointer], None),
+    "sk_want": ([_int64, _pointer, _int64], None),
     "sk_calls": ([], _int64),
     "sk_tiles": ([ctypes.c_int], ctypes.c_int),
     "sk_best": ([_pointer, ctypes.c_int, _int64], _int64),

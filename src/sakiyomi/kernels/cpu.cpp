@@ -6,6 +6,8 @@
 //   sakiyomi_cpu::recur   states that go on from row to row: convolutions, linear attention, state-space models
 //   sakiyomi_cpu::experts rows x the weight of the expert that each of them has chosen
 //   sakiyomi_cpu::norm    root mean square norms
+//   sakiyomi_cpu::gated   act(gate) * up
+//   sakiyomi_cpu::rotate  rotary embedding of queries or keys
 //
 // All compute every row alone: the order of additions of a row depends neither on how many rows the pass has nor on where the
 // row stands in it. That is what `exact=True` rests on, and it costs nothing here, because these passes are bound by reading
@@ -24,6 +26,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "elementwise.h"
 #include "growth.h"
 #include "linear.h"
 #include "norms.h"
@@ -69,6 +72,11 @@ struct Pass {
   Tensor source;  // what siblings have been computed from together
   std::vector<std::pair<int64_t, Tensor>> waiting;  // results of theirs that nobody has asked for yet
   int64_t calls = 0;  // attention calls since sk_begin: proof that every layer came here
+  std::vector<int64_t> wanted;  // the rows whose results are wanted, ascending; none: all are
+  int64_t last = 0;             // attention calls before the last layer's, from which on no row sees another
+
+  // Whether nobody sees what becomes of the other rows any more.
+  bool narrowed() const { return !wanted.empty() && calls > last; }
 };
 
 // One pass per thread: a graph that is compiled in the background runs once there, with an empty pass of its own.
@@ -77,6 +85,20 @@ thread_local Pass current;
 // ---------------------------------------------------------------- linear
 
 int32_t dtype_of(bool half) { return half ? torch.aoti_torch_dtype_bfloat16 : torch.aoti_torch_dtype_float32; }
+
+// Some of the rows, each as if alone.
+template <typename T>
+void multiply_some(const std::vector<const Weight*>& weights, const T* x, void* const* outs, const std::vector<int64_t>& rows) {
+  const int64_t count = rows.size(), in = weights[0]->in;
+  std::vector<T> picked(count * in);
+  for (int64_t i = 0; i < count; ++i) std::copy_n(x + rows[i] * in, in, picked.data() + i * in);
+  std::vector<std::vector<T>> made;
+  std::vector<void*> to;
+  for (const Weight* w : weights) to.push_back(made.emplace_back(count * w->out).data());
+  multiply(weights, picked.data(), to.data(), count);
+  for (size_t j = 0; j < weights.size(); ++j)
+    for (int64_t i = 0, out = weights[j]->out; i < count; ++i) std::copy_n(made[j].data() + i * out, out, (T*)outs[j] + rows[i] * out);
+}
 
 Tensor linear(const Tensor& input, int64_t index, int64_t out) {
   Pass& pass = current;
@@ -98,10 +120,11 @@ Tensor linear(const Tensor& input, int64_t index, int64_t out) {
         if (pass.waiting.empty()) pass.source = Tensor();
         return y;
       }
-  // Rows that only fill the pass up to its size are not computed: a graph of 64 rows costs what its 40 real ones cost.
-  // Where a layer does not get the pass as it came, (1, N, in), which of its rows are real is not known (experts).
-  int64_t all = x.numel() / w.in, rows = all;
-  if (all == pass.size && shape.size() == 3 && shape[0] == 1) rows = (int64_t)pass.path_start.size() - 1;
+  // Rows that only fill the pass up to its size are not computed: a graph of 64 rows costs what its 40 real ones cost. Nor are those that
+  // nobody wants. Where a layer does not get the pass as it came, (1, N, in), which of its rows are real is not known (experts).
+  const int64_t all = x.numel() / w.in, size = x.element_size();
+  const bool in_order = all == pass.size && shape.size() == 3 && shape[0] == 1, few = in_order && pass.narrowed();
+  const int64_t rows = few ? pass.wanted.size() : in_order ? (int64_t)pass.path_start.size() - 1 : all;
   // A copy of an input that is not contiguous is another one for each sibling.
   bool alone = w.siblings.empty() || !whole;
   const int64_t *group = alone ? &index : w.siblings.data(), *end = group + (alone ? 1 : w.siblings.size());
@@ -114,8 +137,8 @@ Tensor linear(const Tensor& input, int64_t index, int64_t out) {
     const Weight& each = table[i];
     shape.back() = each.out;
     Tensor y = Tensor::empty(shape, dtype_of(w.half));
-    int64_t line = each.out * y.element_size();
-    if (rows < all) std::memset((char*)y.data() + rows * line, 0, (all - rows) * line);
+    const int64_t line = each.out * size, zeros = few ? 0 : rows;
+    std::memset((char*)y.data() + zeros * line, 0, (all - zeros) * line);
     weights.push_back(&each), outs.push_back(y.data());
     if (i == index)
       mine = std::move(y);
@@ -124,10 +147,12 @@ Tensor linear(const Tensor& input, int64_t index, int64_t out) {
   }
   // Held, so that no other tensor can come to lie where this one does.
   pass.source = pass.waiting.empty() ? Tensor() : x.another();
-  if (w.half)
-    multiply(weights, (const bf16*)x.data(), outs.data(), rows);
-  else
-    multiply(weights, (const float*)x.data(), outs.data(), rows);
+  auto compute = [&]<typename T>(const T* from) {
+    if (few) multiply_some(weights, from, outs.data(), pass.wanted);
+    else multiply(weights, from, outs.data(), rows);
+  };
+  if (w.half) compute((const bf16*)x.data());
+  else compute((const float*)x.data());
   return mine;
 }
 
@@ -147,16 +172,23 @@ Tensor experts(const Tensor& input, const Tensor& chosen, int64_t first, int64_t
   check(out == weights->out && x.size(-1) == in && x.numel() && all % (x.numel() / in) == 0, "sakiyomi_cpu::experts: shapes differ");
   const int64_t each = all / (x.numel() / in);
   Tensor y = Tensor::empty({all, out}, x.dtype());
-  // Rows that only fill the pass up are not computed, where all of its rows come in their order.
+  // Rows that only fill the pass up, or that nobody wants, are not computed, where all of its rows come in their order.
   int64_t real = all;
-  if (which.size(0) == pass.size) real = all / pass.size * ((int64_t)pass.path_start.size() - 1);
+  const bool in_order = which.size(0) == pass.size, few = in_order && pass.narrowed();
+  const int64_t of_each = in_order ? all / pass.size : 0;
+  if (in_order) real = few ? 0 : of_each * ((int64_t)pass.path_start.size() - 1);
   if (real < all) std::memset((char*)y.data() + real * out * size, 0, (all - real) * out * size);
   std::vector<std::vector<int64_t>> rows(count);
-  for (int64_t r = 0; r < real; ++r) {
-    const int64_t expert = ((const int64_t*)which.data())[r];
-    check(expert >= 0 && expert < count, "sakiyomi_cpu::experts: an expert that is none");
-    rows[expert].push_back(r);
-  }
+  auto place = [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t expert = ((const int64_t*)which.data())[r];
+      check(expert >= 0 && expert < count, "sakiyomi_cpu::experts: an expert that is none");
+      rows[expert].push_back(r);
+    }
+  };
+  place(0, real);
+  if (few)
+    for (int64_t row : pass.wanted) place(row * of_each, (row + 1) * of_each);
   static thread_local std::vector<char> gathered, products;
   for (int64_t e = 0; e < count; ++e) {
     const int64_t n = rows[e].size();
@@ -215,6 +247,7 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64
   char* to = (char*)out.data();
   View qv = view_of(q), kv = view_of(k), vv = view_of(v);
   Paths paths{pass.path_start.data(), pass.path.data()};
+  const bool few = !pass.wanted.empty() && pass.calls == pass.last;
   ++pass.calls;
   struct Task {
     const Segment* segment;
@@ -225,14 +258,23 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64
   // Sinks, slopes and chunks are known to the kernel of few rows alone.
   const bool blocks = window >= 0 && !layer.sinks && !layer.slopes;
   for (const Segment& s : pass.segments) {
-    const int64_t parts = blocks && s.prompt ? (s.rows * group + prompt_rows - 1) / prompt_rows : 1, most = (s.rows + parts - 1) / parts;
-    for (int64_t head = 0; head < layer.heads; ++head)
-      for (int64_t first = 0; first < s.rows; first += most) tasks.push_back({&s, head, first, std::min<int64_t>(most, s.rows - first)});
-    work += s.rows * (s.length + s.rows) * layer.key_dim * group * 2;
+    auto add = [&](int64_t first, int64_t count) {
+      for (int64_t head = 0; head < layer.heads; ++head) tasks.push_back({&s, head, first, count});
+      work += count * (s.length + s.rows) * layer.key_dim * group * 2;
+    };
+    const bool prompt = blocks && s.prompt;
+    const int64_t parts = prompt ? (s.rows * group + prompt_rows - 1) / prompt_rows : 1, most = (s.rows + parts - 1) / parts;
+    if (prompt && few) {
+      for (int64_t row : pass.wanted)
+        if (row >= s.row && row < s.row + s.rows) add(row - s.row, 1);
+    } else {
+      for (int64_t first = 0; first < s.rows; first += most) add(first, std::min<int64_t>(most, s.rows - first));
+    }
     used += s.rows;
   }
   // Rows that only fill the pass up to its size must not carry garbage (a NaN there would be harmless but alarming).
   const int64_t line = heads * layer.value_dim * q.element_size();
+  if (few) used = 0;
   if (used < rows) std::memset(to + used * line, 0, (rows - used) * line);
   auto run = [&]<typename T>(T* to) {
     for (const Segment& s : pass.segments)
@@ -373,6 +415,53 @@ Tensor norm(const std::vector<Tensor>& rows, const Tensor& weight, double eps, i
   return y;
 }
 
+// ---------------------------------------------------------------- between products
+
+// The rows of a tensor; `copy` holds them where they do not lie equally far apart.
+Lines lines_of(const Tensor& x, Tensor& copy) {
+  const int64_t width = x.size(-1), count = width ? x.numel() / width : 0;
+  int64_t stride = width, next = -1;
+  bool even = x.stride(-1) == 1;
+  for (int64_t d = x.dim() - 2; d >= 0; --d) {
+    if (x.size(d) == 1) continue;
+    if (next < 0) next = stride = x.stride(d);
+    even = even && x.stride(d) == next;
+    next *= x.size(d);
+  }
+  if (even) return {(const char*)x.data(), stride, count, width};
+  copy = x.contiguous_copy();
+  return {(const char*)copy.data(), width, count, width};
+}
+
+Tensor gated(const Tensor& gate, const Tensor& up, int64_t form) {
+  check(gate.shape() == up.shape() && gate.dtype() == up.dtype(), "sakiyomi_cpu::gated: shapes or types differ");
+  Tensor copies[2];
+  const Lines g = lines_of(gate, copies[0]), u = lines_of(up, copies[1]);
+  Tensor y = Tensor::empty(gate.shape(), gate.dtype());
+  if (y.dtype() == torch.aoti_torch_dtype_bfloat16) gate_rows(g, u, (bf16*)y.data(), form);
+  else gate_rows(g, u, (float*)y.data(), form);
+  return y;
+}
+
+// x: (1, heads, rows, dim); cosines and sines of all rows: (1, rows, width).
+Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  check(x.dim() == 4 && x.size(0) == 1 && cos.dim() == 3 && cos.size(0) == 1 && cos.size(1) == x.size(2) && cos.shape() == sin.shape() &&
+            cos.size(2) <= x.size(3) && cos.size(2) % 2 == 0,
+        "sakiyomi_cpu::rotate: shapes differ");
+  check(x.dtype() == cos.dtype() && x.dtype() == sin.dtype(), "sakiyomi_cpu::rotate: types differ");
+  Tensor copies[3];
+  const Tensor& from = dense(x, copies[0]);
+  const Tensor &c = cos.is_contiguous() ? cos : (copies[1] = cos.contiguous_copy()), &s = sin.is_contiguous() ? sin : (copies[2] = sin.contiguous_copy());
+  Tensor y = Tensor::empty(x.shape(), x.dtype());
+  auto run = [&]<typename T>(T* to) {
+    rotate_rows((const T*)from.data(), from.stride(1), from.stride(2), (const T*)c.data(), (const T*)s.data(), to, x.size(1), x.size(2),
+                x.size(3), cos.size(2));
+  };
+  if (y.dtype() == torch.aoti_torch_dtype_bfloat16) run((bf16*)y.data());
+  else run((float*)y.data());
+  return y;
+}
+
 // ---------------------------------------------------------------- as torch calls them
 
 void call_linear(Value* stack, uint64_t, uint64_t) { stack[0] = linear(Tensor(stack[0]), stack[1], stack[2]).release(); }
@@ -399,6 +488,16 @@ void call_norm(Value* stack, uint64_t, uint64_t) {
   const Tensor weight(stack[1]);
   stack[0] = norm(rows, weight, number_of(stack[2]), stack[3]).release();
 }
+
+void call_gated(Value* stack, uint64_t, uint64_t) {
+  const Tensor gate(stack[0]), up(stack[1]);
+  stack[0] = gated(gate, up, stack[2]).release();
+}
+
+void call_rotate(Value* stack, uint64_t, uint64_t) {
+  const Tensor x(stack[0]), cos(stack[1]), sin(stack[2]);
+  stack[0] = rotate(x, cos, sin).release();
+}
 }  // namespace
 
 extern "C" {
@@ -420,6 +519,8 @@ const char* sk_bind(void* library) try {
   add("recur", "recur(Tensor[] rows, Tensor[] fixed, int number) -> Tensor", &call_recur);
   add("experts", "experts(Tensor x, Tensor chosen, int first, int count, int out) -> Tensor", &call_experts);
   add("norm", "norm(Tensor[] rows, Tensor weight, float eps, int form) -> Tensor", &call_norm);
+  add("gated", "gated(Tensor gate, Tensor up, int form) -> Tensor", &call_gated);
+  add("rotate", "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", &call_rotate);
   return nullptr;
 } catch (const std::exception& error) {
   static const std::string why = error.what();
@@ -620,6 +721,7 @@ void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
   pass.source = Tensor();
   pass.waiting.clear();
   pass.calls = 0;
+  pass.wanted.clear();
 }
 
 // As sk_begin, and the inputs of the pass, ids and positions of `size` rows. `table`: of each segment slot, rows, length and done, then the
@@ -648,6 +750,9 @@ void sk_rows(int64_t m, int64_t count, const void* table, int64_t size, int64_t*
   }
   sk_begin(m, count, size, packed.data());
 }
+
+// Of the pass that was begun these rows' results are wanted alone; so many attention calls come before the last layer's.
+void sk_want(int64_t count, const int64_t* rows, int64_t last) { current.wanted.assign(rows, rows + count), current.last = last; }
 
 int64_t sk_calls() { return current.calls; }
 }

@@ -48,6 +48,14 @@ inline void in_lines(int64_t rows, F f) {
   if (rows - row == 1) f(std::integral_constant<int, 1>(), row);
 }
 
+// Weights that lie so far behind are fetched where rows have enough to compute meanwhile: with fewer of them the processor, which fetches by
+// itself, is only disturbed.
+constexpr int64_t bytes_ahead = 8192;
+template <int R, int from>
+inline void go_on(const void* weights) {
+  if constexpr (R >= from) fetch((const char*)weights + bytes_ahead);
+}
+
 struct Weight {
   // fp32: [ceil(out/32)][in][32]; bf16: [ceil(out/32)][in/2][32][2]; 8 bits: [ceil(out/32)][ceil(in/4)][32][4]; 4 bits:
   // [ceil(out/32)][in/4][16][4], each byte a weight of channel i in its lower half and one of channel 16 + i in the upper
@@ -99,6 +107,7 @@ APART void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v 
   using Own = typename Sums<R, float>::Own;
   Sums<R, float> sum(sums);
   for (int64_t k = 0; k < in; ++k, w += block_width) {
+    go_on<R, 6>(w), go_on<R, 6>(w + 16);
     Own columns[sum.count];
     UNROLL for (int c = 0; c < sum.count; ++c) {
       columns[c] = load<Own>(w + c * native_bytes / 4);
@@ -118,6 +127,7 @@ APART void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v su
   __m512 left[R], right[R];
   UNROLL for (int r = 0; r < R; ++r) left[r] = (__m512)sum[r][0], right[r] = (__m512)sum[r][1];
   for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
+    go_on<R, 6>(w), go_on<R, 6>(w + 32);
     __m512bh a = (__m512bh)_mm512_loadu_si512(w), b = (__m512bh)_mm512_loadu_si512(w + 32);
     UNROLL for (int r = 0; r < R; ++r) {
       int32_t pair;
@@ -221,6 +231,7 @@ APART void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i1
   Sums<R, int32_t> sum(sums);
   for (int64_t k = 0; k < in; k += 4, w += 4 * block_width) {
 #if defined(__AVX512VNNI__)
+    go_on<R, 6>(w), go_on<R, 6>(w + 64);
     __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
     UNROLL for (int r = 0; r < R; ++r) {
       int32_t four;
@@ -248,6 +259,7 @@ template <int R>
 inline void dot_halves(const uint8_t* x, int64_t stride, const uint8_t* w, int64_t in, i16v sum[R][2]) {
   for (int64_t k = 0; k < in; k += 4, w += 64) {
 #if defined(__AVX512VNNI__)
+    go_on<R, 2>(w);
     __m512i both = _mm512_loadu_si512(w), mask = _mm512_set1_epi8(15);
     __m512i a = _mm512_and_si512(both, mask), b = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
     UNROLL for (int r = 0; r < R; ++r) {

@@ -39,6 +39,8 @@ def _register_shapes() -> None:
         "sakiyomi_cpu::experts", lambda x, chosen, first, count, out: x.new_empty(chosen.numel(), out)
     )
     torch.library.register_fake("sakiyomi_cpu::norm", lambda rows, weight, eps, form: torch.empty_like(rows[0]))
+    torch.library.register_fake("sakiyomi_cpu::gated", lambda gate, up, form: gate.new_empty(gate.shape))
+    torch.library.register_fake("sakiyomi_cpu::rotate", lambda x, cos, sin: x.new_empty(x.shape))
 
 
 def pack_weight(weight: Tensor) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "elementwise.h"
 #include "torch.h"
 #include "vector.h"
 
@@ -18,20 +19,6 @@ enum Form : int64_t {
   rounded_early = 2,  // they are rounded to the rows' type before they are multiplied by the weight, and after that
   gate_first = 4,    // the gate, as SiLU, comes before the norm; else behind it
 };
-
-inline f16v silu16(f16v x) {
-  const f16v e = exp16((f16v)((u16v)x | 0x80000000u));  // of -|x|
-  const f16v one = f16v{} + 1.0f;
-  return x * chosen(x < f16v{}, e, one) / (one + e);
-}
-
-inline f16v as_rounded(f16v x, const float*) { return x; }
-inline f16v as_rounded(f16v x, const bf16*) {
-  const h16v h = narrow(x);
-  bf16 all[16];
-  std::memcpy(all, &h, 32);
-  return load16(all);
-}
 
 template <typename T>
 void norm_row(const T* x, const float* weight, const T* gate, T* y, int64_t width, float eps, int64_t form) {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "elementwise.h"
 #include "linear.h"
 
 namespace {
@@ -43,50 +44,6 @@ void lay_values(const T* rows, int64_t count, int64_t at, int64_t dim, X* to) {
       if constexpr (pair == 1) store(place, first16(from, dim - d));
       else store_pairs(place, first16(from, dim - d), t + 1 < count ? first16(from + dim, dim - d) : f16v{});
     }
-}
-
-inline float highest_of(f16v x) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps((__m512)x);
-#else
-  float highest = x[0];
-  for (int i = 1; i < 16; ++i) highest = std::max(highest, x[i]);
-  return highest;
-#endif
-}
-
-// tanh by exp; absolute error about 2e-7.
-inline f16v tanh16(f16v x) {
-  const f16v small = exp16(chosen(x > 0.0f, x, f16v{} - x) * -2.0f), y = (f16v{} + 1.0f - small) / (small + 1.0f);
-  return chosen(x > 0.0f, y, f16v{} - y);
-}
-
-// 2 to the power of numbers up to 0: relative error about 2e-7; 0 below -140.
-inline f16v power_of_2(f16v x) {
-#if defined(__AVX512F__)
-  x = larger(x, f16v{} - 200.0f);
-  const f16v n = (f16v)_mm512_roundscale_ps((__m512)x, 0), r = x - n;
-  f16v y = f16v{} + 1.5403530e-4f;
-  y = y * r + 1.3333558e-3f;
-  y = y * r + 9.6181291e-3f;
-  y = y * r + 5.5504109e-2f;
-  y = y * r + 2.4022651e-1f;
-  y = y * r + 6.9314718e-1f;
-  y = y * r + 1.0f;
-  return (f16v)_mm512_scalef_ps((__m512)y, (__m512)n);
-#else
-  return exp16(x * 6.9314718055994531e-1f);
-#endif
-}
-
-inline void put_weights(float* to, f16v x) { store(to, x); }
-inline void put_weights(bf16* to, f16v x) {
-#if defined(__AVX512BF16__)
-  const auto y = _mm512_cvtneps_pbh((__m512)x);
-  std::memcpy(to, &y, 32);
-#else
-  put(to, x, 16);
-#endif
 }
 
 // Scores of up to `most` rows and a block's columns, as products leave them: 32 columns of all rows behind the 32 before.
@@ -213,11 +170,11 @@ void attend_chunk(const Layer& layer, const Segment& seg, int64_t head, int64_t 
       left *= 1.44269504088896341f;
       f16v sum = {};
       for (int64_t t = 0; t < padded; t += 16) {
-        const f16v e = power_of_2((scores.at(i, t) - highest) * left);
+        const f16v e = power16((scores.at(i, t) - highest) * left);
         sum += e;
         put_weights(weight + t, e);
       }
-      const float kept = power_of_2(f16v{} + (before - highest) * left)[0];
+      const float kept = power16(f16v{} + (before - highest) * left)[0];
       s.sum[r + i] = s.sum[r + i] * kept + total(sum);
       if (kept != 1.0f)
         for (int64_t b = 0; b < blocks; ++b)

@@ -37,11 +37,20 @@ inline bf16 narrow(float x) {  // round to nearest even, as torch does
   return bf16((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
-inline h16v narrow(f16v x) {
+// Rounded to nearest even, as torch does. The processor's own instruction takes numbers below 1.2e-38 for 0.
+#if defined(__AVX512BF16__)
+inline h16v narrow(f16v x) { return (h16v)_mm512_cvtneps_pbh((__m512)x); }
+inline u16v rounded_bits(f16v x) { return (u16v)_mm512_cvtepu16_epi32((__m256i)narrow(x)); }
+#else
+inline u16v rounded_bits(f16v x) {
   u16v bits = (u16v)x;
   u16v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   u16v nan = (u16v)((bits & 0x7fffffffu) > 0x7f800000u);
-  u16v found = (nan & 0x7fc0u) | (~nan & rounded);
+  return (nan & 0x7fc0u) | (~nan & rounded);
+}
+
+inline h16v narrow(f16v x) {
+  const u16v found = rounded_bits(x);
 #if defined(__AVX512F__)
   return __builtin_convertvector(found, h16v);
 #elif defined(__AVX2__)
@@ -54,6 +63,15 @@ inline h16v narrow(f16v x) {
   return y;
 #endif
 }
+#endif
+
+// Numbers as they are where rows of this type hold them.
+inline f16v as_rounded(f16v x, const float*) { return x; }
+inline f16v as_rounded(f16v x, const bf16*) { return (f16v)(rounded_bits(x) << 16); }
+
+// Have the second-level cache read what is needed soon: the first one waits for too few lines at once, and what the processor fetches by
+// itself ends with a memory page.
+inline void fetch(const void* from) { __builtin_prefetch(from, 0, 2); }
 
 inline f16v load16(const float* p) { return load<f16v>(p); }
 
@@ -138,6 +156,16 @@ inline f16v larger(f16v a, f16v b) {
 #endif
 }
 
+inline float highest_of(f16v x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float highest = x[0];
+  for (int i = 1; i < 16; ++i) highest = std::max(highest, x[i]);
+  return highest;
+#endif
+}
+
 // Whether there was something among numbers that is none.
 struct Strange {
 #if defined(__AVX512F__)
@@ -216,5 +244,9 @@ inline f16v power16(f16v x) {
   return chosen(small < -124.0f, f16v{}, y);
 #endif
 }
+
+// Weights of a softmax, as they are multiplied.
+inline void put_weights(float* to, f16v x) { store(to, x); }
+inline void put_weights(bf16* to, f16v x) { put(to, x, 16); }
 
 }  // namespace

@@ -79,7 +79,7 @@ def _compare(runner: ModelRunner, expected: Tensor) -> None:
         if beside is not None:
             cache.reserve(beside, FIRST)
             segments.insert(0, SequenceRows(beside, 0, text[3:5], prompt=True))
-        found[FIRST - 1] = runner.score(segments).logits[-1]
+        found[FIRST - 1] = runner.score(segments, last=True).logits[-1]
         at = FIRST
         nodes = [text[at], text[-1], text[at + 1], text[-2], text[at + 2]]
         segments = [SequenceRows(slot, at, nodes, TREE)]

@@ -127,6 +127,8 @@ class ModelRunner(Session):
             take_over(prompts)
             if prompts is not None:
                 prompts.begin(plan, size)
+            elif keep is not None:
+                self.want(keep)
             observe.listen(self.eviction.observations, plan)
             began = time.perf_counter()
             found = None

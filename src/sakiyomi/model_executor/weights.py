@@ -22,6 +22,7 @@ from sakiyomi.cache.recurrent import Site
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.kernels.elementwise import serve_gates, serve_rotary
 from sakiyomi.kernels.experts import expert_bytes, pack_experts
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.norms import serve_norms
@@ -218,7 +219,7 @@ class ModelWeights:
         if isinstance(self.module, RecordedModel):
             self.module = self.module.whole(self.module)
             op.set_reach(self.module, self.shapes)
-            serve_norms(self.module)
+            _serve_elementwise(self.module)
             self.generation += 1
 
     def expect(self, stateful: bool) -> None:
@@ -313,7 +314,7 @@ class ModelWeights:
         """Put the linear layers into the compiled kernels, where these serve them; quantize them, if that was asked."""
         self.packed = self._given.prepared.native if self._given.prepared is not None else self._pack_own()
         if self.packed is not None and not isinstance(self.module, RecordedModel):
-            serve_norms(self.module)
+            _serve_elementwise(self.module)
         for site in self.stateful.values():
             if isinstance(site, Site):
                 site.compiled = self.packed is not None
@@ -419,6 +420,13 @@ def _expect(
     if found is not None:
         return found._replace(layers=layers)
     return expect(module, vocab_size, device, stateful=stateful)
+
+
+def _serve_elementwise(model: nn.Module) -> None:
+    """Have what stands between a model's packed layers call the kernels."""
+    serve_norms(model)
+    serve_gates(model)
+    serve_rotary(model)
 
 
 def _forwards(model: nn.Module) -> list[tuple[str, weakref.ref[nn.Module], Any]]:

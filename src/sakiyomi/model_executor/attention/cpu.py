@@ -120,6 +120,10 @@ class CpuBackend(AttentionBackend):
         """See ``AttentionBackend.describe``."""
         self._library.sk_rows(self.session, segments, table, size, inputs)
 
+    def want(self, rows: Tensor, layers: int) -> None:
+        """See ``AttentionBackend``."""
+        self._library.sk_want(len(rows), rows.data_ptr(), layers - 1)
+
     def calls(self) -> int:
         """Attention calls since `begin`."""
         return int(self._library.sk_calls())

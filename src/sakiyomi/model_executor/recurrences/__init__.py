@@ -9,11 +9,10 @@ of it, stays as it is. To add a kind, write a ``StateFunction`` in a file beside
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from sakiyomi.cache.layer_state import LAYER_STATES, in_pass, layer_state, next_number
 from sakiyomi.cache.recurrent import Site
+from sakiyomi.core.rebinding import global_names, rebound
 from sakiyomi.model_executor.recurrences.base import StateFunction
 from sakiyomi.model_executor.recurrences.gated_delta import GatedDelta, KimiDelta
 from sakiyomi.model_executor.recurrences.mamba1 import Mamba1
@@ -79,7 +79,7 @@ def serve_functions(modules: Sequence[nn.Module]) -> dict[int, Site]:
         forward = type(module).forward
         if wanted := _called(forward):
             ours = {name: calls.stand_in(STATE_FUNCTIONS[name]) for name in wanted}
-            _put(module, types.MethodType(_rebound(forward, ours), module))
+            _put(module, types.MethodType(rebound(forward, ours), module))
         module.register_forward_pre_hook(calls.begin)
     return served
 
@@ -123,22 +123,8 @@ def _named(module: nn.Module) -> dict[str, StateFunction]:
 
 
 def _called(forward: Callable[..., Any]) -> set[str]:
-    """Names of state functions in the code of a forward, which decorators may have wrapped."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    return STATE_FUNCTIONS.keys() & set(code.co_names) if code is not None else set()
-
-
-def _rebound(function: Any, ours: Mapping[str, Callable[..., Any]]) -> Any:
-    """The same code with these functions in the place of its globals, within the same decorators."""
-    scope, cells, inner = function.__globals__, function.__closure__, getattr(function, "__wrapped__", None)
-    if inner is None:
-        scope = {**scope, **ours}
-    else:
-        made = _rebound(inner, ours)
-        cells = tuple(types.CellType(made) if cell.cell_contents is inner else cell for cell in cells)
-    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    """Names of state functions in the code of a forward."""
+    return STATE_FUNCTIONS.keys() & global_names(forward)
 
 
 def _put(module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -1,0 +1,30 @@
+"""Functions again, with others in the place of their globals: the module that they come from stays as it is."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["global_names", "rebound"]
+
+
+def global_names(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of globals and attributes in the code of a function, which decorators may have wrapped."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return frozenset(code.co_names) if code is not None else frozenset()
+
+
+def rebound(function: Any, ours: Mapping[str, Callable[..., Any]]) -> Any:
+    """The same code with these functions in the place of its globals, within the same decorators."""
+    scope, cells, inner = function.__globals__, function.__closure__, getattr(function, "__wrapped__", None)
+    if inner is None:
+        scope = {**scope, **ours}
+        scope.pop("__name__", None)  # torch's compiler would look names up in the module
+    else:
+        made = rebound(inner, ours)
+        cells = tuple(types.CellType(made) if cell.cell_contents is inner else cell for cell in cells)
+    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

@@ -1,0 +1,190 @@
+"""What stands between a layer's products, by the compiled kernels: gated activations and rotary embeddings.
+
+Each is one call for what takes torch several, which write all of their rows to memory. Whether a module or a function
+computes such a thing, and of which form, is found by trying it on random rows: names say where to look, and no more.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.core.rebinding import global_names, rebound
+from sakiyomi.kernels.native import DTYPES, PackedLinear
+
+__all__ = ["serve_gates", "serve_rotary"]
+
+ROWS = 4  # of a trial
+ACTIVATIONS = (0, 1)  # as in elementwise.h: SiLU, GELU by tanh
+ROTARY = "apply_rotary_pos_emb"
+
+
+# ---------------------------------------------------------------- gated activations
+
+
+class _Gate(NamedTuple):
+    """A module whose result is down(act(gate) * up), by the names of its layers; one layer may give gate and up."""
+
+    layers: tuple[str, ...]
+    down: str
+    gate: int  # the place of the gate among what the layers give
+    form: int
+
+
+def serve_gates(model: nn.Module) -> int:
+    """Have the gated feed-forward modules of a model call the kernels; the number of modules that do.
+
+    Modules with a forward of their own stay as they are, and those whose activation has hooks.
+
+    Args:
+        model: its linear layers are packed; changed in place.
+    """
+    served = 0
+    for module in model.modules():
+        names = [name for name, child in module.named_children() if isinstance(child, PackedLinear)]
+        if len(names) in (2, 3) and _bare(module, names) and (found := _gate_of(module, names)) is not None:
+            module.forward = functools.partial(_gated, module, found)
+            served += 1
+    return served
+
+
+def _bare(module: nn.Module, layers: list[str]) -> bool:
+    """Whether there is nothing in a module but these layers and activations, and its forward takes rows alone."""
+    if "forward" in vars(module) or module._parameters or module._buffers:
+        return False
+    others = [part for name, child in module.named_children() if name not in layers for part in child.modules()]
+    if any("forward" in vars(part) or part._parameters for part in others):
+        return False
+    if any(part._forward_hooks or part._forward_pre_hooks for part in others):
+        return False
+    return len(inspect.signature(type(module).forward).parameters) == 2
+
+
+def _gated(module: Any, gate: _Gate, *rows: Tensor, **named: Tensor) -> Tensor:
+    (x,) = (*rows, *named.values())
+    made = [getattr(module, name)(x) for name in gate.layers]
+    if len(made) == 1:
+        made = list(made[0].chunk(2, -1))
+    inner = torch.ops.sakiyomi_cpu.gated(made[gate.gate], made[1 - gate.gate], gate.form)
+    return getattr(module, gate.down)(inner)  # type: ignore[no-any-return]
+
+
+class _Stub(nn.Module):
+    """In the place of a linear layer: notes what it is given, and gives random rows."""
+
+    def __init__(self, layer: PackedLinear, seed: int) -> None:
+        super().__init__()
+        self.given: list[Tensor] = []
+        self.made = 3 * _random(1, ROWS, layer.out_features, seed=seed).to(layer.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.given.append(x)
+        return self.made
+
+
+@torch.no_grad()
+def _gate_of(module: nn.Module, names: list[str]) -> _Gate | None:
+    """What a module is; None: something else."""
+    layers: list[Any] = [module.get_submodule(name) for name in names]
+    dtype = layers[0].weight.dtype
+    stubs = {name: _Stub(layer, i) for i, (name, layer) in enumerate(zip(names, layers, strict=True))}
+    trial = copy.copy(module)
+    trial._modules = {**module._modules, **stubs}
+    x = _random(1, ROWS, layers[0].in_features, seed=9).to(dtype)
+    try:
+        out = type(module).forward(trial, x)
+    except Exception:  # whatever it is, it is no such module
+        return None
+    if any(len(stub.given) != 1 for stub in stubs.values()):
+        return None
+    down = next((name for name, stub in stubs.items() if stub.made is out), None)
+    first = tuple(name for name in names if name != down)
+    if down is None or any(stubs[name].given[0] is not x for name in first):
+        return None
+    wanted = stubs[down].given[0]
+    made = [stubs[name].made for name in first] if len(first) == 2 else [*stubs[first[0]].made.chunk(2, -1)]
+    if any(part.shape != wanted.shape or part.dtype != wanted.dtype for part in made):
+        return None
+
+    def error(found: tuple[int, int]) -> float:
+        gate, form = found
+        return float((torch.ops.sakiyomi_cpu.gated(made[gate], made[1 - gate], form) - wanted).abs().float().mean())
+
+    best = min(itertools.product((0, 1), ACTIVATIONS), key=error)
+    # Of bf16 hardly any number may be rounded otherwise, see norms.py.
+    close = (1e-6 if dtype == torch.float32 else 1e-4) * float(wanted.float().abs().mean())
+    return _Gate(first, down, *best) if error(best) <= close else None
+
+
+# ---------------------------------------------------------------- rotary embeddings
+
+
+def serve_rotary(model: nn.Module) -> int:
+    """Have the attention modules of a model turn queries and keys by the kernels; the number of modules that do.
+
+    They call a function of their module file, in the place of which our copy of the forward has another one: the class,
+    and every other model of it, stays as it is.
+
+    Args:
+        model: our structural copy; changed in place.
+    """
+    served, known = 0, dict[Any, bool]()
+    for module in model.modules():
+        forward = type(module).forward
+        if "forward" in vars(module) or ROTARY not in global_names(forward):
+            continue
+        theirs = inspect.unwrap(forward).__globals__.get(ROTARY)
+        dtype = next((child.weight.dtype for child in module.children() if isinstance(child, PackedLinear)), None)
+        if dtype not in DTYPES or theirs is None:
+            continue
+        if (theirs, dtype) not in known:
+            known[theirs, dtype] = _turns_halves(theirs, dtype)
+        if known[theirs, dtype]:
+            ours = {ROTARY: functools.partial(_rotate, theirs)}
+            module.forward = types.MethodType(rebound(forward, ours), module)
+            served += 1
+    return served
+
+
+def _rotate(
+    theirs: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *others: Any,
+    **named: Any,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys (1, heads, N, dim), cosines and sines (1, N, width)."""
+    alike = q.dtype == k.dtype == cos.dtype == sin.dtype
+    if others or named or not alike or q.ndim != 4 or cos.ndim != 3:
+        return theirs(q, k, cos, sin, *others, **named)
+    rotate = torch.ops.sakiyomi_cpu.rotate
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+@torch.no_grad()
+def _turns_halves(theirs: Callable[..., Any], dtype: torch.dtype) -> bool:
+    """Whether a function gives what the kernel gives, to the last bit."""
+    q, k = (_random(1, ROWS, heads, 16, seed=heads).to(dtype).transpose(1, 2) for heads in (3, 2))
+    cos, sin = (_random(1, ROWS, 16, seed=seed).to(dtype) for seed in (0, 1))
+    try:
+        wanted = theirs(q, k, cos, sin)
+        found = _rotate(theirs, q, k, cos, sin)
+        return len(wanted) == 2 and all(
+            a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(wanted, found, strict=True)
+        )
+    except Exception:  # whatever it is, it is another one
+        return False
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
