@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger("sakiyomi")
+ALIGNED = 64  # bytes
 KEY = "digest"
 """Of a file's metadata."""
 
@@ -97,40 +98,36 @@ def _table(header: Header, digests: Mapping[str, str]) -> str:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file with its digests. Whole or not is the caller's matter, see ``whole_file``.
 
+    Equal content makes equal files, and tensors begin at multiples of 64 bytes: products of matrices that lie
+    elsewhere, as they do in a mapped file, may be summed in another order.
+
     Args:
         path: to write to.
-        tensors: by name; views get memory of their own, which the format asks for.
+        tensors: by name.
         metadata: of the file.
     """
-    from safetensors.torch import save_file
+    import torch
 
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    seen: set[int] = set()
-    for name, tensor in own.items():
-        place = tensor.untyped_storage().data_ptr()
-        if place in seen or tensor.untyped_storage().nbytes() != tensor.nbytes:
-            own[name] = tensor.clone()
-        seen.add(place)
     metadata = {"format": "pt"} | dict(metadata or {})  # transformers wants to know
     digests = {name: tensor_digest(tensor) for name, tensor in own.items()}
     stored = {torchs: name for name, torchs in STORED.items()}
     entries = {name: {"dtype": stored[dtype_name(t.dtype)], "shape": list(t.shape)} for name, t in own.items()}
     table = _table(Header(entries, metadata, 0), digests)
-    save_file(own, path, {**metadata, KEY: json.dumps({"tensors": digests, "table": table})})
-    _order_metadata(path)
-    path.chmod(0o644)  # made private; they are there to be read by others
-
-
-def _order_metadata(path: Path) -> None:
-    """Have equal content make equal files: safetensors writes metadata in an order of its own each time."""
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        if len(text) <= length:
-            file.seek(8)
-            file.write(text.ljust(length))
+    header: dict[str, Any] = {
+        "__metadata__": dict(sorted({**metadata, KEY: json.dumps({"tensors": digests, "table": table})}.items()))
+    }
+    end, order = 0, sorted(own, key=lambda name: (own[name].nbytes % ALIGNED > 0, name))  # odd sizes at the end
+    for name in order:
+        start, end = end, end + own[name].nbytes
+        header[name] = {**entries[name], "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNED)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(own[name].reshape(-1).view(torch.uint8).numpy().data)
+    path.chmod(0o644)  # it may have been made private; they are there to be read by others
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,9 @@ def _build(
     way: str | None = None,
 ) -> ModelRunner:
     """See ``build_runner``; in this way through the model's own forward, see ``ModelWeights``."""
-    # Policies look at the keys of each head; products with latents are no sums row by row.
-    latents = eviction is None and not exact
+    # Policies look at the keys of each head; products with latents are no sums row by row; layers that are to be
+    # quantized are measured in the model's own forward, which has none.
+    latents = eviction is None and not exact and quantize is None
     weights = ModelWeights(
         model, owned=owned, prepared=prepared, quantize=quantize, text=text, way=way, latents=latents
     )

@@ -95,6 +95,7 @@ class _Room(threading.local):
 
     def __init__(self) -> None:
         self._size = 0
+        self._both = (ctypes.c_int64 * 0)(), (ctypes.c_double * 0)()
 
     def take(self, size: int) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_double]]:
         """Room for so many numbers of either kind."""
