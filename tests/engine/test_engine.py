@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import sakiyomi.model_executor.build
-import sakiyomi.model_executor.runner
+import sakiyomi.model_executor.build
 from architectures import VOCAB, greedy, logits_after, model_of, prompt
 from drafters import Branching, Noisy, Scripted, texts_of
 from sakiyomi import LLM, Generation, InputError, MemoryLimitError, SamplingParams, Step, UnsupportedError
@@ -687,7 +687,7 @@ def test_a_request_that_is_over_before_its_caller_looks(how: str, monkeypatch: p
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_compiled_graphs_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32, one graph a row count: nothing that a request does compiles anew."""
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "SIZES", (1, 8, 64))
+    monkeypatch.setattr(sakiyomi.model_executor.build, "SIZES", (1, 8, 64))
     llm = LLM((model_of("llama"), TOKENIZER), scripted("sometimes", Branching), compile=True)
     assert llm.compiled()
     assert [out.token_ids for out in llm.generate(PROMPTS, params())] == wanted()

@@ -283,5 +283,5 @@ def test_the_command_says_what_changed(kind: str) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])["rounding"]
     assert found["kind"] == kind and found["tokens"] == 512 and found["agreement"] > 0.8
-    (line,) = result.stderr.splitlines()
+    line, _ = result.stderr.splitlines()  # the other one is about speed
     assert line.startswith(f"{kind}: ") and f"same {found['agreement']:.1%} of the time" in line

@@ -270,10 +270,11 @@ class Session:
         """Have the pass that was begun compute the last layer for these rows alone, where nobody sees the others: no
         policy listens, no module has hooks, and no state goes on from row to row.
         """
-        weights, silent = self.weights, (self.module, self.weights.head)
-        seen = self._observer is not None or weights.stateful or weights.encoder is not None
+        weights = self.weights
+        if self._observer is not None or weights.stateful or weights.encoder is not None:
+            return
         hooked = (part for part in self.module.modules() if part._forward_hooks or part._forward_pre_hooks)
-        if not seen and all(any(part is other for other in silent) for part in hooked):
+        if all(part is self.module or part is weights.head for part in hooked):
             self.backend.want(rows, self._depth)
 
     def moved(self, cache: SlotCache) -> None:
