@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import sakiyomi.model_executor.build
-import sakiyomi.model_executor.build
 from architectures import VOCAB, greedy, logits_after, model_of, prompt
 from drafters import Branching, Noisy, Scripted, texts_of
 from sakiyomi import LLM, Generation, InputError, MemoryLimitError, SamplingParams, Step, UnsupportedError
