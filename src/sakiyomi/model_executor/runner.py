@@ -230,7 +230,7 @@ class ModelRunner(Session):
             count = len(part.tokens)
             rows += count
             table += part.slot, count, part.length, part.done
-            if part.prompt or rows > most:
+            if part.prompt or part.block or rows > most:
                 return None
         size = self.sizes[bisect_left(self.sizes, rows)]
         assert self.recorder is not None
