@@ -302,7 +302,7 @@ def test_custom_generate(sampled: bool) -> None:
 
 
 class Hidden(nn.Module):
-    """An activation whose last bit depends on the number of rows, and nearly always is rounded away behind it."""
+    """An activation that depends on the number of rows in one place, which nobody reads behind it."""
 
     def __init__(self, inner: nn.Module, below: int) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class Hidden(nn.Module):
         made: torch.Tensor = self.inner(hidden)
         if made.shape[-2] >= self.below:
             return made
-        return torch.where(torch.arange(made.shape[-1]) == 5, made * (1 + 2**-7), made)
+        return torch.where(torch.arange(made.shape[-1]) == 5, made * (1 + 2**-3), made)
 
 
 def test_the_self_test_sees_what_logits_hide() -> None:
