@@ -165,10 +165,9 @@ class LLM:
         self._prefixes = Prefixes(self.engine, cache, budget)
 
     def __repr__(self) -> str:
-        draft = None if self.draft is None else self.draft.name
-        quantization = self.target.weights.quantization
-        kind = dtype_name(self.target.dtype) if quantization is None else quantization.kind
-        return f"LLM({self.name!r}, draft={draft!r}, {kind} on {self.target.device}, context {self.max_context})"
+        target, draft = self.target, None if self.draft is None else self.draft.name
+        kind = dtype_name(target.dtype) if target.weights.quantization is None else target.weights.quantization.kind
+        return f"LLM({self.name!r}, draft={draft!r}, {kind} on {target.device}, context {self.max_context})"
 
     # ------------------------------------------------------------ generation
 
