@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from sakiyomi import LLM, SamplingParams, theory
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.core.outputs import Generation
-from sakiyomi.train import draft
+from sakiyomi.train import draft, taught
 from sakiyomi.train.acceptance import continuations, distinct_ngrams, speculate
 from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.draft import train_draft
@@ -245,14 +245,14 @@ def test_a_resumed_draft_run_has_the_rows_of_its_first_part(tmp_path: Path, monk
 
 def test_without_held_out_text_some_training_text_is_held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Any] = []
-    original = draft.FixedRows
+    original = taught.FixedRows
 
     def watch(documents: Any, *args: Any, **options: Any) -> Any:
         trained.extend(map(bytes, documents))
         return original(documents, *args, **options)
 
     measured: list[Any] = []
-    monkeypatch.setattr(draft, "FixedRows", watch)
+    monkeypatch.setattr(taught, "FixedRows", watch)
     monkeypatch.setattr(
         draft, "continuations", lambda *args, **options: measured.extend(args[1]) or continuations(*args, **options)
     )
