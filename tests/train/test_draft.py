@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from sakiyomi import LLM, SamplingParams, theory
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.core.outputs import Generation
-from sakiyomi.train import draft, taught
+from sakiyomi.train import taught
 from sakiyomi.train.acceptance import continuations, distinct_ngrams, speculate
 from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.draft import train_draft
@@ -254,7 +254,7 @@ def test_without_held_out_text_some_training_text_is_held_back(tmp_path: Path, m
     measured: list[Any] = []
     monkeypatch.setattr(taught, "FixedRows", watch)
     monkeypatch.setattr(
-        draft, "continuations", lambda *args, **options: measured.extend(args[1]) or continuations(*args, **options)
+        taught, "continuations", lambda *args, **options: measured.extend(args[1]) or continuations(*args, **options)
     )
     config = draft_config(tmp_path, tiny_target(tmp_path), valid=(), samples=0, eval_prompts=4)
     summary = train_draft(config)
