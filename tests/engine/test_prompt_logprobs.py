@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from sakiyomi import LLM, InputError, SamplingParams
+from sakiyomi import LLM, InputError, MemoryLimitError, SamplingParams
 from server_toys import toy_llm
 from toys import tiny_llama
 
@@ -58,6 +60,25 @@ def test_beside_policies_and_quantized_caches(cache: str) -> None:
     wanted = by_hand(PROMPTS[0])
     expected = [float(row[token]) for row, token in zip(wanted, PROMPTS[0][1:], strict=True)]
     assert [token.logprob for token in out.prompt_logprobs[1:]] == pytest.approx(expected, abs=0.02)
+
+
+def test_who_runs_out_of_memory_leaves_the_others_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who wanted all rows of a pass is gone when those of the others are taken."""
+    llm = toy_llm("none")
+    wanted = llm.generate(PROMPTS[1:2], SamplingParams(max_new_tokens=6))[0].token_ids
+    score, engine = llm.target.score, llm.engine
+
+    def scarce(rows: Any, **options: Any) -> Any:
+        if any(part.prompt and list(part.tokens) == PROMPTS[0] for part in rows):
+            raise MemoryError
+        return score(rows, **options)
+
+    monkeypatch.setattr(llm.target, "score", scarce)
+    first = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=6, prompt_logprobs=0), shares=False)
+    second = engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=6), shares=False)
+    while not (first.over and second.over):
+        engine.step()
+    assert isinstance(first.error, MemoryLimitError) and second.output == wanted
 
 
 def test_where_a_part_of_the_prompt_is_not_read(llm: LLM) -> None:

@@ -44,9 +44,7 @@ class Batch:
             assert slot is not None
             parents = None if tree.is_chain else (-1, *(parent + 1 for parent in tree.parents))
             rows = SequenceRows(slot, request.cached, (request.tokens[-1], *tree.tokens), parents)
-            batch.requests.append(request)
-            batch.drafts.append(draft)
-            batch.rows.append(rows)
+            batch.add(request, draft, rows)
         return batch
 
     def add(self, request: Request, draft: Draft, rows: SequenceRows) -> None:
@@ -62,7 +60,7 @@ class Batch:
     def cases(self) -> list[Case]:
         """What is to be verified, by rows of the pass: one behind the last token, one behind each node."""
         cases, row = [], 0
-        for request, draft in zip(self.requests, self.drafts, strict=True):
+        for request, draft in self.pairs():
             context = request.context
             cases.append(Case(draft, row, len(context.tokens), request.verifier, request.sampler, context.noise))
             row += len(draft.tree.tokens) + 1
@@ -88,7 +86,7 @@ def make_room(batch: Batch, cache: SlotCache, check: Callable[[Request], None]) 
         The last steps of requests that end.
     """
     steps = []
-    for request, draft in zip(batch.requests, batch.drafts, strict=True):
+    for request, draft in batch.pairs():
         assert request.slot is not None
         try:
             check(request)

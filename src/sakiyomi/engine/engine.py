@@ -166,11 +166,11 @@ class Engine:
                     output = self.target.score(chunk.rows, last=last)
                 except Exception as error:
                     output = score_alone(self.target, chunk, error, steps, last=last)
-                complete, output = self._prefill.take(chunk, output, self._running, steps, began)
+                complete, output = self._prefill.take(chunk, output, self._running, steps, began, whole=not last)
                 steps += self._decide(complete, output)
 
-            fresh = {step.request for step in steps} if steps else ()
-            requests = [r for r in self._running if r.prefilled and not r.over and not (fresh and r.id in fresh)]
+            fresh = {step.request for step in steps}
+            requests = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
             if requests:
                 clock = RoundClock(self.target)
                 drafted = self._speculation.propose(requests)  # draft
@@ -276,7 +276,7 @@ class Engine:
         """Of the pass keep the last token's pair and those of the accepted path."""
         assert request.slot is not None
         eviction = self.target.eviction
-        nodes = (0, *map((1).__add__, verdict.path))
+        nodes = (0, *(node + 1 for node in verdict.path))
         if request.decoding:  # else the rows are the prompt's, kept already
             eviction.commit(request.slot, request.cached, nodes)
             request.cached += len(nodes)

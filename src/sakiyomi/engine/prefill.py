@@ -51,7 +51,7 @@ class Prefill:
         """
         batch, budget = Batch(), self.chunk_size
         for request in running:
-            if request.cached >= request.prompt_tokens or request.over or self.slots.waits(request):
+            if request.prefilled or request.over or self.slots.waits(request):
                 continue
             if not (request.cached or self._read_images(request, steps)):
                 continue
@@ -88,22 +88,23 @@ class Prefill:
         return wanted or self.target.eviction.needs_log_probs
 
     def take(
-        self, batch: Batch, output: PassOutput, running: list[Request], steps: list[Step], began: float
+        self, batch: Batch, output: PassOutput, running: list[Request], steps: list[Step], began: float, *, whole: bool
     ) -> tuple[Batch, PassOutput]:
         """Count what was read, and give the prompts that are read to their end, with the logits behind them.
 
         Args:
             batch: what was read.
-            output: of the pass: of the last row of each request, or of all rows, see ``needs_all_rows``.
+            output: of the pass, of the last row of each request or of all.
             running: all requests; one whose prompt goes on takes its next turn behind the others.
             steps: get the last steps of requests for which there is no memory.
             began: seconds that the target had spent before.
+            whole: the output is of all rows.
         """
         spent = self.target.forward_seconds - began
         for request in running:  # the others stand still meanwhile
             request.stats.prefill_seconds += spent
         eviction = self.target.eviction
-        if self.needs_all_rows(batch):
+        if whole:
             output = self._learn(batch, output, steps)
         complete, ends, last, row = Batch(), [], [], 0
         for i, (request, rows) in enumerate(zip(batch.requests, batch.rows, strict=True)):

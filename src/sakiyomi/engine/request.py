@@ -180,7 +180,7 @@ class Request:
 
     def commit(self, draft: Draft, verdict: Verdict, rows: Rows) -> Step:
         """Take what the target decided: tokens up to a stop or the length limit, their trace, their text."""
-        tokens = [*map(draft.tree.tokens.__getitem__, verdict.path), verdict.token]
+        tokens = [draft.tree.tokens[node] for node in verdict.path] + [verdict.token]
         used, reason = self._until_end(tokens)
         text = ""
         if self.live:
@@ -223,11 +223,9 @@ class Request:
     def _until_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the new tokens count, and why the text ends there if it does."""
         room = self.last - len(self.tokens)
-        stops = self.context.stop_ids
-        if not stops.isdisjoint(tokens):
-            for used, token in enumerate(tokens[:room], start=1):
-                if token in stops:
-                    return used, "stop"
+        for used, token in enumerate(tokens[:room], start=1):
+            if token in self.context.stop_ids:
+                return used, "stop"
         return min(len(tokens), room), "length" if len(tokens) >= room else None
 
     def _count(self, draft: Draft, verdict: Verdict, used: int) -> None:
