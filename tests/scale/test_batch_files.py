@@ -108,6 +108,7 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
         (line("first"), "custom_id is 'first', as in line 1"),
         ("[" * 100_000, "it is no JSON"),
         ("\ud800", "it is no JSON"),
+        (line("\ud800"), "custom_id is '\\ud800'; expected a text"),
     ],
 )
 def test_a_wrong_line_costs_itself_alone(text: str, said: str, tmp_path: Path) -> None:
@@ -121,6 +122,20 @@ def test_a_wrong_line_costs_itself_alone(text: str, said: str, tmp_path: Path) -
     assert sorted(endpoint.asked) == ["first", "last"]
     assert found[1]["response"] is None and said in found[1]["error"]["message"]
     assert found[1]["error"]["code"] == "invalid_line"
+
+
+def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = BatchFile(written(tmp_path, [line(f"{i}") for i in range(9)]), tmp_path / "out.jsonl", {}, 2)
+
+    def full(*_: Any) -> None:
+        raise LoadError("cannot write: No space left on device")
+
+    monkeypatch.setattr(BatchFile, "write", full)
+    with pytest.raises(LoadError, match="No space left"):
+        run(batch, Echo())
+    monkeypatch.undo()
+    run(BatchFile(batch.source, batch.out, {}, 2), Echo())
+    assert len(replies(batch.out)) == 9
 
 
 def test_wrong_files(tmp_path: Path) -> None:

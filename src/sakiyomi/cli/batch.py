@@ -95,7 +95,6 @@ def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, name: str | No
     from sakiyomi.scale.in_process import InProcessServer
 
     llm = load(model)
-    llm.record()
     began = time.perf_counter()
 
     with progress(f"answering {found.lines} requests") as shown:
@@ -113,3 +112,4 @@ def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, name: str | No
         except KeyboardInterrupt:
             note(f"{found.answered} of {found.lines} requests are answered; the same command goes on from there")
             raise
+    llm.record()

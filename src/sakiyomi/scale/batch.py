@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from sakiyomi.core.digests import file_digest
 from sakiyomi.core.errors import InputError, LoadError
@@ -229,7 +229,7 @@ def _scan(source: Path, piece_lines: int) -> tuple[list[Piece], dict[int, int]]:
             if line.strip():
                 lines += 1
                 if (name := _name(line)) is not None:
-                    key = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+                    key = hashlib.blake2b(name.encode(), digest_size=16).digest()
                     if (before := seen.setdefault(key, number)) != number:
                         twice[number] = before
             if lines == piece_lines:
@@ -245,7 +245,12 @@ def _name(line: bytes) -> str | None:
         name = json.loads(line)["custom_id"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return name if isinstance(name, str) else None
+    return name if _is_text(name) else None
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    """Whether it is a text that UTF-8 can say."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 # ---------------------------------------------------------------- answering
@@ -261,6 +266,9 @@ async def answer_missing(
         endpoint: who answers.
         progress: counts.
         told: called after each piece.
+
+    Raises:
+        LoadError: a piece cannot be written.
     """
     free = asyncio.Semaphore(IN_FLIGHT)
 
@@ -276,28 +284,29 @@ async def answer_missing(
         progress.count_tokens(replies)
         told(progress)
 
-    async with asyncio.TaskGroup() as group:
-        for piece in batch.missing():
-            await free.acquire()
-            group.create_task(answered(piece))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for piece in batch.missing():
+                await free.acquire()
+                group.create_task(answered(piece))
+    except ExceptionGroup as failures:  # of pieces that could not be written, say
+        raise failures.exceptions[0] from None
 
 
 async def _answer(endpoint: Endpoint, number: int, line: bytes, twice: Mapping[int, int]) -> dict[str, Any]:
     """The reply to a line, or why there is none; never an exception."""
-    name = _name(line)
     try:
         if number in twice:
-            raise InputError(f"custom_id is {name!r}, as in line {twice[number]}; give each line its own")
-        url, body = _request(line)
+            raise InputError(f"custom_id is {_name(line)!r}, as in line {twice[number]}; give each line its own")
+        name, url, body = _request(line)
     except InputError as error:
-        return _reply(name, None, {"code": "invalid_line", "message": f"line {number}: {error.message}"})
-    assert name is not None
+        return _reply(_name(line), None, {"code": "invalid_line", "message": f"line {number}: {error.message}"})
     status, reply = await endpoint.post(url, seeded(name, body), f"line {number}")
     return _reply(name, {"status_code": status, "request_id": _identity(name), "body": reply}, None)
 
 
-def _request(line: bytes) -> tuple[str, dict[str, Any]]:
-    """What a line asks for.
+def _request(line: bytes) -> tuple[str, str, dict[str, Any]]:
+    """Name, address and body of what a line asks for.
 
     Raises:
         InputError: it is no request.
@@ -309,8 +318,9 @@ def _request(line: bytes) -> tuple[str, dict[str, Any]]:
     if not isinstance(asked, dict):
         raise InputError("it is no JSON object; expected custom_id, method, url and body")
     for key, kind in (("custom_id", str), ("url", str), ("body", dict)):
-        if not isinstance(asked.get(key), kind):
-            found = repr(asked[key])[:80] if key in asked else "missing"
+        value = asked.get(key)
+        if not (_is_text(value) if kind is str else isinstance(value, kind)):
+            found = repr(value)[:80] if key in asked else "missing"
             raise InputError(f"{key} is {found}; expected {'an object' if kind is dict else 'a text'}")
     if asked["url"] not in URLS:
         raise InputError(f"url is {asked['url']!r:.80}; it is {' or '.join(URLS)}")
@@ -318,18 +328,18 @@ def _request(line: bytes) -> tuple[str, dict[str, Any]]:
         raise InputError(f"method is {asked['method']!r:.80}; it is POST")
     if asked["body"].get("stream"):
         raise InputError("stream is on; a batch has whole replies: leave it out")
-    return asked["url"], asked["body"]
+    return asked["custom_id"], asked["url"], asked["body"]
 
 
 def seeded(name: str, body: dict[str, Any]) -> dict[str, Any]:
     """The body with a seed of its name, if it draws and has none: its text is the same whenever it is written."""
     if body.get("temperature") == 0 or body.get("seed") is not None:
         return body
-    return body | {"seed": int.from_bytes(hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=6).digest())}
+    return body | {"seed": int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())}
 
 
 def _identity(name: str) -> str:
-    return "batch_req_" + hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=12).hexdigest()
+    return "batch_req_" + hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
 
 
 def _reply(name: str | None, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> dict[str, Any]:
