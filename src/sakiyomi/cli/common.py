@@ -43,6 +43,7 @@ __all__ = [
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+_ALIASES = {"target": ("--model",)}  # as other tools call it
 
 
 @dataclass(frozen=True)
@@ -266,9 +267,6 @@ def _truth(word: str) -> bool:
     if word not in ("on", "off", "true", "false"):
         raise ValueError(word)
     return word in ("on", "true")
-
-
-_ALIASES = {"target": ("--model",)}  # as other tools call it
 
 
 def _number_or_word(text: str | None) -> int | str | None:

@@ -33,8 +33,7 @@ class Reply:
 
 REFUSED = {
     "n": "a message has one reply, and /again generates another",
-    "prompt_logprobs": "they are shown by sakiyomi generate --json only; leave them out",
-    "logprobs": "they are shown by sakiyomi generate --json only; leave them out",
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "they are shown by sakiyomi generate --json only; leave them out"),
 }
 """Parameters that do not fit a conversation, and what to do instead."""
 

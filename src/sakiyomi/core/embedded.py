@@ -12,7 +12,6 @@ from sakiyomi.core.errors import InputError, LoadError
 __all__ = [
     "DEFAULT",
     "DRAFTS",
-    "EAGLE_HEADS",
     "EMBEDDED",
     "EMBEDDED_ROOT",
     "HEADS",
@@ -34,8 +33,6 @@ DRAFTS = {"tales": "tales-draft"}
 """Of embedded targets: the draft model that was distilled from each."""
 MEDUSA_HEADS = {"tales": "tales-medusa"}
 """Of embedded targets: the Medusa heads that were trained on each."""
-EAGLE_HEADS: dict[str, str] = {}
-"""Of embedded targets: the EAGLE head that was trained on each."""
 
 EMBEDDED_ROOT = Path(__file__).resolve().parents[1] / "models"
 """The folder of all of them."""

@@ -34,7 +34,7 @@ class ThreadGovernor:
         self, trial: Callable[[int], float] | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._trial, self._clock = trial or _trial, clock
-        self._all, self._now = _wanted(), 0
+        self._now = 0
         self._next, self._widen_at, self._pause = 0.0, 0.0, EVERY
 
     def check(self) -> None:
@@ -44,20 +44,20 @@ class ThreadGovernor:
         import torch
 
         current = torch.get_num_threads()
-        if self._now not in (0, current):  # the program has chosen another number
-            self._all = _wanted(current)
+        if not _chosen or self._now not in (0, current):
+            _chosen[:] = [current]
         self._now = current
         if current > 1 and self._crowded(1):
             self._set(max(1, current // 2, min(current - 1, (os.cpu_count() or 1) - _others(current))))
             self._widen_at = self._clock() + self._pause
-        elif current < self._all and self._clock() >= self._widen_at:
+        elif current < _chosen[0] and self._clock() >= self._widen_at:
             self._widen()
         self._next = self._clock() + EVERY
 
     def _widen(self) -> None:
         """Try more threads, and stay with them if they do not wait."""
         before = self._now
-        self._set(min(self._all, 2 * before))
+        self._set(min(_chosen[0], 2 * before))
         if self._crowded(3):
             self._set(before)
             self._pause = min(2 * self._pause, SELDOM)
@@ -82,18 +82,10 @@ class ThreadGovernor:
         self._now = count
 
 
-_chosen: list[int] = []  # by the program or its environment: what one thread has set is what the next one finds
+_chosen: list[int] = []
+"""By the program or its environment: most threads that compute. torch cannot say it: a new thread of the program begins
+with what a governor has set in another one."""
 _local = threading.local()
-
-
-def _wanted(count: int | None = None) -> int:
-    import torch
-
-    if count is not None:
-        _chosen[:] = [count]
-    elif not _chosen:
-        _chosen.append(torch.get_num_threads())
-    return _chosen[0]
 
 
 def govern_threads() -> None:
