@@ -12,7 +12,8 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from sakiyomi.server.app import Server
-from server_toys import client, running, toy_llm, web
+from sakiyomi.server.messages import CountRequest
+from server_toys import running, toy_llm, web
 
 SAID = [{"role": "user", "content": "The fox said"}]
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -23,17 +24,6 @@ WEATHER = {
     "required": ["city"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[tuple[Server, str]]:
-    with running(toy_llm(max_batch=6)) as found:
-        yield found
-
-
-@pytest.fixture
-def api(site: tuple[Server, str]) -> OpenAI:
-    return client(site[1])
 
 
 @pytest.fixture
@@ -121,6 +111,8 @@ def test_a_response_keeps_to_a_schema(api: OpenAI) -> None:
         ({"input": []}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"truncation": "auto"}, "truncation"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": 3}]}, "input"),
     ],
 )
@@ -190,6 +182,26 @@ def test_calls_in_a_message(claude: anthropic.Anthropic, stream: bool) -> None:
 def test_what_a_message_cannot_have(site: tuple[Server, str], changed: dict[str, Any], words: str) -> None:
     reply = web.post(f"{site[1]}/v1/messages", json={"messages": SAID, "max_tokens": 4} | changed)
     assert reply.status_code in (400, 404) and words in reply.text
+
+
+def test_what_a_template_is_told() -> None:
+    """That a tool has failed, and that the model is not to think, where it knows of that."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    thinking = template + "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "no network", "is_error": True}
+    body = {"messages": [*SAID, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]}
+    counts = []
+    for given in (template, thinking):
+        with running(toy_llm("none", template=given)) as (server, url):
+            for more in ({}, {"thinking": {"type": "disabled"}}):
+                asked = CountRequest.model_validate(body | more).chat(server.bodies.template)
+                (job,) = server.bodies.chat(asked)
+                assert "tool: error: no network" in server.llm.tokenizer.decode(job.prompt)
+                counted = web.post(f"{url}/v1/messages/count_tokens", json=body | more).json()["input_tokens"]
+                assert counted == len(job.prompt)
+                counts.append(counted)
+    assert counts[0] == counts[1] == counts[3] < counts[2]
 
 
 def test_both_kinds_of_keys() -> None:

@@ -24,11 +24,6 @@ LONG: dict[str, Any] = {"model": "toy", "prompt": "Once", "max_tokens": 1500, "t
 
 
 @pytest.fixture(scope="module")
-def own() -> LLM:
-    return toy_llm("none")
-
-
-@pytest.fixture(scope="module")
 def site() -> Iterator[tuple[Server, str]]:
     with running(toy_llm(max_batch=2), max_queue=6, api_key="a,b,c", header_timeout=0.5, max_connections=40) as found:
         yield found

@@ -42,11 +42,6 @@ ENDLESS: dict[str, Any] = {"model": "toy", "prompt": "Once", "max_tokens": 3000,
 
 
 @pytest.fixture(scope="module")
-def own() -> LLM:
-    return toy_llm("none")
-
-
-@pytest.fixture(scope="module")
 def site() -> Iterator[tuple[Server, str]]:
     with running(toy_llm(max_batch=2), max_queue=2, max_body=20_000) as found:
         yield found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -13,7 +12,6 @@ import torch
 from openai import OpenAI
 
 from sakiyomi.core.text import TextStream
-from sakiyomi.server.app import Server
 from sakiyomi.server.bodies import BodyReader
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
@@ -42,17 +40,6 @@ def tool(name: str, field: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 TOOLS: list[Any] = [tool("look", "far", {"type": "boolean"}), tool("go", "to", {"enum": ["sea", "wood"]})]
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[tuple[Server, str]]:
-    with running(toy_llm(max_batch=6)) as found:
-        yield found
-
-
-@pytest.fixture
-def api(site: tuple[Server, str]) -> OpenAI:
-    return client(site[1])
 
 
 def chat(api: OpenAI, drafted: bool = True, **values: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,23 +18,6 @@ from server_toys import client, figures, running, toy_llm, web
 
 AHEAD = {"speculation": {"gamma": 3}}
 PROMPTS = ["Once upon a time", "The fox went", "むかしむかし", "One day she said: ", "A smile 😀"]
-
-
-@pytest.fixture(scope="module")
-def own() -> LLM:
-    """The library, to compare with."""
-    return toy_llm("none")
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[tuple[Server, str]]:
-    with running(toy_llm(max_batch=6)) as found:
-        yield found
-
-
-@pytest.fixture
-def api(site: tuple[Server, str]) -> OpenAI:
-    return client(site[1])
 
 
 def wanted(own: LLM, prompt: Any, **values: Any) -> Any:

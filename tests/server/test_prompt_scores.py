@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,25 +9,9 @@ from openai import OpenAI
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.server.app import Server
-from server_toys import client, running, toy_llm, web
+from server_toys import web
 
 PROMPT = "Once upon a time"
-
-
-@pytest.fixture(scope="module")
-def own() -> LLM:
-    return toy_llm("none")
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[tuple[Server, str]]:
-    with running(toy_llm(max_batch=6)) as found:
-        yield found
-
-
-@pytest.fixture
-def api(site: tuple[Server, str]) -> OpenAI:
-    return client(site[1])
 
 
 def post(site: tuple[Server, str], path: str, **body: Any) -> Any:

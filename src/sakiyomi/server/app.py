@@ -320,12 +320,12 @@ def _add_interfaces(app: FastAPI, server: Server) -> None:
     @app.post("/v1/messages", responses=REPLIES)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Reply to messages in Anthropic's form."""
-        return await server.answer(request, body.chat(), server.bodies.chat, MessagesStyle)
+        return await server.answer(request, body.chat(server.bodies.template), server.bodies.chat, MessagesStyle)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         """How many tokens such messages are."""
-        (job,) = await server.read(server.bodies.chat, body.chat())
+        (job,) = await server.read(server.bodies.chat, body.chat(server.bodies.template))
         return {"input_tokens": len(job.prompt)}
 
     @app.post("/tokenize")

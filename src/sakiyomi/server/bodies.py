@@ -190,6 +190,11 @@ class BodyReader:
         return str(self._llm.tokenizer.decode(body.tokens))
 
     @property
+    def template(self) -> str:
+        """That messages become a prompt by; "" where there is none."""
+        return self._dialogue.template
+
+    @property
     def has_template(self) -> bool:
         """Whether messages become a prompt by a chat template; otherwise they are one text that goes on."""
         return not self._dialogue.plain
@@ -298,7 +303,7 @@ class BodyReader:
             return body.tools, self._format(body), None
         if body.response_format is not None and body.response_format.type != "text":
             raise bad_request("tools and response_format cannot be combined; send one of them", "response_format")
-        form = tool_format(self._dialogue.template)
+        form = tool_format(self.template)
         offered = body.tools
         if isinstance(choice, NamedChoice):
             offered = [tool for tool in body.tools if tool.function.name == choice.function.name]

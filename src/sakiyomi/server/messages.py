@@ -42,7 +42,7 @@ class ToolUse(Block):
 
 
 class ToolResult(Block):
-    """What a tool gave back."""
+    """What a tool gave back, or, with ``is_error``, why it did not: a template has no other place for that."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -75,7 +75,7 @@ class ToolChoice(Strict):
 
 
 class NoThinking(Strict):
-    """A model thinks here as its chat template has it."""
+    """Where the chat template knows ``enable_thinking``, it is told not to."""
 
     type: Literal["disabled"]
 
@@ -96,8 +96,12 @@ class CountRequest(Strict):
     tool_choice: ToolChoice | None = None
     thinking: NoThinking | None = None
 
-    def chat(self, **values: Any) -> ChatRequest:
+    def chat(self, template: str, **values: Any) -> ChatRequest:
         """The same as messages of chat completions.
+
+        Args:
+            template: that they will be written by.
+            **values: further fields.
 
         Raises:
             RequestValidationError: there are no such messages.
@@ -108,6 +112,8 @@ class CountRequest(Strict):
         for turn in self.messages:
             messages += _messages(turn)
         values |= {"model": self.model, "messages": messages}
+        if self.thinking is not None and "enable_thinking" in template:
+            values["chat_template_kwargs"] = {"enable_thinking": False}
         if self.tools:
             values["tools"] = [
                 {
@@ -136,9 +142,10 @@ class MessagesRequest(CountRequest):
     service_tier: str | None = None
     speculation: Speculation = Speculation()
 
-    def chat(self, **values: Any) -> ChatRequest:
+    def chat(self, template: str, **values: Any) -> ChatRequest:
         """See ``CountRequest.chat``."""
         return super().chat(
+            template,
             max_completion_tokens=self.max_tokens,
             stop=self.stop_sequences or None,
             user=None if self.metadata is None else self.metadata.user_id,
@@ -152,7 +159,11 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     found: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+        {
+            "role": "tool",
+            "tool_call_id": block.tool_use_id,
+            "content": ("error: " if block.is_error else "") + _text(block.content),
+        }
         for block in turn.content
         if isinstance(block, ToolResult)
     ]

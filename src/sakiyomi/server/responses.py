@@ -116,9 +116,9 @@ class ResponsesRequest(Strict):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    truncation: Literal["disabled", "auto"] | None = None
+    truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    include: list[str] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = Field(None, description="There is none.")
     previous_response_id: None = None
     reasoning: dict[str, None] | None = None
     speculation: Speculation = Speculation()
