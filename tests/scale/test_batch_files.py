@@ -145,9 +145,12 @@ def test_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no requests"):
         BatchFile(written(tmp_path, [""]), out, {})
     source = written(tmp_path, [line("a"), line("b")])
+    nobody = BatchFile(source, out, {"target": "nobody"}, 1)
+    nobody.begin()  # and no piece was answered: the model could not be loaded, say
     first = BatchFile(source, out, {"target": "tales"}, 1)
     with first.lock():
         first.begin()
+        first.write(first.pieces[0], [])
         with (
             pytest.raises(InputError, match="another run writes"),
             BatchFile(source, out, {"target": "tales"}, 1).lock(),
@@ -163,6 +166,8 @@ def test_wrong_files(tmp_path: Path) -> None:
     (first.folder / "about.json").write_text("{", encoding="utf-8")
     with pytest.raises(LoadError, match="to begin anew"):
         BatchFile(source, out, {"target": "tales"}, 1)
+    with pytest.raises(LoadError, match="choose another output"), BatchFile(source, source / "below", {}).lock():
+        pass
     other = tmp_path / "there.jsonl"
     other.write_text("mine", encoding="utf-8")
     with pytest.raises(InputError, match="is there already"):
@@ -202,6 +207,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert found.exit_code == 1, found.output
     told = json.loads(found.stdout.splitlines()[-1])
     assert (told["lines"], told["answered"], told["failed"], told["completion_tokens"]) == (3, 3, 2, 3)
+    assert "POST" not in found.stderr
     good, bad, chat = replies(out)
     assert good["response"]["body"]["usage"]["completion_tokens"] == 3 and good["error"] is None
     assert bad["response"]["status_code"] == 400 and "max_tokens" in bad["response"]["body"]["error"]["message"]

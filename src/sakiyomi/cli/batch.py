@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,7 +100,7 @@ def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, name: str | No
     llm = load(model)
     began = time.perf_counter()
 
-    with progress(f"answering {found.lines} requests") as shown:
+    with progress(f"answering {found.lines} requests") as shown, _no_access_log():
 
         def tell(now: BatchProgress) -> None:
             speed = now.completion_tokens / (time.perf_counter() - began)
@@ -113,3 +116,15 @@ def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, name: str | No
             note(f"{found.answered} of {found.lines} requests are answered; the same command goes on from there")
             raise
     llm.record()
+
+
+@contextmanager
+def _no_access_log() -> Iterator[None]:
+    """Without the line for each request, which is for servers."""
+    log = logging.getLogger("sakiyomi.server")
+    before = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

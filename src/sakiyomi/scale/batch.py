@@ -137,7 +137,7 @@ class BatchFile:
 
     def begin(self) -> BatchProgress:
         """Have the folder there, and count what earlier runs have left in it."""
-        if not (self.folder / ABOUT).exists():
+        if len(self.missing()) == len(self.pieces):
             with whole_file(self.folder / ABOUT, "choose another output") as fresh:
                 fresh.write_text(json.dumps(self._about(), indent=1), encoding="utf-8")
         progress = BatchProgress(sum(piece.lines for piece in self.pieces))
@@ -175,9 +175,14 @@ class BatchFile:
 
         Raises:
             InputError: one is there.
+            LoadError: nothing can be written there.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / LOCK).open("w") as handle:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = (self.folder / LOCK).open("w")
+        except OSError as error:
+            raise LoadError(f"cannot write {self.folder}: {error.strerror or error}; choose another output") from None
+        with handle:
             with contextlib.suppress(ImportError):  # Windows has none
                 import fcntl
 
@@ -196,11 +201,11 @@ class BatchFile:
         }
 
     def _compare(self) -> None:
-        """Refuse to mix this run with one of something else."""
+        """Refuse to mix this run with one of something else, if that has left a piece."""
+        if len(self.missing()) == len(self.pieces):
+            return
         try:
             before = json.loads((self.folder / ABOUT).read_bytes())
-        except FileNotFoundError:
-            return
         except (OSError, ValueError) as error:
             raise LoadError(f"cannot read {self.folder / ABOUT}: {error}; remove {self.folder} to begin anew") from None
         now = json.loads(json.dumps(self._about()))
