@@ -57,6 +57,16 @@ def test_a_response_is_the_chats_text(api: OpenAI) -> None:
     assert told.output_text == chat_text(api, said, max_tokens=5)
 
 
+def test_a_response_takes_what_chat_completions_take(api: OpenAI, site: tuple[Server, str]) -> None:
+    """vLLM's sampling parameters: its own load generators send them here, too."""
+    how = {"temperature": 0.8, "seed": 5, "top_k": 40, "min_p": 0.02, "ignore_eos": True, "stop": ["ee"]}
+    body = {"input": "The fox said", "max_output_tokens": 24, **how}
+    found = web.post(f"{site[1]}/v1/responses", json=body).json()
+    said = {"messages": SAID, "max_tokens": 24, **how}
+    expected = web.post(f"{site[1]}/v1/chat/completions", json=said).json()["choices"][0]
+    assert found["output"][0]["content"][0]["text"] == expected["message"]["content"]
+
+
 def test_a_streamed_response(api: OpenAI) -> None:
     """The client's own accumulator takes the events for a response."""
     with api.responses.stream(model="toy", input="The fox said", temperature=0, max_output_tokens=24) as stream:

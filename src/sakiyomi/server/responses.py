@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.replies import Piece, Style
-from sakiyomi.server.schema import ChatRequest, Count, Speculation, Strict, chat_request
+from sakiyomi.server.schema import ChatRequest, Common, Count, Strict, chat_request
 from sakiyomi.server.stream import event
 
 __all__ = ["ResponsesRequest", "ResponsesStyle"]
@@ -96,32 +96,21 @@ class TextOptions(Strict):
     verbosity: None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Common):
     """Body of ``/v1/responses``."""
 
-    model: str | None = None
     input: str | Annotated[list[InputMessage | FunctionCall | FunctionOutput], Field(min_length=1, max_length=4096)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    stream: bool | None = False
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseChoice | None = None
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
-    user: str | None = Field(None, max_length=512)
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = Field(None, description="There is none.")
     previous_response_id: None = None
     reasoning: dict[str, None] | None = None
-    speculation: Speculation = Speculation()
 
     def chat(self) -> ChatRequest:
         """The same as messages.
@@ -138,8 +127,8 @@ class ResponsesRequest(Strict):
         values: dict[str, Any] = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            **self.model_dump(include={"model", "temperature", "top_p", "stream", "parallel_tool_calls", "user"}),
-            "speculation": self.speculation.model_dump(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            **self.model_dump(include={*Common.model_fields}),
         }
         if self.tools:
             values["tools"] = [

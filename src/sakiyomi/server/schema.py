@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 __all__ = [
     "Ask",
     "ChatRequest",
+    "Common",
     "CompletionRequest",
     "Count",
     "DetokenizeRequest",
@@ -109,13 +110,11 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class Ask(Strict):
-    """What both kinds of request share."""
+class Common(Strict):
+    """What all of OpenAI's interfaces share: who is asked, how tokens are chosen."""
 
     model: str | None = Field(None, description="The server's own, if it is given.")
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = 1
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     seed: Seed | None = None
@@ -124,7 +123,6 @@ class Ask(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     user: str | None = Field(None, max_length=512, description="Written to the log, and used for nothing else.")
-    response_format: ResponseFormat | None = None
     # Ours, named as in other servers where they have them.
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: all tokens."), WHOLE] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -134,9 +132,6 @@ class Ask(Strict):
     speculation: Speculation = Speculation()
     kv_budget: int | str | None = Field(
         None, description="Must equal the server's own, which is fixed when the model is loaded."
-    )
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = Field(
-        None, description="As in vLLM: how likely the prompt's tokens were, with so many others at each place."
     )
     # What other servers take and what cannot change the text.
     request_id: str | None = Field(None, max_length=512)
@@ -153,6 +148,17 @@ class Ask(Strict):
     return_tokens_as_token_ids: Literal[False] | None = False
     use_beam_search: Literal[False] = False
     min_tokens: Literal[0] = 0
+
+
+class Ask(Common):
+    """What requests for completions and for chat completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = 1
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = Field(
+        None, description="As in vLLM: how likely the prompt's tokens were, with so many others at each place."
+    )
     trace: bool = Field(
         False, description="Return the source of every token and the draft tree of every round with the text."
     )
