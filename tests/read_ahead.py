@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from architectures import VOCAB, greedy, prompt
 from sakiyomi import LLM, Draft, SamplingParams
@@ -105,3 +107,10 @@ def refused(kind: str, folder: Path, error: type[Exception], *words: str) -> Non
     with pytest.raises(error) as found:
         llm_over(deep_target(), f"{kind}:{folder}")
     assert all(word in str(found.value) for word in words), str(found.value)
+
+
+def as_pickle(folder: Path) -> None:
+    """Store a folder's tensors as pickle instead."""
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()

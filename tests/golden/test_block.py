@@ -20,6 +20,7 @@ from read_ahead import (
     PROMPTS,
     TOKENIZER,
     Guess,
+    as_pickle,
     check_conversations,
     check_trees,
     deep_target,
@@ -203,6 +204,15 @@ def test_folders_that_hold_no_drafter(tmp_path: Path) -> None:
     _refused(dflash_folder(tmp_path / "part", replace(part, tensors=lacking)), LoadError, "k_norm")
     more = part.tensors | {"layers.0.strange.weight": torch.zeros(3)}
     _refused(dflash_folder(tmp_path / "more", replace(part, tensors=more)), LoadError, "strange")
+
+
+def test_weights_stored_as_pickle_are_asked_for(tmp_path: Path) -> None:
+    folder = dflash_folder(tmp_path, block("plain"))
+    as_pickle(folder)
+    _refused(folder, LoadError, "pickle", "allow_pickle=True")
+    out = llm_of(f"block:{folder}", allow_pickle=True).generate(PROMPTS, params(gamma=2))
+    assert [one.token_ids for one in out] == texts(deep_target())[0]
+    assert sum(one.stats.drafted for one in out) > NEW
 
 
 def test_no_damage_passes(tmp_path: Path) -> None:

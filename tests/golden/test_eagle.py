@@ -20,6 +20,7 @@ from read_ahead import (
     PROMPTS,
     TOKENIZER,
     Guess,
+    as_pickle,
     check_conversations,
     check_trees,
     deep_target,
@@ -188,6 +189,15 @@ def test_folders_that_hold_no_head(tmp_path: Path) -> None:
     _refused(original_folder(tmp_path / "part", replace(part, tensors=lacking)), LoadError, "hidden_norm")
     more = part.tensors | {"layers.0.strange.weight": torch.zeros(3)}
     _refused(original_folder(tmp_path / "strange", replace(part, tensors=more)), LoadError, "strange")
+
+
+def test_weights_stored_as_pickle_are_asked_for(tmp_path: Path) -> None:
+    folder = original_folder(tmp_path, head("plain"))
+    as_pickle(folder)
+    _refused(folder, LoadError, "pickle", "allow_pickle=True")
+    out = llm_of(f"eagle:{folder}", allow_pickle=True).generate(PROMPTS, params(gamma=2))
+    assert [one.token_ids for one in out] == texts(deep_target())[0]
+    assert sum(one.stats.drafted for one in out) > NEW
 
 
 def test_no_damage_passes(tmp_path: Path) -> None:
