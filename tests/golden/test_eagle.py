@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from architectures import VOCAB
+from architectures import VOCAB, prompt
 from damage import DAMAGES, refusals
 from eagle_toys import guessed, new_head, original_folder, speculators_folder
 from read_ahead import (
@@ -35,7 +35,9 @@ from sakiyomi import LLM, InputError, LoadError, UnsupportedError
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.drafters.eagle import EagleDrafter
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
+from sakiyomi.model_executor.build import build_runner
 from toys import save_model, tiny_llama
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -130,6 +132,24 @@ def test_other_paths(options: dict[str, Any], tmp_path: Path) -> None:
         assert [one.token_ids for one in out] == texts(deep_target())[0]
     if options == {"compile": "auto"}:
         assert not others(rounds(folder, **options), expected("plain"))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@torch.no_grad()
+def test_more_rows_than_a_pass_has_features(exact: bool, tmp_path: Path) -> None:
+    """Each row reads its own feature, as where every request is read alone."""
+    build = partial(build_runner, compile=False, max_slots=20, exact=exact)
+    folder = str(speculators_folder(tmp_path, head("plain")))
+    drafter = EagleDrafter.load(folder, build(deep_target()), lambda loaded: build(loaded.model, owned=True))
+    own, tokens = drafter._head, [prompt(60, seed) for seed in range(20)]
+    features = torch.randn(20, 60, deep_target().config.hidden_size, generator=torch.Generator().manual_seed(1))
+    segments = [SequenceRows(own.model.cache.take(), 0, text) for text in tokens]
+    for segment in segments:
+        own.model.cache.reserve(segment.slot, 60)
+    together = own.read(segments, features.flatten(0, 1))
+    alone = [own.read([segment], feature) for segment, feature in zip(segments, features, strict=True)]
+    for found, parts in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.allclose(found, torch.cat(parts), atol=1e-4)
 
 
 def test_conversations_and_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, HiddenStates
 from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
-from sakiyomi.drafters.eagle_heads.module import make_module
+from sakiyomi.drafters.eagle_heads.module import ROWS, make_module
 from sakiyomi.drafters.head_model import fill, over_vocabulary, with_context
 from sakiyomi.drafters.model import CHUNK, LONG
 from sakiyomi.drafters.parallel_reader import ParallelReader
@@ -149,7 +149,24 @@ class EagleHead:
         return F.rms_norm(states.float(), weight.shape, weight, self.model.config.rms_norm_eps).to(states.dtype)
 
     def read(self, segments: Sequence[SequenceRows], inputs: Tensor, *, last: bool = False) -> tuple[Tensor, Tensor]:
-        """Logits over the target's vocabulary and features of a pass, whose rows read these features."""
+        """Logits over the target's vocabulary and features of these rows, which read these features.
+
+        One pass, or more where a pass has no place for so many features.
+        """
+        if len(inputs) > self._most and len(segments) > 1:
+            half = len(segments) // 2
+            rows = sum(len(segment.tokens) for segment in segments[:half])
+            one = self.read(segments[:half], inputs[:rows], last=last)
+            other = self.read(segments[half:], inputs[rows:], last=last)
+            return torch.cat([one[0], other[0]]), torch.cat([one[1], other[1]])
+        return self._pass(segments, inputs, last)
+
+    @property
+    def _most(self) -> int:
+        """Rows of a pass; an exact model would itself make several of more."""
+        return min(ROWS, self.model.sizes[-1]) if self.model.exact else ROWS
+
+    def _pass(self, segments: Sequence[SequenceRows], inputs: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         with self.model.lock:
             self._given[: len(inputs)] = inputs
             found = self.model.score(segments, last=last)
