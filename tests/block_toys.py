@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle_toys import EPS, _mlp, _norm, _rotated
+from eagle_toys import EPS, mlp, norm, offsets, rotated
 from sakiyomi.core.trained import write_trained
 from sakiyomi.drafters.block_heads.formats import BlockFile, BlockOptions
 
@@ -52,18 +52,18 @@ def new_block(
     def drawn(*shape: int, scale: float = 0.3) -> Tensor:
         return torch.randn(shape, generator=generator) * scale
 
-    def norm(size: int) -> Tensor:
+    def near_one(size: int) -> Tensor:
         return 1 + drawn(size)
 
-    tensors = {"fc.weight": drawn(width, len(named.layers) * width), "norm.weight": norm(width)}
-    tensors["hidden_norm.weight"] = norm(width)
+    tensors = {"fc.weight": drawn(width, len(named.layers) * width), "norm.weight": near_one(width)}
+    tensors["hidden_norm.weight"] = near_one(width)
     for i in range(depth):
         sizes = {"q": (HEADS * OWN, width), "k": (2 * OWN, width), "v": (2 * OWN, width), "o": (width, HEADS * OWN)}
         tensors |= {f"layers.{i}.self_attn.{name}_proj.weight": drawn(*shape) for name, shape in sizes.items()}
-        mlp = {"gate": (2 * width, width), "up": (2 * width, width), "down": (width, 2 * width)}
-        tensors |= {f"layers.{i}.mlp.{name}_proj.weight": drawn(*shape) for name, shape in mlp.items()}
-        tensors |= {f"layers.{i}.{name}_layernorm.weight": norm(width) for name in ("input", "post_attention")}
-        tensors |= {f"layers.{i}.self_attn.{name}_norm.weight": norm(OWN) for name in "qk"}
+        sizes = {"gate": (2 * width, width), "up": (2 * width, width), "down": (width, 2 * width)}
+        tensors |= {f"layers.{i}.mlp.{name}_proj.weight": drawn(*shape) for name, shape in sizes.items()}
+        tensors |= {f"layers.{i}.{name}_layernorm.weight": near_one(width) for name in ("input", "post_attention")}
+        tensors |= {f"layers.{i}.self_attn.{name}_norm.weight": near_one(OWN) for name in "qk"}
     if tokens is not None:
         tensors["lm_head.weight"] = drawn(len(tokens), width, scale=sharp)
     if named.markov:
@@ -124,15 +124,14 @@ def speculators_folder(folder: Path, file: BlockFile) -> Path:
     """The drafter as speculators has it, with digests."""
     options = file.options
     kind = "dspark" if options.markov or options.confident else "dflash"
-    tokens = torch.arange(file.config["vocab_size"]) if file.tokens is None else file.tokens
     config = {
         "speculators_model_type": kind, "speculators_version": "0.9.0", "transformer_layer_config": file.config,
-        "draft_vocab_size": len(tokens), "block_size": options.size, "mask_token_id": options.mask,
+        "draft_vocab_size": file.config["vocab_size"] if file.tokens is None else len(file.tokens),
+        "block_size": options.size, "mask_token_id": options.mask,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in options.layers],
         "sample_from_anchor": options.anchored, **_corrections(options),
     }  # fmt: skip
-    known = torch.zeros(file.config["vocab_size"], dtype=torch.bool).index_fill(0, tokens, True)
-    vocabulary = {} if file.tokens is None else {"d2t": tokens - torch.arange(len(tokens)), "t2d": known}
+    vocabulary = {} if file.tokens is None else offsets(file)
     write_trained(folder, "model.safetensors", {**file.tensors, **vocabulary}, config, "toy drafter")
     return folder
 
@@ -148,22 +147,22 @@ def _block(file: BlockFile, context: Tensor, x: Tensor, *, mixed: bool) -> Tenso
         seen = seen.tril(before)
     for i in range(int(file.config["num_hidden_layers"])):
         part = {n.removeprefix(f"layers.{i}."): t for n, t in file.tensors.items() if n.startswith(f"layers.{i}.")}
-        read = _norm(x, part["input_layernorm.weight"])
-        text = _norm(context, part["input_layernorm.weight"]) if mixed else context
+        read = norm(x, part["input_layernorm.weight"])
+        text = norm(context, part["input_layernorm.weight"]) if mixed else context
         both = torch.cat([text, read])
 
         def heads(name: str, of: Tensor, part: dict[str, Tensor] = part) -> Tensor:
             found = (of @ part[f"self_attn.{name}_proj.weight"].T).view(len(of), -1, OWN)
             if name in "qk":
-                found = _norm(found, part[f"self_attn.{name}_norm.weight"])
+                found = norm(found, part[f"self_attn.{name}_norm.weight"])
             return found.transpose(0, 1)
 
         q = torch.cat([torch.zeros(HEADS, before, OWN), heads("q", read)], 1)  # at their positions
         k, v = (heads(name, both).repeat_interleave(HEADS // 2, 0) for name in "kv")
-        out = F.scaled_dot_product_attention(_rotated(q)[:, before:], _rotated(k), v, attn_mask=seen)
+        out = F.scaled_dot_product_attention(rotated(q)[:, before:], rotated(k), v, attn_mask=seen)
         x = x + out.transpose(0, 1).flatten(1) @ part["self_attn.o_proj.weight"].T
-        x = x + _mlp(_norm(x, part["post_attention_layernorm.weight"]), part)
-    return _norm(x, file.tensors["norm.weight"])
+        x = x + mlp(norm(x, part["post_attention_layernorm.weight"]), part)
+    return norm(x, file.tensors["norm.weight"])
 
 
 @torch.no_grad()
@@ -195,7 +194,7 @@ def guessed(
     file = replace(file, options=options)
     states = model(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states
     parts = [states[layer + 1 + off][0, :-1] for layer in (reversed(options.layers) if turned else options.layers)]
-    context = _norm(torch.cat(parts, -1) @ file.tensors["fc.weight"].T, file.tensors["hidden_norm.weight"])
+    context = norm(torch.cat(parts, -1) @ file.tensors["fc.weight"].T, file.tensors["hidden_norm.weight"])
     embedding = model.get_input_embeddings().weight
     rows = [tokens[-1], *[options.mask] * (options.size - 1)]
     hidden = _block(file, context, embedding[torch.tensor(rows)], mixed=mixed)

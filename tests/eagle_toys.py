@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sakiyomi.core.trained import write_trained
+from sakiyomi.drafters.block_heads.formats import BlockFile
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers
 from sakiyomi.drafters.eagle_heads.module import EagleOptions
 
@@ -76,7 +77,7 @@ def speculators_folder(folder: Path, head: EagleFile) -> Path:
         "norm_before_fc": options.norm_before_fc, "fc_norm": options.fc_norm, "norm_output": options.norm_output,
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in options.layers],
     }  # fmt: skip
-    write_trained(folder, "model.safetensors", {**head.tensors, **_vocabulary(head)}, config, "toy head")
+    write_trained(folder, "model.safetensors", {**head.tensors, **offsets(head)}, config, "toy head")
     return folder
 
 
@@ -88,14 +89,14 @@ def original_folder(folder: Path, head: EagleFile) -> Path:
     if head.options.mask is not None:
         config |= {"parallel_drafting": True, "mask_token_id": head.options.mask}
     if head.tokens is not None:
-        tensors |= _vocabulary(head)
+        tensors |= offsets(head)
         config["draft_vocab_size"] = len(head.tokens)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def _vocabulary(head: EagleFile) -> dict[str, Tensor]:
+def offsets(head: EagleFile | BlockFile) -> dict[str, Tensor]:
     """Offsets of the head's tokens in the target's vocabulary, and which of that it has."""
     vocab = head.config["vocab_size"]
     tokens = torch.arange(vocab) if head.tokens is None else head.tokens
@@ -106,11 +107,11 @@ def _vocabulary(head: EagleFile) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- the same, plainly
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
+def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
 
-def _rotated(x: Tensor) -> Tensor:
+def rotated(x: Tensor) -> Tensor:
     """Rotary positions of (heads, rows, width)."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)
@@ -122,16 +123,16 @@ def _attention(x: Tensor, part: dict[str, Tensor], width: int) -> Tensor:
     def heads(name: str) -> Tensor:
         found = (x @ part[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, width)
         if f"self_attn.{name}_norm.weight" in part:
-            found = _norm(found, part[f"self_attn.{name}_norm.weight"])
+            found = norm(found, part[f"self_attn.{name}_norm.weight"])
         return found.transpose(0, 1)
 
     q, k, v = heads("q"), heads("k"), heads("v")
     k, v = (each.repeat_interleave(len(q) // len(k), 0) for each in (k, v))
-    mixed = F.scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
+    mixed = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
     return mixed.transpose(0, 1).flatten(1) @ part["self_attn.o_proj.weight"].T
 
 
-def _mlp(x: Tensor, part: dict[str, Tensor]) -> Tensor:
+def mlp(x: Tensor, part: dict[str, Tensor]) -> Tensor:
     x = F.silu(x @ part["mlp.gate_proj.weight"].T) * (x @ part["mlp.up_proj.weight"].T)
     return x @ part["mlp.down_proj.weight"].T
 
@@ -142,14 +143,14 @@ def rows(head: EagleFile, embedding: Tensor, tokens: Sequence[int], features: Te
     for i in range(int(head.config["num_hidden_layers"])):
         part = {n.removeprefix(f"layers.{i}."): t for n, t in head.tensors.items() if n.startswith(f"layers.{i}.")}
         if i == 0:
-            normed = _norm(features, part["hidden_norm.weight"])
-            read = torch.cat([_norm(x, part["input_layernorm.weight"]), normed], -1)
+            normed = norm(features, part["hidden_norm.weight"])
+            read = torch.cat([norm(x, part["input_layernorm.weight"]), normed], -1)
             x = normed if options.norm_before_residual else features
         else:
-            read = _norm(x, part["input_layernorm.weight"])
+            read = norm(x, part["input_layernorm.weight"])
         x = x + _attention(read, part, int(head.config["head_dim"]))
-        x = x + _mlp(_norm(x, part["post_attention_layernorm.weight"]), part)
-    last = _norm(x, head.tensors["norm.weight"])
+        x = x + mlp(norm(x, part["post_attention_layernorm.weight"]), part)
+    last = norm(x, head.tensors["norm.weight"])
     return last @ head.tensors["lm_head.weight"].T, last if options.norm_output else x
 
 
@@ -179,10 +180,10 @@ def guessed(
 
     def project(parts: Sequence[Tensor]) -> Tensor:
         if options.fc_norm:
-            parts = [_norm(part, head.tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+            parts = [norm(part, head.tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
         both = torch.cat(list(parts), -1)
         if options.norm_before_fc:
-            both = _norm(both, head.tensors["input_norm.weight"])
+            both = norm(both, head.tensors["input_norm.weight"])
         return both @ head.tensors["fc.weight"].T
 
     all_features = project(parts)

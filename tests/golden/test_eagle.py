@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from architectures import VOCAB, greedy, prompt
+from architectures import VOCAB, prompt
 from damage import DAMAGES, refusals
 from eagle_toys import guessed, new_head, original_folder, speculators_folder
-from sakiyomi import LLM, Draft, InputError, LoadError, SamplingParams, UnsupportedError
+from read_ahead import (
+    NEW,
+    PROMPTS,
+    TOKENIZER,
+    Guess,
+    as_pickle,
+    check_conversations,
+    check_trees,
+    deep_target,
+    drafted,
+    llm_over,
+    others,
+    params,
+    refused,
+    texts,
+)
+from sakiyomi import LLM, InputError, LoadError, UnsupportedError
 from sakiyomi.drafters import parse_drafters
-from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.eagle import EagleDrafter
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
-from toys import character_tokenizer, save_model, tiny_llama
+from sakiyomi.model_executor.build import build_runner
+from toys import save_model, tiny_llama
 
-NEW = 24
-PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(70, 3)]
-TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "some tokens": {"tokens": list(range(3, VOCAB, 2))},
@@ -35,6 +49,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "two layers": {"depth": 2},
     "parallel": {"mask": 5, "depth": 2},
 }
+_refused = partial(refused, "eagle")
 SIZES: list[dict[str, Any]] = [
     {"gamma": 4, "tree": "chain"},
     {"gamma": 4, "tree": "best-first", "nodes": 12},
@@ -46,39 +61,21 @@ SIZES: list[dict[str, Any]] = [
 
 
 @cache
-def target() -> Any:
-    return tiny_llama(vocab=VOCAB, layers=8, seed=3)
-
-
-@cache
 def head(name: str) -> EagleFile:
-    return new_head(target(), **HEADS[name])
-
-
-def params(**values: Any) -> SamplingParams:
-    return SamplingParams(**({"max_new_tokens": NEW, "ignore_eos": True} | values))
+    return new_head(deep_target(), **HEADS[name])
 
 
 def llm_of(draft: Any, **options: Any) -> LLM:
-    return LLM((target(), TOKENIZER), draft, **({"compile": False, "strict": True} | options))
-
-
-@cache
-def texts() -> tuple[list[list[int]], list[list[int]]]:
-    """Greedy as transformers has it, and sampled as without a draft."""
-    sampled = llm_of("none").generate(PROMPTS, params(temperature=1.0, seed=3))
-    return [greedy(target(), tokens, NEW) for tokens in PROMPTS], [out.token_ids for out in sampled]
+    return llm_over(deep_target(), draft, **options)
 
 
 def rounds(folder: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
-    """The texts before the rounds of a request, and the chains that were drafted."""
-    out = llm_of(f"eagle:{folder}", **options).generate(PROMPTS, params(gamma=4, tree="chain"), rounds_trace=True)
-    return [
-        (tokens + [e.token_id for e in one.trace if e.round < entry.round], list(entry.tokens))
-        for tokens, one in zip(PROMPTS, out, strict=True)
-        for entry in one.rounds_trace or []
-        if entry.tokens
-    ]
+    return drafted(llm_of(f"eagle:{folder}", **options))
+
+
+def expected(name: str, **wrong: Any) -> Guess:
+    """What the method guesses; ``wrong``: misread so."""
+    return lambda text, count: guessed(deep_target(), head(name), text, count, **wrong)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +88,14 @@ def rounds(folder: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
 def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path], tmp_path: Path) -> None:
     done = rounds(write(tmp_path / "head", head(name)))
     assert len(done) > NEW
-    for text, chain in done:
-        assert chain == guessed(target(), head(name), text, len(chain))
+    assert not others(done, expected(name))
 
 
 @pytest.mark.parametrize("wrong", [{"shift": 0}, {"off": -1}, {"off": 1}, {"turned": True}], ids=str)
 def test_what_is_misread_easily_is_noticed(wrong: dict[str, Any], tmp_path: Path) -> None:
     """Another feature, other layers or another order give other guesses: the comparison above can fail."""
     done = rounds(speculators_folder(tmp_path, head("plain")))
-    others = [guessed(target(), head("plain"), text, len(chain), **wrong) for text, chain in done]
-    assert sum(chain != other for (_, chain), other in zip(done, others, strict=True)) > len(done) / 2
+    assert others(done, expected("plain", **wrong)) > len(done) / 2
 
 
 def test_offsets_are_no_tokens(tmp_path: Path) -> None:
@@ -109,8 +104,7 @@ def test_offsets_are_no_tokens(tmp_path: Path) -> None:
     assert tokens is not None
     assert {token for _, chain in done for token in chain} <= set(tokens.tolist())
     wrong = replace(head("some tokens"), tokens=tokens - torch.arange(len(tokens)))
-    others = [guessed(target(), wrong, text, len(chain)) for text, chain in done]
-    assert sum(chain != other for (_, chain), other in zip(done, others, strict=True)) > len(done) / 2
+    assert others(done, lambda text, count: guessed(deep_target(), wrong, text, count)) > len(done) / 2
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -118,19 +112,14 @@ def test_offsets_are_no_tokens(tmp_path: Path) -> None:
 def test_trees(name: str, size: dict[str, Any], tmp_path: Path) -> None:
     """Greedy as transformers has it, sampled as without a draft."""
     llm = llm_of(f"eagle:{speculators_folder(tmp_path, head(name))}")
-    expected, sampled = texts()
-    done = llm.generate(PROMPTS, params(**size))
-    assert [out.token_ids for out in done] == expected
-    assert size.get("gamma") == "auto" or sum(out.stats.drafted for out in done) > NEW
-    values = params(temperature=1.0, seed=3, **size)
-    assert [out.token_ids for out in llm.generate(PROMPTS, values)] == sampled
+    check_trees(llm, deep_target(), size)
 
 
 @pytest.mark.parametrize("draft", ["eagle:{}+suffix", "early-exit:1+eagle:{}"])
 def test_merged_with_other_drafts(draft: str, tmp_path: Path) -> None:
     llm = llm_of(draft.format(speculators_folder(tmp_path, head("plain"))))
     done = llm.generate(PROMPTS, params(gamma=3, nodes=12))
-    assert [out.token_ids for out in done] == texts()[0]
+    assert [out.token_ids for out in done] == texts(deep_target())[0]
 
 
 @pytest.mark.skipif(native() is None, reason="traced passes are of the compiled kernels")
@@ -140,44 +129,32 @@ def test_other_paths(options: dict[str, Any], tmp_path: Path) -> None:
     llm = llm_of(f"eagle:{folder}", **options)
     for _ in range(2):
         out = llm.generate(PROMPTS, params(gamma=4))
-        assert [one.token_ids for one in out] == texts()[0]
+        assert [one.token_ids for one in out] == texts(deep_target())[0]
     if options == {"compile": "auto"}:
-        for text, chain in rounds(folder, **options):
-            assert chain == guessed(target(), head("plain"), text, len(chain))
+        assert not others(rounds(folder, **options), expected("plain"))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@torch.no_grad()
+def test_more_rows_than_a_pass_has_features(exact: bool, tmp_path: Path) -> None:
+    """Each row reads its own feature, as where every request is read alone."""
+    build = partial(build_runner, compile=False, max_slots=20, exact=exact)
+    folder = str(speculators_folder(tmp_path, head("plain")))
+    drafter = EagleDrafter.load(folder, build(deep_target()), lambda loaded: build(loaded.model, owned=True))
+    own, tokens = drafter._head, [prompt(60, seed) for seed in range(20)]
+    features = torch.randn(20, 60, deep_target().config.hidden_size, generator=torch.Generator().manual_seed(1))
+    segments = [SequenceRows(own.model.cache.take(), 0, text) for text in tokens]
+    for segment in segments:
+        own.model.cache.reserve(segment.slot, 60)
+    together = own.read(segments, features.flatten(0, 1))
+    alone = [own.read([segment], feature) for segment, feature in zip(segments, features, strict=True)]
+    for found, parts in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.allclose(found, torch.cat(parts), atol=1e-4)
 
 
 def test_conversations_and_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head follows a conversation; behind a prefix it reads what the target reads for the request."""
     llm = llm_of(f"eagle:{speculators_folder(tmp_path, head('plain'))}", chunk_size=16)
-    chains = params(gamma=3, tree="chain")
-
-    propose = EagleDrafter.propose
-    asked: list[tuple[list[int], list[int]]] = []
-
-    def noted(self: EagleDrafter, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        drafts = propose(self, contexts, gammas)
-        asked.append((list(contexts[0].tokens), list(drafts[0].tree.tokens)))
-        return drafts
-
-    monkeypatch.setattr(EagleDrafter, "propose", noted)
-
-    def say(talk: Any, tokens: list[int]) -> list[int]:
-        before = len(asked)
-        out = talk.generate(tokens, chains)
-        assert out.token_ids == greedy(target(), tokens, NEW)
-        assert sum(map(bool, (chain for _, chain in asked[before:]))) > NEW / 3
-        return tokens + out.token_ids
-
-    with llm.conversation() as talk:
-        first = say(talk, PROMPTS[2])
-        second = say(talk, first + PROMPTS[0])
-        say(talk, first[:-5] + PROMPTS[1])  # the end of the first reply is another one
-        say(talk, PROMPTS[1])
-        say(talk, second + PROMPTS[1])
-    wrong = [len(text) for text, chain in asked if chain != guessed(target(), head("plain"), text, len(chain))]
-    assert not wrong, ([len(t) for t, _ in asked], wrong)
-    with llm.conversation(llm.prefix(PROMPTS[2])) as talk:  # whose features are not known: the guesses are others
-        say(talk, PROMPTS[2] + PROMPTS[0])
+    check_conversations(llm, deep_target(), EagleDrafter, expected("plain"), monkeypatch)
 
 
 def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
@@ -187,7 +164,7 @@ def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
     assert parse_drafters([str(model), "tales-draft"]) == [f"model:{model}", "model:tales-draft"]
     assert parse_drafters("tales-medusa") == ["medusa:tales-medusa"]
     assert parse_drafters(str(original_folder(tmp_path / "o", head("plain")))) == [f"eagle:{tmp_path / 'o'}"]
-    assert [out.token_ids for out in llm_of(str(eagle)).generate(PROMPTS, params())] == texts()[0]
+    assert [out.token_ids for out in llm_of(str(eagle)).generate(PROMPTS, params())] == texts(deep_target())[0]
 
 
 # ---------------------------------------------------------------- what is refused
@@ -199,25 +176,19 @@ def _config(folder: Path, **changes: Any) -> None:
     place.write_text(json.dumps(config | changes))
 
 
-def refused(folder: Path, kind: type[Exception], *words: str) -> None:
-    with pytest.raises(kind) as error:
-        llm_of(f"eagle:{folder}")
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
 def test_heads_of_another_target(tmp_path: Path) -> None:
     other = tiny_llama(vocab=VOCAB, layers=8, dim=48)
-    refused(speculators_folder(tmp_path / "wide", new_head(other)), UnsupportedError, "144", "96", "another model")
+    _refused(speculators_folder(tmp_path / "wide", new_head(other)), UnsupportedError, "144", "96", "another model")
     deep = original_folder(tmp_path / "deep", head("plain"))
     _config(deep, eagle_aux_hidden_state_layer_ids=[2, 10, 21])
-    refused(deep, UnsupportedError, "1, 9, 20", "has 8", "another model")
-    more = new_head(target(), tokens=[*range(10), VOCAB + 7])
-    refused(original_folder(tmp_path / "more", replace(more, config=more.config | {"vocab_size": VOCAB + 8})),
+    _refused(deep, UnsupportedError, "1, 9, 20", "has 8", "another model")
+    more = new_head(deep_target(), tokens=[*range(10), VOCAB + 7])
+    _refused(original_folder(tmp_path / "more", replace(more, config=more.config | {"vocab_size": VOCAB + 8})),
             UnsupportedError, str(VOCAB + 7), str(VOCAB))  # fmt: skip
 
 
 def test_folders_that_hold_no_head(tmp_path: Path) -> None:
-    refused(tmp_path / "none", LoadError, "no EAGLE head", "none")
+    _refused(tmp_path / "none", LoadError, "no EAGLE head", "none")
     with pytest.raises(InputError, match="names no head"):
         llm_of("eagle:")
     for changes, word in (
@@ -226,18 +197,27 @@ def test_folders_that_hold_no_head(tmp_path: Path) -> None:
     ):
         folder = original_folder(tmp_path / word, head("plain"))
         _config(folder, **changes)
-        refused(folder, LoadError, "holds no EAGLE head", word)
+        _refused(folder, LoadError, "holds no EAGLE head", word)
     folder = original_folder(tmp_path / "kind", head("plain"))
     _config(folder, model_type="gpt9")
-    refused(folder, LoadError, "gpt9", "llama")
+    _refused(folder, LoadError, "gpt9", "llama")
     folder = original_folder(tmp_path / "sizes", head("plain"))
     _config(folder, intermediate_size=17)
-    refused(folder, LoadError, "config.json")
+    _refused(folder, LoadError, "config.json")
     part = head("plain")
     lacking = {name: tensor for name, tensor in part.tensors.items() if "hidden_norm" not in name}
-    refused(original_folder(tmp_path / "part", replace(part, tensors=lacking)), LoadError, "hidden_norm")
+    _refused(original_folder(tmp_path / "part", replace(part, tensors=lacking)), LoadError, "hidden_norm")
     more = part.tensors | {"layers.0.strange.weight": torch.zeros(3)}
-    refused(original_folder(tmp_path / "strange", replace(part, tensors=more)), LoadError, "strange")
+    _refused(original_folder(tmp_path / "strange", replace(part, tensors=more)), LoadError, "strange")
+
+
+def test_weights_stored_as_pickle_are_asked_for(tmp_path: Path) -> None:
+    folder = original_folder(tmp_path, head("plain"))
+    as_pickle(folder)
+    _refused(folder, LoadError, "pickle", "allow_pickle=True")
+    out = llm_of(f"eagle:{folder}", allow_pickle=True).generate(PROMPTS, params(gamma=2))
+    assert [one.token_ids for one in out] == texts(deep_target())[0]
+    assert sum(one.stats.drafted for one in out) > NEW
 
 
 def test_no_damage_passes(tmp_path: Path) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from architectures import VOCAB, greedy, prompt
-from sakiyomi import LLM, InputError, SamplingParams
+from architectures import VOCAB
+from read_ahead import NEW, PROMPTS, TOKENIZER, check_trees, drafted, llm_over, others, params, texts
+from sakiyomi import LLM, InputError
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
-from toys import character_tokenizer, save_model, tiny_llama
+from toys import save_model, tiny_llama
 
-NEW, MASK = 24, VOCAB - 3
-PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(70, 3)]
-TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
+MASK = VOCAB - 3
 SIZES: list[dict[str, Any]] = [
     {"gamma": 4, "tree": "chain"},
     {"gamma": 5, "tree": "best-first", "nodes": 12},
@@ -50,19 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("pard"), draft(), TOKENIZER)
 
 
-def params(**values: Any) -> SamplingParams:
-    return SamplingParams(**({"max_new_tokens": NEW, "ignore_eos": True} | values))
-
-
 def llm_of(spec: str, **options: Any) -> LLM:
-    return LLM((target(), TOKENIZER), spec, **({"compile": False, "strict": True} | options))
-
-
-@cache
-def texts() -> tuple[list[list[int]], list[list[int]]]:
-    """Greedy as transformers has it, and sampled as without a draft."""
-    sampled = llm_of("none").generate(PROMPTS, params(temperature=1.0, seed=3))
-    return [greedy(target(), tokens, NEW) for tokens in PROMPTS], [out.token_ids for out in sampled]
+    return llm_over(target(), spec, **options)
 
 
 @torch.no_grad()
@@ -73,31 +61,19 @@ def guessed(tokens: list[int], count: int, mask: int = MASK, ahead: int = 0) -> 
     return found
 
 
-def rounds(spec: str) -> list[tuple[list[int], list[int]]]:
-    out = llm_of(spec).generate(PROMPTS, params(gamma=4, tree="chain"), rounds_trace=True)
-    return [
-        (tokens + [e.token_id for e in one.trace if e.round < entry.round], list(entry.tokens))
-        for tokens, one in zip(PROMPTS, out, strict=True)
-        for entry in one.rounds_trace or []
-        if entry.tokens
-    ]
-
-
 def test_guesses_are_those_of_the_masks(folder: Path) -> None:
     """And a mask too many, or another token as mask, would be noticed."""
-    done = rounds(str(folder))
+    done = drafted(llm_of(str(folder)))
     assert len(done) > NEW
-    for text, chain in done:
-        assert chain == guessed(text, len(chain))
+    assert not others(done, guessed)
     for wrong in ({"mask": 2}, {"ahead": 1}):
-        others = [guessed(text, len(chain), **wrong) for text, chain in done]
-        assert sum(chain != other for (_, chain), other in zip(done, others, strict=True)) > len(done) / 2
+        assert others(done, partial(guessed, **wrong)) > len(done) / 2
 
 
 def test_one_pass_a_round() -> None:
     drafter = ModelDrafter(build_runner(draft(), compile=False), VOCAB, mask=MASK)
     out = LLM((target(), TOKENIZER), drafter, compile=False).generate(PROMPTS[:1], params(gamma=5, tree="chain"))[0]
-    assert out.token_ids == texts()[0][0]
+    assert out.token_ids == texts(target())[0][0]
     assert 0 < drafter.passes <= out.stats.rounds
     assert out.stats.drafted > 3 * drafter.passes
 
@@ -105,20 +81,15 @@ def test_one_pass_a_round() -> None:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_trees(size: dict[str, Any], folder: Path) -> None:
     """Greedy as transformers has it, sampled as without a draft."""
-    llm = llm_of(f"model:{folder}")
-    expected, sampled = texts()
-    done = llm.generate(PROMPTS, params(**size))
-    assert [out.token_ids for out in done] == expected
-    assert size.get("gamma") == "auto" or sum(out.stats.accepted for out in done) > 5
-    values = params(temperature=1.0, seed=3, **size)
-    assert [out.token_ids for out in llm.generate(PROMPTS, values)] == sampled
+    accepted = check_trees(llm_of(f"model:{folder}"), target(), size)
+    assert size.get("gamma") == "auto" or accepted > 5
 
 
 @pytest.mark.skipif(native() is None, reason="traced passes are of the compiled kernels")
 def test_traced_and_merged(folder: Path) -> None:
     llm = llm_of(f"model:{folder}+suffix", compile="auto")
     for _ in range(2):
-        assert [out.token_ids for out in llm.generate(PROMPTS, params(gamma=4))] == texts()[0]
+        assert [out.token_ids for out in llm.generate(PROMPTS, params(gamma=4))] == texts(target())[0]
 
 
 def test_a_mask_that_is_no_token(tmp_path: Path) -> None:

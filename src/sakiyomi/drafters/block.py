@@ -22,14 +22,13 @@ from sakiyomi.drafters.block_heads.formats import read_block
 from sakiyomi.drafters.block_heads.module import make_block
 from sakiyomi.drafters.block_heads.runner import BlockRunner
 from sakiyomi.drafters.draft_tree_state import RequestMemory
+from sakiyomi.drafters.model import LONG
 from sakiyomi.drafters.slot_tree import Slots, SlotTree
 from sakiyomi.model_executor.loading.model import Loaded
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["BlockDrafter"]
-
-LONG = 64  # more tokens than these at once are a prompt
 
 
 @dataclass(eq=False, slots=True)

@@ -19,9 +19,9 @@ from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, HiddenStates
-from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
-from sakiyomi.drafters.eagle_heads.module import make_module
+from sakiyomi.drafters.eagle_heads.module import ROWS, make_module
 from sakiyomi.drafters.head_model import fill, over_vocabulary, with_context
 from sakiyomi.drafters.model import CHUNK, LONG
 from sakiyomi.drafters.parallel_reader import ParallelReader
@@ -40,18 +40,16 @@ _BESIDE = ("fc.", "fc_norm.", "input_norm.", "mask_hidden")  # tensors of a head
 
 
 @dataclass(eq=False)
-class FedTree(DraftTreeState):
+class Fed(DraftTreeState):
     """A tree whose rows read features beside their tokens.
 
     Attributes:
         begun: the first token whose feature is known; rows of the slot begin with the one behind it.
         given: features of the tokens before the missing ones, (missing, hidden).
-        features: of candidates that were read, and of the last committed token (-1), by the head.
     """
 
     begun: int = 0
     given: Tensor = field(default_factory=lambda: torch.empty(0))
-    features: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def columns(self) -> int:
@@ -62,6 +60,17 @@ class FedTree(DraftTreeState):
         """See ``DraftTreeState``."""
         found = super().segment()
         return replace(found, length=found.length - self.begun - 1)
+
+
+@dataclass(eq=False)
+class FedTree(Fed):
+    """A tree that grows level by level.
+
+    Attributes:
+        features: of candidates that were read, and of the last committed token (-1), by the head.
+    """
+
+    features: dict[int, Tensor] = field(default_factory=dict)
 
     def inputs(self) -> Tensor:
         """Features of the rows of the next pass."""
@@ -78,16 +87,8 @@ class FedTree(DraftTreeState):
 
 
 @dataclass(eq=False)
-class FedSlotTree(SlotTree):
-    """A tree of one pass whose rows read features beside their tokens; attributes as of ``FedTree``."""
-
-    begun: int = 0
-    given: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def segment(self) -> SequenceRows:
-        """See ``DraftTreeState``."""
-        found = super().segment()
-        return replace(found, length=found.length - self.begun - 1)
+class FedSlotTree(Fed, SlotTree):
+    """A tree of one pass."""
 
 
 class EagleHead:
@@ -148,7 +149,24 @@ class EagleHead:
         return F.rms_norm(states.float(), weight.shape, weight, self.model.config.rms_norm_eps).to(states.dtype)
 
     def read(self, segments: Sequence[SequenceRows], inputs: Tensor, *, last: bool = False) -> tuple[Tensor, Tensor]:
-        """Logits over the target's vocabulary and features of a pass, whose rows read these features."""
+        """Logits over the target's vocabulary and features of these rows, which read these features.
+
+        One pass, or more where a pass has no place for so many features.
+        """
+        if len(inputs) > self._most and len(segments) > 1:
+            half = len(segments) // 2
+            rows = sum(len(segment.tokens) for segment in segments[:half])
+            one = self.read(segments[:half], inputs[:rows], last=last)
+            other = self.read(segments[half:], inputs[rows:], last=last)
+            return torch.cat([one[0], other[0]]), torch.cat([one[1], other[1]])
+        return self._pass(segments, inputs, last)
+
+    @property
+    def _most(self) -> int:
+        """Rows of a pass; an exact model would itself make several of more."""
+        return min(ROWS, self.model.sizes[-1]) if self.model.exact else ROWS
+
+    def _pass(self, segments: Sequence[SequenceRows], inputs: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         with self.model.lock:
             self._given[: len(inputs)] = inputs
             found = self.model.score(segments, last=last)
@@ -179,7 +197,7 @@ class FedReader(TreeReader):
 class ParallelFedReader(ParallelReader):
     """Grows trees of one pass whose rows read features (P-EAGLE, arXiv 2602.01469): those of masks were learnt."""
 
-    kind = FedSlotTree
+    state = FedSlotTree
 
     def __init__(self, head: EagleHead, vocab_size: int, mask: int) -> None:
         super().__init__(head.model, vocab_size, mask)
@@ -188,30 +206,28 @@ class ParallelFedReader(ParallelReader):
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         inputs: list[Tensor] = []
         for state in states:
-            assert isinstance(state, FedSlotTree)
+            assert isinstance(state, Fed)
             inputs += [state.given, self._head.mask_feature().expand(state.candidates.depth - 1, -1)]
         return self._head.read(segments, torch.cat(inputs))[0]
 
 
 @dataclass(eq=False, slots=True)
-class _Seat:
+class _Seat(RequestMemory):
     """A request's slot in the head's cache.
 
     Attributes:
+        slot: that it is.
         features: of committed tokens from `begun` on, with room for more, (tokens, hidden).
         begun: the first token whose feature is known.
         known: the first token behind those whose feature is not known.
         held: the first token that has no row in the slot.
-        tree: that was grown last.
     """
 
-    slot: int
-    sampler: Sampler
+    slot: int = -1
     features: Tensor = field(default_factory=lambda: torch.empty(0, 0))
     begun: int = 0
     known: int = 0
     held: int = 0
-    tree: FedTree | FedSlotTree | None = None
 
     def feed(self, first: int, states: Tensor) -> None:
         """Take the features of the tokens from `first` on: those before it are what they were, as far as known."""
@@ -278,7 +294,7 @@ class EagleDrafter(LevelDrafter):
         seat: _Seat | None = context.memory.get(self.name)
         if seat is None:
             sampler = Sampler(context.params, self._vocab_size)
-            seat = context.memory[self.name] = _Seat(self.model.cache.take(), sampler)
+            seat = context.memory[self.name] = _Seat(sampler, slot=self.model.cache.take())
         seat.feed(first, self._head.project(states))
 
     def inherit(self, context: Context, earlier: Context) -> None:
@@ -306,12 +322,9 @@ class EagleDrafter(LevelDrafter):
 
     def _catch_up(self, context: Context) -> None:
         """Read what the slot lacks of a long text, all but its end."""
-        seat: _Seat | None = context.memory.get(self.name)
-        if seat is None:
+        if self.name not in context.memory:
             return
-        if seat.tree is not None:
-            seat.tree.learn(context.tokens)
-            seat.tree = None
+        seat = _Seat.of(context, self.name, self._vocab_size)
         while seat.known == len(context.tokens) - 1 and len(context.tokens) - seat.held > LONG:
             end = min(seat.held + CHUNK, len(context.tokens) - 1)
             if not self._room(seat, end):
@@ -337,12 +350,11 @@ class EagleDrafter(LevelDrafter):
         tree = self.reader.begin(context, seat.sampler, self.name, gamma, seat.slot, seat.held)
         if tree is None:
             return None
-        assert isinstance(tree, FedTree | FedSlotTree)
+        assert isinstance(tree, Fed)
         tree.begun, tree.given = seat.begun, seat.between(seat.held - 1, count - 1)
         return tree
 
     def _done(self, state: DraftTreeState) -> None:
-        assert isinstance(state, FedTree | FedSlotTree)
         if state.candidates.levels:
             seat: _Seat = state.context.memory[self.name]
             seat.held, seat.tree = len(state.context.tokens), state

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sakiyomi.core.errors import LoadError
@@ -96,12 +97,13 @@ def over_vocabulary(logits: Tensor, tokens: Tensor | None, vocab_size: int) -> T
 
     Args:
         logits: of the head's own tokens.
-        tokens: the target's token for each of them; None: they are the same, as far as both go.
+        tokens: the target's token for each of them; None: they are the same, as far as both go, since vocabularies may
+            be padded differently.
         vocab_size: V.
     """
-    missing = vocab_size - logits.shape[-1]
     if tokens is None:
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        missing = vocab_size - logits.shape[-1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]
     wide = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
     wide[..., tokens] = logits
     return wide

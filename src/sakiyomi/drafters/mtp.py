@@ -47,8 +47,7 @@ class MtpHead(EagleHead):
             features: Tensor = self._norm_of_target(states[self.options.layers[0]])
             return features
 
-    def read(self, segments: Sequence[SequenceRows], inputs: Tensor, *, last: bool = False) -> tuple[Tensor, Tensor]:
-        """See ``EagleHead.read``."""
+    def _pass(self, segments: Sequence[SequenceRows], inputs: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         target = self._target
         with self.model.lock:
             self._given[: len(inputs)] = inputs

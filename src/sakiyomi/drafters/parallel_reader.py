@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import DraftKind
 from sakiyomi.drafters.base import Context
@@ -35,7 +34,7 @@ class ParallelReader(TreeReader):
         mask: token that stands for one to be guessed.
     """
 
-    kind: type[SlotTree] = SlotTree
+    state: type[SlotTree] = SlotTree
 
     def __init__(self, model: ModelRunner, vocab_size: int, mask: int) -> None:
         super().__init__(model, vocab_size)
@@ -52,7 +51,7 @@ class ParallelReader(TreeReader):
         room = self.model.max_context - len(context.tokens)
         if room < 1:
             return None
-        tree = self._slots.begin(context, name, sampler, min(gamma, room), kind=self.kind)
+        tree = self._slots.begin(context, name, sampler, min(gamma, room), kind=self.state)
         tree.candidates.depth = min(tree.candidates.depth, room)
         tree.slot, tree.held = slot, held
         return tree
@@ -71,10 +70,3 @@ class ParallelReader(TreeReader):
         self.passes += 1
         for tree, own in zip(trees, logits.split([len(segment.tokens) for segment in segments]), strict=True):
             tree.grow(own[-tree.candidates.depth :])
-
-    def _has_room(self, state: DraftTreeState) -> bool:
-        try:
-            self.model.cache.reserve(state.slot, state.first + state.candidates.depth - 1)
-        except MemoryLimitError:
-            return False
-        return True

@@ -46,6 +46,11 @@ class SlotTree(DraftTreeState):
     _sure: dict[int, float] = field(default_factory=dict)  # by place, of the level that is read
     _trust: float | None = None  # of the place that is read
 
+    @property
+    def columns(self) -> int:
+        """See ``DraftTreeState.columns``: in the one pass stand masks for all levels but the first."""
+        return self.first + self.candidates.depth - 1
+
     def confidence_at(self, level: int) -> Confidence:
         """See ``DraftTreeState.confidence_at``."""
         return self.levels[level]

@@ -9,8 +9,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.core.errors import MemoryLimitError
@@ -20,6 +18,7 @@ from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.head_model import over_vocabulary
 from sakiyomi.drafters.native_trees import FOLLOWED, NativeTrees
 from sakiyomi.drafters.trees import BUILDERS, Builder, CandidateTree, Ranks
 from sakiyomi.kernels.batch import SequenceRows
@@ -161,10 +160,7 @@ class TreeReader:
         else:
             places = state.unread
             state.rows.extend(places)
-        missing = self._vocab_size - logits.shape[1]
-        if missing:  # vocabularies may be padded differently
-            logits = F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :missing]
-        state.advance(places, logits)
+        state.advance(places, over_vocabulary(logits, None, self._vocab_size))
         if not self._pays(state, state.unread):
             state.unread = []
 

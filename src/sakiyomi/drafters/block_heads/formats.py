@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.core.checkpoint import read_checkpoint
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.core.trained import read_config, read_tensors
+from sakiyomi.drafters.head_files import SPECULATORS, check_layers, head_config, head_tensors, pop_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +26,6 @@ ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")
 KINDS = ("dflash", "dspark")
 """Of speculators."""
 MARKOV = ("vanilla", "gated", "rnn")
-_SPECULATORS = "speculators_model_type"
 _INPUTS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _HEADS = ("markov_head.", "confidence_head.")
 
@@ -88,8 +86,8 @@ class BlockFile:
 
 def is_block(config: Mapping[str, Any]) -> bool:
     """Whether a configuration is that of a block drafter in one of the forms."""
-    if _SPECULATORS in config:
-        return config[_SPECULATORS] in KINDS
+    if SPECULATORS in config:
+        return config[SPECULATORS] in KINDS
     named: tuple[str, ...] = tuple(config.get("architectures") or ())
     return "dflash_config" in config or any(name in ARCHITECTURES for name in named)
 
@@ -106,36 +104,24 @@ def read_block(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
         LoadError: something is missing, damaged, or no block drafter.
         UnsupportedError: it reads layers that the target does not have, or is of a kind that is not run here.
     """
-    import torch
-
-    folder = Path(folder).expanduser()
-    if not (folder / "config.json").is_file():
-        raise LoadError(f"there is no {WHAT} in {str(folder)!r} (no config.json); check the path")
-    config = read_config(folder)
+    folder, config = head_config(folder, WHAT)
     if not is_block(config):
-        said = config.get(_SPECULATORS) or config.get("architectures") or config.get("model_type") or "nothing known"
+        said = config.get(SPECULATORS) or config.get("architectures") or config.get("model_type") or "nothing known"
         raise LoadError(
-            f"{folder} holds no {WHAT}: config.json says {said}; expected {_SPECULATORS} {' or '.join(KINDS)}, or the "
+            f"{folder} holds no {WHAT}: config.json says {said}; expected {SPECULATORS} {' or '.join(KINDS)}, or the "
             f"architecture {' or '.join(ARCHITECTURES)}"
         )
-    ours = _SPECULATORS in config
+    ours = SPECULATORS in config
     inner = dict(config["transformer_layer_config"] if ours else config)
     inner["model_type"] = "qwen3"
     inner.pop("is_causal", None)  # of the block, not of the layers
-    tensors = read_tensors(read_checkpoint(folder, allow_pickle=allow_pickle).files, WHAT)
+    tensors = head_tensors(folder, WHAT, allow_pickle=allow_pickle)
     lacking = [name for name in ("fc.weight", "hidden_norm.weight", "norm.weight") if name not in tensors]
     if lacking:
         raise LoadError(f"{folder} lacks the tensor {lacking[0]} of a {WHAT}; get it again")
-    tokens = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)
-    if tokens is not None:
-        tokens = tokens + torch.arange(len(tokens))
+    tokens = pop_tokens(tensors)
     options = _options(str(folder), config, inner, tensors)
-    if not all(0 <= layer < layers for layer in options.layers):
-        raise UnsupportedError(
-            f"the {WHAT} in {folder} reads the outputs of layers {', '.join(map(str, options.layers))} and the target "
-            f"has {layers}, counted from 0: it belongs to another model"
-        )
+    check_layers(options.layers, layers, WHAT, folder)
     return BlockFile(inner, options, tensors, tokens, str(folder))
 
 
@@ -154,7 +140,7 @@ def _options(
         found = nested.get(entry, config.get(entry))
         return default if found is None else found
 
-    known = _SPECULATORS in config or set(config.get("architectures") or ARCHITECTURES) & set(ARCHITECTURES)
+    known = SPECULATORS in config or set(config.get("architectures") or ARCHITECTURES) & set(ARCHITECTURES)
     windows = "sliding_attention" in (inner.get("layer_types") or ())
     strange = "" if known else f"the architecture {config['architectures'][0]}"
     strange = strange or ("layers with a sliding window" if windows else "")
@@ -162,7 +148,7 @@ def _options(
                                if said(entry, "dflash") != "dflash"), "")  # fmt: skip
     markov = str(said("markov_head_type", "vanilla")) if int(said("markov_rank", 0)) else ""
     strange = strange or (f"markov_head_type {markov!r}" if markov and markov not in MARKOV else "")
-    deepspec = _SPECULATORS not in config and "Qwen3DSparkModel" in (config.get("architectures") or ())
+    deepspec = SPECULATORS not in config and "Qwen3DSparkModel" in (config.get("architectures") or ())
     anchored = bool(said("sample_from_anchor", deepspec))
     if markov == "rnn" and not anchored:
         strange = strange or "a recurrent Markov head whose first row guesses nothing"

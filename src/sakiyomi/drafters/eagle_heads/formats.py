@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.core.checkpoint import read_checkpoint
-from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.core.trained import read_config, read_tensors, trained_config, write_trained
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.trained import trained_config, write_trained
+from sakiyomi.drafters.head_files import SPECULATORS, check_layers, head_config, head_tensors, pop_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,6 @@ __all__ = ["EagleFile", "is_eagle", "read_eagle", "usual_layers", "write_eagle"]
 
 WHAT = "EAGLE head"
 ORIGINAL = "LlamaForCausalLMEagle3"
-_SPECULATORS = "speculators_model_type"
 _KINDS = ("eagle3", "peagle")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -54,7 +53,7 @@ class EagleFile:
 
 def is_eagle(config: Mapping[str, Any]) -> bool:
     """Whether a configuration is that of a head in one of the forms."""
-    return _SPECULATORS in config or ORIGINAL in (config.get("architectures") or ())
+    return SPECULATORS in config or ORIGINAL in (config.get("architectures") or ())
 
 
 def usual_layers(count: int) -> tuple[int, ...]:
@@ -74,51 +73,39 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
         LoadError: something is missing, damaged, or no head.
         UnsupportedError: it reads layers that the target does not have.
     """
-    import torch
-
     from sakiyomi.drafters.eagle_heads.module import EagleOptions
 
-    folder = Path(folder).expanduser()
-    if not (folder / "config.json").is_file():
-        raise LoadError(f"there is no {WHAT} in {str(folder)!r} (no config.json); check the path")
-    config = read_config(folder)
-    ours = _SPECULATORS in config
+    folder, config = head_config(folder, WHAT)
+    ours = SPECULATORS in config
     if not is_eagle(config):
         said = config.get("architectures") or config.get("model_type") or "nothing that is known"
         raise LoadError(
-            f"{folder} holds no {WHAT}: config.json says {said}; expected {_SPECULATORS} eagle3, or the architecture "
+            f"{folder} holds no {WHAT}: config.json says {said}; expected {SPECULATORS} eagle3, or the architecture "
             f"{ORIGINAL}"
         )
-    if ours and config[_SPECULATORS] not in _KINDS:
+    if ours and config[SPECULATORS] not in _KINDS:
         known = " and ".join(map(repr, _KINDS))
         raise LoadError(
-            f"{folder} holds a head of the kind {config[_SPECULATORS]!r}; this version runs {known}, and as block "
+            f"{folder} holds a head of the kind {config[SPECULATORS]!r}; this version runs {known}, and as block "
             "drafters 'dflash' and 'dspark'"
         )
     inner = dict(config["transformer_layer_config"] if ours else config)
     inner.setdefault("model_type", "llama")
-    tensors = read_tensors(read_checkpoint(folder, allow_pickle=allow_pickle).files, WHAT)
-    tensors = {name.replace(_MIDDLE, _FIRST): tensor for name, tensor in tensors.items()}
+    stored = head_tensors(folder, WHAT, allow_pickle=allow_pickle)
+    tensors = {name.replace(_MIDDLE, _FIRST): tensor for name, tensor in stored.items()}
     lacking = [name for name in ("fc.weight", "norm.weight", f"{_FIRST}hidden_norm.weight") if name not in tensors]
     if lacking:
         raise LoadError(f"{folder} lacks the tensor {lacking[0]} of an {WHAT}; get it again")
-    parallel = config.get(_SPECULATORS) == "peagle" or bool(config.get("parallel_drafting"))
+    parallel = config.get(SPECULATORS) == "peagle" or bool(config.get("parallel_drafting"))
     mask = next((config[entry] for entry in _MASKS if config.get(entry) is not None), None) if parallel else None
     if parallel and (mask is None or _MASK_HIDDEN not in tensors):
         lacking = [_MASK_HIDDEN if mask is not None else "mask_token_id"]
         raise LoadError(f"{folder} guesses several tokens a pass and lacks {lacking[0]}; get it again")
-    tokens = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)
-    if tokens is not None:
-        tokens = tokens + torch.arange(len(tokens))
+    tokens = pop_tokens(tensors)
     # Ids of layers mean inputs to the authors and to speculators, and outputs in `eagle_config`.
     inputs, outputs = config.get(_IDS), (config.get("eagle_config") or {}).get(_IDS)
     named = tuple(i - 1 for i in inputs) if inputs else tuple(outputs or usual_layers(layers))
-    if not all(0 <= layer < layers for layer in named):
-        raise UnsupportedError(
-            f"the {WHAT} in {folder} reads the outputs of layers {', '.join(map(str, named))} and the target has "
-            f"{layers}, counted from 0: it belongs to another model"
-        )
+    check_layers(named, layers, WHAT, folder)
     options = EagleOptions(
         layers=named,
         target_size=int(config.get("target_hidden_size") or tensors["fc.weight"].shape[1] // len(named)),

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.drafters.head_model import KINDS, make_decoder
+from sakiyomi.drafters.head_model import make_decoder
 
-__all__ = ["KINDS", "ROWS", "EagleOptions", "FeatureLayer", "make_module"]
+__all__ = ["ROWS", "EagleOptions", "FeatureLayer", "make_module"]
 
 ROWS = 1024
 """Most rows of a pass."""

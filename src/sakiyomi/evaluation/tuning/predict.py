@@ -26,7 +26,6 @@ __all__ = [
     "by_place",
     "by_rank",
     "calm",
-    "ratio_error",
     "usual",
     "weighed",
 ]

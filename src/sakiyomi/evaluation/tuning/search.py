@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from sakiyomi.core.drops import ratio_error
+from sakiyomi.core.drops import Tau
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
@@ -254,13 +254,12 @@ class Comparison:
 
 
 def _fill(row: dict[str, Any], run: _Runs, base: float) -> None:
-    tokens = [(tokens, rounds) for tokens, rounds, _ in run.texts]
-    row["measured_tau"] = sum(count for count, _ in tokens) / sum(rounds for _, rounds in tokens)
-    row["tau_error"] = ratio_error(tokens)
+    tau = Tau.of([(tokens, rounds) for tokens, rounds, _ in run.texts])
+    row["measured_tau"], row["tau_error"] = tau.value, tau.error
     row["measured_tokens_per_second"] = run.rate
     row["measured_speedup"] = run.rate / base
     row["error"] = row["predicted_speedup"] / row["measured_speedup"] - 1.0
-    row["sampling"] = math.hypot(row["sampling"], row["tau_error"])
+    row["sampling"] = math.hypot(row["sampling"], tau.error)
 
 
 def _row(draft: str, gamma: int | str, expected: Expected, plain: float) -> dict[str, Any]:
