@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import transformers as hf
+from torch import nn
 
 import causal_models
-from architectures import REFUSED, VOCAB, greedy, make, prompt
+from architectures import ALL, REFUSED, VOCAB, greedy, make, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, SamplingParams, UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
@@ -100,6 +101,17 @@ def test_a_way_that_gives_other_logits_is_not_taken(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sakiyomi.model_executor.own_forward.WAYS", ("cached", "steps"))
     with pytest.raises(UnsupportedError, match="its own forward does not give again"):
         build_runner(model_of("gpt_neo"), compile=False)
+
+
+def test_a_class_that_asserts_what_it_is_given_runs_by_itself() -> None:
+    """Its own forward gets what ``generate`` gives it, here a mask; our cache has none for it."""
+
+    def checked(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        assert given.get("attention_mask") is not None, "a mask is needed"
+
+    model = make(ALL["llama"]())
+    model.register_forward_pre_hook(checked, with_kwargs=True)
+    assert isinstance(build_runner(model, compile=False).module, OwnForward)
 
 
 def test_conversations_go_on_from_what_was_read() -> None:

@@ -754,3 +754,15 @@ def test_tensors_that_nobody_reads_are_named(folder: Path, caplog: pytest.LogCap
     save_file(load_file(path) | {"model.extra.weight": torch.zeros(3)}, path, {"format": "pt"})
     load_model(folder)
     assert "1 tensors are not used by LlamaForCausalLM: model.extra.weight" in caplog.text
+
+
+def test_layers_for_further_tokens_are_no_unused_tensors(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The draft "mtp" reads them."""
+    from safetensors.torch import load_file, save_file
+
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    further = f"model.layers.{config['num_hidden_layers']}.enorm.weight"
+    save_file(load_file(path) | {further: torch.zeros(3)}, path, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    load_model(folder)
+    assert "not used" not in caplog.text

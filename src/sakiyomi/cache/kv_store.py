@@ -226,7 +226,7 @@ class KVStore:
             length: pairs that were there before the pass.
             rows: rows of the pass, counted from its first, ascending.
         """
-        if list(rows) == list(range(len(rows))):
+        if not rows or rows[-1] == len(rows) - 1:  # they lie as they are to lie
             return
         if self.gather is not None:
             self.gather(slot, length, rows)

@@ -128,8 +128,7 @@ class SlotCache(KVStore):
 
     def commit(self, slot: int, length: int, rows: Sequence[int]) -> None:
         """Of a pass's rows keep these, see ``KVStore.commit``."""
-        if rows and rows[-1] != len(rows) - 1:  # else they lie as they are to lie
-            super().commit(slot, length, rows)
+        super().commit(slot, length, rows)
         for state in self.states.stores:
             state.commit(slot, length, rows)
 

@@ -249,9 +249,9 @@ void add_values(float* y, int64_t y_stride, const float* p, int64_t p_stride, co
 // The same for values of bf16 that the processor multiplies in pairs: those of columns 2n and 2n + 1, whichever pass they were written in.
 //
 // Two rows of 32 numbers are interleaved in quarters of 4, and so lie the numbers of y: see `in_order`.
+constexpr int64_t pair_width = 32;
 #if defined(BF16_PAIRS)
 constexpr bool values_in_pairs = true;
-constexpr int64_t pair_width = 32;
 
 // y += p[t] * first[t] + p[t + 1] * second[t] over `count` pairs, which lie so far apart; what comes so far behind is read later (0: nothing
 // is). p: two weights each.
@@ -314,7 +314,6 @@ inline void add_values_in_pairs(const Paths& paths, const Segment& seg, int64_t 
 }
 #else
 constexpr bool values_in_pairs = false;
-constexpr int64_t pair_width = 32;
 inline void add_packed_in_pairs(int64_t, float*, int64_t, const float*, int64_t, const float*, bf16*, int64_t) {}
 inline void add_values_in_pairs(const Paths&, const Segment&, int64_t, float*, int64_t, const float*, int64_t, const bf16*, int64_t, int64_t, int64_t,
                                 bool) {}
@@ -338,7 +337,7 @@ inline float soften(float* score, int64_t begin, int64_t end, float scaling, flo
   std::fill(weights, weights + first, To{});
   f16v sum = {};
   for (int64_t t = first; t < end; t += 16) {
-    f16v e = power16((load16(score + t) - highest) * (scaling * 1.44269504088896341f));
+    f16v e = power16((load16(score + t) - highest) * (scaling * log2_e));
     sum += e;
     put_weights(weights + t, e);
   }
@@ -412,12 +411,12 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
     for (int64_t j = first; j < last; j += keys_at_once) {
       const int64_t ahead = j + columns_ahead, end = std::min(ahead + keys_at_once, last);
       for (const T* from = keys + ahead * kd; from < keys + end * kd; from += 64 / sizeof(T)) fetch(from);
-      auto turn_16 = [&](int64_t k) { turn(keys + (j + k) * kd, std::min<int64_t>(16, last - j - k), kd, s.block.data() + k * lanes); };
-      turn_16(0);
+      auto turn_some = [&](int64_t k) { turn(keys + (j + k) * kd, std::min<int64_t>(16, last - j - k), kd, s.block.data() + k * lanes); };
+      turn_some(0);
       if (keys_at_once == 16 || last - j <= 16) {
         score_block(few, to + (j - first), to_stride);
       } else {
-        turn_16(16);
+        turn_some(16);
         score_block(many, to + (j - first), to_stride);
       }
     }

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from sakiyomi.core.rebinding import global_names, rebound
 from sakiyomi.kernels.native import DTYPES, PackedLinear
+from sakiyomi.kernels.norms import ROWS, closest
 
 __all__ = ["serve_gates", "serve_rotary"]
 
-ROWS = 4  # of a trial
 ACTIVATIONS = (0, 1)  # as in elementwise.h: SiLU, GELU by tanh
 ROTARY = "apply_rotary_pos_emb"
 
@@ -114,14 +114,12 @@ def _gate_of(module: nn.Module, names: list[str]) -> _Gate | None:
     if any(part.shape != wanted.shape or part.dtype != wanted.dtype for part in made):
         return None
 
-    def error(found: tuple[int, int]) -> float:
-        gate, form = found
-        return float((torch.ops.sakiyomi_cpu.gated(made[gate], made[1 - gate], form) - wanted).abs().float().mean())
+    def compute(kind: tuple[int, int]) -> Tensor:
+        gate, form = kind
+        return torch.ops.sakiyomi_cpu.gated(made[gate], made[1 - gate], form)  # type: ignore[no-any-return]
 
-    best = min(itertools.product((0, 1), ACTIVATIONS), key=error)
-    # Of bf16 hardly any number may be rounded otherwise, see norms.py.
-    close = (1e-6 if dtype == torch.float32 else 1e-4) * float(wanted.float().abs().mean())
-    return _Gate(first, down, *best) if error(best) <= close else None
+    found = closest(itertools.product((0, 1), ACTIVATIONS), compute, wanted)
+    return None if found is None else _Gate(first, down, *found)
 
 
 # ---------------------------------------------------------------- rotary embeddings

@@ -17,7 +17,7 @@
 #include "row.h"
 #include "torch.h"
 
-extern "C" void sk_begin(int64_t session, int64_t count, int64_t size, const int32_t* table);
+extern "C" void sk_rows(int64_t session, int64_t count, const void* table, int64_t size, int64_t* inputs);
 
 namespace {
 
@@ -175,36 +175,33 @@ struct Forest {
 
   // Describes the next pass, and fills its buffer; its size, 0 where all trees are complete.
   int64_t begin() {
-    std::vector<int32_t> table, parents;
-    std::vector<int64_t> ids, positions;
+    std::vector<int64_t> table, ids, parents;
     for (Tree& tree : trees) {
       const Ask& ask = tree.ask;
       const int64_t rows = tree.row_count(), done = tree.rows.size();
       if (!rows) continue;
       const int64_t length = tree.begun() ? ask.first + done : ask.held;
-      for (int64_t x : {ask.slot, (int64_t)ids.size(), rows, length, int64_t(0), done}) table.push_back(int32_t(x));
+      table.insert(table.end(), {ask.slot, rows, length, done});
       if (!tree.begun()) {
-        for (int64_t i = 0; i < rows; ++i) parents.push_back(int32_t(i - 1)), ids.push_back(tree.given[i]), positions.push_back(ask.held + i);
+        ids.insert(ids.end(), tree.given, tree.given + rows);
+        for (int64_t i = 0; i < rows; ++i) parents.push_back(i - 1);
         continue;
       }
-      std::vector<int32_t> row_of(tree.tokens.size(), -1);
-      int32_t row = 0;
+      std::vector<int64_t> row_of(tree.tokens.size(), -1);
+      int64_t row = 0;
       for (const auto* candidates : {&tree.rows, &tree.unread})
         for (int64_t candidate : *candidates) {
           row_of[candidate] = row++;
           parents.push_back(tree.parents[candidate] < 0 ? -1 : row_of[tree.parents[candidate]]);
         }
-      for (int64_t candidate : tree.unread) ids.push_back(tree.tokens[candidate]), positions.push_back(ask.first + tree.levels - 1);
+      for (int64_t candidate : tree.unread) ids.push_back(tree.tokens[candidate]);
     }
     if (ids.empty()) return 0;
     const size_t size = std::lower_bound(sizes.begin(), sizes.end(), (int64_t)ids.size()) - sizes.begin();
     if (size == sizes.size()) return -1;
-    int64_t* buffer = buffers[size];
-    std::fill(buffer, buffer + 2 * sizes[size], 0);
-    std::copy(ids.begin(), ids.end(), buffer), std::copy(positions.begin(), positions.end(), buffer + sizes[size]);
-    const int64_t segments = table.size() / 6;
-    table.insert(table.end(), parents.begin(), parents.end());
-    sk_begin(session, segments, sizes[size], table.data());
+    const int64_t segments = table.size() / 4;
+    for (const auto* part : {&ids, &parents}) table.insert(table.end(), part->begin(), part->end());
+    sk_rows(session, segments, table.data(), sizes[size], buffers[size]);
     return sizes[size];
   }
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sakiyomi.kernels.native import DTYPES
 
-__all__ = ["serve_norms"]
+__all__ = ["ROWS", "closest", "serve_norms"]
 
+Kind = TypeVar("Kind")
 PLUS_ONE, ROUNDED_EARLY, GATE_FIRST = 1, 2, 4  # as in norms.h
 ROWS = 4  # of a trial
 
@@ -90,8 +92,13 @@ def _form(module: nn.Module, eps: float) -> int | None:
     if not torch.equal(wanted.flatten(0, 2), flat):  # it is more than a function of each row
         return None
     forms = [early | one | first for first in (0, GATE_FIRST)[: 1 + gated] for one in (0, PLUS_ONE) for early in (2, 0)]
-    errors = {form: float((_norm(trial, eps, form, *rows) - wanted).abs().float().mean()) for form in forms}
-    best = min(forms, key=errors.__getitem__)
-    scale = float(wanted.float().abs().mean())
-    # Of bf16 hardly any number may be rounded otherwise: another form errs by a thousandth on the average.
-    return best if errors[best] <= (1e-6 if weight.dtype == torch.float32 else 1e-4) * scale else None
+    return closest(forms, lambda form: _norm(trial, eps, form, *rows), wanted)
+
+
+def closest(kinds: Iterable[Kind], compute: Callable[[Kind], Tensor], wanted: Tensor) -> Kind | None:
+    """Which of these kinds of a computation gives what is wanted, up to the order of a sum; None: none does."""
+    errors = {kind: float((compute(kind) - wanted).abs().float().mean()) for kind in kinds}
+    best = min(errors, key=errors.__getitem__)
+    # Of bf16 hardly any number may be rounded otherwise: another kind errs by a thousandth on the average.
+    bound = 1e-6 if wanted.dtype == torch.float32 else 1e-4
+    return best if errors[best] <= bound * float(wanted.float().abs().mean()) else None

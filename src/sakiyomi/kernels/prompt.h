@@ -167,7 +167,7 @@ void attend_chunk(const Layer& layer, const Segment& seg, int64_t head, int64_t 
       float& highest = s.top[r + i];
       const float before = highest;
       highest = std::max(before, highest_of(top));
-      left *= 1.44269504088896341f;
+      left *= log2_e;
       f16v sum = {};
       for (int64_t t = 0; t < padded; t += 16) {
         const f16v e = power16((scores.at(i, t) - highest) * left);

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "norms.h"
+#include "elementwise.h"
 #include "torch.h"
 #include "vector.h"
 

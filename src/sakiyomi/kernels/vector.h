@@ -183,18 +183,20 @@ struct Strange {
 #endif
 };
 
+constexpr float log2_e = 1.44269504088896341f;
+
 // exp of numbers up to 0 by Cody-Waite reduction and a polynomial of degree 6: relative error about 2e-7 on [-86, 0]; at most
 // 1e-37 below that, and 0 at -inf.
 inline f16v exp16(f16v x) {
 #if defined(__AVX512F__)
   const f16v low = f16v{} - 200.0f;
   x = larger(x, low);
-  f16v n = (f16v)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), 0);
+  f16v n = (f16v)_mm512_roundscale_ps((__m512)(x * log2_e), 0);
 #else
   const f16v low = f16v{} - 87.0f;
   f16v small = x;
   x = chosen(x < low, low, x);
-  i16v k = whole_of(x * 1.44269504088896341f - 0.5f);  // truncation rounds to nearest
+  i16v k = whole_of(x * log2_e - 0.5f);  // truncation rounds to nearest
   f16v n = float_of(k);
 #endif
   f16v r = x - n * 0.693359375f;
@@ -214,8 +216,6 @@ inline f16v exp16(f16v x) {
   return chosen(small < -86.0f, f16v{}, y);
 #endif
 }
-
-constexpr float log2_e = 1.44269504088896341f;
 
 // 2^x of numbers up to 0 by a polynomial of degree 5: relative error about 2e-7 on [-124, 0], and next to nothing or 0 below that. Two
 // thirds of the work of exp16, where a factor is at hand into which log2_e goes.

@@ -22,7 +22,7 @@ from sakiyomi.cache.layer_state import LAYER_STATES
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.features import HiddenStateCapture
-from sakiyomi.model_executor.probe import PROOF, Expectation, proof_text
+from sakiyomi.model_executor.probe import FAULTS, PROOF, Expectation, proof_text
 
 __all__ = ["WAYS", "OwnForward", "expect_own", "run_by_text", "ways_of"]
 
@@ -85,7 +85,7 @@ def expect_own(inner: Any, vocab_size: int) -> Expectation:
     text = proof_text(inner.config.get_text_config(), vocab_size)[:PROOF]
     try:
         logits = TextReader(inner, "rows", HiddenStateCapture()).read(text, PROOF, {})[0][0]
-    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except FAULTS as error:
         raise UnsupportedError(f"{type(inner).__name__} does not run on a text without a cache") from error
     return Expectation(logits.float(), {})
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +12,17 @@ from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.pack import Watch
 from sakiyomi.model_executor.attention import op
+from sakiyomi.model_executor.structural_copy import changed_settings
 
-__all__ = ["PROOF", "Expectation", "Probed", "expect", "probe", "proof_text"]
+__all__ = ["FAULTS", "PROOF", "Expectation", "Probed", "expect", "probe", "proof_text"]
 
 PROOF = 11  # tokens of the proof at load
 SHORT = 4  # positions of windows and chunks in the proof, so that it reaches beyond them
 REACHES = ("sliding_window", "attention_chunk_size")
 """Names of windows and chunks in configurations."""
+
+FAULTS = AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError
+"""What a forward raises that is not given what it wants."""
 
 
 class Expectation(NamedTuple):
@@ -76,7 +78,7 @@ def probe(model: Any, vocab_size: int, layers: int | None, device: torch.device)
         try:
             with Watch(model) as watch:
                 shapes = op.layer_shapes(model, forward, layers)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except FAULTS as error:
             raise UnsupportedError(
                 f"{type(model).__name__} asks for more than keys, values and positions: it runs on no cache of ours"
             ) from error
@@ -118,36 +120,22 @@ def expect(model: Any, vocab_size: int, device: torch.device, *, stateful: bool)
         found.append(model(input_ids=text, use_cache=False).logits[0].float())
 
     try:
-        with _short_reaches(model):
+        with changed_settings(model, _shortened):
             try:
                 op.switch_to_probe(model)
             except ValueError:  # the class has only its own attention
                 forward()
                 return Expectation(found[0], {})
             callers, shapes = op.note_calls(model, forward)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+    except FAULTS:
         return None  # what is wrong with it, the probe says
     numbers = range(len(callers)) if stateful else [int(module.layer_idx) for module in callers]
     return Expectation(found[0], {i: shape.reach for i, shape in zip(numbers, shapes, strict=True)})
 
 
-@contextmanager
-def _short_reaches(model: Any) -> Iterator[None]:
-    """Windows and chunks in a model's configurations are ``SHORT`` for a time."""
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    changed = [
-        (config, name, vars(config)[name])
-        for config in configs.values()
-        for name in REACHES
-        if type(vars(config).get(name)) is int and vars(config)[name] > SHORT
-    ]
-    try:
-        for config, name, _ in changed:
-            setattr(config, name, SHORT)
-        yield
-    finally:
-        for config, name, value in changed:
-            setattr(config, name, value)
+def _shortened(name: str, value: Any) -> Any:
+    """A setting of the proof's: windows and chunks have ``SHORT`` positions."""
+    return SHORT if name in REACHES and type(value) is int and value > SHORT else value
 
 
 def _own_shapes(model: Any, ids: Tensor, layers: int) -> list[LayerShape]:

@@ -13,7 +13,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.attention import op
 from sakiyomi.model_executor.early_exit import FirstLayers
-from sakiyomi.model_executor.probe import proof_text
+from sakiyomi.model_executor.probe import FAULTS, proof_text
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.structural_copy import one_of_each, settings_of
 
@@ -40,8 +40,8 @@ def prove(runner: ModelRunner) -> None:
     """Take the text through prompt, a token tree, a commit and a single row, beside another request.
 
     Windows are as short as they were when the model's own forward was run, so that the text reaches beyond them.
-    Of a large model one layer of every kind is run. Nothing is done for a model whose own logits were
-    not taken (see ``ModelWeights.expect``).
+    Of a large model one layer of every kind is run. Nothing is done for a model whose own logits were not taken (see
+    ``ModelWeights.expect``).
 
     Raises:
         UnsupportedError: the logits differ by more than rounding.
@@ -60,7 +60,7 @@ def prove(runner: ModelRunner) -> None:
         else:
             with settings_of(runner.module, expected.layers, int(runner.config.num_hidden_layers)):
                 _compare(_one_of_each(runner, expected.layers), expected.logits)
-    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except FAULTS as error:
         raise UnsupportedError(
             f"{type(runner.module).__name__} does not run on a cache of ours; use transformers for this model"
         ) from error

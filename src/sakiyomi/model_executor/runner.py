@@ -234,8 +234,10 @@ class ModelRunner(Session):
                 return None
         size = self.sizes[bisect_left(self.sizes, rows)]
         assert self.recorder is not None
-        if size not in self.recorder.ready or size not in self._buffers:
+        replay, buffer = self.recorder.ready.get(size), self._buffers.get(size)
+        if replay is None or buffer is None:
             return None
+        _, ids, positions = buffer
         for part in segments:
             table += part.tokens
         for part in segments:
@@ -244,10 +246,9 @@ class ModelRunner(Session):
             take_over(None)
             observe.listen(None, None)
             packed = struct.pack(f"={len(table)}q", *table)
-            self.backend.describe(len(segments), packed, size, self._buffers[size][1].data_ptr())
-            _, ids, positions = self._buffers[size]
+            self.backend.describe(len(segments), packed, size, ids.data_ptr())
             began = time.perf_counter()
-            found = self.recorder.ready[size](ids, positions)
+            found = replay(ids, positions)
             spent = time.perf_counter() - began
         self.forward_seconds += spent
         self.clock.add(size, True, spent)

@@ -273,6 +273,8 @@ class Session:
         weights = self.weights
         if self._observer is not None or weights.stateful or weights.encoder is not None:
             return
+        if self.backend.session is None:  # it computes all rows
+            return
         hooked = (part for part in self.module.modules() if part._forward_hooks or part._forward_pre_hooks)
         if all(part is self.module or part is weights.head for part in hooked):
             self.backend.want(rows, self._depth)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import nn
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.loading.stream import hooks
 
-__all__ = ["distinct_layers", "layer_list", "one_of_each", "settings_of", "some_layers", "structural_copy"]
+__all__ = [
+    "changed_settings", "distinct_layers", "layer_list", "one_of_each", "settings_of", "some_layers", "structural_copy",
+]  # fmt: skip
 
 _NUMBERS = ("idx", "index", "layer_id", "number")
 """Parts of names under which a layer keeps its own number."""
@@ -92,20 +94,31 @@ def one_of_each(model: nn.Module, chosen: Sequence[int], layers: int) -> Any:
 @contextmanager
 def settings_of(model: nn.Module, chosen: Sequence[int], layers: int) -> Iterator[None]:
     """Settings by layer in a model's configurations are those of these layers for a time."""
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+
+    def of_these(_: str, value: Any) -> Any:
+        return [value[layer] for layer in chosen] if isinstance(value, list) and len(value) == layers else value
+
+    with changed_settings(model, of_these):
+        yield
+
+
+@contextmanager
+def changed_settings(model: nn.Module, change: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Settings in a model's configurations are for a time what `change` makes of their name and value."""
+    configs = {id(part.config): vars(part.config) for part in model.modules() if hasattr(part, "config")}
     changed = [
-        (config, name, value)
+        (config, name, value, new)
         for config in configs.values()
-        for name, value in vars(config).items()
-        if isinstance(value, list) and len(value) == layers
+        for name, value in config.items()
+        if (new := change(name, value)) is not value
     ]
     try:
-        for config, name, value in changed:
-            vars(config)[name] = [value[layer] for layer in chosen]
+        for config, name, _, new in changed:
+            config[name] = new
         yield
     finally:
-        for config, name, value in changed:
-            vars(config)[name] = value
+        for config, name, value, _ in changed:
+            config[name] = value
 
 
 def _shallow(module: nn.Module) -> nn.Module:

@@ -64,7 +64,6 @@ class _Given(NamedTuple):
     prepared: Prepared | None
     quantize: str | None
     text: list[int]
-    way: str | None
     latents: bool
     forwards: list[tuple[str, weakref.ref[nn.Module], Any]]  # of the user's model, see ``_forwards``
 
@@ -144,7 +143,7 @@ class ModelWeights:
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
         forwards = [] if owned or recorded else _forwards(model)
-        self._given = _Given(owned, prepared, quantize, list(text), way, latents, forwards)
+        self._given = _Given(owned, prepared, quantize, list(text), latents, forwards)
         self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self.packed: PackedWeights | None = None
@@ -228,7 +227,7 @@ class ModelWeights:
         What was recorded was proven then; the decoders of encoder-decoder models are those of ``FAMILIES``, and have no
         forward of their own; a pass with offloaded weights costs as much as loading them.
         """
-        apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded or self._given.way
+        apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded
         if self.expected is not None or apart or self.max_context < PROOF + 2:
             return
         if self.packed is not None:

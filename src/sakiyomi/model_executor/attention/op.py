@@ -136,6 +136,7 @@ def _noting(
     sinks = kwargs.get("s_aux")
     places = [(pair[0].data_ptr(), pair[0].shape, pair[1].data_ptr()) for pair in (*_pairs, (key, value))]
     _pairs.append((key, value))
+    source = places.index(places[-1])
     _probed.append(
         LayerShape(
             key.shape[1],
@@ -147,7 +148,7 @@ def _noting(
             None if sinks is None else sinks.detach().float().contiguous(),
             kwargs.get("own_alibi"),
             tied=key is value,
-            source=places.index(places[-1]) if places.index(places[-1]) < len(_probed) else None,
+            source=source if source < len(_probed) else None,
         )
     )
     if attention_mask is None:

@@ -110,13 +110,13 @@ class Reader:
         Raises:
             LoadError: the text would be that of a part of the model.
         """
-        if not names:
-            return
-        held, said = self.checkpoint.layers, layer_count(model.config)
+        said = layer_count(model.config)
         further = int(getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)  # draft "mtp"
         ahead = range(said, said + further)
         names = [name for name in names if not (found := LAYER.search(name)) or int(found[1]) not in ahead]
-        held = max(said, held - further)
+        if not names:
+            return
+        held = max(said, self.checkpoint.layers - further)
         beyond = [name for name in names if (found := LAYER.search(name)) and int(found[1]) >= said]
         if beyond and held > said:
             raise LoadError(

@@ -72,6 +72,8 @@ def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
     numbers: list[int] = []
     asked = [_pack(case, width, numbers) for case in cases]
     able = [i for i, packed in enumerate(asked) if packed]
+    if not able:
+        return verdicts
     # A node has a token and a parent among the numbers, so that no verdict has more.
     most = _HEAD * len(able) + len(numbers)
     ints, doubles = _room.take(most)
