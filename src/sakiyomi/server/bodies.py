@@ -23,6 +23,7 @@ from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.images import read_images
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.processors import Penalties
+from sakiyomi.server.reasoning import CLOSING, OPENING
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,
@@ -140,7 +141,20 @@ class BodyReader:
         jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
         for index, job in enumerate(jobs):
             job.index, job.tools, job.source = index, form, source
+            job.reasoning = self._reasoning(body, tokens)
         return jobs
+
+    def _reasoning(self, body: ChatRequest, tokens: list[int]) -> bool | None:
+        """Whether a reply begins inside thoughts; None where none are told apart.
+
+        A reply that must keep to a grammar from its first token on has none.
+        """
+        formed = body.response_format is not None and body.response_format.type != "text"
+        if body.reasoning_format == "none" or formed or body.tool_choice not in (None, "none", "auto"):
+            return None
+        if CLOSING not in self.template:
+            return None
+        return str(self._llm.tokenizer.decode(tokens[-8:])).rstrip().endswith(OPENING)
 
     def _read(
         self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest
@@ -405,6 +419,8 @@ def _plain(message: Message, number: int) -> dict[str, Any]:
         found["name"] = message.name
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        found["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         found["tool_calls"] = [_called(call) for call in message.tool_calls]
     return found

@@ -52,6 +52,7 @@ class Job:
         over: it was cancelled.
         reason: why it ended, as metrics and the log have it; "" before that.
         tools: how calls are written in its text; None: there are none.
+        reasoning: whether its text begins inside thoughts; None: thoughts are not told apart.
         echo: what comes before its text in the reply: the prompt.
         unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
         source: images in the prompt, as the model reads them; None: there are none.
@@ -73,6 +74,7 @@ class Job:
     over: bool = False
     reason: str = ""
     tools: ToolFormat | None = None
+    reasoning: bool | None = None
     echo: str | None = None
     unwritten: bool = False
     source: Source | None = None

@@ -32,6 +32,14 @@ class TextBlock(Block):
     citations: list[Any] | None = None
 
 
+class Thinking(Block):
+    """Thoughts of an earlier reply; they are not read again."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
 class ToolUse(Block):
     """A call that the model made before."""
 
@@ -54,7 +62,7 @@ class Turn(Strict):
     """One message."""
 
     role: Literal["user", "assistant"]
-    content: str | list[TextBlock | ToolUse | ToolResult]
+    content: str | list[TextBlock | Thinking | ToolUse | ToolResult]
 
 
 class Tool(Block):
@@ -190,31 +198,37 @@ class MessagesStyle(Style):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._blocks, self._in_text, self._last = 0, False, Piece(0)
+        self._blocks, self._open, self._last = 0, "", Piece(0)
 
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
         """The message."""
         (piece,) = pieces
+        thoughts = [{"type": "thinking", "thinking": piece.thoughts, "signature": ""}] if piece.thoughts else []
         text = [{"type": "text", "text": piece.text}] if piece.text or not piece.calls else []
         calls = [_use(call) | {"input": json.loads(call["function"]["arguments"])} for call in piece.calls]
-        return self._message() | _end(piece) | {"content": text + calls, "usage": _usage(figures)}
+        return self._message() | _end(piece) | {"content": thoughts + text + calls, "usage": _usage(figures)}
 
     def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
         """What a step brings: text, and whole calls."""
         if first:
             yield _event("message_start", message=self._message())
         self._last = piece
-        if piece.text:
-            if not self._in_text:
-                self._in_text = True
-                yield _event("content_block_start", index=self._blocks, content_block={"type": "text", "text": ""})
-            yield _event("content_block_delta", index=self._blocks, delta={"type": "text_delta", "text": piece.text})
+        for kind, name, text in (("thinking", "thinking", piece.thoughts), ("text", "text", piece.text)):
+            if not text:
+                continue
+            if self._open != kind:
+                yield from self._close()
+                self._open = kind
+                block = {"type": kind, name: ""} | ({"signature": ""} if kind == "thinking" else {})
+                yield _event("content_block_start", index=self._blocks, content_block=block)
+            delta = {"type": f"{kind}_delta", name: text}
+            yield _event("content_block_delta", index=self._blocks, delta=delta)
         for call in piece.calls:
             yield from self._close()
             yield _event("content_block_start", index=self._blocks, content_block=_use(call))
             delta = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
             yield _event("content_block_delta", index=self._blocks, delta=delta)
-            self._in_text = True
+            self._open = "tool_use"
             yield from self._close()
 
     def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
@@ -229,9 +243,9 @@ class MessagesStyle(Style):
 
     def _close(self) -> Iterator[bytes]:
         """End the block that is open."""
-        if self._in_text:
+        if self._open:
             yield _event("content_block_stop", index=self._blocks)
-            self._blocks, self._in_text = self._blocks + 1, False
+            self._blocks, self._open = self._blocks + 1, ""
 
     def _message(self) -> dict[str, Any]:
         usage = {"input_tokens": 0, "output_tokens": 0}

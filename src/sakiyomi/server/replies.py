@@ -17,6 +17,7 @@ from sakiyomi.core.outputs import PromptToken, Stats, TokenTrace
 from sakiyomi.core.text import TextStream
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Event, Job
+from sakiyomi.server.reasoning import ReasoningReader
 from sakiyomi.server.stream import DONE, event
 from sakiyomi.server.tokens import TokenNames
 from sakiyomi.server.tools import ToolReader, shown
@@ -39,10 +40,12 @@ class Piece:
     stop: str | None = None
     echo: str | None = None
     prompt: list[PromptToken] = field(default_factory=list)
+    thoughts: str = ""
 
     def add(self, other: Piece) -> None:
         """Go on with the next one."""
         self.text += other.text
+        self.thoughts += other.thoughts
         self.tokens += other.tokens
         self.calls += other.calls
         self.trace += other.trace
@@ -64,6 +67,7 @@ class Sample:
         self._job, self._names = job, names
         self._begun = False
         self._texts = TextStream(tokenizer, job.params.stop) if job.traced else None
+        self._reasoning = ReasoningReader(opened=job.reasoning) if job.reasoning is not None else None
         self._tools = ToolReader(job.tools) if job.tools is not None else None
         # Marks of calls that are special tokens are in no usual text.
         marks = shown(job.tools, tokenizer) if job.tools is not None else None
@@ -81,11 +85,14 @@ class Sample:
         if self._job.unwritten:
             piece.text, piece.tokens, piece.finish_reason = "", [], "length"
             return piece
+        text, over = step.text, step.finish_reason is not None
+        if (marked := self._marked) is not None:
+            text = "" if marked.stopped else marked.push(step.token_ids)[0]
+            text += marked.finish() if over else ""
+        if self._reasoning is not None:
+            piece.thoughts, text = self._reasoning.push(text, over)
+            piece.text = text
         if self._tools is not None:
-            text, over = step.text, step.finish_reason is not None
-            if (marked := self._marked) is not None:
-                text = "" if marked.stopped else marked.push(step.token_ids)[0]
-                text += marked.finish() if over else ""
             piece.text, piece.calls = self._tools.push(text, over)
             if step.finish_reason == "stop" and self._tools.calls:
                 piece.finish_reason = "tool_calls"
@@ -265,6 +272,8 @@ class ChatStyle(ChoiceStyle):
 
     def _delta(self, piece: Piece, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
+        if piece.thoughts:
+            delta["reasoning_content"] = piece.thoughts
         if piece.text:
             delta["content"] = piece.text
         if piece.calls:
@@ -273,6 +282,8 @@ class ChatStyle(ChoiceStyle):
 
     def _body(self, piece: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.thoughts:
+            message["reasoning_content"] = piece.thoughts
         if piece.calls:
             calls = [{name: value for name, value in call.items() if name != "index"} for call in piece.calls]
             message |= {"content": piece.text or None, "tool_calls": calls}

@@ -128,6 +128,7 @@ class ResponsesRequest(Common):
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_format": "none",
             **self.model_dump(include={*Common.model_fields}),
         }
         if self.tools:

@@ -235,6 +235,9 @@ class Message(Strict):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(
+        None, description="Thoughts of an earlier reply, for templates that take them."
+    )
     refusal: None = None
     annotations: None = None
     audio: None = None
@@ -302,6 +305,9 @@ class ChatRequest(Ask):
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = True
+    reasoning_format: Literal["auto", "none", "deepseek"] = Field(
+        "auto", description="none: thoughts stay in the text; otherwise they are reasoning_content."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="As in vLLM: further arguments of the chat template, for instance enable_thinking."
     )

@@ -1,0 +1,103 @@
+"""Thoughts of a reply, told apart however a text is cut, and where they stand in the objects of each interface."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sakiyomi.server.reasoning import ReasoningReader
+from server_toys import running, toy_llm, web
+
+TEXTS = {
+    "<think>\nHm, </thin king.\n</think>\n\nFour.": (False, "Hm, </thin king.", "Four."),
+    "\n<think>a</think>b</think>": (False, "a", "b</think>"),
+    "Hm.\n</think>\n\nFour.": (True, "Hm.", "Four."),
+    "<thinking>Four.": (False, "", "<thinking>Four."),
+    "  Four.\n": (False, "", "  Four.\n"),
+    "<think>never closed\n": (False, "never closed\n", ""),
+    "<think></think>": (False, "", ""),
+    "<thi": (False, "", "<thi"),
+}
+
+
+def read(parts: list[str], opened: bool) -> tuple[str, str]:
+    reader = ReasoningReader(opened=opened)
+    found = [reader.push(part, i == len(parts) - 1) for i, part in enumerate(parts)]
+    return "".join(thoughts for thoughts, _ in found), "".join(reply for _, reply in found)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_way_to_cut_a_text_gives_the_same(text: str) -> None:
+    opened, *wanted = TEXTS[text]
+    cuts = itertools.combinations(range(1, len(text)), 2)
+    for a, b in itertools.islice(cuts, 0, None, 3):
+        assert read([text[:a], text[a:b], text[b:], ""], opened) == tuple(wanted)
+    assert read([*text, ""], opened) == tuple(wanted) == read([text], opened)
+
+
+def test_what_is_certain_is_not_held_back() -> None:
+    reader = ReasoningReader()
+    assert reader.push("<think>One, ", False) == ("One, ", "")
+    assert reader.push("two</", False) == ("two", "")
+    assert reader.push("think>Three", False) == ("", "Three")
+    assert reader.push(" <think>", False) == ("", " <think>")
+
+
+THINKING = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: <think>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    template = tmp_path_factory.mktemp("template") / "thinking.jinja"
+    template.write_text(THINKING)
+    with running(toy_llm("none"), chat_template=str(template)) as (_, found):
+        yield found
+
+
+def replies(url: str, path: str, **body: Any) -> list[Any]:
+    """The whole reply, and the same as events."""
+    asked = {"messages": [{"role": "user", "content": "Hm"}], "max_tokens": 8, "temperature": 0, **body}
+    whole = web.post(f"{url}{path}", json=asked, timeout=60).json()
+    lines = web.post(f"{url}{path}", json={**asked, "stream": True}, timeout=60).text.splitlines()
+    return [whole, *(json.loads(line[6:]) for line in lines if line.startswith("data: {"))]
+
+
+def test_the_thoughts_of_a_chat_are_beside_its_text(url: str) -> None:
+    """The toy never ends its thoughts, which its template opens."""
+    whole, *events = replies(url, "/v1/chat/completions")
+    message = whole["choices"][0]["message"]
+    assert message["reasoning_content"] and message["content"] == ""
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+    as_text, *_ = replies(url, "/v1/chat/completions", reasoning_format="none")
+    assert as_text["choices"][0]["message"]["content"].lstrip("\n") == message["reasoning_content"]
+
+
+def test_a_reply_in_a_form_has_none(url: str) -> None:
+    whole, *_ = replies(url, "/v1/chat/completions", response_format={"type": "json_object"}, max_tokens=40)
+    assert "reasoning_content" not in whole["choices"][0]["message"]
+
+
+def test_anthropics_messages_have_a_block_of_them(url: str) -> None:
+    whole, *events = replies(url, "/v1/messages")
+    assert whole["content"][0]["type"] == "thinking" and whole["content"][0]["thinking"]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert {delta["type"] for delta in deltas} == {"thinking_delta"}
+    assert "".join(delta["thinking"] for delta in deltas) == whole["content"][0]["thinking"]
+    again, *_ = replies(
+        url,
+        "/v1/messages",
+        messages=[
+            {"role": "user", "content": "Hm"},
+            {"role": "assistant", "content": [*whole["content"][:1], {"type": "text", "text": "x"}]},
+            {"role": "user", "content": "And?"},
+        ],
+    )
+    assert again["type"] == "message"
