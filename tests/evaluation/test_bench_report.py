@@ -23,6 +23,7 @@ from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.figures import run as running
+from sakiyomi.evaluation.bench.figures.articles import ARTICLES
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.figures.page import Shown, page
 from sakiyomi.evaluation.bench.figures.ranks import draft_ranks
@@ -181,6 +182,12 @@ def test_refused_before_work(tmp_path: Path) -> None:
         ReportConfig("x", temperatures=(-1.0,))
     with pytest.raises(InputError, match="leave one"):
         ReportConfig("x", redraw=True, again=True)
+    with pytest.raises(InputError, match=r"no article 'x'; articles are ntt, medusa"):
+        ReportConfig("x", article="x")
+    with pytest.raises(InputError, match="leave out sections"):
+        ReportConfig("x", ("ranks",), article="ntt")
+    with pytest.raises(InputError, match="png or svg"):
+        ReportConfig("x", pictures="jpg")
 
 
 # ---------------------------------------------------------------- sections from elsewhere
@@ -293,6 +300,25 @@ def test_nothing_of_the_numbers_becomes_markup() -> None:
     assert not re.search(r"<(b|i|note|h|t|command|page)>", text)
     assert "<code>a &lt; b</code>" in text
     assert "<td>0.1235</td><td></td><td>yes</td>" in text
+
+
+# ---------------------------------------------------------------- articles
+
+
+def test_an_article_is_some_sections_in_its_order(toys: ReportConfig, made: dict[str, Row]) -> None:
+    assert all(set(one.sections) <= set(SECTIONS) for one in ARTICLES.values())
+    told: list[str] = []
+    drawn = dataclasses.replace(toys, sections=(), article="ntt", redraw=True, pictures="svg")
+    names = [row.name for row in run(drawn, told.append)]
+    assert names == [name for name in ARTICLES["ntt"].sections if name in made]
+    text = (Path(toys.out) / "index.html").read_text()
+    assert re.findall(r'<section id="([^"]+)"', text) == names
+    assert text.count("data:image/svg+xml;base64,") == 2 * len(names)
+    assert f"<h1>{ARTICLES['ntt'].title}, measured here</h1>" in text
+    assert "docs/articles/ntt.md" in text
+    once = (Path(toys.out) / "ranks.svg").read_bytes()
+    list(run(drawn))
+    assert (Path(toys.out) / "ranks.svg").read_bytes() == once
 
 
 # ---------------------------------------------------------------- the command

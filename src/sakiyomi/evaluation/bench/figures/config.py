@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.figures.articles import article
 
-__all__ = ["ReportConfig"]
+__all__ = ["PICTURES", "ReportConfig"]
+
+PICTURES = ("png", "svg")
 
 
 @dataclass(frozen=True)
@@ -22,9 +26,11 @@ class ReportConfig:
         out: folder of the page; index.html, a picture a section for light and for dark, and data/ with all numbers.
         sections: sections to make (again for each), all if none is given: sizes, temperature, ranks, drafts, medusa,
             tree, rounds, expected, operations, heads, memory, predicted.
+        article: make the sections of one article: ntt, medusa, theory, huggingface, locret.
         redraw: measure nothing: draw all pictures and the page again from the numbers in the folder.
         again: measure again what the folder has already. Otherwise sections that were measured with these settings are
             kept, so that an interrupted run continues.
+        pictures: png or svg.
         target: embedded name, folder or hub id.
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         heads: Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
@@ -49,8 +55,10 @@ class ReportConfig:
 
     out: str = field(metadata={"argument": "OUT_FOLDER"})
     sections: tuple[str, ...] = ()
+    article: str | None = None
     redraw: bool = False
     again: bool = False
+    pictures: str = "png"
     target: str = DEFAULT
     draft: str = "auto"
     heads: str | None = None
@@ -78,10 +86,22 @@ class ReportConfig:
             raise InputError(f"temperatures is {self.temperatures}; expected one or more, none below 0")
         if self.redraw and self.again:
             raise InputError("redraw measures nothing and again measures anew; leave one of the two out")
+        if self.article is not None:
+            if self.sections:
+                raise InputError(f"article {self.article!r} is a list of sections; leave out sections, or the article")
+            article(self.article)
+        if self.pictures not in PICTURES:
+            raise InputError(f"pictures is {self.pictures!r}; expected {' or '.join(PICTURES)}")
 
     def bench(self, **changed: Any) -> BenchConfig:
         """The settings as rows of ``bench`` take them, some of them changed."""
         return BenchConfig(**{name: getattr(self, name) for name in (*COMMON, "heads")} | changed)
+
+    def wanted(self, known: Iterable[str]) -> tuple[str, ...]:
+        """The sections that are asked for; ``known``: all of them."""
+        if self.article is not None:
+            return article(self.article).sections
+        return self.sections or tuple(known)
 
     def asked(self, more: tuple[str, ...]) -> dict[str, Any]:
         """Settings that a section depends on, as JSON values: what it measured before counts while they are the same.

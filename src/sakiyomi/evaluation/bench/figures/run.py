@@ -6,6 +6,7 @@ A new section is a few functions in a file and one line in ``SECTIONS``.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.core.files import whole_file
 from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import Note, silent
+from sakiyomi.evaluation.bench.figures.articles import article
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.figures.drafts import DRAFTS
 from sakiyomi.evaluation.bench.figures.formulas import EXPECTED, OPERATIONS
@@ -62,7 +64,7 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
     check(config.out, "out")
     folder = Path(config.out)
     kept = _kept(folder)
-    wanted = config.sections or tuple(SECTIONS)
+    wanted = config.wanted(SECTIONS)
     if config.redraw:
         wanted = tuple(name for name in wanted if name in kept)
         if not wanted:
@@ -70,22 +72,24 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
 
     def rows() -> Iterator[Row]:
         work = Work(config, note)
+        began = time.monotonic()
         for place, name in enumerate(wanted, start=1):
             if not config.redraw and (config.again or not _same(kept.get(name), config, name)):
-                work.note = partial(_numbered, note, f"section {place} of {len(wanted)}")
+                work.note = partial(_numbered, note, f"section {place} of {len(wanted)}", began)
                 kept[name] = _measured(name, work)
                 _write(folder / "data" / f"{name}.json", json.dumps(kept[name], indent=1).encode())
             row = _row(kept[name])
-            _draw(folder, name, row)
-            _write(folder / "index.html", _page(folder, kept).encode())
+            _draw(folder, name, row, config.pictures)
+            _write(folder / "index.html", _page(folder, kept, config).encode())
             yield row
 
     return rows()
 
 
-def _numbered(note: Note, place: str, text: str) -> None:
-    """Say how far the report is, before what is going on."""
-    note(f"{place}, {text}")
+def _numbered(note: Note, place: str, began: float, text: str) -> None:
+    """Say how far the report is, and for how long it has run, before what is going on."""
+    minutes, seconds = divmod(round(time.monotonic() - began), 60)
+    note(f"{place}, {minutes}:{seconds:02}, {text}")
 
 
 def _measured(name: str, work: Work) -> dict[str, Any]:
@@ -133,30 +137,34 @@ def _row(record: dict[str, Any]) -> Row:
     return Row(row["row"], row["title"], row["lines"], row["conditions"], row["notes"], row["error"])
 
 
-def _draw(folder: Path, name: str, row: Row) -> None:
+def _draw(folder: Path, name: str, row: Row, kind: str) -> None:
     for theme in THEMES:
-        path = _place(folder, name, theme.name)
+        path = _place(folder, name, theme.name, kind)
         if row.error is None:
-            _write(path, picture(SECTIONS[name], row, theme))
+            _write(path, picture(SECTIONS[name], row, theme, kind))
         else:
             path.unlink(missing_ok=True)
 
 
-def _place(folder: Path, name: str, theme: str) -> Path:
-    return folder / f"{name}{'' if theme == 'light' else '-' + theme}.png"
+def _place(folder: Path, name: str, theme: str, kind: str) -> Path:
+    return folder / f"{name}{'' if theme == 'light' else '-' + theme}.{kind}"
 
 
-def _page(folder: Path, kept: dict[str, dict[str, Any]]) -> str:
-    shown = []
-    for name, section in SECTIONS.items():
+def _page(folder: Path, kept: dict[str, dict[str, Any]], config: ReportConfig) -> str:
+    """Of all that the folder holds; where an article is asked for, its sections in its order."""
+    shown, kind = [], config.pictures
+    for name in config.wanted(SECTIONS) if config.article else SECTIONS:
         if name not in kept:
             continue
+        section = SECTIONS[name]
         row, record = _row(kept[name]), kept[name]
-        places = {theme.name: _place(folder, name, theme.name) for theme in THEMES}
-        pictures = {theme: path.read_bytes() for theme, path in places.items() if path.is_file()}
-        whole = row.error is None and len(pictures) == len(THEMES)
-        shown.append(Shown(name, section, row, record["command"], record["machine"], pictures if whole else {}))
-    return page("Reading ahead, measured here", shown)
+        places = {theme.name: _place(folder, name, theme.name, kind) for theme in THEMES}
+        if row.error is None and not all(path.is_file() for path in places.values()):
+            _draw(folder, name, row, kind)
+        pictures = {theme: path.read_bytes() for theme, path in places.items() if row.error is None}
+        shown.append(Shown(name, section, row, record["command"], record["machine"], pictures, kind))
+    title = article(config.article).title if config.article else "Reading ahead"
+    return page(f"{title}, measured here", shown)
 
 
 def _write(path: Path, content: bytes) -> None:
