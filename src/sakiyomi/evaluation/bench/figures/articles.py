@@ -29,7 +29,7 @@ class Article:
 ARTICLES: dict[str, Article] = {
     "ntt": Article(
         "NTT Communications: assisted generation and token tree verification",
-        ("sizes", "temperature", "ranks", "tree"),
+        ("places", "sizes", "temperature", "ranks", "tree"),
     ),
     "medusa": Article("Medusa: several heads in place of a draft model", ("medusa", "heads", "tree", "temperature")),
     "theory": Article(

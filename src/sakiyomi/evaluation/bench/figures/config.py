@@ -24,8 +24,8 @@ class ReportConfig:
 
     Attributes:
         out: folder of the page; index.html, a picture a section for light and for dark, and data/ with all numbers.
-        sections: sections to make (again for each), all if none is given: sizes, temperature, ranks, drafts, medusa,
-            tree, rounds, expected, operations, heads, memory, predicted.
+        sections: sections to make (again for each), all if none is given: places, sizes, temperature, ranks, drafts,
+            medusa, tree, rounds, expected, operations, heads, memory, predicted.
         article: make the sections of one article: ntt, medusa, theory, huggingface, locret.
         redraw: measure nothing: draw all pictures and the page again from the numbers in the folder.
         again: measure again what the folder has already. Otherwise sections that were measured with these settings are

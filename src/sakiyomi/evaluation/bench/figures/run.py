@@ -24,7 +24,7 @@ from sakiyomi.evaluation.bench.figures.others import MEMORY, PREDICTED
 from sakiyomi.evaluation.bench.figures.page import Shown, page
 from sakiyomi.evaluation.bench.figures.races import MEDUSA, SIZES, TEMPERATURE
 from sakiyomi.evaluation.bench.figures.ranks import HEADS, RANKS
-from sakiyomi.evaluation.bench.figures.rounds import ROUNDS, TREE
+from sakiyomi.evaluation.bench.figures.rounds import PLACES, ROUNDS, TREE
 from sakiyomi.evaluation.bench.figures.section import THEMES, Section, picture
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.plot import check
@@ -33,6 +33,7 @@ from sakiyomi.evaluation.bench.report import Row
 __all__ = ["SECTIONS", "run"]
 
 SECTIONS: dict[str, Section] = {
+    "places": PLACES,
     "sizes": SIZES,
     "temperature": TEMPERATURE,
     "ranks": RANKS,

@@ -71,6 +71,10 @@ class Work:
             self._drafters[spec] = self.llm.drafter(spec)
         return self._drafters[spec]
 
+    def text(self, token: int) -> str:
+        """A token alone; a space in front of it is part of it."""
+        return str(self.llm.tokenizer.decode([token]))
+
     def engine(self, spec: str | None = None) -> EngineView:
         """The target with this drafter; None: without."""
         return EngineView(self.llm, None if spec is None else self.drafter(spec), strict=True)
