@@ -34,7 +34,7 @@ ARTICLES: dict[str, Article] = {
     "medusa": Article("Medusa: several heads in place of a draft model", ("medusa", "heads", "tree", "temperature")),
     "theory": Article(
         "The theory of speculative decoding, after Leviathan et al.",
-        ("drafts", "expected", "rounds", "operations", "predicted"),
+        ("formulas", "operations", "traffic", "alphas", "drafts", "expected", "rounds", "lossless"),
     ),
     "huggingface": Article("Hugging Face: assisted generation", ("temperature", "sizes")),
     "locret": Article("Locret: retaining heads for long contexts", ("memory",)),

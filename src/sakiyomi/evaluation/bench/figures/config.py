@@ -25,7 +25,7 @@ class ReportConfig:
     Attributes:
         out: folder of the page; index.html, a picture a section for light and for dark, and data/ with all numbers.
         sections: sections to make (again for each), all if none is given: places, sizes, temperature, ranks, drafts,
-            medusa, tree, rounds, expected, operations, heads, memory, predicted.
+            alphas, medusa, tree, rounds, expected, formulas, operations, traffic, lossless, heads, memory, predicted.
         article: make the sections of one article: ntt, medusa, theory, huggingface, locret.
         redraw: measure nothing: draw all pictures and the page again from the numbers in the folder.
         again: measure again what the folder has already. Otherwise sections that were measured with these settings are
@@ -34,8 +34,9 @@ class ReportConfig:
         target: embedded name, folder or hub id.
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         heads: Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
-        sizes: for sections sizes and medusa, parameters (again for each) to which target and heads are inflated, a
-            function-preserving expansion, beside the target as it is; the models stay in the folder. none: no others.
+        sizes: for sections sizes and medusa, further targets (again for each) beside the target as it is: checkpoints
+            of one family (folder or hub id; heads in FOLDER/medusa), or numbers of parameters (134M) to which target
+            and heads are inflated, a function-preserving expansion that stays in the folder. none: no others.
         temperatures: for section temperature (again for each).
         models: for section drafts, a folder of models of one tokenizer: the largest is a target, the others its drafts.
         predictions: for section predicted, what `tune --all --json` printed; measured here if not given.

@@ -6,7 +6,6 @@ A new section is a few functions in a file and one line in ``SECTIONS``.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.core.files import whole_file
 from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import Note, silent
+from sakiyomi.evaluation.bench.figures.alphas import ALPHAS
 from sakiyomi.evaluation.bench.figures.articles import article
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.figures.drafts import DRAFTS
@@ -26,6 +26,7 @@ from sakiyomi.evaluation.bench.figures.races import MEDUSA, SIZES, TEMPERATURE
 from sakiyomi.evaluation.bench.figures.ranks import HEADS, RANKS
 from sakiyomi.evaluation.bench.figures.rounds import PLACES, ROUNDS, TREE
 from sakiyomi.evaluation.bench.figures.section import THEMES, Section, picture
+from sakiyomi.evaluation.bench.figures.theory import FORMULAS, LOSSLESS, TRAFFIC
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.plot import check
 from sakiyomi.evaluation.bench.report import Row
@@ -38,11 +39,15 @@ SECTIONS: dict[str, Section] = {
     "temperature": TEMPERATURE,
     "ranks": RANKS,
     "drafts": DRAFTS,
+    "alphas": ALPHAS,
     "medusa": MEDUSA,
     "tree": TREE,
     "rounds": ROUNDS,
     "expected": EXPECTED,
+    "formulas": FORMULAS,
     "operations": OPERATIONS,
+    "traffic": TRAFFIC,
+    "lossless": LOSSLESS,
     "heads": HEADS,
     "memory": MEMORY,
     "predicted": PREDICTED,
@@ -73,10 +78,9 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
 
     def rows() -> Iterator[Row]:
         work = Work(config, note)
-        began = time.monotonic()
         for place, name in enumerate(wanted, start=1):
             if not config.redraw and (config.again or not _same(kept.get(name), config, name)):
-                work.note = partial(_numbered, note, f"section {place} of {len(wanted)}", began)
+                work.note = partial(_numbered, note, f"section {place} of {len(wanted)}")
                 kept[name] = _measured(name, work)
                 _write(folder / "data" / f"{name}.json", json.dumps(kept[name], indent=1).encode())
             row = _row(kept[name])
@@ -87,10 +91,9 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
     return rows()
 
 
-def _numbered(note: Note, place: str, began: float, text: str) -> None:
-    """Say how far the report is, and for how long it has run, before what is going on."""
-    minutes, seconds = divmod(round(time.monotonic() - began), 60)
-    note(f"{place}, {minutes}:{seconds:02}, {text}")
+def _numbered(note: Note, place: str, text: str) -> None:
+    """Say how far the report is, before what is going on."""
+    note(f"{place}, {text}")
 
 
 def _measured(name: str, work: Work) -> dict[str, Any]:
