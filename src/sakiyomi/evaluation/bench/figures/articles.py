@@ -29,9 +29,11 @@ class Article:
 ARTICLES: dict[str, Article] = {
     "ntt": Article(
         "NTT Communications: assisted generation and token tree verification",
-        ("places", "sizes", "temperature", "ranks", "tree"),
+        ("places", "sizes", "temperature", "ranks", "tree", "several"),
     ),
-    "medusa": Article("Medusa: several heads in place of a draft model", ("medusa", "heads", "tree", "temperature")),
+    "medusa": Article(
+        "Medusa: several heads in place of a draft model", ("medusa", "heads", "sparse", "threshold", "temperature")
+    ),
     "theory": Article(
         "The theory of speculative decoding, after Leviathan et al.",
         ("formulas", "operations", "traffic", "alphas", "drafts", "expected", "rounds", "lossless"),

@@ -25,7 +25,8 @@ class ReportConfig:
     Attributes:
         out: folder of the page; index.html, a picture a section for light and for dark, and data/ with all numbers.
         sections: sections to make (again for each), all if none is given: places, sizes, temperature, ranks, drafts,
-            alphas, medusa, tree, rounds, expected, formulas, operations, traffic, lossless, heads, memory, predicted.
+            alphas, medusa, tree, several, rounds, expected, formulas, operations, traffic, lossless, heads,
+            sparse, threshold, memory, predicted.
         article: make the sections of one article: ntt, medusa, theory, huggingface, locret.
         redraw: measure nothing: draw all pictures and the page again from the numbers in the folder.
         again: measure again what the folder has already. Otherwise sections that were measured with these settings are
@@ -38,7 +39,8 @@ class ReportConfig:
             of one family (folder or hub id; heads in FOLDER/medusa), or numbers of parameters (134M) to which target
             and heads are inflated, a function-preserving expansion that stays in the folder. none: no others.
         temperatures: for section temperature (again for each).
-        models: for section drafts, a folder of models of one tokenizer: the largest is a target, the others its drafts.
+        models: for sections drafts, alphas and several, a folder of models of one tokenizer: the largest is a target,
+            the others its drafts.
         predictions: for section predicted, what `tune --all --json` printed; measured here if not given.
         memory_target: for section memory, the model that answers long prompts.
         memory_lengths: for section memory, tokens of the prompts (again for each).

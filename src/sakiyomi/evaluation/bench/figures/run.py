@@ -20,12 +20,14 @@ from sakiyomi.evaluation.bench.figures.articles import article
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.figures.drafts import DRAFTS
 from sakiyomi.evaluation.bench.figures.formulas import EXPECTED, OPERATIONS
+from sakiyomi.evaluation.bench.figures.medusa import SPARSE, THRESHOLD
 from sakiyomi.evaluation.bench.figures.others import MEMORY, PREDICTED
 from sakiyomi.evaluation.bench.figures.page import Shown, page
 from sakiyomi.evaluation.bench.figures.races import MEDUSA, SIZES, TEMPERATURE
 from sakiyomi.evaluation.bench.figures.ranks import HEADS, RANKS
 from sakiyomi.evaluation.bench.figures.rounds import PLACES, ROUNDS, TREE
 from sakiyomi.evaluation.bench.figures.section import THEMES, Section, picture
+from sakiyomi.evaluation.bench.figures.several import SEVERAL
 from sakiyomi.evaluation.bench.figures.theory import FORMULAS, LOSSLESS, TRAFFIC
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.plot import check
@@ -42,6 +44,7 @@ SECTIONS: dict[str, Section] = {
     "alphas": ALPHAS,
     "medusa": MEDUSA,
     "tree": TREE,
+    "several": SEVERAL,
     "rounds": ROUNDS,
     "expected": EXPECTED,
     "formulas": FORMULAS,
@@ -49,6 +52,8 @@ SECTIONS: dict[str, Section] = {
     "traffic": TRAFFIC,
     "lossless": LOSSLESS,
     "heads": HEADS,
+    "sparse": SPARSE,
+    "threshold": THRESHOLD,
     "memory": MEMORY,
     "predicted": PREDICTED,
 }

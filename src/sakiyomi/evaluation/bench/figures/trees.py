@@ -16,7 +16,7 @@ from sakiyomi.evaluation.predictions import Prediction
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "paint_mask", "paint_places", "paint_tree", "panels_of", "place_lines", "tree_lines"]
+__all__ = ["draw", "laid_out", "paint_mask", "paint_places", "paint_tree", "panels_of", "place_lines", "tree_lines"]
 
 BEND = 0.5  # of the way between two columns
 COLUMN = 1.15  # inches of a box and the way to it
@@ -69,12 +69,12 @@ def panels_of(heights: Sequence[float], width: float = NARROW) -> tuple[Figure, 
 
 def tree_height(lines: Lines) -> float:
     """Inches that a tree needs, its legend included."""
-    return 1.2 + LINE * (1 + max(y for _, y in _laid_out(lines).values()))
+    return 1.2 + LINE * (1 + max(y for _, y in laid_out(lines).values()))
 
 
 def paint_tree(axes: Any, lines: Lines, theme: Theme) -> None:
     """Draw the lines of ``tree_lines`` from left to right."""
-    places = _laid_out(lines)
+    places = laid_out(lines)
     most = max(y for _, y in places.values())
     axes.set_axis_off()
     colours = {"accepted": theme.colours[2], "refused": theme.colours[1], "not reached": theme.faint}
@@ -170,7 +170,7 @@ def draw(path: str | Path, places: Lines, rounds: Sequence[Lines]) -> None:
         parts.append((paint_places, places, places_height(places)))
     for lines in rounds:
         parts += [(paint_tree, lines, tree_height(lines)), (paint_mask, lines, mask_height(lines))]
-    deepest = max((x for lines in rounds for x, _ in _laid_out(lines).values()), default=0)
+    deepest = max((x for lines in rounds for x, _ in laid_out(lines).values()), default=0)
     with rc_context(LIGHT.settings() | {"svg.fonttype": "none", "svg.hashsalt": "tree"}):
         figure, some = panels_of([height for *_, height in parts], max(NARROW, COLUMN * (deepest + 2)))
         for axes, (paint, lines, _) in zip(some, parts, strict=True):
@@ -185,7 +185,7 @@ def _between(paper: str, faint: str) -> tuple[float, ...]:
     return tuple(0.6 * one + 0.4 * other for one, other in zip(to_rgb(paper), to_rgb(faint), strict=True))
 
 
-def _laid_out(lines: Lines) -> dict[int, tuple[float, float]]:
+def laid_out(lines: Lines) -> dict[int, tuple[float, float]]:
     """(depth, row) of each node and of the root: a leaf has a row of its own, others stand beside their first child."""
     below: dict[int, list[int]] = {}
     for line in lines:
