@@ -175,7 +175,7 @@ def _paint_traffic(row: Row, theme: Theme) -> Figure:
             axes.text(place + 0.4 * (at - 0.5), below, f"{below:.3g}", ha="center", va="bottom", fontsize=8)
     labels = ["plain" if not line["gamma"] else f"gamma {line['gamma']}" for line in row.lines]
     axes.set_xticks(range(len(labels)), labels)
-    axes.set(ylabel="MB read a token; hatched: predicted, full: counted")
+    axes.set(ylabel="MB read a token", title="left, hatched: predicted; right: counted")
     axes.grid(visible=False, axis="x")
     legend_below(figure, axes)
     return figure
