@@ -182,7 +182,8 @@ def _between(paper: str, faint: str) -> str:
     """A colour nearer to the paper than to the grid."""
     from matplotlib.colors import to_hex, to_rgb
 
-    return to_hex([0.6 * one + 0.4 * other for one, other in zip(to_rgb(paper), to_rgb(faint), strict=True)])
+    red, green, blue = (0.6 * one + 0.4 * other for one, other in zip(to_rgb(paper), to_rgb(faint), strict=True))
+    return to_hex((red, green, blue))
 
 
 def laid_out(lines: Lines) -> dict[int, tuple[float, float]]:
