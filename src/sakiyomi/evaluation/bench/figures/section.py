@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.evaluation.bench.draw import NARROW, panels
+from sakiyomi.evaluation.bench.draw import NARROW, drawn, panels
 from sakiyomi.evaluation.bench.report import Row
 
 if TYPE_CHECKING:
@@ -102,12 +101,10 @@ def legend_below(figure: Figure, axes: Any) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
 
-def picture(section: Section, row: Row, theme: Theme) -> bytes:
-    """The section as PNG."""
+def picture(section: Section, row: Row, theme: Theme, kind: str = "png") -> bytes:
+    """The section as PNG or SVG; an SVG keeps its words as words and is the same for the same numbers."""
     from matplotlib import rc_context
 
-    with rc_context(theme.settings()):
-        figure = section.paint(row, theme)
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=DPI)
-    return file.getvalue()
+    # Glyphs as outlines would be most of the file.
+    with rc_context(theme.settings() | {"svg.fonttype": "none", "svg.hashsalt": section.title}):
+        return drawn(section.paint(row, theme), kind, DPI)
