@@ -260,7 +260,7 @@ def _spec_of(part: str) -> str:
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if is_block(config):
         return f"block:{part}"
-    if is_eagle(config):
+    if is_eagle(folder, config):
         return f"eagle:{part}"
     medusa = (folder / HEADS_FILE).is_file() or config.get("model_type") == "medusa" or "medusa_num_heads" in config
     return f"medusa:{part}" if medusa else f"model:{part}"
