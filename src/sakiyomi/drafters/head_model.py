@@ -15,8 +15,8 @@ from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.messages import one_line
 
 __all__ = [
-    "KINDS", "ROWS", "FusedEmbedding", "HiddenOutput", "fill", "last_norm", "make_decoder", "over_vocabulary",
-    "with_context",
+    "KINDS", "ROWS", "FusedEmbedding", "HiddenOutput", "decoder_config", "fill", "last_norm", "make_decoder",
+    "over_vocabulary", "with_context",
 ]  # fmt: skip
 
 KINDS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -107,6 +107,23 @@ def last_norm(module: Any) -> nn.Module:
     return norm
 
 
+def decoder_config(config: Mapping[str, Any], **settings: Any) -> Any:
+    """The configuration of decoder layers as transformers' own object, with these settings instead of its own.
+
+    Raises:
+        LoadError: a kind of layers that is not known, or their sizes make no sense.
+    """
+    kind = config.get("model_type")
+    if kind not in KINDS:
+        raise LoadError(f"the head's layers are of the kind {kind!r}; known are {', '.join(map(repr, KINDS))}")
+    left = ("architectures", "model_type")
+    said = {name: value for name, value in config.items() if name not in left and not name.endswith("_token_id")}
+    try:
+        return getattr(import_module(f"transformers.models.{kind}"), f"{KINDS[kind]}Config")(**(said | settings))
+    except Exception as error:  # whatever a configuration's own checks raise
+        raise LoadError(f"the head's layers cannot be made ({one_line(error)}); get its config.json again") from error
+
+
 def make_decoder(config: Mapping[str, Any], embedding: Tensor, head: nn.Module) -> Any:
     """A causal LM of transformers whose layers have no weights yet.
 
@@ -118,17 +135,11 @@ def make_decoder(config: Mapping[str, Any], embedding: Tensor, head: nn.Module) 
     Raises:
         LoadError: a kind of layers that is not known, or their sizes make no sense.
     """
-    kind = config.get("model_type")
-    if kind not in KINDS:
-        raise LoadError(f"the head's layers are of the kind {kind!r}; known are {', '.join(map(repr, KINDS))}")
-    models = import_module(f"transformers.models.{kind}")
-    left = ("architectures", "model_type")
-    settings = {name: value for name, value in config.items() if name not in left and not name.endswith("_token_id")}
-    settings |= {"tie_word_embeddings": False, "use_cache": False, "vocab_size": 1, "pad_token_id": None}
+    made = decoder_config(config, tie_word_embeddings=False, use_cache=False, vocab_size=1, pad_token_id=None)
+    kind = config["model_type"]
     try:
-        made = getattr(models, f"{KINDS[kind]}Config")(**settings)
-        module: Any = getattr(models, f"{KINDS[kind]}ForCausalLM")(made)
-    except Exception as error:  # whatever a configuration's own checks raise
+        module: Any = getattr(import_module(f"transformers.models.{kind}"), f"{KINDS[kind]}ForCausalLM")(made)
+    except Exception as error:  # sizes that do not fit each other
         raise LoadError(f"the head's layers cannot be made ({one_line(error)}); get its config.json again") from error
     module.model.embed_tokens = nn.Embedding.from_pretrained(embedding)
     module.lm_head = head
