@@ -181,7 +181,46 @@ def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
     assert [out.token_ids for out in llm_of(str(eagle)).generate(PROMPTS, params())] == texts(deep_target())[0]
 
 
+def test_auto_takes_the_head_beside_the_target(tmp_path: Path) -> None:
+    target = save_model(tmp_path, deep_target(), TOKENIZER)
+    assert LLM(str(target), compile=False).draft is None
+    speculators_folder(target / "eagle", head("plain"))
+    llm = LLM(str(target), compile=False, strict=True)
+    assert isinstance(llm.draft, EagleDrafter)
+    assert [out.token_ids for out in llm.generate(PROMPTS, params())] == texts(deep_target())[0]
+
+
 # ---------------------------------------------------------------- what is refused
+
+
+def test_heads_of_one_layer_for_another_target(tmp_path: Path) -> None:
+    wide = new_head(tiny_llama(vocab=VOCAB, layers=8, dim=48), first=True, layers=(7,))
+    _refused(first_folder(tmp_path / "wide", wide), UnsupportedError, "48", "32", "another model")
+    more = head("first")
+    more = replace(more, config=more.config | {"vocab_size": VOCAB + 8})
+    _refused(first_folder(tmp_path / "more", more), UnsupportedError, str(VOCAB + 7), str(VOCAB))
+    part = {name: tensor for name, tensor in head("first").tensors.items() if "down_proj" not in name}
+    _refused(first_folder(tmp_path / "part", replace(head("first"), tensors=part)), LoadError, "down_proj")
+
+
+@pytest.mark.parametrize("content", [{}, {"model_type": "strange"}, {"architectures": ["GPT9"]}], ids=str)
+def test_folders_that_say_nothing_known(content: dict[str, Any], tmp_path: Path) -> None:
+    """Without a prefix they are taken for a model; one error with what the file says."""
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(LoadError) as found:
+        llm_of(str(tmp_path))
+    assert str(tmp_path) in str(found.value)
+    with pytest.raises(InputError, match="unknown draft"):
+        llm_of(str(tmp_path / "none"))
+
+
+def test_half_a_file_is_said_to_be_one(tmp_path: Path) -> None:
+    folder = original_folder(tmp_path, head("plain"))
+    place = folder / "model.safetensors"
+    place.write_bytes(place.read_bytes()[: place.stat().st_size // 2])
+    for draft in (f"eagle:{folder}", str(folder)):
+        with pytest.raises(LoadError, match="cut off"):
+            llm_of(draft)
 
 
 def _config(folder: Path, **changes: Any) -> None:

@@ -29,7 +29,8 @@ def load_module(file: EagleFile, target: ModelRunner) -> Any:
         UnsupportedError: it belongs to another model.
     """
     options, tensors, width = file.options, dict(file.tensors), int(target.config.hidden_size)
-    read, wanted = tensors["fc.weight"].shape[1] - (width if options.first else 0), len(options.layers) * width
+    read, wanted = tensors["fc.weight"].shape[1], len(options.layers) * width
+    read = options.target_size if options.first else read
     if options.target_size != width or read != wanted:
         raise UnsupportedError(
             f"the head {file.name} reads {read} values of {len(options.layers)} layers, and those of the target have "
