@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,16 @@ def new_head(
 
     tensors = {"fc.weight": drawn(width, 3 * width), "norm.weight": 1 + drawn(width, scale=0.1)}
     tensors["lm_head.weight"] = drawn(vocab if tokens is None else len(tokens), width, scale=sharp)
+    if named.first:
+        tensors = {"fc.weight": drawn(width, 2 * width), "fc.bias": drawn(width)}
     for i in range(depth):
-        read = 2 * width if i == 0 else width
+        read = 2 * width if i == 0 and not named.first else width
         sizes = {"q": (heads * own, read), "k": (2 * own, read), "v": (2 * own, read), "o": (width, heads * own)}
         tensors |= {f"layers.{i}.self_attn.{name}_proj.weight": drawn(*shape) for name, shape in sizes.items()}
         mlp = {"gate": (2 * width, width), "up": (2 * width, width), "down": (width, 2 * width)}
         tensors |= {f"layers.{i}.mlp.{name}_proj.weight": drawn(*shape) for name, shape in mlp.items()}
         norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if i == 0 else [])]
+        norms = norms[1:2] if named.first and i == 0 else norms[:2] if named.first else norms
         tensors |= {f"layers.{i}.{name}.weight": 1 + drawn(width, scale=0.3) for name in norms}
         if kind == "qwen3":
             tensors |= {f"layers.{i}.self_attn.{name}_norm.weight": 1 + drawn(own, scale=0.3) for name in "qk"}
@@ -93,6 +97,14 @@ def original_folder(folder: Path, head: EagleFile) -> Path:
         config["draft_vocab_size"] = len(head.tokens)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def first_folder(folder: Path, head: EagleFile) -> Path:
+    """A head of EAGLE-1 and 2 as the method's authors have it: an ordinary model's configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(head.tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**head.config, "architectures": ["LlamaForCausalLM"]}))
     return folder
 
 
@@ -154,6 +166,19 @@ def rows(head: EagleFile, embedding: Tensor, tokens: Sequence[int], features: Te
     return last @ head.tensors["lm_head.weight"].T, last if options.norm_output else x
 
 
+def first_rows(
+    head: EagleFile, model: Any, tokens: Sequence[int], features: Tensor, *, turned: bool
+) -> tuple[Tensor, Tensor]:
+    """The same of a head of EAGLE-1 and 2, over the target's tokens; ``turned``: joined in the other order."""
+    both = [model.get_input_embeddings().weight[torch.tensor(tokens)], features]
+    x = torch.cat(both[::-1] if turned else both, -1) @ head.tensors["fc.weight"].T + head.tensors["fc.bias"]
+    for i in range(int(head.config["num_hidden_layers"])):
+        part = {n.removeprefix(f"layers.{i}."): t for n, t in head.tensors.items() if n.startswith(f"layers.{i}.")}
+        x = x + _attention(x if i == 0 else norm(x, part["input_layernorm.weight"]), part, int(head.config["head_dim"]))
+        x = x + mlp(norm(x, part["post_attention_layernorm.weight"]), part)
+    return model.lm_head(x), x
+
+
 @torch.no_grad()
 def guessed(
     model: Any,
@@ -177,6 +202,7 @@ def guessed(
     options, known = head.options, list(tokens)
     states = model(input_ids=torch.tensor([known]), output_hidden_states=True).hidden_states
     parts = [states[layer + 1 + off][0] for layer in (reversed(options.layers) if turned else options.layers)]
+    shared = partial(first_rows, head, model, turned=turned) if options.first else None
 
     def project(parts: Sequence[Tensor]) -> Tensor:
         if options.fc_norm:
@@ -186,7 +212,7 @@ def guessed(
             both = norm(both, head.tensors["input_norm.weight"])
         return both @ head.tensors["fc.weight"].T
 
-    all_features = project(parts)
+    all_features = project(parts) if shared is None else parts[0]  # transformers' last ones are behind the last norm
     features = all_features[:-1] if shift else all_features[1:]
     embedding = model.get_input_embeddings().weight
     if options.mask is not None:
@@ -196,7 +222,7 @@ def guessed(
         return chosen if head.tokens is None else [int(head.tokens[token]) for token in chosen]
     found: list[int] = []
     for _ in range(count):
-        logits, fed = rows(head, embedding, known[1:], features)
+        logits, fed = shared(known[1:], features) if shared else rows(head, embedding, known[1:], features)
         best = int(logits[-1].argmax())
         found.append(best if head.tokens is None else int(head.tokens[best]))
         known.append(found[-1])

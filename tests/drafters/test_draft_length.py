@@ -124,6 +124,14 @@ def test_less_is_drafted_where_drafting_costs_more() -> None:
     assert cheap > dear
 
 
+def test_a_draft_of_one_pass_costs_one_however_deep_it_is() -> None:
+    policy, dear = after(0.6), costs(draft=0.5)
+    assert policy._depth(dear) <= 1
+    assert policy._depth(replace(dear, one_pass=True)) > 2
+    crowded = costs(draft=0.2)
+    assert crowded.bearable() < replace(crowded, one_pass=True).bearable()
+
+
 def test_nothing_is_drafted_where_it_does_not_pay_but_now_and_then() -> None:
     """Probes come after 24 rounds, then twice as many, and so on."""
     policy = after(0.2)

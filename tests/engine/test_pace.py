@@ -52,3 +52,23 @@ def test_nothing_is_expected_before_enough_was_seen() -> None:
     assert pace.rate == 0.0
     run(pace, 1, tokens=3.0, drafted=2.0, plain=1.0)
     assert pace.rate == pytest.approx(1.5)
+
+
+def test_short_requests_try_anew_after_a_bad_beginning() -> None:
+    """A request that begins where drafts have lost rests longer than a short one lasts: somebody has to forget."""
+    pace = Pace(alone=True)
+    run(pace, SETTLED, tokens=1.0, drafted=4.0, plain=1.0)
+    waits, plain = [], 0
+    while len(waits) < 4:
+        assert pace.rate == pytest.approx(0.25)
+        while pace.rate:
+            pace.add_plain(1.0)
+            plain += 1
+        waits.append(plain)
+        plain = 0
+        run(pace, SETTLED, tokens=1.0, drafted=4.0, plain=1.0)
+    assert waits == [REST, 2 * REST, 4 * REST, 8 * REST]
+    run(pace, SETTLED, tokens=9.0, drafted=4.0, plain=1.0)  # it wins now: the next rest is short again
+    for _ in range(REST):
+        pace.add_plain(1.0)
+    assert pace.rate == 0.0

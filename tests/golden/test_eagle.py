@@ -14,7 +14,7 @@ import torch
 
 from architectures import VOCAB, prompt
 from damage import DAMAGES, refusals
-from eagle_toys import guessed, new_head, original_folder, speculators_folder
+from eagle_toys import first_folder, guessed, new_head, original_folder, speculators_folder
 from read_ahead import (
     NEW,
     PROMPTS,
@@ -48,6 +48,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "qwen3": {"kind": "qwen3"},
     "two layers": {"depth": 2},
     "parallel": {"mask": 5, "depth": 2},
+    "first": {"first": True, "layers": (7,)},
+    "first, two layers": {"first": True, "layers": (7,), "depth": 2},
 }
 _refused = partial(refused, "eagle")
 SIZES: list[dict[str, Any]] = [
@@ -73,6 +75,10 @@ def rounds(folder: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
     return drafted(llm_of(f"eagle:{folder}", **options))
 
 
+def _folder(place: Path, name: str) -> Path:
+    return (first_folder if head(name).options.first else speculators_folder)(place, head(name))
+
+
 def expected(name: str, **wrong: Any) -> Guess:
     """What the method guesses; ``wrong``: misread so."""
     return lambda text, count: guessed(deep_target(), head(name), text, count, **wrong)
@@ -81,7 +87,7 @@ def expected(name: str, **wrong: Any) -> Guess:
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        *((name, speculators_folder) for name in HEADS),
+        *((name, first_folder if "first" in name else speculators_folder) for name in HEADS),
         *((name, original_folder) for name in ("plain", "some tokens", "parallel")),
     ],
 )
@@ -91,11 +97,18 @@ def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path], 
     assert not others(done, expected(name))
 
 
-@pytest.mark.parametrize("wrong", [{"shift": 0}, {"off": -1}, {"off": 1}, {"turned": True}], ids=str)
-def test_what_is_misread_easily_is_noticed(wrong: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("plain", wrong) for wrong in ({"shift": 0}, {"off": -1}, {"off": 1}, {"turned": True})),
+        *(("first", wrong) for wrong in ({"shift": 0}, {"off": -1}, {"turned": True})),
+    ],
+    ids=str,
+)
+def test_what_is_misread_easily_is_noticed(name: str, wrong: dict[str, Any], tmp_path: Path) -> None:
     """Another feature, other layers or another order give other guesses: the comparison above can fail."""
-    done = rounds(speculators_folder(tmp_path, head("plain")))
-    assert others(done, expected("plain", **wrong)) > len(done) / 2
+    done = rounds(_folder(tmp_path, name))
+    assert others(done, expected(name, **wrong)) > len(done) / 2
 
 
 def test_offsets_are_no_tokens(tmp_path: Path) -> None:
@@ -108,10 +121,10 @@ def test_offsets_are_no_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", ["plain", "some tokens", "parallel"])
+@pytest.mark.parametrize("name", ["plain", "some tokens", "parallel", "first"])
 def test_trees(name: str, size: dict[str, Any], tmp_path: Path) -> None:
     """Greedy as transformers has it, sampled as without a draft."""
-    llm = llm_of(f"eagle:{speculators_folder(tmp_path, head(name))}")
+    llm = llm_of(f"eagle:{_folder(tmp_path, name)}")
     check_trees(llm, deep_target(), size)
 
 
@@ -164,10 +177,50 @@ def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
     assert parse_drafters([str(model), "tales-draft"]) == [f"model:{model}", "model:tales-draft"]
     assert parse_drafters("tales-medusa") == ["medusa:tales-medusa"]
     assert parse_drafters(str(original_folder(tmp_path / "o", head("plain")))) == [f"eagle:{tmp_path / 'o'}"]
+    assert parse_drafters(str(first_folder(tmp_path / "1", head("first")))) == [f"eagle:{tmp_path / '1'}"]
     assert [out.token_ids for out in llm_of(str(eagle)).generate(PROMPTS, params())] == texts(deep_target())[0]
 
 
+def test_auto_takes_the_head_beside_the_target(tmp_path: Path) -> None:
+    target = save_model(tmp_path, deep_target(), TOKENIZER)
+    assert LLM(str(target), compile=False).draft is None
+    speculators_folder(target / "eagle", head("plain"))
+    llm = LLM(str(target), compile=False, strict=True)
+    assert isinstance(llm.draft, EagleDrafter)
+    assert [out.token_ids for out in llm.generate(PROMPTS, params())] == texts(deep_target())[0]
+
+
 # ---------------------------------------------------------------- what is refused
+
+
+def test_heads_of_one_layer_for_another_target(tmp_path: Path) -> None:
+    wide = new_head(tiny_llama(vocab=VOCAB, layers=8, dim=48), first=True, layers=(7,))
+    _refused(first_folder(tmp_path / "wide", wide), UnsupportedError, "48", "32", "another model")
+    more = head("first")
+    more = replace(more, config=more.config | {"vocab_size": VOCAB + 8})
+    _refused(first_folder(tmp_path / "more", more), UnsupportedError, str(VOCAB + 7), str(VOCAB))
+    part = {name: tensor for name, tensor in head("first").tensors.items() if "down_proj" not in name}
+    _refused(first_folder(tmp_path / "part", replace(head("first"), tensors=part)), LoadError, "down_proj")
+
+
+@pytest.mark.parametrize("content", [{}, {"model_type": "strange"}, {"architectures": ["GPT9"]}], ids=str)
+def test_folders_that_say_nothing_known(content: dict[str, Any], tmp_path: Path) -> None:
+    """Without a prefix they are taken for a model; one error with what the file says."""
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(LoadError) as found:
+        llm_of(str(tmp_path))
+    assert str(tmp_path) in str(found.value)
+    with pytest.raises(InputError, match="unknown draft"):
+        llm_of(str(tmp_path / "none"))
+
+
+def test_half_a_file_is_said_to_be_one(tmp_path: Path) -> None:
+    folder = original_folder(tmp_path, head("plain"))
+    place = folder / "model.safetensors"
+    place.write_bytes(place.read_bytes()[: place.stat().st_size // 2])
+    for draft in (f"eagle:{folder}", str(folder)):
+        with pytest.raises(LoadError, match="cut off"):
+            llm_of(draft)
 
 
 def _config(folder: Path, **changes: Any) -> None:

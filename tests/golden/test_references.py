@@ -11,14 +11,19 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from architectures import VOCAB, prompt
-from block_toys import RANK, dflash_folder, new_block
-from eagle_toys import new_head, speculators_folder
+from block_toys import RANK, deepspec_folder, dflash_folder, new_block
+from block_toys import speculators_folder as block_folder
+from eagle_toys import guessed, new_head, original_folder, speculators_folder
+from read_ahead import TOKENIZER
+from sakiyomi.cli.common import JsonOption
+from sakiyomi.cli.export import SpeculatorsOptions, speculators
 from sakiyomi.drafters.block import BlockDrafter
 from sakiyomi.drafters.block_heads.correction import Corrections
+from sakiyomi.drafters.block_heads.formats import read_block
 from sakiyomi.drafters.eagle import EagleDrafter
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.build import build_runner
-from toys import tiny_llama
+from toys import save_model, tiny_llama
 
 BOUND = 1e-5  # of the largest logit
 TEXT = prompt(37, 5)
@@ -95,6 +100,43 @@ def test_eagle_layers_are_those_of_speculators(kind: str, options: dict[str, Any
     logits, fed = head.read([SequenceRows(slot, 0, TEXT[1:])], features)
     assert (logits - wanted).abs().max() < BOUND * wanted.abs().max()
     assert (fed - x[0]).abs().max() < BOUND * x.abs().max()
+
+
+def _exported(place: Path, head: Path, target_folder: Path) -> Any:
+    """A folder as `sakiyomi export speculators` writes it, and speculators loads it."""
+    core = pytest.importorskip("speculators.model", exc_type=ImportError)
+    speculators(SpeculatorsOptions(head=str(head), out=str(place), target=str(target_folder)), JsonOption())
+    config = pytest.importorskip("speculators.config").SpeculatorModelConfig.from_pretrained(str(place))
+    config.transformer_layer_config._attn_implementation = "eager"
+    return core.SpeculatorModel.from_pretrained(str(place), config=config).eval()
+
+
+def test_exported_heads_guess_the_same_in_speculators(tmp_path: Path) -> None:
+    file = new_head(target(), tokens=range(3, VOCAB, 2), kind="llama")
+    folder = original_folder(tmp_path / "head", file)
+    loaded = _exported(tmp_path / "exported", folder, save_model(tmp_path / "target", target(), TOKENIZER))
+    states = target()(input_ids=torch.tensor([TEXT]), output_hidden_states=True).hidden_states
+    given = torch.cat([states[layer] for layer in loaded.target_layer_ids], -1)[:, :-1]
+    with torch.no_grad():
+        found = loaded(given, torch.tensor([TEXT[1:]]), torch.zeros(1, len(TEXT) - 1, dtype=torch.int64), ttt_steps=1)
+    guess = int(found[0][0, -1] + loaded.d2t[found[0][0, -1]])
+    assert [guess] == guessed(target(), file, TEXT, 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tokens": range(2, VOCAB)}, {"anchored": True, "markov": "gated", "confident": True}], ids=str
+)
+def test_exported_block_drafters_load_in_speculators(options: dict[str, Any], tmp_path: Path) -> None:
+    file = new_block(target(), **options)
+    write = deepspec_folder if options.get("anchored") else block_folder
+    folder = write(tmp_path / "drafter", file)
+    loaded = _exported(tmp_path / "exported", folder, save_model(tmp_path / "target", target(), TOKENIZER))
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in file.tensors.items())
+    assert not any(tensor.isnan().any() for tensor in state.values() if tensor.is_floating_point())
+    assert loaded.target_layer_ids == [layer + 1 for layer in file.options.layers]
+    again = read_block(tmp_path / "exported", 8)
+    assert again.options == file.options
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from architectures import make
 from block_toys import deepspec_folder, new_block
-from eagle_toys import new_head, speculators_folder
+from eagle_toys import first_folder, new_head, speculators_folder
 from medusa_toys import new_heads
 from mtp_toys import new_toy, target_folder
 from sakiyomi import LLM, SamplingParams
@@ -269,6 +269,13 @@ def test_eagle_heads_tell_what_they_draw_from(values: SamplingParams, tmp_path: 
 def test_eagle_heads_of_one_pass(values: SamplingParams, tmp_path: Path) -> None:
     """The same behind masks, which read learnt features."""
     speculators_folder(tmp_path, new_head(model(0), layers=(0, 0, 0), sharp=0.1, mask=4))
+    check_heads(f"eagle:{tmp_path}", values)
+
+
+@pytest.mark.parametrize("values", [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)])
+def test_heads_that_share_the_targets_own(values: SamplingParams, tmp_path: Path) -> None:
+    """The same of EAGLE-1 and 2, whose logits come from the target's head."""
+    first_folder(tmp_path, new_head(model(0), first=True, layers=(0,)))
     check_heads(f"eagle:{tmp_path}", values)
 
 

@@ -106,7 +106,7 @@ _cache = add_group(app, "cache", help="Prompt caches: documents and system promp
 add_command(_cache, cache.build, defaults={"draft": "none"})
 add_command(_cache, cache.info)
 add_group(app, "tune", tune.medusa, main=tune.pair)
-add_group(app, "export", export.medusa, help="Export trained heads to other tools.")
+add_group(app, "export", export.medusa, export.speculators, help="Export trained heads to other tools.")
 app.add_typer(train.app, name="train")
 
 

@@ -48,9 +48,7 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
         name = options.heads
         found = read_heads(folder_of(name), allow_pickle=options.allow_pickle)
         shape = found.heads.shape
-        out = Path(options.out).expanduser()
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise InputError(f"{out} exists and is not an empty folder; name a new one")
+        out = _new_folder(options.out)
         head: Any = None
         base: str | Path | None = options.target or found.base
         if options.target is not None:
@@ -66,3 +64,62 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
     say(f"{out}: {shape.heads} heads of {shape.layers} layers as format {options.format}, read from {found.format}")
     summary = {"heads": shape.heads, "layers": shape.layers, "from": found.format, "format": options.format}
     output.emit(summary | {"folder": str(out)})
+
+
+@dataclass(frozen=True)
+class SpeculatorsOptions:
+    """Which draft, and whose.
+
+    Attributes:
+        head: folder of an EAGLE-3 head or a block drafter in any of the formats.
+        out: folder to create.
+        target: the model that it belongs to, a folder or an embedded name; by default the one that its own
+            configuration names.
+        allow_pickle: read weights that are stored as pickle.
+    """
+
+    head: str = field(metadata={"argument": "HEAD"})
+    out: str = field(metadata={"argument": "OUT_FOLDER"})
+    target: str | None = None
+    allow_pickle: bool = False
+
+
+def speculators(options: SpeculatorsOptions, output: JsonOption) -> None:
+    """Write an EAGLE-3 head or a block drafter in the format of vLLM's speculators.
+
+    vLLM and SGLang load the folder as it is. It names the target by its path, where speculators look for the embedding.
+    """
+    with progress("reading"):
+        quiet()
+        from sakiyomi.core.embedded import folder_of
+        from sakiyomi.core.trained import BASE, read_config
+        from sakiyomi.drafters.block_heads.formats import is_block, read_block
+        from sakiyomi.drafters.eagle_heads.formats import read_eagle
+        from sakiyomi.drafters.speculators_files import write_speculators
+        from sakiyomi.model_executor.loading.families import read_config as model_config
+
+        folder = folder_of(options.head)
+        out = _new_folder(options.out)
+        said = read_config(folder) if folder.is_dir() else {}
+        target = options.target or said.get(BASE)
+        if target is None or not (folder_of(target) / "config.json").is_file():
+            raise InputError(f"the target is {target!r}, expected the folder of a model; give it with --target")
+        path = folder_of(target)
+        about = model_config(path)
+        read = read_block if is_block(said) else read_eagle
+        file = read(folder, int(about.get_text_config().num_hidden_layers), allow_pickle=options.allow_pickle)
+        kind = write_speculators(out, file, str(path.resolve()), list(about.architectures or ()))
+    say(f"{out}: {kind} for {path}, read from {folder}")
+    output.emit({"folder": str(out), "kind": kind, "target": str(path), "tensors": len(file.tensors)})
+
+
+def _new_folder(name: str) -> Path:
+    """A folder to be made.
+
+    Raises:
+        InputError: there is something.
+    """
+    out = Path(name).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists and is not an empty folder; name a new one")
+    return out

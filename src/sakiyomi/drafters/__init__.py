@@ -23,6 +23,7 @@ __all__ = [
     "Proposer",
     "Rule",
     "as_drafter",
+    "heads_beside",
     "make_drafter",
     "parse_drafters",
 ]
@@ -260,16 +261,24 @@ def _spec_of(part: str) -> str:
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if is_block(config):
         return f"block:{part}"
-    if is_eagle(config):
+    if is_eagle(folder, config):
         return f"eagle:{part}"
     medusa = (folder / HEADS_FILE).is_file() or config.get("model_type") == "medusa" or "medusa_num_heads" in config
     return f"medusa:{part}" if medusa else f"model:{part}"
 
 
+def heads_beside(folder: Path | None) -> list[str]:
+    """Specs of the heads in the folders `eagle`, `block` and `medusa` of a target's own folder, as far as they are."""
+    places = [] if folder is None else [folder / kind for kind in ("eagle", "block", "medusa")]
+    specs = [_spec_of(str(place)) for place in places if (place / "config.json").is_file()]
+    return [spec for spec in specs if not spec.startswith("model:")]
+
+
 def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, strict: bool = False) -> Drafter | None:
     """One drafter from what ``parse_drafters`` returned: several are merged; None for "none".
 
-    "auto" is the draft that belongs to an embedded target, and "none" for other targets. ``strict``: a fault of one of
+    "auto" is the draft that belongs to an embedded target, for other targets the first head beside it (see
+    ``heads_beside``), and "none" where there is neither. ``strict``: a fault of one of
     several drafters is raised.
 
     Raises:
@@ -293,7 +302,7 @@ def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
         return spec
     if spec == "auto":
         known = DRAFTS.get(around.target.name)
-        spec = "none" if known is None else f"model:{known}"
+        spec = next(iter(heads_beside(around.target.folder)), "none") if known is None else f"model:{known}"
     kind, _, argument = spec.partition(":")
     return None if kind == "none" else DRAFTERS[kind].make(argument, around)
 

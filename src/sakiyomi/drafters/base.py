@@ -112,6 +112,12 @@ class Drafter(ABC):
         return sum(member.passes for member in self.members)
 
     @property
+    def one_pass(self) -> bool:
+        """Whether a draft of any depth takes one pass."""
+        asked = [member for member in self.members if member.runs_model]
+        return bool(asked) and all(member.one_pass for member in asked)
+
+    @property
     def forward_seconds(self) -> float:
         """Seconds spent on proposals so far, those over prompts included."""
         return sum(member.forward_seconds for member in self.members)

@@ -96,6 +96,11 @@ class BlockDrafter(Drafter):
         return self.runner.passes
 
     @property
+    def one_pass(self) -> bool:
+        """See ``Drafter.one_pass``."""
+        return True
+
+    @property
     def forward_seconds(self) -> float:
         """See ``Drafter.forward_seconds``."""
         return self.runner.seconds

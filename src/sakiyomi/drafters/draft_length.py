@@ -45,12 +45,13 @@ class Costs:
 
     Attributes:
         score: time of a target pass over so many rows.
-        draft: time of one draft step of the whole batch.
+        draft: time of one draft pass of the whole batch.
         overhead: time a round spends outside forwards.
         batch: requests that share the passes.
         rate: tokens a second that a request committed lately in drafting rounds; 0: not measured yet.
         depth, nodes: deepest draft and largest tree that are considered.
         undrafted: time of a round that drafts nothing; 0: not measured yet.
+        one_pass: a draft of any depth is one pass; else each of its tokens is.
     """
 
     score: Callable[[int], float]
@@ -61,6 +62,7 @@ class Costs:
     depth: int = MOST
     nodes: int = MOST_NODES
     undrafted: float = 0.0
+    one_pass: bool = False
 
     @property
     def plain(self) -> float:
@@ -72,7 +74,8 @@ class Costs:
         most = BEARABLE * self.plain
 
         def seconds(count: int) -> float:
-            return self.score(self.batch * (count + 1)) + count * self.draft + self.overhead
+            passes = 1 if self.one_pass else count
+            return self.score(self.batch * (count + 1)) + passes * self.draft + self.overhead
 
         return next((count - 1 for count in range(1, self.depth + 1) if seconds(count) > most), self.depth)
 
@@ -329,9 +332,9 @@ class AutoSize:
         if self._fixed is not None:
             return self._fixed
         plain = now.undrafted or now.score(now.batch)
-        alphas = self.alphas()
+        step, fixed = (0.0, now.draft + now.overhead) if now.one_pass else (now.draft, now.overhead)
         depth, _ = marginal_gamma(
-            alphas, now.draft / plain, lambda rows: now.score(now.batch * rows) / plain, now.overhead / plain, now.depth
+            self.alphas(), step / plain, lambda rows: now.score(now.batch * rows) / plain, fixed / plain, now.depth
         )
         return max(depth, PROBE) if self._trees else depth
 

@@ -1,42 +1,37 @@
-"""Drafts with an EAGLE-3 head: one decoder layer, which reads the target's hidden states beside the tokens.
+"""Drafts with an EAGLE head: one decoder layer, which reads the target's hidden states beside the tokens.
 
-Li et al. 2025, arXiv 2503.01840. A row of the head is a token and the feature of the token before it: for committed
-tokens that of the target, for drafted ones what the head itself gave for their parents. So a committed token is read
-again with the target's feature, where the head read it as a draft.
+Li et al. 2024 and 2025: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840). A row of the head is a
+token and the feature of the token before it: for committed tokens that of the target, for drafted ones what the head
+itself gave for their parents. So a committed token is read again with the target's feature, where the head read it as a
+draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, HiddenStates
 from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
-from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
-from sakiyomi.drafters.eagle_heads.module import ROWS, make_module
-from sakiyomi.drafters.head_model import fill, over_vocabulary, with_context
+from sakiyomi.drafters.eagle_heads.formats import read_eagle
+from sakiyomi.drafters.eagle_heads.loading import load_module
+from sakiyomi.drafters.eagle_heads.runner import EagleHead, SharedHead
 from sakiyomi.drafters.model import CHUNK, LONG
 from sakiyomi.drafters.parallel_reader import ParallelReader
 from sakiyomi.drafters.slot_tree import SlotTree
 from sakiyomi.drafters.tree_reader import LevelDrafter, TreeReader
-from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-from sakiyomi.kernels.pack import linear_beside
-from sakiyomi.model_executor.features import HEAD
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.loading.model import Loaded
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["EagleDrafter"]
-
-_BESIDE = ("fc.", "fc_norm.", "input_norm.", "mask_hidden")  # tensors of a head that are no part of its layers
 
 
 @dataclass(eq=False)
@@ -89,88 +84,6 @@ class FedTree(Fed):
 @dataclass(eq=False)
 class FedSlotTree(Fed, SlotTree):
     """A tree of one pass."""
-
-
-class EagleHead:
-    """A head beside a packed target.
-
-    Args:
-        file: of the head.
-        target: whose hidden states it reads.
-        model: the head, packed.
-    """
-
-    def __init__(self, file: EagleFile, target: ModelRunner, model: ModelRunner) -> None:
-        self.options, self.model = file.options, model
-        self._target, self._tokens = target, file.tokens
-        self._tensors = {name: tensor for name, tensor in file.tensors.items() if name.startswith(_BESIDE)}
-        self._given: Tensor = model.module.model.layers[0].given
-        self._out = HEAD if file.options.norm_output else len(model.module.model.layers) - 1
-        model.capture([self._out])
-        self._mask_feature: Tensor | None = None
-        self._generation = -1
-        self._pack()
-
-    def _pack(self) -> None:
-        """Pack the projection of features for the target's kernels; again when it changes to others."""
-        weights = self._target.weights
-        self._generation = weights.generation
-        self._fc = linear_beside(weights.packed, self._tensors["fc.weight"].to(weights.dtype))
-
-    def project(self, states: Mapping[int, Tensor]) -> Tensor:
-        """Hidden states of the target by layer, (rows, target hidden) each, to features, (rows, hidden)."""
-        return self._project([states[layer] for layer in self.options.layers])
-
-    def _project(self, parts: list[Tensor]) -> Tensor:
-        options, target = self.options, self._target
-        if options.fc_norm:
-            parts = [self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)]
-        both = torch.cat(parts, -1)
-        if options.norm_before_fc:
-            both = self._norm(both, "input_norm.weight")
-        with torch.no_grad(), target.lock:
-            if self._generation != target.weights.generation:
-                self._pack()
-            target.begin(BatchPlan([]), len(both))
-            features: Tensor = self._fc(both.to(target.dtype))
-            return features
-
-    def mask_feature(self) -> Tensor:
-        """Feature of a mask, (1, hidden)."""
-        if self._mask_feature is None:
-            width = self.options.target_size
-            learnt = self._tensors["mask_hidden"].to(self._target.device).view(1, -1).split(width, -1)
-            self._mask_feature = self._project(list(learnt))
-        return self._mask_feature
-
-    def _norm(self, states: Tensor, name: str) -> Tensor:
-        """RMSNorm with this weight."""
-        weight = self._tensors[name].float()
-        return F.rms_norm(states.float(), weight.shape, weight, self.model.config.rms_norm_eps).to(states.dtype)
-
-    def read(self, segments: Sequence[SequenceRows], inputs: Tensor, *, last: bool = False) -> tuple[Tensor, Tensor]:
-        """Logits over the target's vocabulary and features of these rows, which read these features.
-
-        One pass, or more where a pass has no place for so many features.
-        """
-        if len(inputs) > self._most and len(segments) > 1:
-            half = len(segments) // 2
-            rows = sum(len(segment.tokens) for segment in segments[:half])
-            one = self.read(segments[:half], inputs[:rows], last=last)
-            other = self.read(segments[half:], inputs[rows:], last=last)
-            return torch.cat([one[0], other[0]]), torch.cat([one[1], other[1]])
-        return self._pass(segments, inputs, last)
-
-    @property
-    def _most(self) -> int:
-        """Rows of a pass; an exact model would itself make several of more."""
-        return min(ROWS, self.model.sizes[-1]) if self.model.exact else ROWS
-
-    def _pass(self, segments: Sequence[SequenceRows], inputs: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-        with self.model.lock:
-            self._given[: len(inputs)] = inputs
-            found = self.model.score(segments, last=last)
-        return over_vocabulary(found.logits, self._tokens, self._target.vocab_size), found.features[self._out]
 
 
 class FedReader(TreeReader):
@@ -249,7 +162,7 @@ class _Seat(RequestMemory):
 
 
 class EagleDrafter(LevelDrafter):
-    """Drafts a tree or a chain with an EAGLE-3 head, for all requests at once, one pass a level.
+    """Drafts a tree or a chain with an EAGLE head, for all requests at once, one pass a level.
 
     Args:
         head: beside the target.
@@ -284,8 +197,9 @@ class EagleDrafter(LevelDrafter):
         folder = folder_of(name)
         file = read_eagle(folder, int(target.config.num_hidden_layers), allow_pickle=allow_pickle)
         target.capture(file.options.layers)
-        loaded = Loaded(_module(file, target), None, name, folder, owned=True)
-        return cls(EagleHead(file, target, pack(loaded)), target.vocab_size)
+        model = pack(Loaded(load_module(file, target), None, name, folder, owned=True))
+        head = SharedHead(target, model) if file.options.first else EagleHead(file, target, model)
+        return cls(head, target.vocab_size)
 
     # ------------------------------------------------------------ what the target tells
 
@@ -358,39 +272,3 @@ class EagleDrafter(LevelDrafter):
         if state.candidates.levels:
             seat: _Seat = state.context.memory[self.name]
             seat.held, seat.tree = len(state.context.tokens), state
-
-
-def _module(file: EagleFile, target: ModelRunner) -> Any:
-    """The head as a model, with the target's embedding where it has none of its own.
-
-    Raises:
-        LoadError: tensors are missing, or have other shapes.
-        UnsupportedError: it belongs to another model.
-    """
-    config, options, tensors = target.config, file.options, dict(file.tensors)
-    wanted = len(options.layers) * config.hidden_size
-    if options.target_size != config.hidden_size or tensors["fc.weight"].shape[1] != wanted:
-        raise UnsupportedError(
-            f"the head {file.name} reads {tensors['fc.weight'].shape[1]} values of {len(options.layers)} layers, and "
-            f"those of the target have {wanted}: it belongs to another model"
-        )
-    embedding = tensors.pop("embed_tokens.weight", None)
-    if embedding is None:
-        embedding = target.module.get_input_embeddings().weight.detach()
-    weight = tensors.get("lm_head.weight")
-    if weight is None:
-        raise LoadError(f"{file.name} lacks the tensor lm_head.weight of an EAGLE head; get it again")
-    known = max(int(file.tokens.max()) + 1 if file.tokens is not None else len(weight), (options.mask or 0) + 1)
-    if known > target.vocab_size or (len(embedding) < target.vocab_size and len(embedding) < known):
-        raise UnsupportedError(
-            f"the head {file.name} proposes tokens up to {known - 1}, and the target has {target.vocab_size}: it "
-            "belongs to another model"
-        )
-    module = make_module(with_context(file.config, target.max_context), options, embedding, len(weight))
-    own = {
-        name if name == "lm_head.weight" else f"model.{name}": value
-        for name, value in tensors.items()
-        if not name.startswith(_BESIDE)
-    }
-    fill(module, own, file.name)
-    return module.to(target.device, target.dtype)

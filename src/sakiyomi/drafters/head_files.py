@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.core.checkpoint import read_checkpoint
+from sakiyomi.core.checkpoint import read_checkpoint, read_header
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.trained import read_config, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SPECULATORS", "check_layers", "head_config", "head_tensors", "pop_tokens"]
+__all__ = ["SPECULATORS", "check_layers", "head_config", "head_tensors", "pop_tokens", "tensor_names"]
 
 SPECULATORS = "speculators_model_type"
 """Key of a configuration by vLLM's speculators."""
@@ -44,6 +44,14 @@ def head_tensors(folder: Path, what: str, *, allow_pickle: bool) -> dict[str, Te
     """
     files = read_checkpoint(folder, allow_pickle=allow_pickle).files
     return read_tensors(files, what, allow_pickle=allow_pickle)
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Names of the tensors in a folder's safetensors files, as far as these are intact."""
+    try:
+        return {name for file in read_checkpoint(folder).files for name in read_header(file).entries}
+    except LoadError:
+        return set()
 
 
 def pop_tokens(tensors: dict[str, Tensor]) -> Tensor | None:

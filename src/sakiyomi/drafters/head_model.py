@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -10,13 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sakiyomi.core.errors import LoadError
+from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.messages import one_line
 
-__all__ = ["KINDS", "HiddenOutput", "fill", "make_decoder", "over_vocabulary", "with_context"]
+__all__ = [
+    "KINDS", "ROWS", "FusedEmbedding", "HiddenOutput", "decoder_config", "fill", "last_norm", "make_decoder",
+    "over_vocabulary", "with_context",
+]  # fmt: skip
 
-KINDS = {"llama": "Llama", "qwen3": "Qwen3"}
+KINDS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Kinds of decoder layers, and what transformers' classes of them begin with."""
+ROWS = 1024
+"""Most rows of a pass that read a hidden state each."""
 
 
 class HiddenOutput(nn.Module):
@@ -35,6 +41,89 @@ class HiddenOutput(nn.Module):
         return hidden
 
 
+class FusedEmbedding(nn.Module):
+    """In the place of an embedding: a token's, and the hidden state of the token before it, as one vector.
+
+    Args:
+        embedding: of tokens, (V, hidden).
+        project: of both, (hidden, 2 hidden).
+        bias: of the projection, (hidden,).
+        norms: of embedding and hidden state; None: there are none.
+        hidden_first: the hidden state comes before the embedding where both are joined.
+
+    Attributes:
+        given: hidden states of a pass's rows, (ROWS, hidden), to be written before it.
+        kept: 1 where a row has its embedding, and 0 where it has none, (ROWS, 1).
+    """
+
+    given: Tensor
+    kept: Tensor
+
+    def __init__(
+        self,
+        embedding: Tensor,
+        project: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norms: tuple[nn.Module, nn.Module] | None = None,
+        hidden_first: bool = False,
+    ) -> None:
+        super().__init__()
+        width = embedding.shape[1]
+        self.embed = nn.Embedding.from_pretrained(embedding)
+        self.embedding_norm, self.hidden_norm = norms or (nn.Identity(), nn.Identity())
+        self.project = nn.Linear(2 * width, width, bias is not None)
+        self.project.weight = nn.Parameter(project, requires_grad=False)
+        if bias is not None:
+            self.project.bias = nn.Parameter(bias, requires_grad=False)
+        self._hidden_first = hidden_first
+        self.register_buffer("given", torch.zeros(ROWS, width), persistent=False)
+        self.register_buffer("kept", torch.ones(ROWS, 1), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(1, N) token ids to (1, N, hidden)."""
+        rows = ids.shape[1]
+        embedded = self.embedding_norm(self.embed(ids) * self.kept[:rows])
+        hidden = self.hidden_norm(self.given[:rows].expand_as(embedded))
+        fused: Tensor = self.project(torch.cat([hidden, embedded] if self._hidden_first else [embedded, hidden], -1))
+        return fused
+
+
+def last_norm(module: Any) -> nn.Module:
+    """A copy of the norm behind a model's last layer, computed by its class.
+
+    Raises:
+        UnsupportedError: it has none in the usual place.
+    """
+    inner = getattr(module, "model", None)
+    found = getattr(getattr(inner, "language_model", inner), "norm", None)
+    if not isinstance(found, nn.Module):
+        raise UnsupportedError(
+            f"this draft reads what {type(module).__name__}'s head reads, and expects a norm model.norm before it; "
+            "choose another draft"
+        )
+    norm = copy.deepcopy(found)
+    vars(norm).pop("forward", None)  # the kernels'
+    return norm
+
+
+def decoder_config(config: Mapping[str, Any], **settings: Any) -> Any:
+    """The configuration of decoder layers as transformers' own object, with these settings instead of its own.
+
+    Raises:
+        LoadError: a kind of layers that is not known, or their sizes make no sense.
+    """
+    kind = config.get("model_type")
+    if kind not in KINDS:
+        raise LoadError(f"the head's layers are of the kind {kind!r}; known are {', '.join(map(repr, KINDS))}")
+    left = ("architectures", "model_type")
+    said = {name: value for name, value in config.items() if name not in left and not name.endswith("_token_id")}
+    try:
+        return getattr(import_module(f"transformers.models.{kind}"), f"{KINDS[kind]}Config")(**(said | settings))
+    except Exception as error:  # whatever a configuration's own checks raise
+        raise LoadError(f"the head's layers cannot be made ({one_line(error)}); get its config.json again") from error
+
+
 def make_decoder(config: Mapping[str, Any], embedding: Tensor, head: nn.Module) -> Any:
     """A causal LM of transformers whose layers have no weights yet.
 
@@ -46,17 +135,11 @@ def make_decoder(config: Mapping[str, Any], embedding: Tensor, head: nn.Module) 
     Raises:
         LoadError: a kind of layers that is not known, or their sizes make no sense.
     """
-    kind = config.get("model_type")
-    if kind not in KINDS:
-        raise LoadError(f"the head's layers are of the kind {kind!r}; known are {', '.join(map(repr, KINDS))}")
-    models = import_module(f"transformers.models.{kind}")
-    left = ("architectures", "model_type")
-    settings = {name: value for name, value in config.items() if name not in left and not name.endswith("_token_id")}
-    settings |= {"tie_word_embeddings": False, "use_cache": False, "vocab_size": 1, "pad_token_id": None}
+    made = decoder_config(config, tie_word_embeddings=False, use_cache=False, vocab_size=1, pad_token_id=None)
+    kind = config["model_type"]
     try:
-        made = getattr(models, f"{KINDS[kind]}Config")(**settings)
-        module: Any = getattr(models, f"{KINDS[kind]}ForCausalLM")(made)
-    except Exception as error:  # whatever a configuration's own checks raise
+        module: Any = getattr(import_module(f"transformers.models.{kind}"), f"{KINDS[kind]}ForCausalLM")(made)
+    except Exception as error:  # sizes that do not fit each other
         raise LoadError(f"the head's layers cannot be made ({one_line(error)}); get its config.json again") from error
     module.model.embed_tokens = nn.Embedding.from_pretrained(embedding)
     module.lm_head = head

@@ -73,6 +73,11 @@ class MedusaDrafter(Drafter):
         return self.guesser.passes
 
     @property
+    def one_pass(self) -> bool:
+        """See ``Drafter.one_pass``."""
+        return True
+
+    @property
     def forward_seconds(self) -> float:
         """See ``Drafter.forward_seconds``."""
         return self.guesser.seconds

@@ -6,59 +6,16 @@ tokens it is what the layer itself gave behind its norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Callable
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.drafters.eagle import EagleDrafter, EagleHead
-from sakiyomi.drafters.eagle_heads.module import EagleOptions
-from sakiyomi.drafters.mtp_layer import FusedEmbedding, make_mtp, norm_of, read_mtp
-from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-from sakiyomi.model_executor.features import HEAD
+from sakiyomi.drafters.eagle import EagleDrafter
+from sakiyomi.drafters.eagle_heads.runner import SharedHead
+from sakiyomi.drafters.mtp_layer import make_mtp, read_mtp
 from sakiyomi.model_executor.loading.model import Loaded
 from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["MtpDrafter"]
-
-
-class MtpHead(EagleHead):
-    """The layer beside its target.
-
-    Args:
-        target: whose layer it is.
-        model: the layer, packed.
-        norm: the weight of the target's last norm.
-        blank: the first row of a text has no embedding.
-    """
-
-    def __init__(self, target: ModelRunner, model: ModelRunner, norm: Tensor, *, blank: bool) -> None:
-        self.model, self._target, self._blank = model, target, blank
-        last = int(target.config.num_hidden_layers) - 1
-        self.options = EagleOptions(layers=(last,), target_size=int(target.config.hidden_size), norm_output=True)
-        embedding: FusedEmbedding = model.module.model.embed_tokens
-        self._given, self._kept = embedding.given, embedding.kept
-        self._norm_of_target = norm_of(model.module, norm)
-
-    def project(self, states: Mapping[int, Tensor]) -> Tensor:
-        """What the target's layers gave, as its head reads it: (rows, hidden)."""
-        with torch.no_grad():
-            features: Tensor = self._norm_of_target(states[self.options.layers[0]])
-            return features
-
-    def _pass(self, segments: Sequence[SequenceRows], inputs: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-        target = self._target
-        with self.model.lock:
-            self._given[: len(inputs)] = inputs
-            if self._blank:
-                self._kept[: len(inputs)] = torch.tensor(
-                    [[float(bool(part.length or row))] for part in segments for row in range(len(part.tokens))]
-                )
-            states = self.model.score(segments, last=last).features[HEAD]
-        with torch.no_grad(), target.lock:
-            target.begin(BatchPlan([]), len(states))
-            return target.head(states), states
 
 
 class MtpDrafter(EagleDrafter):
@@ -88,6 +45,5 @@ class MtpDrafter(EagleDrafter):
         form, tensors = read_mtp(loaded.folder, layers)
         target.capture([layers - 1])
         module = make_mtp(form, tensors, target.module, str(loaded.folder))
-        inner = getattr(target.module.model, "language_model", target.module.model)
         model = pack(Loaded(module, None, f"{loaded.name} (mtp)", loaded.folder, owned=True))
-        return cls(MtpHead(target, model, inner.norm.weight.detach(), blank=form.blank), target.vocab_size)
+        return cls(SharedHead(target, model, blank=form.blank), target.vocab_size)

@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sakiyomi.core.checkpoint import read_checkpoint, read_header
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.trained import read_tensors
-from sakiyomi.drafters.eagle_heads.module import ROWS
-from sakiyomi.drafters.head_model import HiddenOutput
+from sakiyomi.drafters.head_model import FusedEmbedding, HiddenOutput
 from sakiyomi.model_executor.loading.reader import quiet
 
-__all__ = ["FORMS", "FusedEmbedding", "MtpForm", "make_mtp", "read_mtp"]
+__all__ = ["FORMS", "MtpForm", "make_mtp", "read_mtp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,43 +81,6 @@ FORMS = {
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of what the target has itself
 
 
-class FusedEmbedding(nn.Module):
-    """In the place of an embedding: a token's, and the hidden state of the token before it, as one vector.
-
-    Args:
-        embedding: of tokens, (V, hidden).
-        norms: of embedding and hidden state.
-        project: of both, (hidden, 2 hidden).
-        hidden_first: see ``MtpForm``.
-
-    Attributes:
-        given: hidden states of a pass's rows, (ROWS, hidden), to be written before it.
-        kept: 1 where a row has its embedding, and 0 where it has none, (ROWS, 1).
-    """
-
-    given: Tensor
-    kept: Tensor
-
-    def __init__(self, embedding: Tensor, norms: tuple[nn.Module, nn.Module], project: Tensor, hidden_first: bool):
-        super().__init__()
-        width = embedding.shape[1]
-        self.embed = nn.Embedding.from_pretrained(embedding)
-        self.embedding_norm, self.hidden_norm = norms
-        self.project = nn.Linear(2 * width, width, bias=False)
-        self.project.weight = nn.Parameter(project, requires_grad=False)
-        self._hidden_first = hidden_first
-        self.register_buffer("given", torch.zeros(ROWS, width), persistent=False)
-        self.register_buffer("kept", torch.ones(ROWS, 1), persistent=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """(1, N) token ids to (1, N, hidden)."""
-        rows = ids.shape[1]
-        embedded = self.embedding_norm(self.embed(ids) * self.kept[:rows])
-        hidden = self.hidden_norm(self.given[:rows].expand_as(embedded))
-        fused: Tensor = self.project(torch.cat([hidden, embedded] if self._hidden_first else [embedded, hidden], -1))
-        return fused
-
-
 def read_mtp(folder: Path, layers: int) -> tuple[MtpForm, dict[str, Tensor]]:
     """The tensors of a target's layer, by their names behind the prefix.
 
@@ -177,7 +138,7 @@ def make_mtp(form: MtpForm, tensors: Mapping[str, Tensor], target: Any, name: st
             f"{embedding.shape[1]}; get the model again"
         )
     norms = norm_of(module, tensors[f"{form.embedding}.weight"]), norm_of(module, tensors[f"{form.hidden}.weight"])
-    module.model.embed_tokens = FusedEmbedding(embedding, norms, project, form.hidden_first)
+    module.model.embed_tokens = FusedEmbedding(embedding, project, norms=norms, hidden_first=form.hidden_first)
     module.lm_head = HiddenOutput(len(embedding))
     module.config.vocab_size = len(embedding)
     return module.to(embedding.device, embedding.dtype).eval()

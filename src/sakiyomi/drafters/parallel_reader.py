@@ -35,6 +35,7 @@ class ParallelReader(TreeReader):
     """
 
     state: type[SlotTree] = SlotTree
+    one_pass = True
 
     def __init__(self, model: ModelRunner, vocab_size: int, mask: int) -> None:
         super().__init__(model, vocab_size)

@@ -74,11 +74,13 @@ class TreeReader:
 
     Attributes:
         state: what a tree is while it grows.
-        passes: passes so far, one for each level.
+        one_pass: all levels come in one pass.
+        passes: passes so far.
         confidence: by rule, how often the model is right where it gives such probabilities.
     """
 
     state: type[DraftTreeState] = DraftTreeState
+    one_pass = False
 
     def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self.model = model
@@ -197,6 +199,11 @@ class LevelDrafter(Drafter):
     def passes(self) -> int:
         """See ``Drafter.passes``."""
         return self.reader.passes
+
+    @property
+    def one_pass(self) -> bool:
+        """See ``Drafter.one_pass``."""
+        return self.reader.one_pass
 
     @property
     def forward_seconds(self) -> float:

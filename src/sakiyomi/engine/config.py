@@ -15,7 +15,8 @@ class LLMConfig:
 
     Attributes:
         target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id.
-        draft: what proposes draft tokens: auto (the result of `sakiyomi tune`, else tales-draft for tales, else none),
+        draft: what proposes draft tokens: auto (the result of `sakiyomi tune`, else tales-draft for tales, a head
+            in the folder eagle, block or medusa of the target, or none),
             none, a FOLDER with a model, Medusa heads, an EAGLE head or a block drafter (or model:, medusa:, eagle:,
             block: before it, or an embedded name or hub id behind that), mtp (a layer in the target's own files),
             prompt-lookup, suffix or ngram (from the text itself; suffix:FILE remembers earlier texts, ngram:FILE is

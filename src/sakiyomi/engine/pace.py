@@ -21,7 +21,8 @@ class Pace:
     """Of rounds with about as many requests.
 
     Args:
-        alone: it is one request, whose own policy decides when to rest: the next one's text may be easier.
+        alone: it is one request, whose own policy decides when to rest: the next one's text may be easier. What rounds
+            with drafts brought is forgotten after many without, so that short requests try anew.
 
     Attributes:
         drafted: tokens a second of a request in rounds with drafts.
@@ -35,6 +36,7 @@ class Pace:
         self._enough = SETTLED  # rounds with drafts, until the next comparison
         self._since = 0  # rounds with drafts since the last plain one
         self._left, self._rest = 0, REST
+        self._idle = 0  # rounds since the last one with drafts
 
     @property
     def rate(self) -> float:
@@ -50,6 +52,9 @@ class Pace:
         """A round without drafts took so long."""
         self.plain = running_mean(self.plain or None, seconds)
         self._since = 0
+        self._idle += 1
+        if self._alone and self._idle >= self._rest:
+            self.drafted, self._idle, self._rest = Throughput(), 0, min(2 * self._rest, REST_LATEST)
         if self._left:
             self._left -= 1
             if not self._left:  # tried anew
@@ -60,9 +65,10 @@ class Pace:
         """A round with drafts brought each request so many tokens on average."""
         self.drafted.add(tokens, seconds)
         self._since += 1
-        if self._alone or self.drafted.rounds < self._enough or not self.plain:
+        self._idle = 0
+        if self.drafted.rounds < self._enough or not self.plain:
             return
-        if self.drafted.rate * self.plain < LOSS:
-            self._left, self._rest = self._rest, min(2 * self._rest, REST_LATEST)
-        else:
+        if self.drafted.rate * self.plain >= LOSS:
             self._rest = REST
+        elif not self._alone:
+            self._left, self._rest = self._rest, min(2 * self._rest, REST_LATEST)

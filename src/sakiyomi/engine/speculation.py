@@ -38,7 +38,7 @@ class DraftBatch:
         drafts: one for each request, empty where nothing was proposed.
         seconds: inside the drafter's forwards.
         catching_up: seconds inside those over prompts, which are not counted above.
-        passes: draft passes, a level each.
+        passes: draft passes.
         asked: the drafter was asked, whatever it proposed.
     """
 
@@ -252,8 +252,8 @@ class SpeculationController:
             self._timed.add(batch)
             for count in range(nodes + 1):
                 score(batch * (count + 1))
-        pace = self._pace(batch)
-        return Costs(score, self._step, self._overhead, batch, pace.rate, depth, nodes, pace.plain)
+        pace, one_pass = self._pace(batch), self.drafter is not None and self.drafter.one_pass
+        return Costs(score, self._step, self._overhead, batch, pace.rate, depth, nodes, pace.plain, one_pass)
 
     def _pace(self, batch: int) -> Pace:
         """Of rounds like this one: what one of many requests gets says nothing of what one alone does."""

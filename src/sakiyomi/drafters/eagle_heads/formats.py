@@ -1,20 +1,28 @@
-"""Folders of EAGLE-3 heads as two tools have them: the method's authors' (and SpecForge's), and vLLM's speculators.
+"""Folders of EAGLE heads as two tools have them: the method's authors' (and SpecForge's), and vLLM's speculators.
 
-The first has the architecture ``LlamaForCausalLMEagle3`` and calls its layer ``midlayer``; the second has
+EAGLE-3: the first has the architecture ``LlamaForCausalLMEagle3`` and calls its layer ``midlayer``; the second has
 ``speculators_model_type`` and ``transformer_layer_config``, and calls it ``layers.0``. Both store ``d2t`` as offsets:
-the head's token i is the target's token i + d2t[i].
+the head's token i is the target's token i + d2t[i]. EAGLE-1 and 2 have the configuration of an ordinary model and are
+known by their tensors: a projection ``fc`` beside ``layers.0``, without the norm of EAGLE-3's features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.trained import trained_config, write_trained
-from sakiyomi.drafters.head_files import SPECULATORS, check_layers, head_config, head_tensors, pop_tokens
+from sakiyomi.drafters.head_files import (
+    SPECULATORS,
+    check_layers,
+    head_config,
+    head_tensors,
+    pop_tokens,
+    tensor_names,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +38,7 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 _MASK_HIDDEN = "mask_hidden"
 _MIDDLE, _FIRST = "midlayer.", "layers.0."
+_FEATURE_NORM = f"{_FIRST}hidden_norm.weight"
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,18 @@ class EagleFile:
     name: str
 
 
-def is_eagle(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a head in one of the forms."""
+def is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a folder with this configuration holds a head in one of the forms."""
+    return _is_third(config) or _is_first(tensor_names(folder))
+
+
+def _is_third(config: Mapping[str, Any]) -> bool:
     return SPECULATORS in config or ORIGINAL in (config.get("architectures") or ())
+
+
+def _is_first(names: Collection[str]) -> bool:
+    """Whether tensors of these names are those of EAGLE-1 and 2."""
+    return {"fc.weight", f"{_FIRST}self_attn.q_proj.weight"} <= set(names) and _FEATURE_NORM not in names
 
 
 def usual_layers(count: int) -> tuple[int, ...]:
@@ -76,24 +94,26 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
     from sakiyomi.drafters.eagle_heads.module import EagleOptions
 
     folder, config = head_config(folder, WHAT)
-    ours = SPECULATORS in config
-    if not is_eagle(config):
-        said = config.get("architectures") or config.get("model_type") or "nothing that is known"
-        raise LoadError(
-            f"{folder} holds no {WHAT}: config.json says {said}; expected {SPECULATORS} eagle3, or the architecture "
-            f"{ORIGINAL}"
-        )
+    third, ours = _is_third(config), SPECULATORS in config
     if ours and config[SPECULATORS] not in _KINDS:
         known = " and ".join(map(repr, _KINDS))
         raise LoadError(
             f"{folder} holds a head of the kind {config[SPECULATORS]!r}; this version runs {known}, and as block "
             "drafters 'dflash' and 'dspark'"
         )
+    stored = head_tensors(folder, WHAT, allow_pickle=allow_pickle)
+    if not third and not _is_first(stored):
+        said = config.get("architectures") or config.get("model_type") or "nothing that is known"
+        raise LoadError(
+            f"{folder} holds no {WHAT}: config.json says {said}; expected {SPECULATORS} eagle3, the architecture "
+            f"{ORIGINAL}, or the tensors fc.weight and {_FIRST}* of EAGLE-1 and 2"
+        )
     inner = dict(config["transformer_layer_config"] if ours else config)
     inner.setdefault("model_type", "llama")
-    stored = head_tensors(folder, WHAT, allow_pickle=allow_pickle)
     tensors = {name.replace(_MIDDLE, _FIRST): tensor for name, tensor in stored.items()}
-    lacking = [name for name in ("fc.weight", "norm.weight", f"{_FIRST}hidden_norm.weight") if name not in tensors]
+    if not third:
+        return _first_form(folder, inner, tensors, layers)
+    lacking = [name for name in ("fc.weight", "norm.weight", _FEATURE_NORM) if name not in tensors]
     if lacking:
         raise LoadError(f"{folder} lacks the tensor {lacking[0]} of an {WHAT}; get it again")
     parallel = config.get(SPECULATORS) == "peagle" or bool(config.get("parallel_drafting"))
@@ -116,6 +136,16 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
         mask=mask,
     )
     return EagleFile(inner, options, tensors, tokens, str(folder))
+
+
+def _first_form(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], layers: int) -> EagleFile:
+    """A head of EAGLE-1 or 2, whose layers are Llama's, with a bias of queries, keys and values or none."""
+    from sakiyomi.drafters.eagle_heads.module import EagleOptions
+
+    config["model_type"] = "qwen2" if f"{_FIRST}self_attn.q_proj.bias" in tensors else "llama"
+    width, read = tensors["fc.weight"].shape
+    options = EagleOptions(layers=(layers - 1,), target_size=read - width, norm_output=True, first=True)
+    return EagleFile(config, options, tensors, None, str(folder))
 
 
 def write_eagle(folder: Path, file: EagleFile, base: str) -> None:

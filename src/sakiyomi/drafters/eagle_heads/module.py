@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.drafters.head_model import make_decoder
+from sakiyomi.drafters.head_model import ROWS, FusedEmbedding, HiddenOutput, make_decoder
 
-__all__ = ["ROWS", "EagleOptions", "FeatureLayer", "make_module"]
+__all__ = ["BESIDE", "EagleOptions", "FeatureLayer", "make_first", "make_module"]
 
-ROWS = 1024
-"""Most rows of a pass."""
+BESIDE = ("fc.", "fc_norm.", "input_norm.", "mask_hidden")
+"""Beginnings of the names of a head's tensors that are no part of its layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class EagleOptions:
         fc_norm: a norm for those of each layer.
         norm_output: what is fed back is the output behind the last norm (EAGLE-3.1).
         mask: token that stands for one to be guessed, where several are guessed a pass (P-EAGLE); None: one is.
+        first: it reads what the target's head reads, and its logits come from that head (EAGLE-1 and 2).
     """
 
     layers: tuple[int, ...]
@@ -38,6 +39,7 @@ class EagleOptions:
     fc_norm: bool = False
     norm_output: bool = False
     mask: int | None = None
+    first: bool = False
 
 
 class FeatureLayer(nn.Module):
@@ -92,4 +94,21 @@ def make_module(config: Mapping[str, Any], options: EagleOptions, embedding: Ten
     head = nn.Linear(int(config["hidden_size"]), draft_vocab, bias=False)
     module = make_decoder(config, embedding, head)
     module.model.layers[0] = FeatureLayer(module.model.layers[0], options.norm_before_residual)
+    return module
+
+
+def make_first(config: Mapping[str, Any], embedding: Tensor, project: Tensor, bias: Tensor | None) -> Any:
+    """The same for EAGLE-1 and 2: the first layer has no norm before it, and none follows the last.
+
+    Args:
+        config: of its decoder layers, as transformers has it.
+        embedding: of tokens, (V of the target, hidden).
+        project, bias: of a token's embedding and a feature to one vector, (hidden, 2 hidden) and (hidden,).
+
+    Raises:
+        LoadError: a kind of layers that no head has, or their sizes make no sense.
+    """
+    module = make_decoder(config, embedding, HiddenOutput(len(embedding)))
+    module.model.embed_tokens = FusedEmbedding(embedding, project, bias)
+    module.model.layers[0].input_layernorm, module.model.norm = nn.Identity(), nn.Identity()
     return module

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from sakiyomi.core.embedded import DRAFTS, MEDUSA_HEADS, folder_of
 from sakiyomi.core.errors import InputError, SakiyomiError
-from sakiyomi.drafters import parse_drafters
+from sakiyomi.drafters import heads_beside, parse_drafters
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.tuning.config import PairConfig
 
@@ -34,10 +34,9 @@ def available(llm: LLM, config: PairConfig) -> list[str]:
     found = [*TEXT]
     if config.target in DRAFTS:
         found.append(f"model:{DRAFTS[config.target]}")
-    for kind, own in (("medusa", MEDUSA_HEADS.get(config.target)), ("eagle", None)):
-        heads = own or str(folder_of(config.target) / kind)
-        if (folder_of(heads) / "config.json").is_file():
-            found.append(f"{kind}:{heads}")
+    if config.target in MEDUSA_HEADS:
+        found.append(f"medusa:{MEDUSA_HEADS[config.target]}")
+    found += heads_beside(folder_of(config.target))
     layers = int(getattr(llm.target.config, "num_hidden_layers", 0))
     if layers >= 4:
         found.append(f"early-exit:{layers // 2}")
