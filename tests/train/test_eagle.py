@@ -20,8 +20,8 @@ from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import Continuations
 from sakiyomi.train.config import EagleConfig
 from sakiyomi.train.eagle import train_eagle
-from sakiyomi.train.eagle_measures import CHAIN, DEPTH, measured, rank_continuations
-from sakiyomi.train.eagle_unrolled import TargetStates, UnrolledHead, head_config, new_head
+from sakiyomi.train.eagle_unrolled import TargetStates, UnrolledHead, head_config, new_head, rank_continuations
+from sakiyomi.train.guesses import CHAIN, DEPTH, measured
 from sakiyomi.train.losses import soft_loss
 from toys import tiny_llama
 from train_toys import losses, stop_at, story_file, tiny_gpt2, tiny_target

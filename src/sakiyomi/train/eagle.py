@@ -19,9 +19,9 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers, write_eagle
 from sakiyomi.drafters.eagle_heads.module import EagleOptions
 from sakiyomi.train.config import EagleConfig
-from sakiyomi.train.eagle_measures import measured, rank_continuations, worth
-from sakiyomi.train.eagle_unrolled import TargetStates, UnrolledHead, head_config, new_head
+from sakiyomi.train.eagle_unrolled import TargetStates, UnrolledHead, head_config, new_head, rank_continuations
 from sakiyomi.train.export import Result, model_folder
+from sakiyomi.train.guesses import MEASURING, measured, measured_on, worth
 from sakiyomi.train.loop import Loop
 from sakiyomi.train.losses import soft_loss
 from sakiyomi.train.medusa_measures import HeadLog
@@ -122,15 +122,12 @@ class _Eagle(Taught[EagleConfig]):
         measures = {name: measured(found) for name, found in ranks.items()}
         del self.target, self.states  # two targets need not fit
         gc.collect()
-        self.reporter.note("measuring tau and speed with the engine")
-        for name, values in worth(config.target, str(folder), self.held_out, config.loop.compile).items():
+        self.reporter.note(MEASURING)
+        for name, values in worth(config.target, f"eagle:{folder}", self.held_out, config.loop.compile).items():
             measures[name] |= values
         more = {
             "about": about,
-            "measured_on": f"On what {config.target} answers to held-out prompts, greedily: position k is right where "
-            "the head's first guess is what comes, all draft tokens before it being right. Trees of 16 nodes: a fixed "
-            "one, and, with the engine, one grown by the head's confidence (tree tau). Speed-ups are those of the "
-            "engine, which chooses sizes itself, against its plain decoding on the machine of the run.",
+            "measured_on": measured_on(config.target),
             "held_back": self.held_back,
             "base": config.target,
             "use": f"sakiyomi generate --target {config.target} --draft eagle:{folder} 'Once upon a time'",

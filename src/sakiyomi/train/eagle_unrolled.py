@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,9 +18,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sakiyomi.drafters.eagle_heads.module import EagleOptions, make_module
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
+from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.model_executor.structural_copy import layer_list
+from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.guesses import DEPTH, rank_of
 
-__all__ = ["TargetStates", "UnrolledHead", "head_config", "new_head"]
+__all__ = ["TargetStates", "UnrolledHead", "head_config", "new_head", "rank_continuations"]
 
 
 class TargetStates:
@@ -212,3 +216,30 @@ def new_head(target: Any, config: dict[str, Any], options: EagleOptions, tokens:
     with suppress(AttributeError, RuntimeError):  # of other names, or another kind
         made.model.norm.weight.copy_(target.base_model.norm.weight)
     return UnrolledHead(made, len(options.layers) * config["hidden_size"])
+
+
+@torch.inference_mode()
+def rank_continuations(head: UnrolledHead, states: TargetStates, tokens: Tensor | None, texts: Continuations) -> Ranks:
+    """Where the target's own greedy tokens stand among the head's guesses.
+
+    At a place whose token is committed, the k-th column is the rank of the token k + 1 places on where all tokens
+    between are drafted rightly, which is all that counts in greedy text.
+    """
+    found = []
+    training = head.training
+    head.eval()
+    for prompt, text in zip(texts.prompts, texts.greedy, strict=True):
+        if len(text) < 2:
+            continue
+        ids = torch.tensor([[*prompt, *text]])
+        joined, _ = states(ids)
+        ranks = np.full((len(text) - 1, DEPTH), -1, np.int16)
+        for step, hidden in enumerate(head(ids[:, 1:], joined[:, :-1], DEPTH)):
+            # Row r is that of the token r + 1, and foretells the next one.
+            rows = hidden[0, len(prompt) - 1 + step : -1]
+            if not len(rows):
+                break
+            ranks[: len(rows), step] = rank_of(head.head(rows), ids[0, len(prompt) + 1 + step :], tokens)
+        found.append(ranks)
+    head.train(training)
+    return Ranks(found)

@@ -11,6 +11,12 @@ from sakiyomi.train.config.base import Group, LlamaSizes, LoopConfig, RunConfig,
 __all__ = ["DraftConfig", "EagleConfig", "RetrieverConfig", "TargetConfig", "TaughtConfig", "TextRunConfig"]
 
 
+MASK_HELP = (
+    "Token that stands for one to be guessed; -1: one that the tokenizer does not have, or its padding. No text may "
+    "hold it."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextRunConfig(RunConfig):
     """A run that trains a whole model on text."""
@@ -170,6 +176,14 @@ class DraftConfig(TaughtConfig):
         64, "The target's likeliest tokens kept as labels of a position; one bucket holds the rest.", least=1
     )
     label_gib: float = setting(2.0, "Memory in GiB for labels that later epochs use again.", least=0, resume=True)
+    parallel: int = setting(
+        1,
+        "Tokens that the draft learns to guess in one pass (PARD): behind the text stand masks, each of which guesses "
+        "one; 1: a token a pass.",
+        least=1,
+        most=16,
+    )
+    mask: int = setting(-1, MASK_HELP, least=-1)
     gamma: int = setting(4, "Draft tokens a round in the acceptance measurements.", least=1)
     cost: str = setting(
         "measured",
@@ -179,6 +193,13 @@ class DraftConfig(TaughtConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.parallel > 1:
+            length, said = self.loop.row_tokens[0], "its default with --parallel"
+            require(length >= self.parallel, "row_tokens", length, f"at least parallel {self.parallel}")
+            require(self.cost == "measured", "cost", self.cost, said)  # what it brings is measured with the engine
+            require(self.gamma == type(self).gamma, "gamma", self.gamma, said)
+        else:
+            require(self.mask == -1, "mask", self.mask, "its default without --parallel")
         if self.cost != "measured":
             require(0 < self.given_cost < math.inf, "cost", self.cost, "measured, or a number above 0")
 
