@@ -79,7 +79,7 @@ class _Block(HeadRecipe[BlockConfig]):
         """See `HeadRecipe`."""
         return rank_blocks(self.head, self.states, texts)
 
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> tuple[str, Mapping[str, Tensor]]:
         """See `HeadRecipe`."""
         kept = {}
         for name, tensor in tensors.items():
@@ -91,7 +91,8 @@ class _Block(HeadRecipe[BlockConfig]):
                 kept[name] = tensor
         file = BlockFile(self.sizes | {"dtype": "bfloat16"}, self.options, kept, None, "")
         write_block(folder, file, self.config.target, int(self.target.config.get_text_config().num_hidden_layers))
-        return (
+        about = (
             f"A block drafter of {self.config.layers} layers for {self.config.target}, which reads its layers "
             f"{', '.join(map(str, self.reads))} and guesses {self.options.guesses} tokens a pass"
         )
+        return about, kept

@@ -78,7 +78,7 @@ class _Eagle(HeadRecipe[EagleConfig]):
         """See `HeadRecipe`."""
         return rank_continuations(self.head, self.states, self.known, texts)
 
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> tuple[str, Mapping[str, Tensor]]:
         """See `HeadRecipe`."""
         named = {"layers.0.weight": "fc.weight", "norm.weight": "norm.weight", "head.weight": "lm_head.weight"}
         outer = {named[name]: tensor for name, tensor in tensors.items() if name in named}
@@ -87,7 +87,9 @@ class _Eagle(HeadRecipe[EagleConfig]):
         file = EagleFile(self.sizes | {"dtype": "bfloat16"}, self.options, outer | layer, self.known, "")
         write_eagle(folder, file, self.config.target)
         about = f"An EAGLE-3 head for {self.config.target}, which reads its layers {', '.join(map(str, self.reads))}"
-        return about if self.known is None else f"{about} and proposes {len(self.known)} of its tokens"
+        if self.known is not None:
+            about += f" and proposes {len(self.known)} of its tokens"
+        return about, file.tensors
 
 
 def _frequent(config: EagleConfig, texts: list[list[Any]], vocab: int) -> Tensor | None:

@@ -70,8 +70,13 @@ class HeadRecipe(Taught[Settings]):
         """Where the target's own greedy tokens stand among the head's guesses: by place, and how far ahead."""
 
     @abstractmethod
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
-        """Write the head, whose parameters are given as they are written; what it is, for the card."""
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> tuple[str, Mapping[str, Tensor]]:
+        """Write the head; what it is, for the card, and what was written.
+
+        Args:
+            folder: is made.
+            tensors: all parameters, as they are written; some are the target's.
+        """
 
     # ------------------------------------------------------------ a run
 
@@ -142,7 +147,7 @@ class HeadRecipe(Taught[Settings]):
         ranks = {name: self.ranks(texts) for name, texts in self.held_out.items()}
         accuracies = {name: found.accuracies() for name, found in ranks.items()}
         with writing(folder):
-            about = self.write(folder, {n: w.detach().bfloat16() for n, w in self.head.named_parameters()})
+            about, written = self.write(folder, {n: w.detach().bfloat16() for n, w in self.head.named_parameters()})
             plot_heads(self.log.curve(), accuracies, folder / "accuracy.png", "position")
         measures = {name: measured(found) for name, found in ranks.items()}
         del self.target, self.states  # two targets need not fit
@@ -153,6 +158,7 @@ class HeadRecipe(Taught[Settings]):
             measures[name] |= values
         more = {
             "about": about,
+            "parameters": sum(tensor.numel() for tensor in written.values()),
             "measured_on": measured_on(config.target),
             "held_back": self.held_back,
             "base": config.target,

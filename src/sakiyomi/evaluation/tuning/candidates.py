@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from sakiyomi.core.embedded import DRAFTS, MEDUSA_HEADS, folder_of
+from sakiyomi.core.embedded import DRAFTS, EAGLE_HEADS, MEDUSA_HEADS, folder_of
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine.llm import LLM
@@ -34,8 +34,8 @@ def available(llm: LLM, config: PairConfig) -> list[str]:
     found = [*TEXT]
     if config.target in DRAFTS:
         found.append(f"model:{DRAFTS[config.target]}")
-    for kind, own in (("medusa", MEDUSA_HEADS.get(config.target)), ("eagle", None)):
-        heads = own or str(folder_of(config.target) / kind)
+    for kind, own in (("medusa", MEDUSA_HEADS), ("eagle", EAGLE_HEADS), ("block", {})):
+        heads = own.get(config.target) or str(folder_of(config.target) / kind)
         if (folder_of(heads) / "config.json").is_file():
             found.append(f"{kind}:{heads}")
     layers = int(getattr(llm.target.config, "num_hidden_layers", 0))
