@@ -225,7 +225,7 @@ def test_convolutions_of_another_model(folder: str, tmp_path: Path, caplog: pyte
 
 
 def test_a_folder_of_convolutions_is_no_model(folder: str) -> None:
-    with pytest.raises(InputError, match="holds merging convolutions and no model; pass them as cache='lococo:"):
+    with pytest.raises(InputError, match="holds merging convolutions and no model; give cache='lococo:"):
         LLM(folder)
 
 

@@ -498,6 +498,7 @@ def test_embedded_names() -> None:
     refused(InputError, "retriever-retaining", "holds retaining heads", target="retriever-retaining")
     refused(InputError, "tales-retaining", "holds retaining heads", "locret:tales-retaining", target="tales-retaining")
     refused(InputError, "tales-medusa", "holds Medusa heads", "medusa:tales-medusa", target="tales-medusa")
+    refused(InputError, "tales-eagle", "holds an EAGLE head", "eagle:tales-eagle", target="tales-eagle")
     assert (embedded("tales-medusa") / "medusa_lm_head.safetensors").is_file()
     with pytest.raises(InputError, match="no embedded model"):
         embedded("tails")

@@ -20,9 +20,10 @@ from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import Continuations
 from sakiyomi.train.config import EagleConfig
 from sakiyomi.train.eagle import train_eagle
-from sakiyomi.train.eagle_measures import CHAIN, DEPTH, measured, rank_continuations
-from sakiyomi.train.eagle_unrolled import TargetStates, UnrolledHead, head_config, new_head
+from sakiyomi.train.eagle_unrolled import UnrolledHead, new_head, rank_continuations
+from sakiyomi.train.guesses import CHAIN, DEPTH, measured
 from sakiyomi.train.losses import soft_loss
+from sakiyomi.train.target_states import TargetStates, layer_config
 from toys import tiny_llama
 from train_toys import losses, stop_at, story_file, tiny_gpt2, tiny_target
 
@@ -54,7 +55,7 @@ def some_head(model: Any, tokens: Tensor | None = None) -> tuple[UnrolledHead, E
     torch.manual_seed(0)
     layers = int(model.config.num_hidden_layers)
     options = EagleOptions(layers=(0, layers - 2, layers - 1), target_size=model.config.hidden_size)
-    config = head_config(model, intermediate=40)
+    config = layer_config(model, intermediate=40)
     head = new_head(model, config, options, tokens)
     with torch.no_grad():
         for weight in head.parameters():
@@ -131,7 +132,7 @@ def test_what_a_head_reads_and_begins_with() -> None:
     model = tiny_llama()
     options = EagleOptions(layers=(0, 0, 1), target_size=model.config.hidden_size)
     tokens = torch.tensor([3, 9, 200])
-    head = new_head(model, head_config(model), options, tokens)
+    head = new_head(model, layer_config(model), options, tokens)
     ids, width = torch.arange(8)[None], model.config.hidden_size
     joined, last = TargetStates(model, options.layers)(ids)
     found = model(input_ids=ids, output_hidden_states=True)

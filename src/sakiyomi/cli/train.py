@@ -18,6 +18,7 @@ from sakiyomi.cli.output import quiet
 from sakiyomi.cli.settings import keyword
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.train.config import (
+    BlockConfig,
     DistillDataConfig,
     DraftConfig,
     EagleConfig,
@@ -128,6 +129,7 @@ RECIPES: dict[str, tuple[type[Settings], str]] = {
     "draft": (DraftConfig, "Distil a small draft from a target, for speculative decoding."),
     "medusa": (MedusaConfig, "Train Medusa heads on a target, which stays as it is, or together with it (--joint)."),
     "eagle": (EagleConfig, "Train an EAGLE-3 head on a target, whose hidden states it reads."),
+    "block": (BlockConfig, "Train a block drafter on a target, which guesses several tokens in one pass."),
     "retaining": (
         RetainingConfig,
         "Train retaining heads (Locret) on a target: which keys and values a small cache should keep.",

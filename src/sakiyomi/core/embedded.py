@@ -12,6 +12,7 @@ from sakiyomi.core.errors import InputError, LoadError
 __all__ = [
     "DEFAULT",
     "DRAFTS",
+    "EAGLE_HEADS",
     "EMBEDDED",
     "EMBEDDED_ROOT",
     "HEADS",
@@ -24,7 +25,7 @@ __all__ = [
 EMBEDDED = ("tales", "tales-draft", "retriever")
 """Names of models whose files are part of this version."""
 
-HEADS = ("tales-medusa", "tales-retaining", "retriever-retaining", "retriever-retaining-query")
+HEADS = ("tales-medusa", "tales-eagle", "tales-retaining", "retriever-retaining", "retriever-retaining-query")
 """Names of heads that belong to one of them."""
 
 DEFAULT = "tales"
@@ -33,6 +34,8 @@ DRAFTS = {"tales": "tales-draft"}
 """Of embedded targets: the draft model that was distilled from each."""
 MEDUSA_HEADS = {"tales": "tales-medusa"}
 """Of embedded targets: the Medusa heads that were trained on each."""
+EAGLE_HEADS = {"tales": "tales-eagle"}
+"""Of embedded targets: the EAGLE head that was trained on each."""
 
 EMBEDDED_ROOT = Path(__file__).resolve().parents[1] / "models"
 """The folder of all of them."""

@@ -1,10 +1,14 @@
-"""Distil a small draft, a Llama or what is given to start from, from any causal LM, on text and on what that writes."""
+"""Distil a small draft, a Llama or what is given to start from, from any causal LM, on text and on what that writes.
+
+It guesses a token a pass, or several by masks (`parallel`).
+"""
 
 from __future__ import annotations
 
 import gc
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
@@ -14,12 +18,15 @@ from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import acceptance, distinct_ngrams
 from sakiyomi.train.config import DraftConfig
 from sakiyomi.train.expect import Speed, expected, given_speed, measured_speed
-from sakiyomi.train.export import Result, read_card, save
+from sakiyomi.train.export import Result, model_folder, read_card, save
+from sakiyomi.train.guesses import MEASURING, measured, measured_on, worth
 from sakiyomi.train.labels import SoftLabels, vocabulary
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.loop import Loop, compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss
+from sakiyomi.train.masks import mask_token
 from sakiyomi.train.optim import text_optimizers
+from sakiyomi.train.parallel import MaskedRows, rank_parallel
 from sakiyomi.train.recipe import train
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.taught import Taught
@@ -27,7 +34,7 @@ from sakiyomi.train.taught import Taught
 
 def train_draft(config: DraftConfig, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train draft`, see `recipe.train`."""
-    return train(_Draft(config), command)
+    return train((_ParallelDraft if config.parallel > 1 else _Draft)(config), command)
 
 
 class _Draft(Taught[DraftConfig]):
@@ -54,38 +61,83 @@ class _Draft(Taught[DraftConfig]):
             inputs = ids[:, :-1]
             with torch.autocast(inputs.device.type, enabled=False):
                 top_ids, top_probs = self.labels(inputs)
-            hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
-            return loss(hidden, model.lm_head.weight, top_ids, top_probs, config.greedy_weight)
+            hidden, places = self.read_rows(model, inputs, made.progress.step)
+            return loss(hidden, model.lm_head.weight, top_ids[:, places], top_probs[:, places], config.greedy_weight)
 
-        return Loop(config, draft, batch_loss, self.mixture, self._measures, optimizers=text_optimizers(config))
+        made = Loop(config, draft, batch_loss, self.mixture, self.measures, optimizers=text_optimizers(config))
+        return made
+
+    def read_rows(self, model: Any, ids: Tensor, step: int) -> tuple[Tensor, Any]:
+        """What the draft's head reads in a step, (B, rows, hidden), and the places of (B, T) ids that rows stand at."""
+        return model.model(input_ids=ids, use_cache=False).last_hidden_state, slice(None)
 
     def finish(self, loop: Loop) -> Result:
         """See `Recipe`."""
         config = self.config
-        measures: dict[str, dict[str, Any]] = self._measures(loop.model)
+        measures: dict[str, dict[str, Any]] = self.measures(loop.model)
         for name, values in measures.items():
             values["target_distinct_4grams"] = distinct_ngrams(self.held_out[name].greedy)
         del self.target, self.labels  # two targets need not fit: what a step costs is measured with another
         save(config, loop.model, self.tokenizer)
-        speed = _speed(config, self.reporter)
-        for values in measures.values():
-            values |= expected(values, config.gamma, speed)
-        more = {
-            "cost": speed.cost,
-            "cost_source": speed.source,
+        more = self.tell_speed(measures) | {
             "held_back": self.held_back,
             "init": None if self.start is None else self.start[1],
         }
         layers = loop.model.config.num_hidden_layers
         return Result(loop.model, layers, measures, loop.epochs(self.sources), more)
 
-    def _measures(self, model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
+    def tell_speed(self, measures: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Add what the finished draft brings on this machine to the measures; what the card says of that."""
+        speed = _speed(self.config, self.reporter)
+        for values in measures.values():
+            values |= expected(values, self.config.gamma, speed)
+        return {"cost": speed.cost, "cost_source": speed.source}
+
+    def measures(self, model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
+        """How the draft does on the held-out continuations, by file."""
         model.eval()
         found = {
             name: acceptance(model, self.target, texts, self.config.gamma) for name, texts in self.held_out.items()
         }
         model.train()
         return found
+
+
+class _ParallelDraft(_Draft):
+    """The same, where one pass guesses several tokens (PARD)."""
+
+    def check_target(self) -> None:
+        """See `Taught`."""
+        super().check_target()
+        self.mask = mask_token(self.config.mask, self.tokenizer, self.vocab)
+
+    def loop(self) -> Loop:
+        """See `Recipe`."""
+        made = super().loop()
+        made.model.config.pard_token = self.mask
+        return made
+
+    def read_rows(self, model: Any, ids: Tensor, step: int) -> tuple[Tensor, Any]:
+        """See `_Draft`."""
+        config = self.config
+        rows = MaskedRows.drawn(ids.shape[1], config.parallel, np.random.default_rng((config.loop.seed, step)))
+        return rows.read(model, ids, self.mask), rows.places
+
+    def measures(self, model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
+        """See `_Draft`."""
+        return {
+            name: measured(rank_parallel(model, self.mask, self.config.parallel, texts))
+            for name, texts in self.held_out.items()
+        }
+
+    def tell_speed(self, measures: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """See `_Draft`."""
+        gc.collect()  # cycles may still hold the target
+        self.reporter.note(MEASURING)
+        draft = f"model:{model_folder(self.config)}"
+        for name, values in worth(self.config.target, draft, self.held_out, self.config.loop.compile).items():
+            measures[name] |= values
+        return {"measured_on": measured_on(self.config.target)}
 
 
 def _start(config: DraftConfig, vocab: int, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, dict[str, Any]]:

@@ -6,74 +6,23 @@ the head itself gave in step k - 1, as the k-th draft token behind one with a fe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sakiyomi.drafters.eagle_heads.module import EagleOptions, make_module
-from sakiyomi.drafters.medusa_heads.backbone import Backbone
-from sakiyomi.model_executor.structural_copy import layer_list
+from sakiyomi.drafters.medusa_heads.ranks import Ranks
+from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.guesses import DEPTH, rank_of
+from sakiyomi.train.target_states import TargetStates
 
-__all__ = ["TargetStates", "UnrolledHead", "head_config", "new_head"]
-
-
-class TargetStates:
-    """What a target's layers give for whole texts, computed on the way and kept by nobody.
-
-    Args:
-        target: a frozen causal LM.
-        layers: whose outputs are wanted.
-    """
-
-    def __init__(self, target: Any, layers: Sequence[int]) -> None:
-        self.backbone = Backbone(target)
-        list_of = target.get_submodule(
-            layer_list(target, int(target.config.get_text_config().num_hidden_layers), "train eagle")
-        )
-        self._modules = [list_of[layer] for layer in layers]
-
-    @torch.no_grad()
-    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T) ids to the outputs of the layers side by side, (B, T, layers * H), and what the head reads."""
-        found: dict[int, Tensor] = {}
-
-        def gave(place: int) -> Any:
-            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                found[place] = output[0] if isinstance(output, tuple) else output
-
-            return hook
-
-        hooks = [module.register_forward_hook(gave(place)) for place, module in enumerate(self._modules)]
-        try:
-            with torch.autocast(ids.device.type, enabled=False):
-                last = self.backbone(ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return torch.cat([found[place] for place in range(len(self._modules))], -1), last
-
-    @torch.no_grad()
-    def probs(self, last: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The target's distributions over some of its tokens, None: all, and where the likeliest is one of them.
-
-        Args:
-            last: (n, H), what its head reads.
-            tokens: that the others' mass is spread over.
-
-        Returns:
-            (n, tokens) and (n,) bool.
-        """
-        with torch.autocast(last.device.type, enabled=False):
-            logits = self.backbone.head(last)
-        if tokens is None:
-            return torch.softmax(logits.float(), -1), torch.ones(len(last), dtype=torch.bool)
-        known = torch.isin(logits.argmax(-1), tokens)
-        return torch.softmax(logits[:, tokens].float(), -1), known
+__all__ = ["UnrolledHead", "new_head", "rank_continuations"]
 
 
 class UnrolledHead(nn.Module):
@@ -162,36 +111,6 @@ def _behind(rows: Tensor, count: int) -> Tensor:
     return F.pad(rows, (0, 0, count, 0))[..., : rows.shape[-2], :] if count else rows
 
 
-def head_config(target: Any, *, kv_heads: int = 0, intermediate: int = 0) -> dict[str, Any]:
-    """The configuration of a decoder layer as wide as a target's, in the form of Llama's.
-
-    Args:
-        target: a causal LM.
-        kv_heads, intermediate: in the place of the target's own; 0: these.
-    """
-    config = target.config.get_text_config()
-    width, heads = int(config.hidden_size), int(config.num_attention_heads)
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    theta = rope.pop("rope_theta", 10000.0)
-    scaled = rope if rope.get("rope_type", "default") != "default" else None
-    return {
-        "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": intermediate or int(getattr(config, "intermediate_size", None) or 4 * width),
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads or int(getattr(config, "num_key_value_heads", None) or heads),
-        "head_dim": int(getattr(config, "head_dim", None) or width // heads),
-        "hidden_act": "silu",
-        "rms_norm_eps": float(getattr(config, "rms_norm_eps", None) or 1e-6),
-        "rope_theta": float(theta),
-        "rope_scaling": scaled,
-        "max_position_embeddings": int(getattr(config, "max_position_embeddings", None) or 2048),
-        "tie_word_embeddings": False,
-        "vocab_size": int(target.get_output_embeddings().weight.shape[0]),
-    }
-
-
 @torch.no_grad()
 def new_head(target: Any, config: dict[str, Any], options: EagleOptions, tokens: Tensor | None) -> UnrolledHead:
     """A head with random weights, which begins with the target's embedding, last norm and head over the vocabulary.
@@ -200,7 +119,7 @@ def new_head(target: Any, config: dict[str, Any], options: EagleOptions, tokens:
 
     Args:
         target: a causal LM.
-        config: from `head_config`.
+        config: from `layer_config`.
         options: of the head.
         tokens: that it proposes; None: all.
     """
@@ -212,3 +131,30 @@ def new_head(target: Any, config: dict[str, Any], options: EagleOptions, tokens:
     with suppress(AttributeError, RuntimeError):  # of other names, or another kind
         made.model.norm.weight.copy_(target.base_model.norm.weight)
     return UnrolledHead(made, len(options.layers) * config["hidden_size"])
+
+
+@torch.inference_mode()
+def rank_continuations(head: UnrolledHead, states: TargetStates, tokens: Tensor | None, texts: Continuations) -> Ranks:
+    """Where the target's own greedy tokens stand among the head's guesses.
+
+    At a place whose token is committed, the k-th column is the rank of the token k + 1 places on where all tokens
+    between are drafted rightly, which is all that counts in greedy text.
+    """
+    found = []
+    training = head.training
+    head.eval()
+    for prompt, text in zip(texts.prompts, texts.greedy, strict=True):
+        if len(text) < 2:
+            continue
+        ids = torch.tensor([[*prompt, *text]])
+        joined, _ = states(ids)
+        ranks = np.full((len(text) - 1, DEPTH), -1, np.int16)
+        for step, hidden in enumerate(head(ids[:, 1:], joined[:, :-1], DEPTH)):
+            # Row r is that of the token r + 1, and foretells the next one.
+            rows = hidden[0, len(prompt) - 1 + step : -1]
+            if not len(rows):
+                break
+            ranks[: len(rows), step] = rank_of(head.head(rows), ids[0, len(prompt) + 1 + step :], tokens)
+        found.append(ranks)
+    head.train(training)
+    return Ranks(found)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.trained import trained_config, write_trained
 from sakiyomi.drafters.head_files import SPECULATORS, check_layers, head_config, head_tensors, pop_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BlockFile", "BlockOptions", "is_block", "read_block"]
+__all__ = ["BlockFile", "BlockOptions", "is_block", "read_block", "usual_layers", "write_block"]
 
 WHAT = "block drafter"
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")
@@ -90,6 +91,38 @@ def is_block(config: Mapping[str, Any]) -> bool:
         return config[SPECULATORS] in KINDS
     named: tuple[str, ...] = tuple(config.get("architectures") or ())
     return "dflash_config" in config or any(name in ARCHITECTURES for name in named)
+
+
+def usual_layers(count: int) -> tuple[int, ...]:
+    """Layers of a target that has so many whose outputs the method reads, unless told otherwise: five, evenly spaced
+    from the second one to three before the last.
+    """
+    return tuple(sorted({1 + round(place * (count - 4) / 4) for place in range(5)}))
+
+
+def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
+    """Write a drafter: in the form of the method's authors, or, where its first row guesses, in that of DeepSpec.
+
+    Args:
+        folder: is made.
+        file: the drafter, without Markov and confidence heads; its name is not written.
+        base: the target's name.
+        layers: of the target.
+    """
+    options = file.options
+    assert not (options.markov or options.confident or file.tokens is not None), "no recipe makes one"
+    named: dict[str, Any] = {"mask_token_id": options.mask, "target_layer_ids": list(options.layers)}
+    if options.causal:
+        named["causal_head"] = True
+    config = {
+        **file.config,
+        "architectures": [ARCHITECTURES[options.anchored]],
+        "block_size": options.size,
+        "num_target_layers": layers,
+        **(named if options.anchored else {"dflash_config": named}),
+    }
+    tensors = {name: tensor.contiguous() for name, tensor in file.tensors.items()}
+    write_trained(folder, "model.safetensors", tensors, trained_config(config, base=base), WHAT)
 
 
 def read_block(folder: str | Path, layers: int, *, allow_pickle: bool = False) -> BlockFile:

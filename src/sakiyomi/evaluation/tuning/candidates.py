@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from sakiyomi.core.embedded import DRAFTS, MEDUSA_HEADS, folder_of
+from sakiyomi.core.embedded import DRAFTS, EAGLE_HEADS, MEDUSA_HEADS, folder_of
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.drafters import heads_beside, parse_drafters
 from sakiyomi.engine.llm import LLM
@@ -34,8 +34,8 @@ def available(llm: LLM, config: PairConfig) -> list[str]:
     found = [*TEXT]
     if config.target in DRAFTS:
         found.append(f"model:{DRAFTS[config.target]}")
-    if config.target in MEDUSA_HEADS:
-        found.append(f"medusa:{MEDUSA_HEADS[config.target]}")
+    own = {"medusa": MEDUSA_HEADS, "eagle": EAGLE_HEADS}
+    found += [f"{kind}:{heads[config.target]}" for kind, heads in own.items() if config.target in heads]
     found += heads_beside(folder_of(config.target))
     layers = int(getattr(llm.target.config, "num_hidden_layers", 0))
     if layers >= 4:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.checkpoint import HEADS_FILE, MERGING_FILE, RETAINING_FILE
+from sakiyomi.core.checkpoint import HEADS_FILE, MERGING_FILE, RETAINING_FILE, read_json
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.messages import one_line
@@ -18,22 +19,28 @@ logger = logging.getLogger("sakiyomi")
 
 __all__ = ["gguf_file", "local_folder", "read_extractor", "read_tokenizer"]
 
+_BLOCK = ("a block drafter", "draft='block")
 _HEADS = {
     HEADS_FILE: ("Medusa heads", "draft='medusa"),
     RETAINING_FILE: ("retaining heads", "cache='locret"),
     MERGING_FILE: ("merging convolutions", "cache='lococo"),
 }
 """Files of what is trained for a model: what each holds, and how it is passed."""
+_DRAFTERS = {
+    "LlamaForCausalLMEagle3": ("an EAGLE head", "draft='eagle"),
+    "DFlashDraftModel": _BLOCK,
+    "Qwen3DSparkModel": _BLOCK,
+}
+"""The same for models that only run beside another one, by their architecture."""
 
 
 def local_folder(name: str) -> Path | None:
     """The folder that a name stands for, None if it can only be a hub id."""
     path = folder_of(name)
     if name and path.is_dir():
-        if not any(path.glob("model*.safetensors")):
-            for file, (what, option) in _HEADS.items():
-                if (path / file).is_file():
-                    raise InputError(f"{name!r} holds {what} and no model; pass them as {option}:{name}'")
+        if (held := _held(path)) is not None:
+            what, option = held
+            raise InputError(f"{name!r} holds {what} and no model; give {option}:{name}' beside its target")
         return path
     if path.is_file():
         raise LoadError(
@@ -44,6 +51,17 @@ def local_folder(name: str) -> Path | None:
         raise LoadError(f"there is no file {name!r}; check the path (relative to {Path.cwd()})")
     if not looks_like_hub_id(name):
         raise LoadError(f"there is no folder {name!r}; check the path (relative to {Path.cwd()})")
+    return None
+
+
+def _held(path: Path) -> tuple[str, str] | None:
+    """What a folder holds in the place of a model, and how that is passed."""
+    if not any(path.glob("model*.safetensors")):
+        return next((said for file, said in _HEADS.items() if (path / file).is_file()), None)
+    with suppress(LoadError):  # which is raised where the model is read
+        for name in read_json(path / "config.json").get("architectures") or ():
+            if name in _DRAFTERS:
+                return _DRAFTERS[name]
     return None
 
 

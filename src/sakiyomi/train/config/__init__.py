@@ -9,8 +9,10 @@ from sakiyomi.train.config.base import Flag, LlamaSizes, LoopConfig, RunConfig, 
 from sakiyomi.train.config.beside import AnsweredConfig, LococoConfig, MedusaConfig, RetainingConfig
 from sakiyomi.train.config.data import DistillDataConfig, NgramConfig
 from sakiyomi.train.config.language import (
+    BlockConfig,
     DraftConfig,
     EagleConfig,
+    HeadConfig,
     RetrieverConfig,
     TargetConfig,
     TaughtConfig,
@@ -19,10 +21,12 @@ from sakiyomi.train.config.language import (
 
 __all__ = [
     "AnsweredConfig",
+    "BlockConfig",
     "DistillDataConfig",
     "DraftConfig",
     "EagleConfig",
     "Flag",
+    "HeadConfig",
     "LlamaSizes",
     "LococoConfig",
     "LoopConfig",

@@ -1,4 +1,4 @@
-"""Settings of the recipes that read text: a target, a retriever, a draft, an EAGLE head."""
+"""Settings of the recipes that read text: a target, a retriever, a draft, an EAGLE head, a block drafter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,22 @@ from typing import ClassVar
 
 from sakiyomi.train.config.base import Group, LlamaSizes, LoopConfig, RunConfig, TextConfig, require, setting
 
-__all__ = ["DraftConfig", "EagleConfig", "RetrieverConfig", "TargetConfig", "TaughtConfig", "TextRunConfig"]
+__all__ = [
+    "BlockConfig",
+    "DraftConfig",
+    "EagleConfig",
+    "HeadConfig",
+    "RetrieverConfig",
+    "TargetConfig",
+    "TaughtConfig",
+    "TextRunConfig",
+]
+
+
+MASK_HELP = (
+    "Token that stands for one to be guessed; -1: one that the tokenizer does not have, or its padding. No text may "
+    "hold it."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +185,14 @@ class DraftConfig(TaughtConfig):
         64, "The target's likeliest tokens kept as labels of a position; one bucket holds the rest.", least=1
     )
     label_gib: float = setting(2.0, "Memory in GiB for labels that later epochs use again.", least=0, resume=True)
+    parallel: int = setting(
+        1,
+        "Tokens that the draft learns to guess in one pass (PARD): behind the text stand masks, each of which guesses "
+        "one; 1: a token a pass.",
+        least=1,
+        most=16,
+    )
+    mask: int = setting(-1, MASK_HELP, least=-1)
     gamma: int = setting(4, "Draft tokens a round in the acceptance measurements.", least=1)
     cost: str = setting(
         "measured",
@@ -179,6 +202,13 @@ class DraftConfig(TaughtConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.parallel > 1:
+            length, said = self.loop.row_tokens[0], "its default with --parallel"
+            require(length >= self.parallel, "row_tokens", length, f"at least parallel {self.parallel}")
+            require(self.cost == "measured", "cost", self.cost, said)  # what it brings is measured with the engine
+            require(self.gamma == type(self).gamma, "gamma", self.gamma, said)
+        else:
+            require(self.mask == -1, "mask", self.mask, "its default without --parallel")
         if self.cost != "measured":
             require(0 < self.given_cost < math.inf, "cost", self.cost, "measured, or a number above 0")
 
@@ -192,24 +222,23 @@ class DraftConfig(TaughtConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(TaughtConfig):
-    """An EAGLE-3 head on a frozen target: one decoder layer that reads hidden states beside tokens."""
+class HeadConfig(TaughtConfig):
+    """A head of decoder layers beside a frozen target, whose hidden states it reads."""
 
     HELP: ClassVar[dict[str, str]] = TaughtConfig.HELP | {
         "row_tokens": "Row length in tokens; one only.",
-        "muon_lr": "Peak learning rate of Muon (matrices of the layer, and what joins hidden states); 0: AdamW trains "
+        "muon_lr": "Peak learning rate of Muon (matrices of the layers, and what joins hidden states); 0: AdamW trains "
         "them, too.",
-        "adam_lr": "Peak learning rate of AdamW (norms, and the head over the vocabulary).",
+        "adam_lr": "Peak learning rate of AdamW (norms, and what else is trained).",
     }
 
     loop: LoopConfig = field(
         default=LoopConfig(minutes=40.0, decay_share=0.6, row_tokens=(256,), step_tokens=4096, compile=False)
     )
     text: TextConfig = field(default=TextConfig(muon_lr=0.05, adam_lr=0.005, weight_decay=0.0))
-    unroll: int = setting(
-        5, "Draft tokens that the head reads with features of its own while it learns, one step each.", least=1, most=16
+    step_decay: float = setting(
+        0.8, "Weight of the loss of a token further ahead to that of the one before.", above=0, most=1
     )
-    step_decay: float = setting(0.8, "Weight of a step's loss to that of the step before.", above=0, most=1)
     loss: str = setting(
         "ce",
         "What is made small: ce, the cross-entropy with the target's distribution, tv, its total variation distance, "
@@ -217,23 +246,66 @@ class EagleConfig(TaughtConfig):
     )
     reads: tuple[int, ...] = setting(
         (),
-        "Layers of the target whose outputs are read, counted from 0; none given: the method's own choice, 1, one "
-        "before the middle, and three before the last. Repeatable.",
+        "Layers of the target whose outputs are read, counted from 0; none given: the method's own choice. Repeatable.",
         least=0,
+    )
+    kv_heads: int = setting(0, "Key/value heads of a layer; 0: as many as the target's.", least=0)
+    intermediate: int = setting(0, "Width of a layer's MLP; 0: as the target's.", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.loss in ("ce", "tv", "lk"), "loss", self.loss, "ce, tv or lk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(HeadConfig):
+    """An EAGLE-3 head on a frozen target: one decoder layer that reads hidden states beside tokens."""
+
+    HELP: ClassVar[dict[str, str]] = HeadConfig.HELP | {
+        "adam_lr": "Peak learning rate of AdamW (norms, and the head over the vocabulary).",
+        "reads": "Layers of the target whose outputs are read, counted from 0; none given: the method's own choice, 1, "
+        "one before the middle, and three before the last. Repeatable.",
+    }
+
+    unroll: int = setting(
+        5, "Draft tokens that the head reads with features of its own while it learns, one step each.", least=1, most=16
     )
     draft_vocab: int = setting(
         0,
         "Tokens that the head proposes, the most frequent ones of the training text; 0: all of the target's.",
         least=0,
     )
-    kv_heads: int = setting(0, "Key/value heads of the layer; 0: as many as the target's.", least=0)
-    intermediate: int = setting(0, "Width of the layer's MLP; 0: as the target's.", least=0)
     own_head: bool = setting(
         False, "Train the head over the vocabulary, which begins as the target's, too; otherwise it stays that."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.loss in ("ce", "tv", "lk"), "loss", self.loss, "ce, tv or lk")
         length = self.loop.row_tokens[0]
         require(length > self.unroll, "row_tokens", length, f"more than unroll {self.unroll}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(HeadConfig):
+    """A block drafter on a frozen target: a few decoder layers that guess several tokens in one pass."""
+
+    HELP: ClassVar[dict[str, str]] = HeadConfig.HELP | {
+        "reads": "Layers of the target whose outputs are read, counted from 0; none given: the method's own choice, "
+        "five evenly from 1 to three before the last. Repeatable.",
+    }
+
+    layers: int = setting(2, "Decoder layers.", least=1, most=16)
+    guesses: int = setting(7, "Tokens that a pass guesses.", least=1, most=32)
+    anchors: int = setting(32, "Tokens of a row, drawn anew for every piece, that a block stands behind.", least=1)
+    anchored: bool = setting(
+        False,
+        "The row of the last token guesses the first one (DSpark); otherwise the first mask does, and the block is one "
+        "row longer (DFlash).",
+    )
+    causal: bool = setting(False, "A row of a block sees those before it alone (JetSpec); otherwise all of them.")
+    mask: int = setting(-1, MASK_HELP, least=-1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length = self.loop.row_tokens[0]
+        require(length > self.guesses, "row_tokens", length, f"more than guesses {self.guesses}")

@@ -1,4 +1,4 @@
-"""What an EAGLE head is measured by: where the target's tokens stand among its guesses, trees, and speed here."""
+"""What a drafter is measured by: where the target's tokens stand among its guesses, trees, and speed here."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from sakiyomi.drafters.medusa_heads.ranks import LISTED, Ranks
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.train.acceptance import Continuations
-from sakiyomi.train.eagle_unrolled import TargetStates, UnrolledHead
 
-__all__ = ["DEPTH", "NODES", "measured", "rank_continuations", "worth"]
+__all__ = ["DEPTH", "MEASURING", "NODES", "measured", "measured_on", "rank_of", "worth"]
 
 DEPTH = 7
 """Draft tokens in a row that are looked at."""
@@ -28,37 +27,27 @@ CHAIN = 4  # as in the measures of draft models
 LAPS = 2
 PROMPTS = 4
 """Of each file, for what is measured with the engine."""
+MEASURING = "measuring tau and speed with the engine"
 
 
-@torch.inference_mode()
-def rank_continuations(head: UnrolledHead, states: TargetStates, tokens: Tensor | None, texts: Continuations) -> Ranks:
-    """Where the target's own greedy tokens stand among the head's guesses.
+def measured_on(target: str) -> str:
+    """What the measures of a card mean."""
+    return (
+        f"On what {target} answers to held-out prompts, greedily: position k is right where the first guess for it is "
+        f"what comes, all draft tokens before it being right. Trees of {NODES} nodes: a fixed one, and, with the "
+        "engine, one grown by confidence (tree tau). Speed-ups are those of the engine, which chooses sizes itself, "
+        "against its plain decoding on the machine of the run."
+    )
 
-    At a place whose token is committed, the k-th column is the rank of the token k + 1 places on where all tokens
-    between are drafted rightly, which is all that counts in greedy text.
+
+def rank_of(logits: Tensor, coming: Tensor, tokens: Tensor | None) -> np.ndarray:
+    """Rank of each coming token, ``LISTED`` for higher ones and for tokens that the head does not know.
+
+    Args:
+        logits: (n, tokens) of the head.
+        coming: (n,) tokens of the target.
+        tokens: that the head knows, ascending; None: all.
     """
-    found = []
-    training = head.training
-    head.eval()
-    for prompt, text in zip(texts.prompts, texts.greedy, strict=True):
-        if len(text) < 2:
-            continue
-        ids = torch.tensor([[*prompt, *text]])
-        joined, _ = states(ids)
-        ranks = np.full((len(text) - 1, DEPTH), -1, np.int16)
-        for step, hidden in enumerate(head(ids[:, 1:], joined[:, :-1], DEPTH)):
-            # Row r is that of the token r + 1, and foretells the next one.
-            rows = hidden[0, len(prompt) - 1 + step : -1]
-            if not len(rows):
-                break
-            ranks[: len(rows), step] = _ranks(head.head(rows), ids[0, len(prompt) + 1 + step :], tokens)
-        found.append(ranks)
-    head.train(training)
-    return Ranks(found)
-
-
-def _ranks(logits: Tensor, coming: Tensor, tokens: Tensor | None) -> np.ndarray:
-    """Rank of each coming token, ``LISTED`` for higher ones and for tokens that the head does not know."""
     known = torch.ones_like(coming, dtype=torch.bool)
     if tokens is not None:
         places = torch.searchsorted(tokens, coming).clamp_max(len(tokens) - 1)
@@ -72,21 +61,22 @@ def _ranks(logits: Tensor, coming: Tensor, tokens: Tensor | None) -> np.ndarray:
 def measured(ranks: Ranks) -> dict[str, float]:
     """Acceptance by position, tau of a chain and of the best fixed tree."""
     found = {f"position_{place}": chances[0] for place, chances in enumerate(ranks.accuracies(), start=1)}
-    found[f"tau_chain_{CHAIN}"] = ranks.replay([(0,) * depth for depth in range(1, CHAIN + 1)])
+    chain = min(CHAIN, ranks.heads)
+    found[f"tau_chain_{chain}"] = ranks.replay([(0,) * depth for depth in range(1, chain + 1)])
     found[f"tau_{NODES}_nodes"] = ranks.replay(ranks.best(NODES))
     return found | {"tokens": ranks.places}
 
 
-def worth(target: str, folder: str, texts: dict[str, Continuations], compile: bool) -> dict[str, dict[str, float]]:
-    """What the finished head brings here, with the engine: by held-out file tau and speed against plain decoding.
+def worth(target: str, draft: str, texts: dict[str, Continuations], compile: bool) -> dict[str, dict[str, float]]:
+    """What the finished drafter brings here, with the engine: by held-out file tau and speed against plain decoding.
 
     Args:
         target: its name.
-        folder: of the head.
+        draft: as the engine takes it.
         texts: whose prompts are continued.
         compile: record passes, as the engine does if it is not told otherwise.
     """
-    llm = LLM(target, f"eagle:{folder}", compile="auto" if compile else False)
+    llm = LLM(target, draft, compile="auto" if compile else False)
     plain, found = EngineView(llm), {}
     for name, some in texts.items():
         prompts = some.prompts[:PROMPTS]

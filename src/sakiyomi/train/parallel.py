@@ -1,0 +1,112 @@
+"""Rows from which a draft learns to guess several tokens a pass: behind its text stand masks, each guesses a token.
+
+PARD, arXiv 2504.18583. The mask that is k tokens behind a token sees the text up to that one and the k - 1 masks
+before it, as it will when drafts are wanted. Deeper masks teach less and cost as much: a share of them is left out
+(section 3.2, conditional drop of tokens), of masks behind a token always the last ones, since a mask sees those before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.drafters.medusa_heads.ranks import Ranks
+from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.guesses import rank_of
+
+__all__ = ["MaskedRows", "rank_parallel"]
+
+KEPT, LEAST_KEPT = 0.7, 0.2
+"""Share of masks that is kept from one depth to the next, and the share that is kept of all at least."""
+
+
+class MaskedRows:
+    """Rows of a pass: the tokens of a text, and masks behind some of them.
+
+    Args:
+        length: tokens of the text.
+        anchors: for each depth from 1 on the tokens that have a mask so far behind them; each depth's are among those
+            of the depth before, and all masks lie within the text.
+
+    Attributes:
+        places: (rows,) positions. What a row foretells is the token behind its position, whether it is a mask or not.
+        depths: (rows,) 0 of tokens.
+    """
+
+    def __init__(self, length: int, anchors: Iterable[Tensor]) -> None:
+        tokens = torch.arange(length)
+        places, depths = [tokens], [torch.zeros_like(tokens)]
+        for depth, some in enumerate(anchors, start=1):
+            places.append(some + depth)
+            depths.append(torch.full_like(some, depth))
+        self.places, self.depths = torch.cat(places), torch.cat(depths)
+        anchor, masked = self.places - self.depths, self.depths > 0
+        text = ~masked & (self.places <= anchor[:, None])
+        own = masked & (anchor == anchor[:, None]) & (self.depths <= self.depths[:, None])
+        self._seen = (text | own)[None, None]
+
+    @classmethod
+    def drawn(cls, length: int, count: int, rng: np.random.Generator) -> MaskedRows:
+        """Masks for guesses of `count` tokens behind tokens that are drawn."""
+        order = torch.from_numpy(rng.permutation(length - count + 1))
+        shares = [max(KEPT**depth, LEAST_KEPT) for depth in range(1, count)]
+        return cls(length, [order[: round(share * len(order))] for share in shares])
+
+    @classmethod
+    def behind(cls, first: int, length: int, count: int) -> MaskedRows:
+        """All masks behind tokens from `first` on."""
+        return cls(length, [torch.arange(first, max(first, length - depth)) for depth in range(1, count)])
+
+    def read(self, model: Any, ids: Tensor, mask: int) -> Tensor:
+        """What the model's head reads of every row, (B, rows, hidden).
+
+        Args:
+            model: with its decoder as `model`.
+            ids: (B, length) of the text.
+            mask: the token that masks are.
+        """
+        masks = ids.new_full((len(ids), len(self.places) - ids.shape[1]), mask)
+        found = model.model(
+            input_ids=torch.cat([ids, masks], 1),
+            attention_mask=self._seen,
+            position_ids=self.places[None],
+            use_cache=False,
+        )
+        hidden: Tensor = found.last_hidden_state
+        return hidden
+
+
+@torch.inference_mode()
+def rank_parallel(draft: nn.Module, mask: int, count: int, texts: Continuations) -> Ranks:
+    """Where the target's own greedy tokens stand among a draft's guesses of one pass.
+
+    At a place whose token is committed, the k-th column is the rank of the token k + 1 places on.
+
+    Args:
+        draft: the model.
+        mask: its mask token.
+        count: tokens of a pass.
+        texts: of the target.
+    """
+    lm: Any = draft
+    training = lm.training
+    lm.eval()
+    pairs = [(len(prompt), [*prompt, *text]) for prompt, text in zip(texts.prompts, texts.greedy, strict=True)]
+    width, found = max((len(ids) for _, ids in pairs), default=0), []  # one shape: a compiled model is compiled once
+    for first, ids in pairs:
+        if len(ids) < first + 2:
+            continue
+        whole = torch.tensor([ids + [0] * (width - len(ids))])
+        rows = MaskedRows.behind(first, width, count)
+        wanted = (rows.places - rows.depths >= first) & (rows.places < len(ids) - 1)
+        logits = lm.lm_head(rows.read(lm, whole, mask)[0, wanted])
+        places, depths = rows.places[wanted], rows.depths[wanted]
+        ranks = np.full((len(ids) - first - 1, count), -1, np.int16)
+        ranks[(places - depths - first).numpy(), depths.numpy()] = rank_of(logits, whole[0, places + 1], None)
+        found.append(ranks)
+    lm.train(training)
+    return Ranks(found)

@@ -1,0 +1,199 @@
+"""Training of block drafters: what a block sees, what a run leaves behind, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import block_toys
+from sakiyomi import LLM, InputError, SamplingParams
+from sakiyomi.core.outputs import Stats
+from sakiyomi.drafters.block_heads.formats import BlockFile, BlockOptions, read_block, usual_layers
+from sakiyomi.model_executor.loading import load_model
+from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.block import train_block
+from sakiyomi.train.block_head import BlockHead, new_block, rank_blocks
+from sakiyomi.train.config import BlockConfig
+from sakiyomi.train.guesses import CHAIN, measured
+from sakiyomi.train.target_states import TargetStates, layer_config
+from toys import tiny_llama
+from train_toys import losses, stop_at, story_file, tiny_target
+
+
+def block_config(folder: Path, target: Path, **changes: Any) -> BlockConfig:
+    """Four guesses a pass, and a budget of a few steps of the optimizer."""
+    text = story_file(folder / "train.jsonl")
+    valid = story_file(folder / "valid.jsonl", count=6, seed=1)
+    settings: dict[str, Any] = {
+        "out": str(folder / "block"),
+        "target": str(target),
+        "text": (str(text),),
+        "valid": (f"stories={valid}",),
+        "guesses": 4,
+        "anchors": 8,
+        "tokens": 8 * 64,
+        "row_tokens": (32,),
+        "step_tokens": 64,
+        "warmup_steps": 2,
+        "eval_prompts": 2,
+        "samples": 0,
+        "compile": False,
+        "threads": 1,
+    }
+    return BlockConfig.of(**(settings | changes))
+
+
+def some_block(model: Any, **options: Any) -> BlockHead:
+    """A drafter with random weights."""
+    torch.manual_seed(0)
+    layers = int(model.config.num_hidden_layers)
+    named = BlockOptions(**({"layers": (0, layers - 1), "size": 4, "mask": 9} | options))
+    sizes = layer_config(model, intermediate=40) | {"model_type": "qwen3", "num_hidden_layers": 2}
+    head = new_block(model, sizes | {"attention_bias": False}, named)
+    with torch.no_grad():
+        for weight in head.parameters():
+            if weight.requires_grad:
+                weight.normal_(0, 0.3).add_(weight.dim() == 1)
+    return head
+
+
+def filled(model: Any, file: BlockFile) -> BlockHead:
+    """The drafter in a file, as it learns."""
+    head = new_block(model, file.config, file.options)
+    named = {n: t for n, t in file.tensors.items() if not n.startswith(("fc.", "layers."))}
+    named |= {f"layers.{int(n[7]) + 1}{n[8:]}": t for n, t in file.tensors.items() if n.startswith("layers.")}
+    left = head.load_state_dict(named | {"layers.0.weight": file.tensors["fc.weight"]}, strict=False)
+    assert {name.partition(".")[0] for name in left.missing_keys} == {"head", "embed"}
+    return head
+
+
+# ---------------------------------------------------------------- what is learnt
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"anchored": True}, {"causal": True}], ids=str)
+def test_guesses_are_those_of_the_method(options: dict[str, Any]) -> None:
+    """Behind every place at once, as a plain computation behind one; wrong ones are noticed."""
+    model = tiny_llama(layers=8)  # the last one is read behind a norm by the plain computation
+    file = block_toys.new_block(model, **options)
+    head = filled(model, file)
+    ids = torch.randint(0, 320, (1, 16), generator=torch.Generator().manual_seed(2))
+    joined, _ = TargetStates(model, file.options.layers)(ids)
+    found = head.head(head(ids, joined, torch.arange(2, 16)))[0].argmax(-1).tolist()
+
+    def expected(**wrong: Any) -> list[list[int]]:
+        return [block_toys.guessed(model, file, ids[0, : 3 + i].tolist(), 4, **wrong) for i in range(len(found))]
+
+    assert [guesses[:4] for guesses in found] == expected()
+    for wrong in ({"off": -1}, {"turned": True}, {"mixed": True}, {"causal": not file.options.causal}):
+        assert [guesses[:4] for guesses in found] != expected(**wrong)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"anchored": True}, {"causal": True}], ids=str)
+def test_blocks_of_a_row_do_not_see_each_other(options: dict[str, Any]) -> None:
+    """Each is what it is alone, behind a text that ends there; and neither later states nor tokens matter."""
+    model = tiny_llama()
+    head = some_block(model, **options)
+    ids = torch.randint(10, 320, (2, 14), generator=torch.Generator().manual_seed(1))
+    joined, _ = TargetStates(model, head.options.layers)(ids)
+    anchors = torch.tensor([1, 4, 5, 13])
+    together = head(ids, joined, anchors)
+    assert together.shape[:3] == (2, 4, head.options.guesses)
+    for place, anchor in enumerate(anchors.tolist()):
+        cut, states = ids[:, : anchor + 1], joined[:, : anchor + 1].clone()
+        states[:, anchor:] = 100.0  # not known yet
+        alone = head(cut, states, torch.tensor([anchor]))
+        assert torch.allclose(together[:, place], alone[:, 0], atol=1e-5)
+    states = joined.clone()
+    states[:, 3] += 1.0
+    other = head(ids, states, anchors)
+    assert torch.allclose(other[:, 0], together[:, 0], atol=1e-5)
+    assert not torch.allclose(other[:, 1], together[:, 1], atol=1e-3)
+
+
+@torch.no_grad()
+def test_masks_see_what_is_behind_them_unless_the_block_is_causal() -> None:
+    model = tiny_llama()
+    ids = torch.arange(10, 22)[None]
+    found = {}
+    for causal in (False, True):
+        for size in (4, 6):
+            head = some_block(model, causal=causal, size=size)
+            joined, _ = TargetStates(model, head.options.layers)(ids)
+            found[causal, size] = head(ids, joined, torch.tensor([7]))[:, :, :3]
+    assert torch.allclose(found[True, 4], found[True, 6], atol=1e-5)
+    assert not torch.allclose(found[False, 4], found[False, 6], atol=1e-3)
+
+
+def test_layers_that_are_read_are_those_of_the_method() -> None:
+    """1, 9, 17, 25 and 33 of 36, as in the published drafters of Qwen3-8B."""
+    assert usual_layers(36) == (1, 9, 17, 25, 33)
+    assert usual_layers(12) == (1, 3, 5, 7, 9)
+
+
+# ---------------------------------------------------------------- a run
+
+
+@pytest.mark.parametrize("options", [{}, {"anchored": True, "causal": True, "layers": 1}], ids=str)
+def test_from_end_to_end(options: dict[str, Any], tmp_path: Path) -> None:
+    """It gets better; what is written is what was measured; the engine counts the same tau, and drafts exactly."""
+    target = tiny_target(tmp_path)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    config = block_config(tmp_path, target, tokens=40 * 64, **options)
+    summary = train_block(config, "the command")
+    assert before == {path.name: path.read_bytes() for path in target.iterdir()}
+    steps = losses(config.loop.out)
+    assert sum(steps[-8:]) < sum(steps[:8])
+    folder = Path(summary["model"])
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    for words in ("A block drafter", "the command", "position 4", "speedup greedy", f"--draft block:{folder}"):
+        assert words in card, words
+    llm = LLM(config.target, str(folder), compile=False, strict=True, dtype="float32")
+    prompts = [list(range(5, 25)), list(range(40, 60))]
+    params = SamplingParams(max_new_tokens=40, gamma=CHAIN, tree="chain", ignore_eos=True)
+    done = llm.generate(prompts, params)
+    plain = LLM(config.target, "none", compile=False, dtype="float32").generate(prompts, params)
+    assert [out.token_ids for out in done] == [out.token_ids for out in plain]
+    model = load_model(config.target, dtype="float32", device="cpu").model
+    file = read_block(folder, 2)
+    texts = Continuations(prompts, [out.token_ids for out in done], [], 40, frozenset())
+    ranks = rank_blocks(filled(model, file), TargetStates(model, file.options.layers), texts)
+    found = measured(ranks)
+    assert found[f"tau_chain_{CHAIN}"] == pytest.approx(Stats.total(out.stats for out in done).tau)
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sakiyomi.train.head_recipe.worth", lambda *_: {})
+    target = tiny_target(tmp_path)
+    train_block(block_config(tmp_path, target, out=str(tmp_path / "whole")))
+    parts = block_config(tmp_path, target, out=str(tmp_path / "parts"))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGINT)
+        assert not train_block(parts)["finished"]
+    assert train_block(parts.changed(resume=True))["finished"]
+    assert losses(str(tmp_path / "parts")) == losses(str(tmp_path / "whole"))
+    logs = [(tmp_path / name / "steps.jsonl").read_text().splitlines() for name in ("whole", "parts")]
+    assert {json.loads(line)["step"]: line for line in logs[1]} == dict(enumerate(logs[0]))
+    one, other = (read_block(tmp_path / name / "model", 2).tensors for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"reads": (0, 5)}, r"reads is \(0, 5\).*2 layers"),
+        ({"guesses": 32, "row_tokens": (32,)}, "more than guesses 32"),
+        ({"mask": 300}, "mask is 300.*300 tokens"),
+        ({"kv_heads": 3}, "kv_heads is 3"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        train_block(block_config(tmp_path, tiny_target(tmp_path), **wrong))
