@@ -23,7 +23,9 @@ from sakiyomi import LLM, SamplingParams, __version__
 from sakiyomi.cli import app
 from sakiyomi.cli.common import flag_help, parsed
 from sakiyomi.cli.output import TokenPainter, legend
+from sakiyomi.core.draft_specs import FORMS
 from sakiyomi.core.outputs import TokenTrace
+from sakiyomi.drafters import DRAFTERS
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.engine.llm import LLM as Engine
 from toys import save_model, tiny_llama, tiny_tokenizer
@@ -137,7 +139,7 @@ def test_the_page_of_commands_is_current() -> None:
         (["generate", "--file", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
         (["bench", "--rows", "nonesuch"], 2, "there is no row 'nonesuch'"),
         (["bench", "--repeats", "0"], 2, "repeats is 0"),
-        (["bench", "--target", "/nowhere/at/all"], 2, "draft model"),
+        (["bench", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
         (["bench", "--dtype", "int3"], 2, "dtype is 'int3'"),
         (["bench", "--prompts", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
         (["bench", "--rows", "compiling", "--no-compile"], 2, "compile is off"),
@@ -164,15 +166,52 @@ def test_errors_are_one_clear_line(models: Path, arguments: list[str], code: int
         assert len(result.stderr.splitlines()) == 1
 
 
-def test_empty_prompt_is_refused(models: Path) -> None:
-    """With the remedy: where the tokenizer has a begin token, it may be given as such."""
-    for more, remedy in (
-        (["--target", str(models / "target")], "one word"),
-        ([], "begin token to let the model choose: [0]"),
-    ):
-        result = runner.invoke(app, ["generate", "", "--compile", "false", *more])
-        assert result.exit_code == 2
-        assert "the prompt '' is empty" in result.stderr and remedy in result.stderr.replace("\n", " ")
+WRONG = [
+    (["generate", "x", "--target", "./nofolder"], "there is no folder './nofolder'"),
+    (["generate", "x", "--target", "missing.gguf"], "there is no file 'missing.gguf'"),
+    (["generate", "x", "--target", "EMPTY"], "no config.json in"),
+    (["generate", "x", "--draft", "foo"], "unknown draft 'foo'"),
+    (["generate", "x", "--draft", "model:./nofolder"], "there is no folder './nofolder'"),
+    (["generate", "x", "--draft", "early-exit:some"], "early-exit:<layers to run>"),
+    (["generate", "x", "--dtype", "int3"], "dtype is 'int3'"),
+    (["generate", "x", "--device", "tpu"], "device is 'tpu'"),
+    (["generate", ""], "the prompt '' is empty; give at least one word"),
+    (["tree", ""], "the prompt '' is empty"),
+    (["serve", "--target", "./nofolder"], "there is no folder './nofolder'"),
+    (["bench", "--draft", "model:./nofolder"], "there is no folder './nofolder'"),
+    (["tune", "medusa", "./nofolder"], "there is no folder './nofolder' with heads"),
+    (["train", "draft", "--target", "./nofolder", "--text", "x.txt", "--out", "out"], "no folder './nofolder'"),
+    (["train", "draft", "--target", "tales", "--text", "./missing.txt", "--out", "out"], "there is no file 'missing.txt'"),
+]
+
+
+def test_what_is_wrong_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """All in one process, which would keep torch from then on: so none of them has imported it."""
+    (tmp_path / "empty").mkdir()
+    cases = [[str(tmp_path / "empty") if word == "EMPTY" else word for word in words] for words, _ in WRONG]
+    code = f"""
+import sys, json, time
+from typer.testing import CliRunner
+from sakiyomi.cli import app
+runner, found = CliRunner(), []
+for words in {cases!r}:
+    done = runner.invoke(app, words)
+    found.append([done.exit_code, done.stderr, "torch" in sys.modules])
+print(json.dumps([found, time.process_time()]))
+"""
+    environment = own_environment() | {"HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    found, seconds = json.loads(run.stdout.splitlines()[-1])
+    for (words, message), (code, said, torch) in zip(WRONG, found, strict=True):
+        assert code in (1, 2) and message in said and not torch, (words, code, said)
+        assert said.startswith("error: ") and len(said.splitlines()) == 1, said
+    assert seconds < 2.0  # of the processor, for all of them; one takes .5
+
+
+def test_drafters_have_their_forms() -> None:
+    assert list(DRAFTERS) == list(FORMS)
 
 
 # ---------------------------------------------------------------- generate

@@ -20,6 +20,7 @@ import typer
 from sakiyomi.cli.output import emit_json, note, progress, quiet
 from sakiyomi.cli.settings import EXPECTED, config_flag, keyword
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.preflight import check_settings
 
 if TYPE_CHECKING:
     from sakiyomi.core.outputs import Generation
@@ -147,7 +148,9 @@ def add_command(
     def body(ctx: typer.Context, **given: Any) -> None:
         given.pop("config", None)  # read before the others
         if ctx.invoked_subcommand is None:
-            run(*(_build(group, given) for group in groups))
+            made = [_build(group, given) for group in groups]
+            check_settings({name: value for group in made for name, value in vars(group).items()})
+            run(*made)
         else:
             _refuse_flags(ctx, given)
 

@@ -14,6 +14,7 @@ from sakiyomi.cli.output import note, printed, progress, say
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.outputs import Generation, Stats, Step
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.preflight import check_prompts
 from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def _prompts(options: GenerateOptions) -> list[str]:
         raise InputError(
             'no prompt was given; expected one or more, for instance: sakiyomi generate "Once upon a time"'
         )
+    check_prompts(found)
     return found
 
 

@@ -7,8 +7,9 @@ import inspect
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
@@ -16,7 +17,8 @@ import typer
 from sakiyomi.cli.common import INTERRUPTED
 from sakiyomi.cli.output import quiet
 from sakiyomi.cli.settings import keyword
-from sakiyomi.core.errors import SakiyomiError
+from sakiyomi.core.errors import LoadError, SakiyomiError
+from sakiyomi.core.preflight import check_settings
 from sakiyomi.train.config import (
     DistillDataConfig,
     DraftConfig,
@@ -70,7 +72,10 @@ def _command(
         as_json = values.pop("json")
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         try:
-            config, train = config_class.of(**values), load()
+            config = config_class.of(**values)
+            check_settings(config.flat())
+            _check_files(config.flat())
+            train = load()
             quiet()
             summary = train(config, shlex.join([*program, *_arguments(name)]))
         except SakiyomiError as error:
@@ -86,6 +91,21 @@ def _command(
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     group.command(name, help=help)(body)
+
+
+def _check_files(settings: Mapping[str, Any]) -> None:
+    """Refuse files of text that are not there, before torch is imported.
+
+    Raises:
+        InputError, LoadError: names the first.
+    """
+    from sakiyomi.train.data import parse_text
+
+    given = [parse_text(spec).path for name in ("text", "prompts", "data") for spec in settings.get(name) or ()]
+    given += [Path(spec.partition("=")[2]) for spec in settings.get("valid") or () if "=" in spec]
+    for path in given:
+        if not path.is_file():
+            raise LoadError(f"there is no file {str(path)!r}; check the path (relative to {Path.cwd()})")
 
 
 def _load(name: str) -> Train:

@@ -11,6 +11,7 @@ from sakiyomi.cli.output import progress, stdout, table
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.preflight import check_prompts
 from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output:
         raise InputError(f"top is {options.top}; expected 0 or more")
     if params.n > 1:
         raise InputError(f"n is {params.n}; one text is drawn: leave it out")
+    check_prompts([options.prompt])
     from sakiyomi.evaluation.predictions import predictions
 
     llm = load(model)

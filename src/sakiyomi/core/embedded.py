@@ -66,10 +66,17 @@ def embedded(name: str) -> Path:
 def folder_of(name: str) -> Path:
     """The folder that a name stands for: that of an embedded one, else the path itself, which need not exist.
 
+    Of a folder that a training run has written it is ``model`` in it: what was given with --out can be used as it is.
+
     Raises:
         InputError, LoadError: see ``embedded``.
     """
-    return embedded(name) if is_embedded_name(name) else Path(name).expanduser()
+    if is_embedded_name(name):
+        return embedded(name)
+    path = Path(name).expanduser()
+    trained = path / "model"
+    run = (trained / "config.json").is_file() and not (path / "config.json").is_file()
+    return trained if run else path
 
 
 def is_embedded_name(name: str) -> bool:

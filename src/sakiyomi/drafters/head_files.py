@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.checkpoint import read_checkpoint
+from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.trained import read_config, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SPECULATORS", "check_layers", "head_config", "head_tensors", "pop_tokens"]
-
-SPECULATORS = "speculators_model_type"
-"""Key of a configuration by vLLM's speculators."""
+__all__ = ["check_layers", "head_config", "head_tensors", "pop_tokens"]
 
 
 def head_config(folder: str | Path, what: str) -> tuple[Path, dict[str, Any]]:
@@ -25,7 +24,7 @@ def head_config(folder: str | Path, what: str) -> tuple[Path, dict[str, Any]]:
     Raises:
         LoadError: it has none, or it cannot be read; ``what`` it should hold, for the message.
     """
-    folder = Path(folder).expanduser()
+    folder = folder_of(os.fspath(folder))
     if not (folder / "config.json").is_file():
         raise LoadError(f"there is no {what} in {str(folder)!r} (no config.json); check the path")
     return folder, read_config(folder)

@@ -7,14 +7,14 @@ the head's token i is the target's token i + d2t[i].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sakiyomi.core.draft_specs import EAGLE_ARCHITECTURE, SPECULATORS, is_eagle
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.trained import trained_config, write_trained
-from sakiyomi.drafters.head_files import SPECULATORS, check_layers, head_config, head_tensors, pop_tokens
+from sakiyomi.drafters.head_files import check_layers, head_config, head_tensors, pop_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["EagleFile", "is_eagle", "read_eagle", "usual_layers", "write_eagle"]
 
 WHAT = "EAGLE head"
-ORIGINAL = "LlamaForCausalLMEagle3"
 _KINDS = ("eagle3", "peagle")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -49,11 +48,6 @@ class EagleFile:
     tensors: dict[str, Tensor]
     tokens: Tensor | None
     name: str
-
-
-def is_eagle(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a head in one of the forms."""
-    return SPECULATORS in config or ORIGINAL in (config.get("architectures") or ())
 
 
 def usual_layers(count: int) -> tuple[int, ...]:
@@ -81,7 +75,7 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
         said = config.get("architectures") or config.get("model_type") or "nothing that is known"
         raise LoadError(
             f"{folder} holds no {WHAT}: config.json says {said}; expected {SPECULATORS} eagle3, or the architecture "
-            f"{ORIGINAL}"
+            f"{EAGLE_ARCHITECTURE}"
         )
     if ours and config[SPECULATORS] not in _KINDS:
         known = " and ".join(map(repr, _KINDS))
@@ -135,7 +129,7 @@ def write_eagle(folder: Path, file: EagleFile, base: str) -> None:
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, file.tokens, True)
     named = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     config = {
-        "architectures": [ORIGINAL],
+        "architectures": [EAGLE_ARCHITECTURE],
         **file.config,
         "draft_vocab_size": len(file.tensors["lm_head.weight"]),
         "target_hidden_size": options.target_size,

@@ -42,6 +42,7 @@ from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.files import cache_folder, sync
 from sakiyomi.core.memory import readable
+from sakiyomi.core.model_folder import PACKED_FILE
 from sakiyomi.kernels.native import PARTS, PackedLinear, PackedWeights, can_pack
 from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.kernels.quantization import QuantizationReport
@@ -69,7 +70,7 @@ __all__ = [
 
 logger = logging.getLogger("sakiyomi")
 FORMAT = 2
-ABOUT, WEIGHTS = "sakiyomi.json", "packed.safetensors"
+ABOUT, WEIGHTS = PACKED_FILE, "packed.safetensors"
 REMEDY = "load the model itself with quantize, which packs it anew"
 PIECE = 1 << 18  # bytes that are read, and hashed, at once
 _SAMPLES = 32  # places of a weight file that are compared
