@@ -9,13 +9,18 @@ import io
 import json
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from processes import own_environment
@@ -181,7 +186,10 @@ WRONG = [
     (["bench", "--draft", "model:./nofolder"], "there is no folder './nofolder'"),
     (["tune", "medusa", "./nofolder"], "there is no folder './nofolder' with heads"),
     (["train", "draft", "--target", "./nofolder", "--text", "x.txt", "--out", "out"], "no folder './nofolder'"),
-    (["train", "draft", "--target", "tales", "--text", "./missing.txt", "--out", "out"], "there is no file 'missing.txt'"),
+    (
+        ["train", "draft", "--target", "tales", "--text", "missing.txt", "--out", "out"],
+        "no file 'missing.txt'",
+    ),
 ]
 
 
@@ -191,6 +199,7 @@ def test_what_is_wrong_is_refused_before_torch_is_imported(tmp_path: Path) -> No
     cases = [[str(tmp_path / "empty") if word == "EMPTY" else word for word in words] for words, _ in WRONG]
     code = f"""
 import sys, json, time
+from typer.main import get_command
 from typer.testing import CliRunner
 from sakiyomi.cli import app
 runner, found = CliRunner(), []
@@ -512,3 +521,67 @@ def test_a_limit_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, error: E
     result = runner.invoke(app, ["generate", "Once"])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: the command ran out of memory; ") and len(result.stderr.splitlines()) == 1
+
+
+# ---------------------------------------------------------------- help, completion, settings
+
+
+def commands(command: Any, name: str = "sakiyomi") -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for own, below in getattr(command, "commands", {}).items():
+        yield from commands(below, f"{name} {own}")
+
+
+def test_each_command_ends_with_an_example_that_it_takes() -> None:
+    whole = get_command(app)
+    for name, command in commands(whole):
+        if name.split()[1:] in (["memory"], ["cache"], ["export"]):
+            continue  # they hold others and do nothing themselves
+        example = (command.epilog or "").removeprefix("Example: ")
+        assert example.startswith(name if name != "sakiyomi train" else "sakiyomi"), name
+        if name == "sakiyomi":
+            continue
+        words = shlex.split(example)[1:]
+        at, context = whole, None
+        while words and words[0] in getattr(at, "commands", {}):
+            at, word = at.commands[words[0]], words.pop(0)
+            context = typer.Context(at, info_name=word, parent=context)
+        at.make_context(name, words, parent=context)
+
+
+def test_basics_come_first_and_every_section_has_a_name() -> None:
+    text = flags_of("generate")
+    assert text.index("Basics:") < text.index("Model and machine:") < text.index("Sampling and speculation:")
+    assert text.index("--max-new-tokens") < text.index("--kv-budget")
+    assert "--target, --model" in flags_of("train", "draft")
+
+
+def test_a_file_and_the_environment_set_what_flags_set(
+    tmp_path: Path, pair: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file serves several commands: what only another one has is left alone, what none has is refused."""
+    file = tmp_path / "sakiyomi.toml"
+    file.write_text('max_new_tokens = 3\nport = 9000\nlogit_bias = ["17=-2.5"]\n')
+    run = ["generate", "Once", *pair, "--json", "--config", str(file)]
+    tokens = [json.loads(runner.invoke(app, run).stdout.splitlines()[-1])["generations"][0]["token_ids"]]
+    monkeypatch.setenv("SAKIYOMI_MAX_NEW_TOKENS", "5")
+    tokens.append(json.loads(runner.invoke(app, run).stdout.splitlines()[-1])["generations"][0]["token_ids"])
+    run += ["--max-new-tokens", "2"]
+    tokens.append(json.loads(runner.invoke(app, run).stdout.splitlines()[-1])["generations"][0]["token_ids"])
+    assert [len(text) for text in tokens] == [3, 5, 2]
+    file.write_text("max_new_token = 3\n")
+    assert "did you mean 'max_new_tokens'?" in runner.invoke(app, run).stderr
+    monkeypatch.setenv("SAKIYOMI_TOKENS", "some")
+    assert "SAKIYOMI_TOKENS is 'some'" in runner.invoke(app, ["train", "draft"]).stderr
+
+
+def test_shells_complete_commands() -> None:
+    environment = own_environment() | {
+        "_SAKIYOMI_COMPLETE": "complete_bash",
+        "COMP_WORDS": "sakiyomi ge",
+        "COMP_CWORD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "sakiyomi"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["generate"]

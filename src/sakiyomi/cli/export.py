@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.cli.common import JsonOption
-from sakiyomi.cli.output import progress, quiet, say
+from sakiyomi.cli.output import progress, say
 from sakiyomi.core.errors import InputError
 
 
@@ -36,11 +36,12 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
     """Write Medusa heads in the format of another tool.
 
     Any of the three formats is read and written.
+
+    Example: sakiyomi export medusa tales-medusa OUT_FOLDER
     """
     if options.format == "merged" and options.target is None:
         raise InputError("format merged holds the target too; give it with --target")
     with progress("reading"):
-        quiet()
         from sakiyomi.core.embedded import folder_of
         from sakiyomi.drafters.medusa_heads.backbone import check_heads
         from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sakiyomi.core.outputs import RoundTrace
     from sakiyomi.evaluation.predictions import Prediction
 
+GAMMA, NODES = 4, 12  # of trees, where none are asked for
 WIDE = 1000  # columns: a deep tree is wrapped by the terminal, not cut
 
 
@@ -43,6 +45,8 @@ def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output:
 
     The tree of a round: each token with p, the target's probability, and q, its drafter's; the accepted path, the
     token that was rejected after it, and the target's own token.
+
+    Example: sakiyomi tree "Once upon a time" --gamma 4
     """
     at_least(options, rounds=1)
     if options.top < 0:
@@ -55,6 +59,8 @@ def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output:
     llm = load(model)
     if llm.draft is None:
         raise InputError("without a draft there is no tree; give one, for instance --draft suffix or model:FOLDER")
+    if params.gamma == params.nodes == "auto" and params.tree == "auto":
+        params = dataclasses.replace(params, gamma=GAMMA, nodes=NODES)  # whether or not drafting pays here
     tokens = llm.tokenizer(options.prompt)["input_ids"] if options.prompt else []
     with progress("generating"):
         result = llm.generate(options.prompt, params, rounds_trace=True)
@@ -103,8 +109,8 @@ def _show_rounds(rounds: Sequence[RoundTrace], text: Any, passes: int) -> None:
     console = stdout()
     if not rounds:
         console.print(
-            f"no draft tokens were proposed in {passes} rounds: by the measured costs speculation does not pay here; "
-            "--gamma 4 forces it"
+            f"no draft tokens were proposed in {passes} rounds: the drafter found nothing to propose; another one "
+            "does, for instance --draft self-int8 (the model itself in 8 bits) or --draft model:FOLDER"
         )
     for traced in rounds:
         console.print()

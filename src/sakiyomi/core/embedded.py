@@ -14,10 +14,12 @@ __all__ = [
     "DRAFTS",
     "EMBEDDED",
     "EMBEDDED_ROOT",
+    "FREE_DRAFT",
     "HEADS",
     "MEDUSA_HEADS",
     "embedded",
     "folder_of",
+    "in_package",
     "is_embedded_name",
 ]
 
@@ -31,6 +33,8 @@ DEFAULT = "tales"
 """The target of commands and measurements that are given no other one."""
 DRAFTS = {"tales": "tales-draft"}
 """Of embedded targets: the draft model that was distilled from each."""
+FREE_DRAFT = "suffix+prompt-lookup"
+"""Of other targets: drafters from the text itself, which need no training and propose where it repeats itself."""
 MEDUSA_HEADS = {"tales": "tales-medusa"}
 """Of embedded targets: the Medusa heads that were trained on each."""
 
@@ -77,6 +81,11 @@ def folder_of(name: str) -> Path:
     trained = path / "model"
     run = (trained / "config.json").is_file() and not (path / "config.json").is_file()
     return trained if run else path
+
+
+def in_package(folder: Path) -> bool:
+    """Whether a folder is part of the installed package, where nothing is written: it may be anybody's."""
+    return EMBEDDED_ROOT in folder.resolve().parents
 
 
 def is_embedded_name(name: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sakiyomi.core.draft_specs import FORMS, number, split_spec
-from sakiyomi.core.embedded import DRAFTS
+from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter, Rule
@@ -210,13 +210,14 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
 def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, strict: bool = False) -> Drafter | None:
     """One drafter from what ``parse_drafters`` returned: several are merged; None for "none".
 
-    "auto" is the draft that belongs to an embedded target, and "none" for other targets. ``strict``: a fault of one of
-    several drafters is raised.
+    "auto" is the draft that belongs to an embedded target, and ``FREE_DRAFT`` for other targets. ``strict``: a fault of
+    one of several drafters is raised.
 
     Raises:
         InputError: its model or file cannot be used beside this target.
     """
-    made = [made for part in parts if (made := _one(part, around)) is not None]
+    specs = [spec for part in parts for spec in (_known(around) if part == "auto" else [part])]
+    made = [made for part in specs if (made := _one(part, around)) is not None]
     if len(made) < 2:
         return made[0] if made else None
     taken: set[str] = set()
@@ -229,12 +230,15 @@ def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, stri
     return MergedDrafter(made, strict=strict)
 
 
+def _known(around: DrafterContext) -> list[str | Drafter]:
+    """What "auto" stands for: the draft of an embedded target, else drafters from the text itself."""
+    known = DRAFTS.get(around.target.name)
+    return [*split_spec(FREE_DRAFT if known is None else f"model:{known}")]
+
+
 def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
     if not isinstance(spec, str):
         return spec
-    if spec == "auto":
-        known = DRAFTS.get(around.target.name)
-        spec = "none" if known is None else f"model:{known}"
     kind, _, argument = spec.partition(":")
     if kind == "none":
         return None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
-from sakiyomi.core.embedded import is_embedded_name
+from sakiyomi.core.embedded import in_package
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.hub import fetch
 from sakiyomi.core.memory import require_bytes
@@ -144,7 +144,7 @@ def load_model(
 
     gguf = gguf_file(name)
     folder = gguf.parent if gguf is not None else local_folder(name)
-    own = gguf is None and folder is not None and not is_embedded_name(name)
+    own = gguf is None and folder is not None and not in_package(folder)
     recorded = recorded and place.type == "cpu" and not (offloaded or gguf or trust_remote_code or allow_pickle)
     if folder is None:
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)

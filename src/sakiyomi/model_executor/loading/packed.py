@@ -6,7 +6,8 @@
     sakiyomi.json                 format, layers, siblings, shapes of the cache, what quantization changed, the source
 
 The folder is written beside the model's own (``<model>/sakiyomi-int8-bfloat16``), or into the cache folder where the
-model came from the hub or with the package. It is written under another name first, so that it is whole or not there.
+model came from the hub or is part of the package, by its name or by its path. It is written under another name first,
+so that it is whole or not there.
 It can be moved, and loaded as a target by itself.
 """
 
