@@ -585,3 +585,47 @@ def test_shells_complete_commands() -> None:
         [sys.executable, "-m", "sakiyomi"], env=environment, capture_output=True, text=True, check=False
     )
     assert done.stdout.split() == ["generate"]
+
+
+def test_no_line_of_other_libraries() -> None:
+    """Importing torchao, as transformers does, writes four lines where nobody asks for silence."""
+    code = "from sakiyomi.cli.output import quiet\nquiet()\nimport torchao.quantization, transformers.quantizers"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=own_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+
+
+def test_a_card_is_a_page_and_a_file(models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "here"
+    arguments = ["bench", "card", str(models / "target"), "--out", str(out), "--count", "2", "--max-new-tokens", "24"]
+    result = runner.invoke(app, [*arguments, "--repeats", "1", "--draft", f"model:{models / 'draft'}", "--json"])
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout.splitlines()[-1])
+    lines = {line["name"]: line for line in value["row"]["lines"]}
+    assert list(lines) == [
+        "transformers plain",
+        "transformers assisted",
+        "sakiyomi plain",
+        "sakiyomi, draft model",
+    ]
+    assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines.values())
+    assert lines["sakiyomi, draft model"]["acceptance_rate"] == 1.0  # the draft is the target
+    assert any("llama.cpp is left out" in note for note in value["row"]["notes"])
+    page = out.with_suffix(".md").read_text()
+    assert "instruction sets" in page and "| sakiyomi plain |" in page and page in result.stdout
+    written = json.loads(out.with_suffix(".json").read_text())
+    assert written["row"] == value["row"] and written["model"]["parameters"] > 0
+    refused = runner.invoke(app, [*arguments, "--target", "x"])
+    assert refused.exit_code == 2, "the target is named by its place"
+
+
+def test_bench_without_rows_is_one_table(models: Path) -> None:
+    """Also for a target that no draft model belongs to."""
+    arguments = ["bench", "--target", str(models / "target"), "--count", "1", "--repeats", "1", "--no-compile"]
+    result = runner.invoke(app, [*arguments, "--max-new-tokens", "24", "--json"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert row["row"] == "minute"
+    assert [line["name"] for line in row["lines"]][:2] == ["transformers plain", "sakiyomi plain"]
+    assert row["lines"][-1]["equal"] and row["lines"][-1]["name"].startswith("sakiyomi, draft")
