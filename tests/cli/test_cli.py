@@ -308,7 +308,11 @@ def test_streamed_or_not_each_prompt_has_its_own_seed(pair: list[str]) -> None:
 
 def test_a_model_without_a_known_draft_gets_a_hint(models: Path) -> None:
     base = ["generate", "Once", "--target", str(models / "target"), "--compile", "false", "--max-new-tokens", "4"]
-    assert "no draft is known" in runner.invoke(app, base).stderr
+    said = runner.invoke(app, base).stderr
+    assert "suffix+prompt-lookup drafts" in said and "sakiyomi tune" in said and "train draft" in said
+    assert re.search(r"4 tokens, \d+ tokens/s, .* draft suffix\+prompt-lookup\n$", said)
+    spec = f"model:{models / 'draft'}"
+    assert runner.invoke(app, [*base, "--draft", spec]).stderr.endswith(f"; draft {spec}\n")
     said = runner.invoke(app, [*base, "--draft", "none"]).stderr
     assert re.fullmatch(r"4 tokens, \d+ tokens/s, without a draft\n", said)
 
@@ -610,7 +614,7 @@ def test_a_card_is_a_page_and_a_file(models: Path, tmp_path: Path) -> None:
         "sakiyomi, draft model",
     ]
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines.values())
-    assert lines["sakiyomi, draft model"]["acceptance_rate"] == 1.0  # the draft is the target
+    assert lines["sakiyomi, draft model"]["tau"] > 1.5  # the draft is the target
     assert any("llama.cpp is left out" in note for note in value["row"]["notes"])
     page = out.with_suffix(".md").read_text()
     assert "instruction sets" in page and "| sakiyomi plain |" in page and page in result.stdout

@@ -22,6 +22,8 @@ TARGET, DRAFT = DEFAULT, f"model:{DRAFTS[DEFAULT]}"
 PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"
 STORY_UNTIL, KERNELS_UNTIL, TABLE_UNTIL = 20.0, 24.0, 46.0
 """Seconds after the start: the story is cut, kernels are waited for, and laps are added to the table, at the latest."""
+STORY_LEAST = 6.0
+"""Seconds that the story has all the same, once it has begun."""
 LAP_COST = 34.0
 """Time of a warm-up and a lap of all four ways, a token of text, in that of a token of the story; a rough guess."""
 SHORTEST, LONGEST = 8, 64
@@ -85,7 +87,7 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
     story, first = _story(llm, options.prompt, params, began)
     tokens = sum(len(step.token_ids) for step in story)
     speed, stats = tokens / max(time.time() - first, 1e-9), story[-1].stats
-    cut = "" if stats is not None else f"; cut at {STORY_UNTIL:.0f} s, as this machine is busy"
+    cut = "" if stats is not None else "; cut short, as this machine is busy"
     say(
         f"{tokens} tokens, {tokens / len(story):.2f} per target pass, {speed:.0f} tokens/s; first token "
         f"{first - began:.1f} s after the start{cut}"
@@ -118,7 +120,7 @@ def _story(llm: LLM, prompt: str, params: SamplingParams, began: float) -> tuple
         for step in stream:
             steps.append(step)
             yield step
-            if time.time() - began > STORY_UNTIL:
+            if time.time() > max(began + STORY_UNTIL, first + STORY_LEAST):
                 return
 
     write(stdout(), prompt)
@@ -132,8 +134,6 @@ def _table(llm: LLM, config: BenchConfig, began: float, speed: float) -> dict[st
 
     On stderr what is waited for.
     """
-    from sakiyomi.evaluation.bench.report import condition_line
-
     with progress("recording passes") as status:
         llm.wait(max(0.0, KERNELS_UNTIL - (time.time() - began)))
         tokens = int((TABLE_UNTIL - (time.time() - began)) * speed / LAP_COST)
@@ -143,6 +143,8 @@ def _table(llm: LLM, config: BenchConfig, began: float, speed: float) -> dict[st
         count = 2 if tokens >= 2 * LONGEST else 1
         config = replace(config, count=count, max_new_tokens=min(tokens // count, LONGEST))
         row = _measure(llm, config, began, status.update)
+    from sakiyomi.evaluation.bench.report import condition_line
+
     say("")
     table(row.lines, title=row.title)
     say(*(f"  {line}" for line in (*row.notes, condition_line(row.conditions))))

@@ -51,7 +51,8 @@ def config_flag(kinds: Mapping[str, Any]) -> inspect.Parameter:
         except (OSError, ValueError) as error:
             raise LoadError(f"the configuration {path!r} cannot be read ({error}); expected a TOML file") from None
         if wrong := [name for name in values if name not in _known]:
-            near = difflib.get_close_matches(wrong[0].replace("-", "_"), (*kinds, *_known), 1)
+            name = wrong[0].replace("-", "_")
+            near = difflib.get_close_matches(name, kinds, 1) or difflib.get_close_matches(name, _known, 1, cutoff=0.8)
             known = f"did you mean {near[0]!r}? " if near else ""
             raise InputError(f"{path!r} sets {wrong[0]!r}; {known}known names: {', '.join(kinds)}")
         own = {name: value for name, value in values.items() if name in kinds}

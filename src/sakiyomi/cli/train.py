@@ -192,8 +192,8 @@ EXAMPLES = {
     "eagle": "--target FOLDER --text stories.jsonl --out my-head --minutes 40",
     "retaining": "--target FOLDER --data answers.jsonl --out my-retaining-heads",
     "lococo": "--target FOLDER --data answers.jsonl --out my-convolutions",
-    "distill-data": "--target FOLDER --text prompts.jsonl --out answers.jsonl",
-    "ngram": "--target FOLDER --text notes.txt --out notes.ngram",
+    "distill-data": "--target FOLDER --data prompts.jsonl --out answers.jsonl",
+    "ngram": "--target FOLDER --text notes.txt --out notes.safetensors",
     "retriever": "--text stories.jsonl --out my-retriever --minutes 60",
 }
 for _name, (_config, _help) in RECIPES.items():

@@ -64,13 +64,13 @@ def number(read: Callable[[str], N], argument: str, kind: str, wanted: str) -> N
         raise InputError(f'draft "{kind}:{argument}" {wanted}') from None
 
 
-def _folder(what: str) -> Callable[[str, str], object]:
+def _folder(short: str, what: str) -> Callable[[str, str], object]:
     def check(kind: str, argument: str) -> None:
         if not argument:
-            raise InputError(f'draft "{kind}:" names no {what}; write {kind}:<folder>')
+            raise InputError(f'draft "{kind}:" names no {short}; write {kind}:<folder>')
         folder = folder_of(argument)
         if not folder.is_dir():
-            raise LoadError(f"there is no folder {str(folder)!r} with {what}; check the path")
+            raise LoadError(f"there is {what} in {str(folder)!r}, as there is no such folder; check the path")
 
     return check
 
@@ -108,9 +108,9 @@ def _rate(kind: str, argument: str) -> None:
 
 FORMS = {
     "model": Form(":<path or id>", _model),
-    "medusa": Form(":<heads>", _folder("Medusa heads")),
-    "eagle": Form(":<head>", _folder("an EAGLE head")),
-    "block": Form(":<block drafter>", _folder("a block drafter")),
+    "medusa": Form(":<heads>", _folder("heads", "no set of Medusa heads")),
+    "eagle": Form(":<head>", _folder("head", "no EAGLE head")),
+    "block": Form(":<block drafter>", _folder("drafter", "no block drafter")),
     "mtp": Form("", _nothing),
     "self-int8": Form("", _nothing),
     "self-evicted": Form("[:<pairs of a head>]", _pairs),
