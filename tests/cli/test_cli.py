@@ -236,6 +236,8 @@ def test_tree_draws_a_round(pair: list[str]) -> None:
     assert "(next)" in drawn.stdout
     deep = runner.invoke(app, ["tree", "Once", *pair, "--gamma", "30", "--nodes", "30", "--max-new-tokens", "40"])
     assert "(bonus)" in deep.stdout or "(recovered)" in deep.stdout, "a line wider than a terminal was cut"
+    unasked = runner.invoke(app, ["tree", "Once upon a time", *pair, "--max-new-tokens", "12"])
+    assert "round 1: 12 nodes" in unasked.stdout, "whether or not it pays here"
     result = runner.invoke(app, [*arguments, "--json", "--top", "2"])
     shown = json.loads(result.stdout.splitlines()[-1])
     assert [place["text"] for place in shown["places"]][-1] is None

@@ -34,7 +34,7 @@ __all__ = ["card", "minute"]
 FORMAT = 1
 LAPS_UNTIL = 40.0
 """Seconds after which no further lap begins."""
-_SHOWN = ("name", "tokens_per_second", "ratio", "tau", "acceptance_rate", "kv_bytes", "equal")
+_SHOWN = ("name", "tokens_per_second", "low", "high", "ratio", "tau", "acceptance_rate", "kv_bytes", "equal")
 
 
 def minute(row: PairRow) -> Row:
