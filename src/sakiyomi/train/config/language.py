@@ -177,7 +177,7 @@ class DraftConfig(TaughtConfig):
 
     loop: LoopConfig = field(
         default=LoopConfig(
-            minutes=15.0, decay_share=0.5, row_tokens=(256,), step_tokens=2048, eval_minutes=3.0, compile=False
+            minutes=15.0, decay_share=0.5, row_tokens=(256,), step_tokens=1024, eval_minutes=3.0, compile=False
         )
     )
     init: str = setting(
@@ -190,7 +190,7 @@ class DraftConfig(TaughtConfig):
         64, "The target's likeliest tokens kept as labels of a position; one bucket holds the rest.", least=1
     )
     label_share: float = setting(
-        0.5,
+        0.2,
         "Most of the time that goes to labels, which a large target takes long to make; rows without learn the text "
         "itself. With --tokens all rows have labels.",
         least=0,
