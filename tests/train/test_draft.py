@@ -441,3 +441,17 @@ def test_the_count_is_the_engines(tmp_path: Path) -> None:
     stopped = [result for result in compare(frozenset({end})) if result.finish_reason == "stop"]
     assert any(result.trace[-1].status == "accepted" for result in stopped)
     assert any(result.trace[-1].status != "accepted" for result in stopped)
+
+
+def test_compiling_before_the_clock_starts_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch that is compiled with comes again, and so do the random numbers."""
+    target, runs = tiny_target(tmp_path), []
+    for place in ("train.draft", "train.loop"):
+        monkeypatch.setattr(f"sakiyomi.{place}.compile_layers", lambda *_: None)
+    monkeypatch.setattr("sakiyomi.train.draft.compiled_loss", lambda loss, wanted: loss)
+    monkeypatch.setattr("sakiyomi.train.loop.compiler_found", lambda: True)
+    for compile in (False, True):
+        config = draft_config(tmp_path, target, out=str(tmp_path / str(compile)), samples=0, compile=compile)
+        train_draft(config)
+        runs.append(losses(config.loop.out))
+    assert runs[0] == runs[1]
