@@ -128,7 +128,8 @@ def _load(name: str) -> Train:
 
 
 def _parameter(flag: Flag) -> inspect.Parameter:
-    kind, default = _kind(flag), flag.default
+    kind: Any = _kind(flag)
+    default = flag.default
     if get_origin(kind) is list:
         default = list(default)
     name = "--" + flag.name.replace("_", "-")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +79,11 @@ def told_by(config: DraftConfig, held_out: Mapping[str, Continuations], reporter
         llm = LLM(config.target, draft=f"model:{model_folder(config)}", compile=config.loop.compile or "auto")
     except SakiyomiError as error:
         return {"verdict": f"the pair does not run here: {error}"}
-    plain, params = EngineView(llm), SamplingParams(max_new_tokens=MEASURED_TOKENS)
+    ways: tuple[Callable[..., Any], ...] = (EngineView(llm).generate, llm.generate)
+    params = SamplingParams(max_new_tokens=MEASURED_TOKENS)
     seconds, tokens, passes = [0.0, 0.0], 0, 0.0
     for lap in range(-1, len(prompts)):  # the first one warms up
-        for way, run in enumerate((plain.generate, llm.generate)):
+        for way, run in enumerate(ways):
             began = time.perf_counter()
             done = run([prompts[max(lap, 0)]], params)[0]
             if lap >= 0:
