@@ -165,6 +165,8 @@ class DraftSizes(LlamaSizes):
     def __post_init__(self) -> None:
         if self.hidden and self.heads:
             super().__post_init__()
+        else:
+            Group.__post_init__(self)  # what is given has its range all the same
 
 
 @dataclass(frozen=True, kw_only=True)
