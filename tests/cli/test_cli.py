@@ -9,13 +9,18 @@ import io
 import json
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from processes import own_environment
@@ -23,7 +28,9 @@ from sakiyomi import LLM, SamplingParams, __version__
 from sakiyomi.cli import app
 from sakiyomi.cli.common import flag_help, parsed
 from sakiyomi.cli.output import TokenPainter, legend
+from sakiyomi.core.draft_specs import FORMS
 from sakiyomi.core.outputs import TokenTrace
+from sakiyomi.drafters import DRAFTERS
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.engine.llm import LLM as Engine
 from toys import save_model, tiny_llama, tiny_tokenizer
@@ -137,7 +144,7 @@ def test_the_page_of_commands_is_current() -> None:
         (["generate", "--file", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
         (["bench", "--rows", "nonesuch"], 2, "there is no row 'nonesuch'"),
         (["bench", "--repeats", "0"], 2, "repeats is 0"),
-        (["bench", "--target", "/nowhere/at/all"], 2, "draft model"),
+        (["bench", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
         (["bench", "--dtype", "int3"], 2, "dtype is 'int3'"),
         (["bench", "--prompts", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
         (["bench", "--rows", "compiling", "--no-compile"], 2, "compile is off"),
@@ -164,15 +171,56 @@ def test_errors_are_one_clear_line(models: Path, arguments: list[str], code: int
         assert len(result.stderr.splitlines()) == 1
 
 
-def test_empty_prompt_is_refused(models: Path) -> None:
-    """With the remedy: where the tokenizer has a begin token, it may be given as such."""
-    for more, remedy in (
-        (["--target", str(models / "target")], "one word"),
-        ([], "begin token to let the model choose: [0]"),
-    ):
-        result = runner.invoke(app, ["generate", "", "--compile", "false", *more])
-        assert result.exit_code == 2
-        assert "the prompt '' is empty" in result.stderr and remedy in result.stderr.replace("\n", " ")
+WRONG = [
+    (["generate", "x", "--target", "./nofolder"], "there is no folder './nofolder'"),
+    (["generate", "x", "--target", "missing.gguf"], "there is no file 'missing.gguf'"),
+    (["generate", "x", "--target", "EMPTY"], "no config.json in"),
+    (["generate", "x", "--draft", "foo"], "unknown draft 'foo'"),
+    (["generate", "x", "--draft", "model:./nofolder"], "there is no folder './nofolder'"),
+    (["generate", "x", "--draft", "early-exit:some"], "early-exit:<layers to run>"),
+    (["generate", "x", "--dtype", "int3"], "dtype is 'int3'"),
+    (["generate", "x", "--device", "tpu"], "device is 'tpu'"),
+    (["generate", ""], "the prompt '' is empty; give at least one word"),
+    (["tree", ""], "the prompt '' is empty"),
+    (["serve", "--target", "./nofolder"], "there is no folder './nofolder'"),
+    (["bench", "--draft", "model:./nofolder"], "there is no folder './nofolder'"),
+    (["tune", "medusa", "./nofolder"], "there is no folder './nofolder' with heads"),
+    (["train", "draft", "--target", "./nofolder", "--text", "x.txt", "--out", "out"], "no folder './nofolder'"),
+    (
+        ["train", "draft", "--target", "tales", "--text", "missing.txt", "--out", "out"],
+        "no file 'missing.txt'",
+    ),
+]
+
+
+def test_what_is_wrong_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """All in one process, which would keep torch from then on: so none of them has imported it."""
+    (tmp_path / "empty").mkdir()
+    cases = [[str(tmp_path / "empty") if word == "EMPTY" else word for word in words] for words, _ in WRONG]
+    code = f"""
+import sys, json, time
+from typer.main import get_command
+from typer.testing import CliRunner
+from sakiyomi.cli import app
+runner, found = CliRunner(), []
+for words in {cases!r}:
+    done = runner.invoke(app, words)
+    found.append([done.exit_code, done.stderr, "torch" in sys.modules])
+print(json.dumps([found, time.process_time()]))
+"""
+    environment = own_environment() | {"HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    found, seconds = json.loads(run.stdout.splitlines()[-1])
+    for (words, message), (code, said, torch) in zip(WRONG, found, strict=True):
+        assert code in (1, 2) and message in said and not torch, (words, code, said)
+        assert said.startswith("error: ") and len(said.splitlines()) == 1, said
+    assert seconds < 2.0  # of the processor, for all of them; one takes .5
+
+
+def test_drafters_have_their_forms() -> None:
+    assert list(DRAFTERS) == list(FORMS)
 
 
 # ---------------------------------------------------------------- generate
@@ -188,6 +236,8 @@ def test_tree_draws_a_round(pair: list[str]) -> None:
     assert "(next)" in drawn.stdout
     deep = runner.invoke(app, ["tree", "Once", *pair, "--gamma", "30", "--nodes", "30", "--max-new-tokens", "40"])
     assert "(bonus)" in deep.stdout or "(recovered)" in deep.stdout, "a line wider than a terminal was cut"
+    unasked = runner.invoke(app, ["tree", "Once upon a time", *pair, "--max-new-tokens", "12"])
+    assert "round 1: 12 nodes" in unasked.stdout, "whether or not it pays here"
     result = runner.invoke(app, [*arguments, "--json", "--top", "2"])
     shown = json.loads(result.stdout.splitlines()[-1])
     assert [place["text"] for place in shown["places"]][-1] is None
@@ -278,7 +328,11 @@ def test_streamed_or_not_each_prompt_has_its_own_seed(pair: list[str]) -> None:
 
 def test_a_model_without_a_known_draft_gets_a_hint(models: Path) -> None:
     base = ["generate", "Once", "--target", str(models / "target"), "--compile", "false", "--max-new-tokens", "4"]
-    assert "no draft is known" in runner.invoke(app, base).stderr
+    said = runner.invoke(app, base).stderr
+    assert "suffix+prompt-lookup drafts" in said and "sakiyomi tune" in said and "train draft" in said
+    assert re.search(r"4 tokens, \d+ tokens/s, .* draft suffix\+prompt-lookup\n$", said)
+    spec = f"model:{models / 'draft'}"
+    assert runner.invoke(app, [*base, "--draft", spec]).stderr.endswith(f"; draft {spec}\n")
     said = runner.invoke(app, [*base, "--draft", "none"]).stderr
     assert re.fullmatch(r"4 tokens, \d+ tokens/s, without a draft\n", said)
 
@@ -491,3 +545,111 @@ def test_a_limit_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, error: E
     result = runner.invoke(app, ["generate", "Once"])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: the command ran out of memory; ") and len(result.stderr.splitlines()) == 1
+
+
+# ---------------------------------------------------------------- help, completion, settings
+
+
+def commands(command: Any, name: str = "sakiyomi") -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for own, below in getattr(command, "commands", {}).items():
+        yield from commands(below, f"{name} {own}")
+
+
+def test_each_command_ends_with_an_example_that_it_takes() -> None:
+    whole = get_command(app)
+    for name, command in commands(whole):
+        if name.split()[1:] in (["memory"], ["cache"], ["export"]):
+            continue  # they hold others and do nothing themselves
+        example = (command.epilog or "").removeprefix("Example: ")
+        assert example.startswith(name if name != "sakiyomi train" else "sakiyomi"), name
+        if name == "sakiyomi":
+            continue
+        words = shlex.split(example)[1:]
+        at, context = whole, None
+        while words and words[0] in getattr(at, "commands", {}):
+            at, word = at.commands[words[0]], words.pop(0)
+            context = typer.Context(at, info_name=word, parent=context)
+        at.make_context(name, words, parent=context)
+
+
+def test_basics_come_first_and_every_section_has_a_name() -> None:
+    text = flags_of("generate")
+    assert text.index("Basics:") < text.index("Model and machine:") < text.index("Sampling and speculation:")
+    assert text.index("--max-new-tokens") < text.index("--kv-budget")
+    assert "--target, --model" in flags_of("train", "draft")
+
+
+def test_a_file_and_the_environment_set_what_flags_set(
+    tmp_path: Path, pair: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file serves several commands: what only another one has is left alone, what none has is refused."""
+    file = tmp_path / "sakiyomi.toml"
+    file.write_text('max_new_tokens = 3\nport = 9000\nlogit_bias = ["17=-2.5"]\n')
+    run = ["generate", "Once", *pair, "--json", "--config", str(file)]
+    tokens = [json.loads(runner.invoke(app, run).stdout.splitlines()[-1])["generations"][0]["token_ids"]]
+    monkeypatch.setenv("SAKIYOMI_MAX_NEW_TOKENS", "5")
+    tokens.append(json.loads(runner.invoke(app, run).stdout.splitlines()[-1])["generations"][0]["token_ids"])
+    run += ["--max-new-tokens", "2"]
+    tokens.append(json.loads(runner.invoke(app, run).stdout.splitlines()[-1])["generations"][0]["token_ids"])
+    assert [len(text) for text in tokens] == [3, 5, 2]
+    file.write_text("max_new_token = 3\n")
+    assert "did you mean 'max_new_tokens'?" in runner.invoke(app, run).stderr
+    monkeypatch.setenv("SAKIYOMI_TOKENS", "some")
+    assert "SAKIYOMI_TOKENS is 'some'" in runner.invoke(app, ["train", "draft"]).stderr
+
+
+def test_shells_complete_commands() -> None:
+    environment = own_environment() | {
+        "_SAKIYOMI_COMPLETE": "complete_bash",
+        "COMP_WORDS": "sakiyomi ge",
+        "COMP_CWORD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "sakiyomi"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["generate"]
+
+
+def test_no_line_of_other_libraries() -> None:
+    """Importing torchao, as transformers does, writes four lines where nobody asks for silence."""
+    code = "from sakiyomi.cli.output import quiet\nquiet()\nimport torchao.quantization, transformers.quantizers"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=own_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+
+
+def test_a_card_is_a_page_and_a_file(models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "here"
+    arguments = ["bench", "card", str(models / "target"), "--out", str(out), "--count", "2", "--max-new-tokens", "24"]
+    result = runner.invoke(app, [*arguments, "--repeats", "1", "--draft", f"model:{models / 'draft'}", "--json"])
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout.splitlines()[-1])
+    lines = {line["name"]: line for line in value["row"]["lines"]}
+    assert list(lines) == [
+        "transformers plain",
+        "transformers assisted",
+        "sakiyomi plain",
+        "sakiyomi, draft model",
+    ]
+    assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines.values())
+    assert lines["sakiyomi, draft model"]["tau"] > 1.5  # the draft is the target
+    assert any("llama.cpp is left out" in note for note in value["row"]["notes"])
+    page = out.with_suffix(".md").read_text()
+    assert "instruction sets" in page and "| sakiyomi plain |" in page and page in result.stdout
+    written = json.loads(out.with_suffix(".json").read_text())
+    assert written["row"] == value["row"] and written["model"]["parameters"] > 0
+    refused = runner.invoke(app, [*arguments, "--target", "x"])
+    assert refused.exit_code == 2, "the target is named by its place"
+
+
+def test_bench_without_rows_is_one_table(models: Path) -> None:
+    """Also for a target that no draft model belongs to."""
+    arguments = ["bench", "--target", str(models / "target"), "--count", "1", "--repeats", "1", "--no-compile"]
+    result = runner.invoke(app, [*arguments, "--max-new-tokens", "24", "--json"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert row["row"] == "minute"
+    assert [line["name"] for line in row["lines"]][:2] == ["transformers plain", "sakiyomi plain"]
+    assert row["lines"][-1]["equal"] and row["lines"][-1]["name"].startswith("sakiyomi, draft")

@@ -279,6 +279,12 @@ def around() -> DrafterContext:
     return DrafterContext(loaded, None, V)
 
 
+def test_auto_is_a_free_drafter_where_no_draft_is_known() -> None:
+    drafter = make_drafter(["auto"], around())
+    assert drafter is not None and not drafter.runs_model
+    assert drafter.name == "suffix+prompt-lookup"
+
+
 def test_specs() -> None:
     for spec, name in (("prompt-lookup", "prompt-lookup"), ("prompt-lookup:3", "prompt-lookup"), ("suffix", "suffix")):
         drafter = make_drafter([spec], around())

@@ -561,7 +561,7 @@ def test_hub_id_offline(tmp_path: Path) -> None:
 
 
 def test_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sakiyomi.model_executor.loading import hub
+    from sakiyomi.core import hub
 
     class Silent:
         def model_info(self, *_: Any, **__: Any) -> None:

@@ -690,3 +690,14 @@ def test_experts_are_not_said_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_packed_model_that_does_not_fit(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: 1000)
     refused(MemoryLimitError, "the packed model", "1.0 kB are available", target=good / COPY)
+
+
+def test_nothing_is_written_into_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an embedded model is named by its path, or by a link to it."""
+    monkeypatch.setattr(packed, "cache_folder", lambda: tmp_path / "cache")
+    inside = embedded("tales-draft")
+    (tmp_path / "link").symlink_to(inside)
+    for name in ("tales-draft", inside, tmp_path / "link"):
+        load(name, quantize="int8")
+    assert not [path for path in inside.iterdir() if path.name.startswith("sakiyomi-")]
+    assert len(list((tmp_path / "cache" / "packed").iterdir())) in (1, 2)  # named by folder, and by link

@@ -577,7 +577,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
         ("port = 8000.5", "sets port = 8000.5; expected a whole number"),
         ("reuse = 1", "sets reuse = 1; expected true or false"),
         ("target = [1]", "sets target = [1]; expected a text"),
-        ('cors_origins = "http://a.example"', "expected a list"),
+        ("cors_origins = [1]", "expected a list"),
         ("max_n = 0", "max_n is 0"),
     ):
         file.write_text(text)
@@ -592,7 +592,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
         (
             "MAXQUEUE",
             "3",
-            "SAKIYOMI_MAXQUEUE is set, and is no setting of this command; did you mean SAKIYOMI_MAX_QUEUE?",
+            "SAKIYOMI_MAXQUEUE is set, and is no setting of any command; did you mean SAKIYOMI_MAX_QUEUE?",
         ),
     ):
         done = CliRunner().invoke(app, ["serve"], env={f"SAKIYOMI_{name}": text})

@@ -98,7 +98,7 @@ def test_train_draft_without_held_out_text_prints_alpha_and_the_speed_up(tmp_pat
         (["draft", "--out", "OUT/new", "--text", "TEXT", "--target", "OUT/none"], 1, "no folder 'OUT/none'"),
         (["draft", "--out", "OUT/new", "--text", "TEXT", "--target", "TINY", "--valid", "OUT/a"], 2, "NAME=FILE"),
         (["draft", "--out", "OUT/new", "--text", "TEXT", "--target", "TINY", "--valid", "a=typo.txt"], 1, "typo.txt"),
-        (["draft", "--out", "OUT/new", "--text", "TEXT", "--target", "TINY", "--heads", "0"], 2, "set --heads"),
+        (["draft", "--out", "OUT/new", "--text", "TEXT", "--target", "TINY", "--kv-heads", "0"], 2, "set --kv-heads"),
         (["draft", "--out", "TEXT", "--text", "TEXT", "--target", "TINY"], 2, "which is a file"),
         (["target", "--no-such-flag"], 2, "No such option"),
         (["draft", "--eval-tokens", "9"], 2, "No such option"),

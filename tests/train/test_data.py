@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.data import Library, TextSpec, encode_documents, excerpts, parse_text, read_documents
+from sakiyomi.train.data import Library, TextSpec, encode_documents, excerpts, parse_text, read_documents, split
 from sakiyomi.train.rows import FixedRows, Mixture, Rows, Stream
 from sakiyomi.train.tokenizer import END, train_tokenizer
 from train_toys import stories, story_file
@@ -30,6 +30,18 @@ def test_all_four_formats_are_read_and_normalised(tmp_path: Path) -> None:
     assert list(read_documents(tmp_path / "a.jsonl.gz")) == ["a\nb", "“c”"]
     assert list(read_documents(tmp_path / "a.txt")) == ["one\n\ntwo"]
     assert list(read_documents(tmp_path / "a.txt.gz")) == ["昔々"]
+
+
+def test_a_plain_text_is_split_into_documents() -> None:
+    stories = [f"Story {n}. " + "The fox ran. " * 20 for n in range(30)]
+    assert split("\n<|endoftext|>\n".join(stories)) == [story.strip() for story in stories]
+    for between in ("\n\n", "\n"):
+        found = split(between.join(stories) * 9)
+        assert len(found) >= 15
+        assert all("Story" in part for part in found)
+    assert split("one\n\ntwo") == ["one\n\ntwo"]
+    lines = "\n".join(f"Line {n} of a file without blank ones." for n in range(600))
+    assert len(split(lines)) >= 15 and "\n".join(split(lines)) == lines
 
 
 @pytest.mark.parametrize(

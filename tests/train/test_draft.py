@@ -15,18 +15,24 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sakiyomi import LLM, SamplingParams, theory
+from sakiyomi.core.draft_specs import split_spec
+from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.core.outputs import Generation
+from sakiyomi.core.preflight import check_drafts
 from sakiyomi.train import taught
 from sakiyomi.train.acceptance import continuations, distinct_ngrams, speculate
 from sakiyomi.train.checkpoint import load_checkpoint
+from sakiyomi.train.config.language import DraftSizes
 from sakiyomi.train.draft import train_draft
-from sakiyomi.train.expect import Speed, expected, given_speed
+from sakiyomi.train.expect import Speed, expected, given_speed, verdict
 from sakiyomi.train.labels import SoftLabels
-from sakiyomi.train.losses import distillation_loss
+from sakiyomi.train.llama import draft_sizes, new_llama
+from sakiyomi.train.losses import distillation_loss, next_token_loss
 from sakiyomi.train.samples import sample_continuations
 from sakiyomi.train.target import train_target
 from sakiyomi.train.taught import load_target
+from toys import tiny_tokenizer
 from train_toys import draft_config, losses, stop_at, stories, target_config, tiny_gpt2, tiny_target
 
 
@@ -68,7 +74,7 @@ def test_labels_are_the_targets_likeliest_tokens_and_are_kept(tmp_path: Path) ->
     model, _ = load_target(str(tiny_target(tmp_path)))
     labels = SoftLabels(model, top=5, limit_bytes=8 * 5 * 6)
     ids = torch.arange(16).view(2, 8)
-    tokens, probs = labels(ids)
+    tokens, probs = labels(ids, ids)
     expected = model(input_ids=ids).logits.float().softmax(-1).topk(5, dim=-1)
     assert torch.equal(tokens, expected.indices)
     assert torch.allclose(probs, expected.values, atol=1e-3)
@@ -77,11 +83,36 @@ def test_labels_are_the_targets_likeliest_tokens_and_are_kept(tmp_path: Path) ->
     hook = model.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(int(kwargs["input_ids"].any(dim=1).sum())), with_kwargs=True
     )
-    again = labels(ids)
+    again = labels(ids, ids)
     hook.remove()
     assert calls == [1]
     assert torch.equal(again[0], tokens)
     assert torch.equal(again[1], probs)
+
+
+def test_rows_without_time_for_labels_learn_the_text(tmp_path: Path) -> None:
+    """With the loss of the text's own next token, times 1 + greedy_weight."""
+    model, _ = load_target(str(tiny_target(tmp_path)))
+    labels = SoftLabels(model, top=5, limit_bytes=1 << 20, share=0.0)
+    ids = torch.arange(16 * 9).remainder(300).view(16, 9)
+    labels(ids[:4, :-1], ids[:4, 1:])  # some labels, without which there is nothing to compare the time with
+    tokens, probs = labels(ids[4:, :-1], ids[4:, 1:])
+    assert torch.equal(tokens[..., 0], ids[4:, 1:]) and torch.equal(probs.sum(-1), torch.ones(12, 8))
+    hidden, head = torch.randn(12, 8, 6), torch.randn(300, 6)
+    loss = distillation_loss(hidden, head, tokens, probs, 0.5)
+    assert torch.allclose(loss, 1.5 * next_token_loss(hidden, head, ids[4:, 1:]), rtol=1e-4)
+    assert not torch.equal(labels(ids[:4, :-1], ids[:4, 1:])[0][..., 0], ids[:4, 1:]), "known labels are used again"
+
+
+def test_a_draft_is_smaller_than_its_target(tmp_path: Path) -> None:
+    target, _ = load_target(str(tiny_target(tmp_path)))
+    whole = sum(weight.numel() for weight in target.parameters())
+    sizes = draft_sizes(DraftSizes(), target)
+    assert sizes.hidden <= target.config.hidden_size // 2 and sizes.layers < target.config.num_hidden_layers
+    draft = new_llama(sizes, tiny_tokenizer(), vocab=300, max_positions=64)
+    assert sum(weight.numel() for weight in draft.parameters()) < whole / 2
+    asked = draft_sizes(DraftSizes(hidden=48, heads=3, layers=2, intermediate=64), target)
+    assert (asked.hidden, asked.heads, asked.layers, asked.intermediate) == (48, 3, 2, 64)
 
 
 def test_samples_are_the_models_own_greedy_tokens_whatever_the_padding(tmp_path: Path) -> None:
@@ -133,7 +164,7 @@ def test_a_tiny_draft_from_end_to_end(tmp_path: Path) -> None:
     assert 0 <= measures["acceptance_rate"] <= 1
     model, tokenizer = load_target(summary["model"])
     assert model.config.vocab_size == 300
-    assert model.config.num_hidden_layers == 2
+    assert model.config.num_hidden_layers == 1, "half of the target's"
     assert tokenizer.eos_token_id == model.config.eos_token_id
     lines = Path(config.loop.out, "samples.jsonl").read_text().splitlines()
     assert len(lines) == config.sampling.samples
@@ -289,6 +320,18 @@ def test_a_target_of_another_architecture_and_measured_costs(tmp_path: Path) -> 
     assert 0 < values["expected_speedup_greedy"] < 5
     card = Path(summary["model"], "README.md").read_text()
     assert f"c): {summary['cost']:.3g}, measured on" in card
+    assert summary["measured"]["speedup"] > 0 and summary["verdict"] in card
+    assert f"--draft model:{tmp_path / 'draft'}" in summary["verdict"]
+    out = str(tmp_path / "draft")  # what was given with --out
+    assert folder_of(out) == Path(summary["model"]) and split_spec(out) == [f"model:{out}"]
+    check_drafts(f"model:{out}")
+
+
+@pytest.mark.parametrize(("speedup", "said"), [(1.4, "the draft pays"), (0.2, "not worth it")])
+def test_the_end_says_what_to_expect(tmp_path: Path, speedup: float, said: str) -> None:
+    measured = {"plain_tokens_per_second": 10.0, "tokens_per_second": 14.0, "speedup": speedup, "tau": 2.0, "texts": 8}
+    text = verdict(draft_config(tmp_path, tmp_path), measured)
+    assert said in text and f"{speedup:.2f} times, 2.00 tokens a pass" in text and "sakiyomi generate" in text
 
 
 def test_costs_that_cannot_be_measured_do_not_lose_the_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,3 +441,17 @@ def test_the_count_is_the_engines(tmp_path: Path) -> None:
     stopped = [result for result in compare(frozenset({end})) if result.finish_reason == "stop"]
     assert any(result.trace[-1].status == "accepted" for result in stopped)
     assert any(result.trace[-1].status != "accepted" for result in stopped)
+
+
+def test_compiling_before_the_clock_starts_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch that is compiled with comes again, and so do the random numbers."""
+    target, runs = tiny_target(tmp_path), []
+    for place in ("train.draft", "train.loop"):
+        monkeypatch.setattr(f"sakiyomi.{place}.compile_layers", lambda *_: None)
+    monkeypatch.setattr("sakiyomi.train.draft.compiled_loss", lambda loss, wanted: loss)
+    monkeypatch.setattr("sakiyomi.train.loop.compiler_found", lambda: True)
+    for compile in (False, True):
+        config = draft_config(tmp_path, target, out=str(tmp_path / str(compile)), samples=0, compile=compile)
+        train_draft(config)
+        runs.append(losses(config.loop.out))
+    assert runs[0] == runs[1]

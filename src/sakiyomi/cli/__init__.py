@@ -17,7 +17,6 @@ from dataclasses import MISSING
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from sakiyomi.cli import (
     audit,
@@ -39,16 +38,17 @@ from sakiyomi.cli import (
     tune,
 )
 from sakiyomi.cli.common import INTERRUPTED, add_command, add_group
+from sakiyomi.cli.help import SectionsGroup
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.memory import no_memory
 from sakiyomi.core.version import __version__
-from sakiyomi.server.config import ENVIRONMENT
 
 __all__ = ["app", "main"]
+EXAMPLE = 'Example: sakiyomi demo; then sakiyomi generate "Once upon a time" --model FOLDER'
 REMEDY = "close other programs, choose a smaller model, or, where the command has them, --quantize int4 or --offload"
 
 
-class _Group(TyperGroup):
+class _Group(SectionsGroup):
     """Turns every error that a user can cause into one line on stderr and its exit code."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -68,8 +68,8 @@ class _Group(TyperGroup):
             raise typer.Exit(short.exit_code) from None
 
 
-# Plain help, without boxes: it reads the same on a screen, in a pipe and in docs/cli.md.
-app = typer.Typer(name="sakiyomi", cls=_Group, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+# Plain help, in sections without boxes: it reads the same on a screen, in a pipe and in docs/cli.md.
+app = typer.Typer(name="sakiyomi", cls=_Group, no_args_is_help=True, rich_markup_mode=None, epilog=EXAMPLE)
 
 
 def _show_version(wanted: bool) -> None:
@@ -96,10 +96,10 @@ add_command(app, audit.audit)
 add_command(app, info.info)
 add_command(app, models.models)
 add_command(app, plan.plan)
-add_command(app, serve.serve, defaults={"max_batch": serve.MAX_BATCH}, environment=ENVIRONMENT)
+add_command(app, serve.serve, defaults={"max_batch": serve.MAX_BATCH})
 add_command(app, batch.batch, defaults={"max_batch": serve.MAX_BATCH})
 add_command(app, batch.run_batch, name="run-batch", defaults={"max_batch": serve.MAX_BATCH})
-_bench = add_group(app, "bench", bench.inflate, bench.long, bench.report, main=bench.bench)
+_bench = add_group(app, "bench", bench.card, bench.inflate, bench.long, bench.report, main=bench.bench)
 add_group(_bench, "spec", bench.compare, bench.merge, main=bench.spec)
 add_group(app, "memory", memory.show, memory.clear, help="What the draft suffix:FILE remembers of earlier requests.")
 _cache = add_group(app, "cache", help="Prompt caches: documents and system prompts that are prefilled once.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli.common import JsonOption
-from sakiyomi.cli.output import progress, quiet, say, table
+from sakiyomi.cli.output import progress, say, table
 from sakiyomi.core.checks import at_least
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.evaluation.audit.config import AuditConfig
@@ -42,6 +42,8 @@ def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: J
     Compares greedy text with transformers, and drafted with plain text, under the coupled rule sampled text too;
     --sampled tests the distribution under the other rules. With --quantize or an evicting cache everything is compared
     with plain text of the same target. Exit code 1 if a defect was found.
+
+    Example: sakiyomi audit --model FOLDER --draft model:DRAFT_FOLDER --sampled
     """
     at_least(asked, count=1)
     from sakiyomi.core.prompts import STORIES, read_prompts
@@ -50,7 +52,6 @@ def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: J
     with progress("loading") as status:
         from sakiyomi.evaluation.audit import audit as logic
 
-        quiet()
         values = dataclasses.asdict(model)
         report = logic.audit(
             target=values.pop("target"),

@@ -66,6 +66,8 @@ def batch(options: BatchOptions, model: LLMConfig, output: JsonOption) -> None:
     Replies have the order of the requests, each exactly once. A run that was interrupted or killed goes on where it was
     when the same command is given again. Exit code 1 if a request failed: its line says why. Requests that sample get a
     seed from their custom_id, unless they bring one, so that a text does not depend on when it is written.
+
+    Example: sakiyomi batch requests.jsonl replies.jsonl --model FOLDER
     """
     with server_packages():
         from sakiyomi.scale.batch import BatchFile
@@ -88,7 +90,10 @@ def batch(options: BatchOptions, model: LLMConfig, output: JsonOption) -> None:
 
 
 def run_batch(options: RunBatchOptions, model: LLMConfig, output: JsonOption) -> None:
-    """Answer a file of requests; `sakiyomi batch` with the flags of vLLM's run-batch."""
+    """Answer a file of requests; `sakiyomi batch` with the flags of vLLM's run-batch.
+
+    Example: sakiyomi run-batch -i requests.jsonl -o replies.jsonl --model FOLDER
+    """
     batch(BatchOptions(options.input_file, options.output_file), model, output)
 
 

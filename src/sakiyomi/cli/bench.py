@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sakiyomi.cli.common import JsonOption
-from sakiyomi.cli.output import note, progress, quiet, say
+from sakiyomi.cli.output import note, progress, say
 from sakiyomi.cli.rows import PlotOption, Started, measured, show
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import readable
-from sakiyomi.evaluation.bench.config import BenchConfig, InflateConfig, Note
+from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, InflateConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
@@ -33,6 +33,8 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     Interleaved laps, medians, equal outputs checked in the same run. Of our own contenders: draft, score and rest in
     ms a round; KV, keys and values of the largest pass; bw, what decoding passes of the target read, as a share of the
     memory's measured speed.
+
+    Example: sakiyomi bench --model FOLDER --draft model:DRAFT_FOLDER
     """
 
     def start(note: Note) -> Started:
@@ -52,6 +54,8 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
 
     Every system answers the same prompts: right answers, keys and values, peak memory, speed. Then how memory grows
     with the length; of books perplexity and agreement with the full cache; of turns one conversation that grows.
+
+    Example: sakiyomi bench long --model FOLDER
     """
 
     def start(note: Note) -> Started:
@@ -71,6 +75,8 @@ def spec(config: SpecConfig, picture: PlotOption, output: JsonOption) -> None:
     Greedy, one request at a time, everyone by turns on each question; every answer is compared with the plain one.
     Speed-ups are over plain decoding beside it, the prompt's pass included; decode is the speed-up behind the prompt,
     tau the mean accepted tokens.
+
+    Example: sakiyomi bench spec --model FOLDER --draft suffix
     """
 
     def start(note: Note) -> Started:
@@ -94,6 +100,8 @@ def compare(config: CompareConfig, output: JsonOption) -> None:
     """Put result files side by side.
 
     On the questions and drafters that all of them have: another machine, another version, other settings.
+
+    Example: sakiyomi bench spec compare here.json there.json
     """
     from sakiyomi.evaluation.bench.spec.results import Results
     from sakiyomi.evaluation.bench.spec.table import compared
@@ -110,6 +118,8 @@ def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
 
     Parts of one measurement: other questions, other drafters, the same settings and machine. With one file its table
     is shown again.
+
+    Example: sakiyomi bench spec merge a.json b.json
     """
     from sakiyomi.evaluation.bench.spec.plot import draw
     from sakiyomi.evaluation.bench.spec.results import Results, join
@@ -132,6 +142,8 @@ def report(config: ReportConfig, output: JsonOption) -> None:
     Time by model size and temperature, ranks, alpha by draft, trees, rounds, the formulas beside measured points,
     Medusa, accuracy by memory, predictions: one HTML page that needs no other file, and pictures. Numbers are kept; a
     run that was broken off goes on.
+
+    Example: sakiyomi bench report OUT_FOLDER --model FOLDER
     """
 
     def start(note: Note) -> Started:
@@ -148,16 +160,33 @@ def report(config: ReportConfig, output: JsonOption) -> None:
         raise
 
 
+def card(config: CardConfig, output: JsonOption) -> None:
+    """Measure a model on this machine, and write one page and one JSON file to send back.
+
+    Machine, speeds plain and with a draft, of transformers, and of llama.cpp where it is installed, whether all texts
+    are equal, acceptance.
+
+    Example: sakiyomi bench card FOLDER --draft model:DRAFT_FOLDER --out my-machine
+    """
+    with progress("loading") as status:
+        from sakiyomi.evaluation.bench.card import card as run
+
+        found = run(config, status.update)
+    say(Path(found["page"]).read_text(encoding="utf-8"), f"written: {found['page']} and {found['json']}")
+    output.emit(found)
+
+
 def inflate(config: InflateConfig, output: JsonOption) -> None:
     """Write a larger model that computes what a small one does.
 
     Real acceptance at a real size: new layers, heads and units are random inside and add nothing. It is checked before
     it is there.
+
+    Example: sakiyomi bench inflate large-tales --params 134M
     """
     with progress("loading") as status:
         from sakiyomi.evaluation.bench.inflate import inflate as run
 
-        quiet()
         found = run(config, status.update)
     say(
         f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "

@@ -30,6 +30,8 @@ def build(options: BuildOptions, model: LLMConfig, output: JsonOption) -> None:
     """Prefill a text, and keep its keys and values in a file.
 
     `generate --prefix OUT` continues from it. It needs the same target, cache, kv_budget and chunk_size.
+
+    Example: sakiyomi cache build handbook.txt handbook.safetensors --model FOLDER
     """
     path = Path(options.text).expanduser()
     try:
@@ -52,7 +54,10 @@ def build(options: BuildOptions, model: LLMConfig, output: JsonOption) -> None:
 
 
 def info(place: FileArgument, output: JsonOption) -> None:
-    """Show what a prompt cache holds, and how it was made."""
+    """Show what a prompt cache holds, and how it was made.
+
+    Example: sakiyomi cache info handbook.safetensors
+    """
     from sakiyomi.cache.prefix import read_about
 
     about, shapes = read_about(place.file)

@@ -44,6 +44,8 @@ def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output:
 
     Only the new tokens of each message are computed. Type /help for commands; Ctrl-C stops a reply, Ctrl-D leaves.
     From a pipe each line is a message.
+
+    Example: sakiyomi chat FOLDER --temperature 0.7
     """
     if options.name is not None:
         if model.target not in (LLMConfig.target, options.name):

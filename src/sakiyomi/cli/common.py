@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
+from sakiyomi.cli.help import Sections, SectionsGroup, panel, parts
 from sakiyomi.cli.output import emit_json, note, progress, quiet
-from sakiyomi.cli.settings import EXPECTED, config_flag, keyword
+from sakiyomi.cli.settings import ENVIRONMENT, EXPECTED, config_flag, keyword
+from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.preflight import check_settings
 
 if TYPE_CHECKING:
     from sakiyomi.core.outputs import Generation
@@ -28,11 +31,13 @@ if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
 __all__ = [
+    "ALIASES",
     "INTERRUPTED",
     "FileArgument",
     "JsonOption",
     "add_command",
     "add_group",
+    "draft_spec",
     "flag_help",
     "load",
     "parameters",
@@ -43,7 +48,7 @@ __all__ = [
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
-_ALIASES = {"target": ("--model",)}  # as other tools call it
+ALIASES = {"target": ("--model",)}  # as other tools call it
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,6 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
     with progress(f"loading {model.target}"):
         from sakiyomi.engine.llm import LLM
 
-        quiet()
         llm = LLM(**dataclasses.asdict(model))
     if llm.target.weights.quantization is not None:
         say(str(llm.target.weights.quantization))
@@ -90,12 +94,24 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
             if llm.draft is None
             else f"draft {found.draft}, gamma {found.gamma}: the result of sakiyomi tune"
         )
-    elif model.draft == "auto" and llm.draft is None:
+    elif model.draft == "auto" and llm.name not in DRAFTS:
         say(
-            f"no draft is known for {model.target}: generating without one; try --draft suffix, prompt-lookup or "
-            "self-int8, or --draft model:FOLDER with a small model of its tokenizer; sakiyomi tune finds the fastest"
+            f"no draft is known for {model.target}: {FREE_DRAFT} drafts where the text repeats itself, for free; "
+            "faster: sakiyomi tune, sakiyomi train draft, or --draft with a small model of its tokenizer, or heads"
         )
     return llm
+
+
+def draft_spec(llm: LLM, draft: str) -> str:
+    """What drafts, as ``--draft`` would name it.
+
+    Args:
+        llm: of the target.
+        draft: what was asked for.
+    """
+    if draft != "auto":
+        return draft
+    return llm.profile.draft if llm.profile is not None else DRAFTS.get(llm.name, FREE_DRAFT)
 
 
 @contextmanager
@@ -130,7 +146,6 @@ def add_command(
     *,
     name: str | None = "",
     defaults: Mapping[str, Any] | None = None,
-    environment: str | None = None,
 ) -> None:
     """Register a function as a command: its parameters are the groups of flags, its docstring is the help.
 
@@ -140,38 +155,38 @@ def add_command(
         name: of the command, by default the function's; None: it is what ``app`` does where none of its own commands is
             named.
         defaults: of this command, in the place of the fields' own.
-        environment: its flags may also be set by environment variables that begin so, and in a file (``--config``).
     """
     groups = [group for name, group in get_type_hints(run).items() if name != "return"]
 
     def body(ctx: typer.Context, **given: Any) -> None:
         given.pop("config", None)  # read before the others
         if ctx.invoked_subcommand is None:
-            run(*(_build(group, given) for group in groups))
+            made = [_build(group, given) for group in groups]
+            check_settings({name: value for group in made for name, value in vars(group).items()})
+            quiet()
+            run(*made)
         else:
             _refuse_flags(ctx, given)
 
     flags = [(group, field) for group in groups for field in _flags(group)]
-    found = [
-        _parameter(group, field, (defaults or {}).get(field.name, field.default), environment) for group, field in flags
-    ]
-    if environment is not None:
-        found.append(config_flag({field.name: _KINDS[str(field.type)][0] for _, field in flags}, environment))
+    found = [_parameter(group, field, (defaults or {}).get(field.name, field.default)) for group, field in flags]
+    found.append(config_flag({field.name: _KINDS[str(field.type)][0] for _, field in flags}))
     found.append(keyword("ctx", inspect.Parameter.empty, typer.Context))
     body.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     body.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
-    help = inspect.getdoc(run)
+    help, example = parts(run)
     if name is None:
-        app.callback(invoke_without_command=True, help=help)(body)
+        app.info.epilog = example
+        app.callback(invoke_without_command=True, help=help, epilog=example)(body)
     else:
-        app.command(name or run.__name__, help=help)(body)
+        app.command(name or run.__name__, cls=Sections, help=help, epilog=example)(body)
 
 
 def add_group(
     app: typer.Typer, name: str, *commands: Callable[..., None], main: Callable[..., None] | None = None, **options: Any
 ) -> typer.Typer:
     """Register a command that has commands of its own; ``main`` is what it does where none of them is named."""
-    own = typer.Typer(rich_markup_mode=None, no_args_is_help=main is None)
+    own = typer.Typer(cls=SectionsGroup, rich_markup_mode=None, no_args_is_help=main is None)
     if main is not None:
         add_command(own, main, name=None)
     for run in commands:
@@ -220,9 +235,7 @@ def parsed(group: type[Any], name: str, text: str) -> Any:
     return convert(values) if several else convert(values[0]) if values else None
 
 
-def _parameter(
-    group: type[Any], field: dataclasses.Field[Any], default: Any, environment: str | None
-) -> inspect.Parameter:
+def _parameter(group: type[Any], field: dataclasses.Field[Any], default: Any) -> inspect.Parameter:
     kind, _ = _KINDS[str(field.type)]
     text = flag_help(group)[field.name]
     if default is dataclasses.MISSING:
@@ -236,13 +249,14 @@ def _parameter(
     flag = "--" + field.name.replace("_", "-")
     # What is off by default needs no flag that says so.
     own = f"{flag}/--no-{flag[2:]}" if bool in (kind, *get_args(kind)) and default is not False else flag
-    names = [name for name in (field.metadata.get("short"), own, *_ALIASES.get(field.name, ())) if name]
+    names = [name for name in (field.metadata.get("short"), own, *ALIASES.get(field.name, ())) if name]
     option = typer.Option(
         *names,
         help=text,
         metavar=_METAVARS.get(str(field.type)),
-        envvar=None if environment is None else environment + field.name.upper(),
+        envvar=ENVIRONMENT + field.name.upper(),
         show_envvar=False,
+        rich_help_panel=panel(group.__name__, field.name),
         show_default=default not in (None, []) and default is not False,
     )
     return keyword(field.name, default, Annotated[kind, option])

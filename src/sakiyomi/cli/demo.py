@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.cli.common import JsonOption
-from sakiyomi.cli.output import legend, printed, progress, quiet, say, stdout, table, write
+from sakiyomi.cli.output import legend, printed, progress, say, stdout, table, write
 from sakiyomi.core.embedded import DEFAULT, DRAFTS
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.config import BenchConfig
@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 
 TARGET, DRAFT = DEFAULT, f"model:{DRAFTS[DEFAULT]}"
 PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"
-KERNELS_UNTIL, TABLE_UNTIL = 30.0, 46.0
-"""Seconds after the start: kernels are waited for, and laps are added to the table, no longer than this."""
+STORY_UNTIL, KERNELS_UNTIL, TABLE_UNTIL = 20.0, 24.0, 46.0
+"""Seconds after the start: the story is cut, kernels are waited for, and laps are added to the table, at the latest."""
+STORY_LEAST = 6.0
+"""Seconds that the story has all the same, once it has begun."""
+LAP_COST = 34.0
+"""Time of a warm-up and a lap of all four ways, a token of text, in that of a token of the story; a rough guess."""
+SHORTEST, LONGEST = 8, 64
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,10 @@ class DemoOptions:
 
 
 def demo(options: DemoOptions, output: JsonOption) -> None:
-    """Stream a story written with a draft, then compare speeds."""
+    """Stream a story written with a draft, then compare speeds.
+
+    Example: sakiyomi demo --temperature 0.8
+    """
     params = SamplingParams(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -75,14 +83,14 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
     with progress(f"loading {options.target}"):
         from sakiyomi.engine.llm import LLM
 
-        quiet()
         llm = LLM(options.target, draft=options.draft, dtype=options.dtype)
-    story, first = _story(llm, options.prompt, params)
-    stats = story[-1].stats
-    assert stats is not None
+    story, first = _story(llm, options.prompt, params, began)
+    tokens = sum(len(step.token_ids) for step in story)
+    speed, stats = tokens / max(time.time() - first, 1e-9), story[-1].stats
+    cut = "" if stats is not None else "; cut short, as this machine is busy"
     say(
-        f"{stats.tokens} tokens, {stats.tau:.2f} per target pass, {stats.tokens_per_second:.0f} tokens/s; "
-        f"first token {first - began:.1f} s after the start"
+        f"{tokens} tokens, {tokens / len(story):.2f} per target pass, {speed:.0f} tokens/s; first token "
+        f"{first - began:.1f} s after the start{cut}"
     )
     found: dict[str, Any] = {
         "target": options.target,
@@ -91,33 +99,52 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
         "text": "".join(step.text for step in story),
         "token_ids": [token for step in story for token in step.token_ids],
         "trace": [entry.to_dict() for step in story for entry in step.trace],
-        "stats": stats.to_dict(),
+        "stats": None if stats is None else stats.to_dict(),
         "first_token_seconds": first - began,
     }
     if options.table:
-        found["table"] = _table(llm, config, began)
+        found["table"] = _table(llm, config, began, speed)
     output.emit(found | {"seconds": time.time() - began})
 
 
-def _story(llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[Step], float]:
-    """Stream the story; its steps, and when its first token came."""
+def _story(llm: LLM, prompt: str, params: SamplingParams, began: float) -> tuple[list[Step], float]:
+    """Stream the story; its steps, and when its first token came. It is cut where the machine is busy."""
     legend(stdout())
+    stream = llm.stream(prompt, params)
+    with progress("preparing the first tokens"):
+        steps = [next(stream)]
+    first = time.time()
+
+    def whole() -> Iterator[Step]:
+        yield steps[0]
+        for step in stream:
+            steps.append(step)
+            yield step
+            if time.time() > max(began + STORY_UNTIL, first + STORY_LEAST):
+                return
+
     write(stdout(), prompt)
-    steps: list[Step] = []
-    first = 0.0
-    for step in printed(llm.stream(prompt, params), llm.tokenizer, params.stop, coloured=True):
-        first = first or time.time()
-        steps.append(step)
+    for _ in printed(whole(), llm.tokenizer, params.stop, coloured=True):
+        pass
     return steps, first
 
 
-def _table(llm: LLM, config: BenchConfig, began: float) -> dict[str, Any]:
-    """Measure, print and give the table; on stderr what is waited for."""
-    from sakiyomi.evaluation.bench.report import condition_line
+def _table(llm: LLM, config: BenchConfig, began: float, speed: float) -> dict[str, Any] | None:
+    """Measure, print and give the table, as long as its texts can be at this speed (tokens/s); None: there is no time.
 
+    On stderr what is waited for.
+    """
     with progress("recording passes") as status:
         llm.wait(max(0.0, KERNELS_UNTIL - (time.time() - began)))
+        tokens = int((TABLE_UNTIL - (time.time() - began)) * speed / LAP_COST)
+        if tokens < SHORTEST:
+            say("", "the table is left out: this machine is busy. sakiyomi bench measures it, however long it takes")
+            return None
+        count = 2 if tokens >= 2 * LONGEST else 1
+        config = replace(config, count=count, max_new_tokens=min(tokens // count, LONGEST))
         row = _measure(llm, config, began, status.update)
+    from sakiyomi.evaluation.bench.report import condition_line
+
     say("")
     table(row.lines, title=row.title)
     say(*(f"  {line}" for line in (*row.notes, condition_line(row.conditions))))
@@ -130,7 +157,7 @@ def _measure(llm: LLM, config: BenchConfig, began: float, note: Callable[[str], 
     from sakiyomi.evaluation.bench.runner import race
     from sakiyomi.evaluation.bench.speed import everybody
 
-    note("loading the pair with transformers")
+    note("table: loading the pair with transformers")
     row = PairRow("demo", config, note)
     left = TABLE_UNTIL - (time.time() - began)
     standings = race(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.cli.common import JsonOption
-from sakiyomi.cli.output import progress, quiet, say
+from sakiyomi.cli.output import progress, say
 from sakiyomi.core.errors import InputError
 
 
@@ -36,11 +36,12 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
     """Write Medusa heads in the format of another tool.
 
     Any of the three formats is read and written.
+
+    Example: sakiyomi export medusa tales-medusa OUT_FOLDER
     """
     if options.format == "merged" and options.target is None:
         raise InputError("format merged holds the target too; give it with --target")
     with progress("reading"):
-        quiet()
         from sakiyomi.core.embedded import folder_of
         from sakiyomi.drafters.medusa_heads.backbone import check_heads
         from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
@@ -88,12 +89,14 @@ def speculators(options: SpeculatorsOptions, output: JsonOption) -> None:
     """Write an EAGLE-3 head or a block drafter in the format of vLLM's speculators.
 
     vLLM and SGLang load the folder as it is. It names the target by its path, where speculators look for the embedding.
+
+    Example: sakiyomi export speculators HEAD OUT_FOLDER --target FOLDER
     """
     with progress("reading"):
-        quiet()
+        from sakiyomi.core.draft_specs import is_block
         from sakiyomi.core.embedded import folder_of
         from sakiyomi.core.trained import BASE, read_config
-        from sakiyomi.drafters.block_heads.formats import is_block, read_block
+        from sakiyomi.drafters.block_heads.formats import read_block
         from sakiyomi.drafters.eagle_heads.formats import read_eagle
         from sakiyomi.drafters.speculators_files import write_speculators
         from sakiyomi.model_executor.loading.families import read_config as model_config

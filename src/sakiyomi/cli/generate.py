@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sakiyomi.cli.common import JsonOption, load, note_lossy, samples_of
+from sakiyomi.cli.common import JsonOption, draft_spec, load, note_lossy, samples_of
 from sakiyomi.cli.output import note, printed, progress, say
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.outputs import Generation, Stats, Step
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.preflight import check_prompts
 from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
     """Continue prompts.
 
     The output is the target's own; a draft makes it faster.
+
+    Example: sakiyomi generate "Once upon a time" --model FOLDER --draft suffix --trace
     """
     prompts = _prompts(options)
     if options.stream and params.n > 1:
@@ -73,7 +76,7 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
         results = [sample for result in found for sample in samples_of(result)]
         if not output.json:
             _show(llm, results, params, options.trace)
-    _figures(llm, Stats.total(result.stats for result in results), time.perf_counter() - began)
+    _figures(llm, model.draft, Stats.total(result.stats for result in results), time.perf_counter() - began)
     generations = [result.to_dict() for result in results]
     rounded = {"rounding": dataclasses.asdict(rounding)} if rounding is not None else {}
     output.emit(
@@ -82,13 +85,13 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
     llm.record()
 
 
-def _figures(llm: LLM, stats: Stats, seconds: float) -> None:
-    """One line on stderr: how fast it was, and why."""
+def _figures(llm: LLM, draft: str, stats: Stats, seconds: float) -> None:
+    """One line on stderr: how fast it was, and why; ``draft``: what was asked for."""
     speed = f"{stats.tokens} tokens, {stats.tokens / seconds:.0f} tokens/s"
     if llm.draft is None:
         note(f"{speed}, without a draft")
     else:
-        note(f"{speed}, {stats.tau:.2f} tokens a pass of {llm.name}; draft {llm.draft.name}")
+        note(f"{speed}, {stats.tau:.2f} tokens a pass of {llm.name}; draft {draft_spec(llm, draft)}")
 
 
 def _prompts(options: GenerateOptions) -> list[str]:
@@ -102,6 +105,7 @@ def _prompts(options: GenerateOptions) -> list[str]:
         raise InputError(
             'no prompt was given; expected one or more, for instance: sakiyomi generate "Once upon a time"'
         )
+    check_prompts(found)
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sakiyomi.cli.common import JsonOption
-from sakiyomi.cli.output import progress, quiet, say
+from sakiyomi.cli.output import progress, say
 from sakiyomi.core.checks import at_least
 
 
@@ -38,12 +38,13 @@ def info(options: InfoOptions, output: JsonOption) -> None:
 
     Versions, devices, measured bandwidth; with --target the costs of a pair: c (draft step / target step) and v(T)
     (pass over T tokens / plain step).
+
+    Example: sakiyomi info --model FOLDER
     """
     with progress("inspecting the machine") as status:
         from sakiyomi.engine import machine
         from sakiyomi.kernels import build
 
-        quiet()
         found: dict[str, Any] = machine.describe()
         status.update("loading the CPU kernels; the first time they may have to be compiled")
         found["kernels"] = build.origin() if build.native() is not None else None

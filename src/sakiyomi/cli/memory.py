@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.cli.common import FileArgument, JsonOption
-from sakiyomi.cli.output import progress, quiet, say, shortened, table
+from sakiyomi.cli.output import progress, say, shortened, table
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.memory import readable
 
@@ -28,6 +28,8 @@ def show(place: FileArgument, options: ShowOptions, output: JsonOption) -> None:
     """Show what a memory file holds.
 
     It holds the token ids of requests, prompts included. With --target they are shown as text.
+
+    Example: sakiyomi memory show notes.mem --model tales
     """
     from sakiyomi.drafters.memory import LIMIT, read_memory
 
@@ -58,7 +60,10 @@ def show(place: FileArgument, options: ShowOptions, output: JsonOption) -> None:
 
 
 def clear(place: FileArgument, output: JsonOption) -> None:
-    """Remove a memory file, damaged or not."""
+    """Remove a memory file, damaged or not.
+
+    Example: sakiyomi memory clear notes.mem
+    """
     from sakiyomi.drafters.memory import MAGIC
 
     path = Path(place.file).expanduser()
@@ -82,7 +87,6 @@ def _decoder(target: str, digest: str) -> Any:
     from sakiyomi.model_executor.loading import load_model
 
     with progress(f"loading {target}"):
-        quiet()
         tokenizer = load_model(target).tokenizer
     if tokenizer_digest(tokenizer) != digest:
         raise InputError(f"the file belongs to another tokenizer than that of {target}; pass the target that wrote it")

@@ -42,6 +42,8 @@ def models(options: ModelsOptions, output: JsonOption) -> None:
     """Show which models run: every causal class of transformers, with the reason where one is refused.
 
     It is read from a table that runs of tiny models have made; nothing is loaded.
+
+    Example: sakiyomi models qwen
     """
     first, *rows = map(json.loads, TABLE.read_text(encoding="utf-8").splitlines())
     part = options.name.lower()

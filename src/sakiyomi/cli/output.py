@@ -185,6 +185,10 @@ def legend(console: Console) -> None:
         write(console, meaning, end="\n")
 
 
+_NOISY = ("torchao", "torch.utils._pytree", "torch.utils.flop_counter")
+"""Loggers that warn of what their own makers have to mend."""
+
+
 class _Lines(logging.Handler):
     """What the library has to say, as lines on stderr; the same of target and draft once."""
 
@@ -200,9 +204,11 @@ class _Lines(logging.Handler):
 
 
 def quiet() -> None:
-    """No notes and bars of transformers between our lines, and all of the library's own, unless a log has these."""
-    # Read when it is imported, which a recorded model does not need.
+    """No lines and bars of other libraries between our own, and all of this library's, unless a log has these."""
+    # Read when they are imported, which a recorded model does not need; torchao comes with transformers.
     os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     if "transformers" in sys.modules:
         from transformers.utils import logging as notes
 

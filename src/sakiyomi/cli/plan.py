@@ -15,27 +15,47 @@ def plan(config: PlanConfig, output: JsonOption) -> None:
 
     The best gamma, the speed-up, operations and memory traffic for an acceptance alpha and the costs of draft and
     passes. `sakiyomi tune` measures instead.
+
+    Example: sakiyomi plan --alpha 0.8 --c 0.05
     """
     if config.plot is not None:
         from sakiyomi.evaluation.bench.plot import check
 
         check(config.plot)
     found = planning.plan(config)
-    table([_shown(line, found["gamma"]) for line in found["lines"]], title="by gamma, against plain decoding")
-    say(*_summary(found))
+    rows = [_shown(line, found["gamma"]) for line in found["lines"]]
+    table(_told(rows), title="by gamma (draft tokens a round), against plain decoding")
+    say(*_summary(found), "", *(f"{name}: {text}" for name, text in COLUMNS.items() if name in _told(rows)[0]))
     if config.plot is not None:
         planning.draw(found, config.plot)
         say(f"the curves are in {config.plot}")
     output.emit(found)
 
 
+COLUMNS = {
+    "tokens a pass": "tokens that a pass of the target commits on average, its own one included",
+    "cost of a pass": "time of a pass over gamma + 1 rows in passes over one; from --v, or bandwidth and operations",
+    "speed-up": "times plain decoding, drafting and everything else included",
+    "if passes cost alike": "the same if a pass over more rows took no longer, as in the papers",
+    "operations": "arithmetic for a token in that of plain decoding; needs --c-hat or both sizes",
+    "MB a token": "what is read from memory for a token",
+}
+"""What the columns of the table are."""
+
+
+def _told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without columns in which nothing is known."""
+    names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    return [{name: row[name] for name in names} for row in rows]
+
+
 def _shown(line: dict[str, Any], best: int) -> dict[str, Any]:
     shown = {
         "gamma": line["gamma"],
         "tokens a pass": line["tokens"],
-        "v": line["v"],
+        "cost of a pass": line["v"],
         "speed-up": line["speedup"],
-        "passes alike": line["flat"],
+        "if passes cost alike": line["flat"],
         "operations": line["operations"],
     }
     if "traffic_bytes" in line:

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from sakiyomi.cli.common import JsonOption
-from sakiyomi.cli.output import progress, quiet, say, table
+from sakiyomi.cli.output import progress, say, table
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
@@ -56,7 +56,6 @@ def measured(
     with progress(doing) as status:
         from sakiyomi.engine import machine
 
-        quiet()
         rows, draw = start(status.update)
         if conditions is None:
             conditions = machine.conditions()

@@ -20,6 +20,8 @@ def serve(config: ServerConfig, model: LLMConfig) -> None:
 
     Every flag can also be set by an environment variable (--max-queue by SAKIYOMI_MAX_QUEUE), or in a TOML file
     (max_queue = 8) that --config names. Flags override the environment, and the environment overrides the file.
+
+    Example: sakiyomi serve --model FOLDER --port 8000
     """
     with server_packages():
         from sakiyomi.server.logs import set_up

@@ -1,4 +1,8 @@
-"""Values of flags from the environment and from a TOML file, which count after those of the command line."""
+"""Values of the flags of every command from the environment and from a TOML file, after those of the command line.
+
+``--max-queue`` is ``SAKIYOMI_MAX_QUEUE`` in the environment and ``max_queue`` in the file. Both may name settings of
+other commands, so that one file, or one environment, serves them all; what no command has is refused.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,13 @@ import typer
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = ["EXPECTED", "config_flag", "keyword"]
+__all__ = ["ENVIRONMENT", "EXPECTED", "config_flag", "keyword"]
 
-OTHER_VARIABLES = ("config", "cache_dir", "native", "profiles")
-"""Of the environment: what is no flag of ``serve``, by the names behind its prefix."""
+ENVIRONMENT = "SAKIYOMI_"
+"""Before the name of every environment variable; the rest is the setting's name in capitals."""
+_OTHER_VARIABLES = ("config", "cache_dir", "native", "profiles")
+"""Of the environment: what is no flag, by the names behind the prefix."""
+_known: set[str] = set()  # settings of all commands
 EXPECTED = {bool: "on or off", int: "a whole number", float: "a number", str: "words, those with spaces in quotes"}
 _IN_FILE = EXPECTED | {bool: "true or false"}
 
@@ -27,40 +34,54 @@ def keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def config_flag(kinds: Mapping[str, Any], environment: str) -> inspect.Parameter:
-    """The file's values become defaults, so that flags and environment come first. Looks at the environment as well."""
+def config_flag(kinds: Mapping[str, Any]) -> inspect.Parameter:
+    """The file's values become defaults, so that flags and environment come first. Looks at the environment as well.
+
+    Args:
+        kinds: of the settings of one command, by their names.
+    """
+    _known.update(kinds)
 
     def take(ctx: typer.Context, path: str | None) -> None:
-        _check_environment(kinds, environment)
+        _check_environment(kinds)
         if path is None:
             return
         try:
             values = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise LoadError(f"the configuration {path!r} cannot be read ({error}); expected a TOML file") from None
-        if wrong := [name for name in values if name not in kinds]:
-            near = difflib.get_close_matches(wrong[0].replace("-", "_"), kinds, 1)
+        if wrong := [name for name in values if name not in _known]:
+            name = wrong[0].replace("-", "_")
+            near = difflib.get_close_matches(name, kinds, 1) or difflib.get_close_matches(name, _known, 1, cutoff=0.8)
             known = f"did you mean {near[0]!r}? " if near else ""
             raise InputError(f"{path!r} sets {wrong[0]!r}; {known}known names: {', '.join(kinds)}")
-        ctx.default_map = {name: _of_file(path, name, kinds[name], value) for name, value in values.items()}
+        own = {name: value for name, value in values.items() if name in kinds}
+        ctx.default_map = {name: _of_file(path, name, kinds[name], value) for name, value in own.items()}
 
-    text = "TOML file with values of the other flags, by their names (with _ for -)."
+    text = "TOML file with values of the other flags, by their names with _ for -; SAKIYOMI_NAME sets one, too."
     option = typer.Option(
-        "--config", help=text, metavar="FILE", is_eager=True, callback=take, envvar=f"{environment}CONFIG"
+        "--config",
+        help=text,
+        metavar="FILE",
+        is_eager=True,
+        callback=take,
+        envvar=f"{ENVIRONMENT}CONFIG",
+        show_envvar=False,
+        rich_help_panel="More",
     )
     return keyword("config", None, Annotated[str | None, option])
 
 
-def _check_environment(kinds: Mapping[str, Any], prefix: str) -> None:
+def _check_environment(kinds: Mapping[str, Any]) -> None:
     """Refuse what is no value of a flag; a name that nearly is one is told of: others may have names of their own."""
     for name, text in os.environ.items():
-        flag = name.removeprefix(prefix).lower()
-        if not text or not name.startswith(prefix) or flag in OTHER_VARIABLES:
+        flag = name.removeprefix(ENVIRONMENT).lower()
+        if not text or not name.startswith(ENVIRONMENT) or flag in _OTHER_VARIABLES:
             continue
         if flag not in kinds:
-            if near := difflib.get_close_matches(flag, kinds, 1, cutoff=0.8):
+            if flag not in _known and (near := difflib.get_close_matches(flag, kinds, 1, cutoff=0.8)):
                 typer.echo(
-                    f"{name} is set, and is no setting of this command; did you mean {prefix}{near[0].upper()}?",
+                    f"{name} is set, and is no setting of any command; did you mean {ENVIRONMENT}{near[0].upper()}?",
                     err=True,
                 )
         elif kinds[flag] in (bool, int, float) and not _reads(kinds[flag], text):
@@ -81,10 +102,11 @@ def _of_file(path: str, name: str, kind: Any, value: Any) -> Any:
     """A value of a TOML file as the command line would give it."""
     inner = next((part for part in get_args(kind) if part is not type(None)), kind)
     if get_origin(kind) is list:
-        fits, wanted = (
-            isinstance(value, list) and all(isinstance(part, str) for part in value),
-            'a list: ["...", "..."]',
-        )
+        part = get_args(kind)[0]
+        taken = (int, float) if part is float else part
+        value = [value] if isinstance(value, str) else value
+        fits = isinstance(value, list) and all(isinstance(one, taken) for one in value)
+        wanted = 'a list: ["...", "..."]' if part is str else "a list of numbers"
     elif inner is str:  # numbers and truth values are words as well: kv_budget = 64, compile = false
         fits, wanted = isinstance(value, str | int | float), "a text in quotes"
         value = str(value) if fits else value

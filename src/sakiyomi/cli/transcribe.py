@@ -32,6 +32,8 @@ def transcribe(options: TranscribeOptions, model: LLMConfig, params: SamplingPar
 
     The target is a speech model (whisper); the output is its own, and a smaller model as draft makes it faster. Files
     longer than the model's window are refused: split them.
+
+    Example: sakiyomi transcribe talk.wav --model whisper-tiny
     """
     if not options.files:
         raise InputError("no file was given; expected one or more, for instance: sakiyomi transcribe speech.wav")

@@ -11,6 +11,7 @@ from sakiyomi.cli.output import progress, stdout, table
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.preflight import check_prompts
 from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from sakiyomi.core.outputs import RoundTrace
     from sakiyomi.evaluation.predictions import Prediction
 
-DEPTH, NODES = 4, 12  # of the trees where nothing else is asked for
+GAMMA, NODES = 4, 12  # of trees, where none are asked for
 WIDE = 1000  # columns: a deep tree is wrapped by the terminal, not cut
 
 
@@ -46,12 +47,15 @@ def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output:
     What the target expects behind each token of the prompt. Then the tree of a round: each token with p, the target's
     probability, and q, its drafter's; the accepted path, the token that was rejected after it, and the target's own
     token. It drafts whether that pays or not: 12 nodes, 4 deep, if no gamma, tree or nodes are given.
+
+    Example: sakiyomi tree "Once upon a time" --gamma 4
     """
     at_least(options, rounds=1)
     if options.top < 0:
         raise InputError(f"top is {options.top}; expected 0 or more")
     if params.n > 1:
         raise InputError(f"n is {params.n}; one text is drawn: leave it out")
+    check_prompts([options.prompt])
     if options.plot is not None:
         from sakiyomi.evaluation.bench.plot import check
 
@@ -59,7 +63,7 @@ def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output:
     from sakiyomi.evaluation.predictions import predictions
 
     if params.gamma == params.tree == params.nodes == "auto":
-        params = replace(params, gamma=DEPTH, nodes=NODES)
+        params = replace(params, gamma=GAMMA, nodes=NODES)
     llm = load(model)
     if llm.draft is None and not options.top:
         raise InputError("without a draft there is no tree, and with top 0 no prediction; give a draft or a top")
@@ -120,8 +124,8 @@ def _show_rounds(rounds: Sequence[RoundTrace], text: Any, passes: int) -> None:
     console = stdout()
     if not rounds:
         console.print(
-            f"no draft tokens were proposed in {passes} rounds: the drafter had none, or with gamma auto they do not "
-            "pay here"
+            f"no draft tokens were proposed in {passes} rounds: the drafter found nothing to propose; another one "
+            "does, for instance --draft self-int8 (the model itself in 8 bits) or --draft model:FOLDER"
         )
     for traced in rounds:
         console.print()

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from sakiyomi.cli.common import JsonOption
-from sakiyomi.cli.output import progress, quiet, say, table
+from sakiyomi.cli.output import progress, say, table
 from sakiyomi.evaluation.tuning.config import PairConfig, TuneConfig
 
 
@@ -18,6 +18,8 @@ def pair(config: PairConfig, output: JsonOption) -> None:
     and the time of draft, pass and the rest of a round, predict the speed of every draft length; the best few are
     measured on other prompts. The fastest one is kept, and used by draft auto from then on; it may be not to
     speculate.
+
+    Example: sakiyomi tune --model FOLDER --draft suffix --draft self-int8
     """
     if config.watch:
         _watch(config, output)
@@ -25,7 +27,6 @@ def pair(config: PairConfig, output: JsonOption) -> None:
     with progress("loading") as status:
         from sakiyomi.evaluation.tuning.search import tune
 
-        quiet()
         found = tune(config, status.update)
     table([_drafter(row) for row in found["drafters"] if "refused" not in row], title="drafters, at chains of 8")
     say(*(f"{row['draft']}: {row['refused']}" for row in found["drafters"] if "refused" in row), "")
@@ -39,7 +40,6 @@ def _watch(config: PairConfig, output: JsonOption) -> None:
     with progress("loading") as status:
         from sakiyomi.evaluation.tuning.drift import watch
 
-        quiet()
         found = watch(config, status.update)
     say(
         f"{found['draft']}, gamma {found['gamma']}: tau {found['tau']:.2f} (+-{found['tau_error']:.1%}) on "
@@ -128,11 +128,12 @@ def medusa(config: TuneConfig, output: JsonOption) -> None:
     The target answers held-out prompts, and each head ranks the tokens of the answers; sizes (heads x first guesses x
     nodes) are compared by these ranks and by measured passes. The result is kept beside the heads, and used from then
     on.
+
+    Example: sakiyomi tune medusa tales-medusa
     """
     with progress("loading") as status:
         from sakiyomi.evaluation.tuning.medusa_search import tune
 
-        quiet()
         found = tune(config, status.update)
     best, measured = found["best"], found["measured"]
     table(_shown(found["table"], best), title="heads x first guesses (top_k) x nodes")

@@ -15,10 +15,12 @@ __all__ = [
     "EAGLE_HEADS",
     "EMBEDDED",
     "EMBEDDED_ROOT",
+    "FREE_DRAFT",
     "HEADS",
     "MEDUSA_HEADS",
     "embedded",
     "folder_of",
+    "in_package",
     "is_embedded_name",
 ]
 
@@ -32,6 +34,8 @@ DEFAULT = "tales"
 """The target of commands and measurements that are given no other one."""
 DRAFTS = {"tales": "tales-draft"}
 """Of embedded targets: the draft model that was distilled from each."""
+FREE_DRAFT = "suffix+prompt-lookup"
+"""Of other targets: drafters from the text itself, which need no training and propose where it repeats itself."""
 MEDUSA_HEADS = {"tales": "tales-medusa"}
 """Of embedded targets: the Medusa heads that were trained on each."""
 EAGLE_HEADS = {"tales": "tales-eagle"}
@@ -69,10 +73,22 @@ def embedded(name: str) -> Path:
 def folder_of(name: str) -> Path:
     """The folder that a name stands for: that of an embedded one, else the path itself, which need not exist.
 
+    Of a folder that a training run has written it is ``model`` in it: what was given with --out can be used as it is.
+
     Raises:
         InputError, LoadError: see ``embedded``.
     """
-    return embedded(name) if is_embedded_name(name) else Path(name).expanduser()
+    if is_embedded_name(name):
+        return embedded(name)
+    path = Path(name).expanduser()
+    trained = path / "model"
+    run = (trained / "config.json").is_file() and not (path / "config.json").is_file()
+    return trained if run else path
+
+
+def in_package(folder: Path) -> bool:
+    """Whether a folder is part of the installed package, where nothing is written: it may be anybody's."""
+    return EMBEDDED_ROOT in folder.resolve().parents
 
 
 def is_embedded_name(name: str) -> bool:

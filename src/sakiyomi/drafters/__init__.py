@@ -1,15 +1,17 @@
-"""Drafters by the name before the colon of their spec. A new one is a file here and one line in ``DRAFTERS``."""
+"""Drafters by the name before the colon of their spec. A new one is a file here, a line in ``DRAFTERS``, and its
+form in ``core.draft_specs``.
+"""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from sakiyomi.core.embedded import DRAFTS, folder_of, is_embedded_name
+from sakiyomi.core.draft_specs import FORMS, number, split_spec
+from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter, Rule
@@ -27,8 +29,6 @@ __all__ = [
     "make_drafter",
     "parse_drafters",
 ]
-
-N = TypeVar("N", int, float)
 
 
 def _unavailable(_: Any) -> Any:
@@ -61,21 +61,11 @@ class DrafterContext:
     allow_pickle: bool = False
 
 
-def _number(read: Callable[[str], N], argument: str, kind: str, wanted: str) -> N:
-    """The number behind the colon of a spec."""
-    try:
-        return read(argument)
-    except ValueError:
-        raise InputError(f'draft "{kind}:{argument}" {wanted}') from None
-
-
 def _model(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
     from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.model_executor.loading import check_cross_pair, check_pair, has_encoder, same_tokenizer, stop_tokens
 
-    if not argument:
-        raise InputError('draft "model:" names no model; write model:<folder or hub id>')
     target, draft = around.target, around.load(argument)
     if same_tokenizer(target.tokenizer, draft.tokenizer) or has_encoder(target.model.config):
         check_pair(target, draft)
@@ -96,7 +86,7 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
 def _oracle(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.oracle import Oracle
 
-    rate = _number(float, argument or "1", "oracle", "has no rate; write oracle:0.8, or oracle for 1")
+    rate = number(float, argument or "1", "oracle", "has no rate; write oracle:0.8, or oracle for 1")
     return Oracle(around.answer, around.vocab_size, rate)
 
 
@@ -104,7 +94,7 @@ def _early_exit(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.early_exit import EarlyExit
     from sakiyomi.model_executor.early_exit import FirstLayers
 
-    count = _number(int, argument, "early-exit", "names no layer; write early-exit:<layers to run>")
+    count = number(int, argument, "early-exit", "names no layer; write early-exit:<layers to run>")
     return EarlyExit(FirstLayers(around.packed, count))
 
 
@@ -112,14 +102,12 @@ def _self_evicted(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.self_evicted import BUDGET, SelfEvicted
 
     wanted = "names no number of pairs; write self-evicted:<pairs of a head>"
-    return SelfEvicted(around.packed, _number(int, argument or str(BUDGET), "self-evicted", wanted))
+    return SelfEvicted(around.packed, number(int, argument or str(BUDGET), "self-evicted", wanted))
 
 
 def _self_int8(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.model import ModelDrafter
 
-    if argument:
-        raise InputError(f'draft "self-int8:{argument}"; self-int8 takes nothing behind a colon')
     if around.packed.weights.quantization is not None:
         raise InputError(
             "draft self-int8: the target's own weights are quantized, and a quantized copy would not be faster; leave "
@@ -158,61 +146,42 @@ def _ngram(argument: str, around: DrafterContext) -> Drafter:
 def _medusa(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.medusa import MedusaDrafter
 
-    if not argument:
-        raise InputError('draft "medusa:" names no heads; write medusa:<folder>')
     return MedusaDrafter.load(argument, around.packed, allow_pickle=around.allow_pickle)
 
 
 def _eagle(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.eagle import EagleDrafter
 
-    if not argument:
-        raise InputError('draft "eagle:" names no head; write eagle:<folder>')
     return EagleDrafter.load(argument, around.packed, around.pack, allow_pickle=around.allow_pickle)
 
 
 def _block(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.block import BlockDrafter
 
-    if not argument:
-        raise InputError('draft "block:" names no drafter; write block:<folder>')
     return BlockDrafter.load(argument, around.packed, around.pack, allow_pickle=around.allow_pickle)
 
 
 def _mtp(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.mtp import MtpDrafter
 
-    if argument:
-        raise InputError(f'draft "mtp:{argument}"; mtp is the target\'s own layer and takes nothing behind a colon')
     return MtpDrafter.of(around.target, around.packed, around.pack)
 
 
-class DrafterKind(NamedTuple):
-    """How a spec becomes a drafter.
-
-    Attributes:
-        make: the drafter, from what is behind the colon of its spec.
-        form: of what is behind its name, for messages.
-    """
-
-    make: Callable[[str, DrafterContext], Drafter]
-    form: str = ""
-
-
-DRAFTERS = {
-    "model": DrafterKind(_model, ":<path or id>"),
-    "medusa": DrafterKind(_medusa, ":<heads>"),
-    "eagle": DrafterKind(_eagle, ":<head>"),
-    "block": DrafterKind(_block, ":<block drafter>"),
-    "mtp": DrafterKind(_mtp),
-    "self-int8": DrafterKind(_self_int8),
-    "self-evicted": DrafterKind(_self_evicted, "[:<pairs of a head>]"),
-    "early-exit": DrafterKind(_early_exit, ":<layers>"),
-    "oracle": DrafterKind(_oracle, "[:<rate>]"),
-    "prompt-lookup": DrafterKind(_lookup, "[:<longest match>]"),
-    "suffix": DrafterKind(_suffix, "[:<file>]"),
-    "ngram": DrafterKind(_ngram, "[:<file>]"),
+DRAFTERS: dict[str, Callable[[str, DrafterContext], Drafter]] = {
+    "model": _model,
+    "medusa": _medusa,
+    "eagle": _eagle,
+    "block": _block,
+    "mtp": _mtp,
+    "self-int8": _self_int8,
+    "self-evicted": _self_evicted,
+    "early-exit": _early_exit,
+    "oracle": _oracle,
+    "prompt-lookup": _lookup,
+    "suffix": _suffix,
+    "ngram": _ngram,
 }
+"""What makes a drafter, from what is behind the colon of its spec."""
 
 
 def parse_drafters(spec: Any) -> list[str | Drafter]:
@@ -232,16 +201,7 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
             raise InputError(f"draft={spec!r} holds {wrong[0]!r}; expected specs, or objects with propose")
         return [part for entry in spec for part in parse_drafters(entry)]
     if isinstance(spec, str):
-        parts = [_spec_of(part) for part in _JOINT.split(spec)]
-        for part in parts:
-            if part not in ("none", "auto") and part.partition(":")[0] not in DRAFTERS:
-                forms = ("none", "auto", *(name + kind.form for name, kind in DRAFTERS.items()))
-                known = ", ".join(f'"{form}"' for form in forms)
-                raise InputError(
-                    f"unknown draft {part!r}; this version has {known}, a folder, several joined by +, or a Drafter "
-                    "object"
-                )
-        return [*parts]
+        return [*split_spec(spec)]
     if not hasattr(spec, "propose"):
         raise InputError(
             f"draft={spec!r}; expected a spec such as 'none' or 'model:<path>', or one object with propose"
@@ -249,28 +209,10 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
     return [as_drafter(spec)]
 
 
-def _spec_of(part: str) -> str:
-    """A spec as it is; of a folder, or the name of what is embedded, alone the spec of what it holds."""
-    from sakiyomi.core.checkpoint import HEADS_FILE, read_json
-    from sakiyomi.drafters.block_heads.formats import is_block
-    from sakiyomi.drafters.eagle_heads.formats import is_eagle
-
-    folder = folder_of(part) if is_embedded_name(part) else Path(part).expanduser()
-    if part in ("none", "auto") or part.partition(":")[0] in DRAFTERS or not folder.is_dir():
-        return part
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if is_block(config):
-        return f"block:{part}"
-    if is_eagle(folder, config):
-        return f"eagle:{part}"
-    medusa = (folder / HEADS_FILE).is_file() or config.get("model_type") == "medusa" or "medusa_num_heads" in config
-    return f"medusa:{part}" if medusa else f"model:{part}"
-
-
 def heads_beside(folder: Path | None) -> list[str]:
     """Specs of the heads in the folders `eagle`, `block` and `medusa` of a target's own folder, as far as they are."""
     places = [] if folder is None else [folder / kind for kind in ("eagle", "block", "medusa")]
-    specs = [_spec_of(str(place)) for place in places if (place / "config.json").is_file()]
+    specs = [spec for place in places if (place / "config.json").is_file() for spec in split_spec(str(place))]
     return [spec for spec in specs if not spec.startswith("model:")]
 
 
@@ -278,13 +220,14 @@ def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, stri
     """One drafter from what ``parse_drafters`` returned: several are merged; None for "none".
 
     "auto" is the draft that belongs to an embedded target, for other targets the first head beside it (see
-    ``heads_beside``), and "none" where there is neither. ``strict``: a fault of one of
-    several drafters is raised.
+    ``heads_beside``), and ``FREE_DRAFT`` where there is neither. ``strict``: a fault of one of several drafters is
+    raised.
 
     Raises:
         InputError: its model or file cannot be used beside this target.
     """
-    made = [made for part in parts if (made := _one(part, around)) is not None]
+    specs = [spec for part in parts for spec in (_known(around) if part == "auto" else [part])]
+    made = [made for part in specs if (made := _one(part, around)) is not None]
     if len(made) < 2:
         return made[0] if made else None
     taken: set[str] = set()
@@ -297,14 +240,22 @@ def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, stri
     return MergedDrafter(made, strict=strict)
 
 
+def _known(around: DrafterContext) -> list[str | Drafter]:
+    """What "auto" stands for: the draft of an embedded target, a head beside it, else drafters from the text itself."""
+    known = DRAFTS.get(around.target.name)
+    if known is not None:
+        return [f"model:{known}"]
+    return [*(heads_beside(around.target.folder)[:1] or split_spec(FREE_DRAFT))]
+
+
 def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
     if not isinstance(spec, str):
         return spec
-    if spec == "auto":
-        known = DRAFTS.get(around.target.name)
-        spec = next(iter(heads_beside(around.target.folder)), "none") if known is None else f"model:{known}"
     kind, _, argument = spec.partition(":")
-    return None if kind == "none" else DRAFTERS[kind].make(argument, around)
+    if kind == "none":
+        return None
+    FORMS[kind].check(kind, argument)
+    return DRAFTERS[kind](argument, around)
 
 
 def _rename(drafter: Drafter, taken: set[str]) -> None:
@@ -313,7 +264,3 @@ def _rename(drafter: Drafter, taken: set[str]) -> None:
         drafter.name = f"{drafter.name}-{number}"
     except AttributeError:
         raise InputError(f"two drafters are called {drafter.name!r}; give them different names") from None
-
-
-_JOINT = re.compile(r"\+(?=(?:none|auto|" + "|".join(map(re.escape, DRAFTERS)) + r")(?:[:+]|$))")
-"""A + before the name of a drafter; any other + belongs to a path."""

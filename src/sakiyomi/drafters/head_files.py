@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.core.checkpoint import read_checkpoint, read_header
+from sakiyomi.core.checkpoint import read_checkpoint
+from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.trained import read_config, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SPECULATORS", "check_layers", "head_config", "head_tensors", "pop_tokens", "tensor_names"]
-
-SPECULATORS = "speculators_model_type"
-"""Key of a configuration by vLLM's speculators."""
+__all__ = ["check_layers", "head_config", "head_tensors", "pop_tokens"]
 
 
 def head_config(folder: str | Path, what: str) -> tuple[Path, dict[str, Any]]:
@@ -25,7 +24,7 @@ def head_config(folder: str | Path, what: str) -> tuple[Path, dict[str, Any]]:
     Raises:
         LoadError: it has none, or it cannot be read; ``what`` it should hold, for the message.
     """
-    folder = Path(folder).expanduser()
+    folder = folder_of(os.fspath(folder))
     if not (folder / "config.json").is_file():
         raise LoadError(f"there is no {what} in {str(folder)!r} (no config.json); check the path")
     return folder, read_config(folder)
@@ -44,14 +43,6 @@ def head_tensors(folder: Path, what: str, *, allow_pickle: bool) -> dict[str, Te
     """
     files = read_checkpoint(folder, allow_pickle=allow_pickle).files
     return read_tensors(files, what, allow_pickle=allow_pickle)
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """Names of the tensors in a folder's safetensors files, as far as these are intact."""
-    try:
-        return {name for file in read_checkpoint(folder).files for name in read_header(file).entries}
-    except LoadError:
-        return set()
 
 
 def pop_tokens(tensors: dict[str, Tensor]) -> Tensor | None:

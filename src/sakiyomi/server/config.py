@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 
-__all__ = ["ENVIRONMENT", "ServerConfig"]
-
-ENVIRONMENT = "SAKIYOMI_"
-"""Before the name of every environment variable; the rest is the parameter's name in capitals."""
+__all__ = ["ServerConfig"]
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 

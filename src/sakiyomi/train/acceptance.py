@@ -49,14 +49,14 @@ def continuations(llm: LLM, documents: Sequence[Ids], *, new_tokens: int = NEW_T
 
 @torch.inference_mode()
 def acceptance(
-    draft: PreTrainedModel, target: PreTrainedModel, texts: Continuations, gamma: int = 4
+    draft: PreTrainedModel, target: PreTrainedModel | None, texts: Continuations, gamma: int = 4
 ) -> dict[str, float]:
     """Measure a draft along the target's own continuations.
 
     Returns:
         `greedy_agreement` (share of the greedy tokens that are the draft's argmax), `acceptance_rate` and `tau` of
         greedy speculation with `gamma` drafts a round, `alpha` (mean over the sampled positions of sum min(p, q),
-        temperature 1) and `tokens` (greedy tokens looked at).
+        temperature 1; not without a target) and `tokens` (greedy tokens looked at).
     """
     agreed = tokens = accepted = drafted = rounds = 0
     for logits, text in zip(_logits(draft, texts.prompts, texts.greedy), texts.greedy, strict=True):
@@ -65,18 +65,19 @@ def acceptance(
         agreed += sum(guess == token for guess, token in zip(guesses, text, strict=True))
         tokens += len(text)
         accepted, drafted, rounds = accepted + counts[0], drafted + counts[1], rounds + counts[2]
-    both = (_logits(model, texts.prompts, texts.sampled) for model in (target, draft))
-    overlaps = [
-        torch.minimum(p.softmax(dim=-1), q.softmax(dim=-1).to(p.device)).sum(dim=-1) for p, q in zip(*both, strict=True)
-    ]
-    return {
+    found = {
         "greedy_agreement": agreed / max(tokens, 1),
         "acceptance_rate": accepted / max(drafted, 1),
         # The first token of each text comes from the prefill, no round commits it.
         "tau": (tokens - len(texts.greedy)) / max(rounds, 1),
-        "alpha": float(torch.cat(overlaps).mean()),
         "tokens": tokens,
     }
+    if target is not None:
+        both = (_logits(model, texts.prompts, texts.sampled) for model in (target, draft))
+        pairs = zip(*both, strict=True)
+        overlaps = [torch.minimum(p.softmax(dim=-1), q.softmax(dim=-1).to(p.device)).sum(dim=-1) for p, q in pairs]
+        found["alpha"] = float(torch.cat(overlaps).mean())
+    return found
 
 
 def speculate(

@@ -21,6 +21,8 @@ T = TypeVar("T")
 # A book is cut between paragraphs into excerpts of about this many characters (some 1,000 tokens, the longest row):
 # shuffled whole, its chapters would fill batch after batch.
 EXCERPT_CHARACTERS = 4000
+END_MARK = "<|endoftext|>"  # between the documents of a plain text, as data sets of stories have it
+FEWEST_DOCUMENTS, SHORTEST_CHARACTERS = 20, 400
 
 
 class Encoder(Protocol):
@@ -33,7 +35,7 @@ class Encoder(Protocol):
 
 
 def read_documents(path: Path) -> Generator[str | list[int]]:
-    """Documents of a `.jsonl(.gz)` file (`text`, or `tokens`, a list of ids), or the one of a `.txt(.gz)` file.
+    """Documents of a `.jsonl(.gz)` file (`text`, or `tokens`, a list of ids), or of a `.txt(.gz)` file (see `split`).
 
     Text is stripped and its line ends are unified; documents left empty are passed over.
 
@@ -42,11 +44,13 @@ def read_documents(path: Path) -> Generator[str | list[int]]:
         InputError: the ending is of another kind.
     """
     found = 0
+    plain = ".txt" in path.suffixes[-2:]
     for number, record in read_records(path):
         document = _document(record, f"{path} line {number}")
-        if document:
-            found += 1
-            yield document
+        for part in split(document) if plain and isinstance(document, str) else [document]:
+            if part:
+                found += 1
+                yield part
     if not found:
         raise LoadError(f"{path} holds no document; expected at least one non-empty text")
 
@@ -107,19 +111,39 @@ def normalise(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n").strip()
 
 
-def excerpts(text: str, limit: int = EXCERPT_CHARACTERS) -> list[str]:
-    """Cut a text at blank lines into pieces of at most `limit` characters; one longer paragraph stays whole."""
+def split(text: str) -> list[str]:
+    """The documents of a plain text: between end marks, else some paragraphs each, or some lines where none is blank.
+
+    A text is cut into twenty at least, as far as it has so many paragraphs or lines of `SHORTEST_CHARACTERS`: some of
+    them can be held out then.
+    """
+    if END_MARK in text:
+        return [part.strip() for part in text.split(END_MARK)]
+    limit = min(EXCERPT_CHARACTERS, max(len(text) // FEWEST_DOCUMENTS, SHORTEST_CHARACTERS))
+    found = excerpts(text, limit)
+    wanted = min(FEWEST_DOCUMENTS, len(text) // limit) / 2
+    return found if len(found) >= wanted else excerpts(text, limit, "\n")
+
+
+def excerpts(text: str, limit: int = EXCERPT_CHARACTERS, between: str = "\n\n") -> list[str]:
+    """Cut a text at blank lines into pieces of at most `limit` characters; one longer paragraph stays whole.
+
+    Args:
+        text: of any length.
+        limit: characters.
+        between: what stands where it may be cut.
+    """
     if len(text) <= limit:
         return [text]
     pieces: list[list[str]] = [[]]
     size = 0
-    for paragraph in text.split("\n\n"):
+    for paragraph in text.split(between):
         if pieces[-1] and size + len(paragraph) > limit:
             pieces.append([])
             size = 0
         pieces[-1].append(paragraph)
-        size += len(paragraph) + 2
-    return ["\n\n".join(piece).strip() for piece in pieces if any(part.strip() for part in piece)]
+        size += len(paragraph) + len(between)
+    return [between.join(piece).strip() for piece in pieces if any(part.strip() for part in piece)]
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from sakiyomi.core.errors import LoadError
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import acceptance, distinct_ngrams
 from sakiyomi.train.config import DraftConfig
-from sakiyomi.train.expect import Speed, expected, given_speed, measured_speed
+from sakiyomi.train.expect import Speed, expected, given_speed, measured_speed, told_by
 from sakiyomi.train.export import Result, model_folder, read_card, save
 from sakiyomi.train.guesses import MEASURING, measured, measured_on, worth
 from sakiyomi.train.labels import SoftLabels, vocabulary
-from sakiyomi.train.llama import new_llama
+from sakiyomi.train.llama import draft_sizes, new_llama
 from sakiyomi.train.loop import Loop, compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss
 from sakiyomi.train.masks import mask_token
@@ -50,17 +50,19 @@ class _Draft(Taught[DraftConfig]):
         if self.start is not None:
             draft = self.start[0]
         else:
-            draft = new_llama(config.sizes, self.tokenizer, vocab=self.vocab, max_positions=self.positions)
+            sizes = draft_sizes(config.sizes, target)
+            draft = new_llama(sizes, self.tokenizer, vocab=self.vocab, max_positions=self.positions)
+            self.reporter.note(_sizes(draft, target))
         if isinstance(target, LlamaForCausalLM):
             compile_layers(target, config.loop.compile)
-        self.labels = SoftLabels(target, config.top, int(config.label_gib * 2**30))
+        share = 1.0 if config.loop.tokens else config.label_share
+        self.labels = SoftLabels(target, config.top, int(config.label_gib * 2**30), share)
         loss = compiled_loss(distillation_loss, config.loop.compile)
 
         def batch_loss(model: Any, ids: Tensor) -> Tensor:
-            # One row in, one row of labels out: the last column has no label of its own to be compared with.
-            inputs = ids[:, :-1]
+            inputs, following = ids[:, :-1], ids[:, 1:]
             with torch.autocast(inputs.device.type, enabled=False):
-                top_ids, top_probs = self.labels(inputs)
+                top_ids, top_probs = self.labels(inputs, following)
             hidden, places = self.read_rows(model, inputs, made.progress.step)
             return loss(hidden, model.lm_head.weight, top_ids[:, places], top_probs[:, places], config.greedy_weight)
 
@@ -74,7 +76,7 @@ class _Draft(Taught[DraftConfig]):
     def finish(self, loop: Loop) -> Result:
         """See `Recipe`."""
         config = self.config
-        measures: dict[str, dict[str, Any]] = self.measures(loop.model)
+        measures: dict[str, dict[str, Any]] = self.measures(loop.model, sampled=True)
         for name, values in measures.items():
             values["target_distinct_4grams"] = distinct_ngrams(self.held_out[name].greedy)
         del self.target, self.labels  # two targets need not fit: what a step costs is measured with another
@@ -91,14 +93,14 @@ class _Draft(Taught[DraftConfig]):
         speed = _speed(self.config, self.reporter)
         for values in measures.values():
             values |= expected(values, self.config.gamma, speed)
-        return {"cost": speed.cost, "cost_source": speed.source}
+        told = told_by(self.config, self.held_out, self.reporter) if self.config.cost == "measured" else {}
+        return told | {"cost": speed.cost, "cost_source": speed.source}
 
-    def measures(self, model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
-        """How the draft does on the held-out continuations, by file."""
+    def measures(self, model: LlamaForCausalLM, *, sampled: bool = False) -> dict[str, dict[str, float]]:
+        """How the draft does on the held-out continuations, by file; beside what the target draws, if asked for."""
         model.eval()
-        found = {
-            name: acceptance(model, self.target, texts, self.config.gamma) for name, texts in self.held_out.items()
-        }
+        gamma, target = self.config.gamma, self.target if sampled else None  # which takes longest to be asked
+        found = {name: acceptance(model, target, texts, gamma) for name, texts in self.held_out.items()}
         model.train()
         return found
 
@@ -123,7 +125,7 @@ class _ParallelDraft(_Draft):
         rows = MaskedRows.drawn(ids.shape[1], config.parallel, np.random.default_rng((config.loop.seed, step)))
         return rows.read(model, ids, self.mask), rows.places
 
-    def measures(self, model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
+    def measures(self, model: LlamaForCausalLM, *, sampled: bool = False) -> dict[str, dict[str, float]]:
         """See `_Draft`."""
         return {
             name: measured(rank_parallel(model, self.mask, self.config.parallel, texts))
@@ -158,6 +160,16 @@ def _start(config: DraftConfig, vocab: int, tokenizer: PreTrainedTokenizerBase) 
         )
     assert loaded.folder is not None, "a model that is named has a folder"
     return start, read_card(config.init, loaded.folder)
+
+
+def _sizes(draft: Any, target: Any) -> str:
+    """What is trained, in a line."""
+    own, whole = (sum(weight.numel() for weight in model.parameters()) for model in (draft, target))
+    shape = draft.config
+    return (
+        f"a draft of {own / 1e6:.2g}M parameters, {shape.num_hidden_layers} layers of {shape.hidden_size}, for a "
+        f"target of {whole / 1e6:.3g}M"
+    )
 
 
 def _speed(config: DraftConfig, reporter: Reporter) -> Speed:

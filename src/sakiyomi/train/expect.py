@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,16 @@ import numpy as np
 
 from sakiyomi import theory
 from sakiyomi.core.errors import SakiyomiError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.train.acceptance import Continuations
 from sakiyomi.train.config import DraftConfig
 from sakiyomi.train.export import model_folder
 from sakiyomi.train.report import Reporter
 
 # Passes over more tokens are not timed.
 LONGEST_GAMMA = 15
+WORTH = 1.05  # times plain, from which on a draft is recommended
+MEASURED_PROMPTS, MEASURED_TOKENS = 8, 64
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,59 @@ def measured_speed(config: DraftConfig, reporter: Reporter) -> Speed:
     way = "compiled" if found["compiled"] else "not compiled"
     source = f"measured on {facts['processor']}, {facts['threads']} threads, target in {found['dtype']}, {way}"
     return Speed(found["c"], found["v"], source)
+
+
+def told_by(config: DraftConfig, held_out: Mapping[str, Continuations], reporter: Reporter) -> dict[str, Any]:
+    """Texts of held-out prompts, plain and with the draft by turns: the speed-up here, in words, and the next command.
+
+    Returns:
+        ``measured`` (tokens/s of both, speed-up, tokens a pass) and ``verdict``; empty where the pair does not run.
+    """
+    from sakiyomi.engine.llm import LLM
+    from sakiyomi.engine.plain import EngineView
+
+    prompts = [prompt for texts in held_out.values() for prompt in texts.prompts][:MEASURED_PROMPTS]
+    reporter.note(f"writing {len(prompts)} texts plain and with the draft")
+    try:
+        llm = LLM(config.target, draft=f"model:{model_folder(config)}", compile=config.loop.compile or "auto")
+    except SakiyomiError as error:
+        return {"verdict": f"the pair does not run here: {error}"}
+    ways: tuple[Callable[..., Any], ...] = (EngineView(llm).generate, llm.generate)
+    params = SamplingParams(max_new_tokens=MEASURED_TOKENS)
+    seconds, tokens, passes = [0.0, 0.0], 0, 0.0
+    for lap in range(-1, len(prompts)):  # the first one warms up
+        for way, run in enumerate(ways):
+            began = time.perf_counter()
+            done = run([prompts[max(lap, 0)]], params)[0]
+            if lap >= 0:
+                seconds[way] += time.perf_counter() - began
+                tokens += done.stats.tokens * way
+                passes += done.stats.tokens / done.stats.tau * way if done.stats.tau else 0
+    speedup = seconds[0] / seconds[1]
+    measured = {
+        "texts": len(prompts),
+        "plain_tokens_per_second": tokens / seconds[0],
+        "tokens_per_second": tokens / seconds[1],
+        "speedup": speedup,
+        "tau": tokens / passes if passes else 1.0,
+    }
+    return {"measured": measured, "verdict": verdict(config, measured)}
+
+
+def verdict(config: DraftConfig, measured: Mapping[str, float]) -> str:
+    """What to expect of a draft on this machine, and what to type next."""
+    figures = (
+        f"{measured['plain_tokens_per_second']:.3g} tokens/s plain and {measured['tokens_per_second']:.3g} with the "
+        f"draft ({measured['speedup']:.2f} times, {measured['tau']:.2f} tokens a pass) on {measured['texts']} held-out "
+        "prompts, greedy, on this machine"
+    )
+    use = f'sakiyomi generate "..." --target {config.target} --draft model:{config.loop.out}'
+    if measured["speedup"] >= WORTH:
+        return f"the draft pays: {figures}\nuse it: {use}"
+    return (
+        f"the draft is not worth it yet: {figures}\nlonger training helps most (--minutes), then more text of the kind "
+        f"that is to be written; without training: --draft suffix+prompt-lookup\nto try it all the same: {use}"
+    )
 
 
 def expected(measured: Mapping[str, float], gamma: int, speed: Speed) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Result:
         measures: of the finished model, by held-out file.
         epochs: how often each source was read.
         more: what else belongs into the summary; `card` knows `held_back`, `cost`, `cost_source`, `init`, `trees`,
-            `memory`, `about`, `overlaps`, `use`, `throughput`, and the `unit` of the loss.
+            `memory`, `about`, `overlaps`, `use`, `throughput`, `verdict`, and the `unit` of the loss.
     """
 
     model: nn.Module
@@ -146,6 +146,8 @@ def card(summary: dict[str, Any]) -> str:
     if "cost" in summary:
         cost = "unknown" if summary["cost"] is None else f"{summary['cost']:.3g}"
         lines += [f"Draft step / target step (c): {cost}, {summary['cost_source']}.", ""]
+    if "verdict" in summary:
+        lines += [summary["verdict"], ""]
     if "use" in summary:
         lines += ["## Use", "", "```", summary["use"], "```", ""]
     lines += ["## Command", "", "```", summary["command"], "```", ""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,26 +39,49 @@ class SoftLabels:
         target: a causal LM; evaluated without gradients.
         top: tokens kept a position (K).
         limit_bytes: memory for rows that may come again; rows past it are computed each time.
+        share: of the time since the first call that making labels may take; 1: all rows have some.
+
+    Attributes:
+        seconds: that this took.
     """
 
-    def __init__(self, target: PreTrainedModel, top: int, limit_bytes: int) -> None:
-        self._target, self._limit = target, limit_bytes
+    def __init__(self, target: PreTrainedModel, top: int, limit_bytes: int, share: float = 1.0) -> None:
+        self._target, self._limit, self._share = target, limit_bytes, share
+        self.seconds, self._began = 0.0, 0.0
         self.top = min(top, vocabulary(target))
         self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
         self._bytes = 0
 
-    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels of (B, T) ids: token ids (B, T, K) int64, likeliest first, and probabilities (B, T, K) float32."""
+    def __call__(self, ids: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels of (B, T) ids: token ids (B, T, K) int64, likeliest first, and probabilities (B, T, K) float32.
+
+        Rows for which there is no time have the text itself as labels: its next tokens (``following``, (B, T)), each
+        with probability 1.
+        """
+        self._began = self._began or time.monotonic()
         keys = row_keys(ids)
         missing = [index for index, key in enumerate(keys) if key not in self._kept]
         fresh: dict[bytes, tuple[Tensor, Tensor]] = {}
-        if missing:
-            tokens, probs = self._compute(ids[missing])
-            for row, index in enumerate(missing):
+        for some in (missing[start : start + CHUNK_ROWS] for start in range(0, len(missing), CHUNK_ROWS)):
+            if self.seconds > self._share * (time.monotonic() - self._began):
+                break
+            began = time.monotonic()
+            tokens, probs = self._compute(ids[some])
+            for row, index in enumerate(some):
                 fresh[keys[index]] = self._keep(keys[index], tokens[row], probs[row])
-        found = [fresh.get(key) or self._kept[key] for key in keys]
+            self.seconds += time.monotonic() - began
+        found = [
+            fresh.get(key) or self._kept.get(key) or self._text(row) for key, row in zip(keys, following, strict=True)
+        ]
         tokens = torch.stack([pair[0] for pair in found]).to(ids.device, torch.int64)
         return tokens, torch.stack([pair[1] for pair in found]).to(ids.device, torch.float32)
+
+    def _text(self, following: Tensor) -> tuple[Tensor, Tensor]:
+        """The text's own next tokens as labels; the others have probability 0, whichever they are."""
+        tokens = following.to(torch.int32)[:, None].repeat(1, self.top)
+        probs = torch.zeros(tokens.shape, dtype=torch.float16)
+        probs[:, 0] = 1
+        return tokens, probs
 
     def _compute(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         tokens, probs = [], []

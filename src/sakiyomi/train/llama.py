@@ -45,6 +45,32 @@ def new_llama(
     )
 
 
+def draft_sizes(given: LlamaSizes, target: Any) -> LlamaSizes:
+    """Sizes of a draft, those that are 0 from its target's: half as wide at most and of a sixth of its parameters.
+
+    Args:
+        given: sizes that were asked for.
+        target: a transformers model.
+    """
+    config = target.config.get_text_config()
+    vocab, wide = int(target.get_output_embeddings().weight.shape[0]), int(config.hidden_size)
+    most = sum(weight.numel() for weight in target.parameters()) / 6
+    depth = given.layers or min(2, max(1, int(config.num_hidden_layers) // 2))
+    widths = [width for width in (192, 160, 128, 96, 64, 48, 32, 16) if width <= max(wide // 2, 16)]
+    hidden = given.hidden or next((w for w in widths if w * vocab + depth * 11 * w * w <= most), widths[-1])
+    heads = given.heads or max(1, hidden // 64)
+    if hidden % heads or hidden // heads % 2:
+        heads = 1
+    return LlamaSizes(
+        hidden=hidden,
+        layers=depth,
+        heads=heads,
+        kv_heads=given.kv_heads,
+        intermediate=given.intermediate or -(-hidden * 8 // 3 // 16) * 16,
+        rope_theta=given.rope_theta,
+    )
+
+
 def grow(model: LlamaForCausalLM, layers: int) -> tuple[LlamaForCausalLM, dict[str, str]]:
     """A model of `layers` layers, a multiple of the present depth, that computes the same function.
 

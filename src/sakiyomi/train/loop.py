@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.progress import progress
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
 from sakiyomi.train.config import RunConfig
 from sakiyomi.train.data import TextSpec
@@ -103,6 +104,7 @@ class Loop:
             self._restore(load_checkpoint(self._out / "checkpoints"))
         compile_layers(self.model, self.config.compile)
         reporter = Reporter(self.config.log_seconds)
+        self._warm()
         saved = measured = self.progress.seconds
         self.model.train()
         with reporter, self._signals():
@@ -123,6 +125,23 @@ class Loop:
                     self._measure(reporter)
             self.save()
             return not self._stop_asked
+
+    def _warm(self) -> None:
+        """Compile what a step runs before the clock starts; batches and weights are afterwards as before."""
+        if not self.config.compile or not compiler_found():
+            return
+        with progress("compiling, which is no part of --minutes: a minute or more, several on a busy machine"):
+            state, random = self.mixture.state(), torch.get_rng_state()
+            for place in dict.fromkeys(self.config.row_tokens):
+                batch = self.mixture.batch(0, self.config.step_tokens // place, place, False)
+                self.mixture.restore(state)
+                with self._accelerator.autocast():
+                    loss = self._batch_loss(self.model, on_device(batch, self._accelerator.device))
+                if loss.requires_grad:
+                    self._accelerator.backward(loss)
+                for optimizer in self._optimizers:
+                    optimizer.zero_grad(set_to_none=True)
+            torch.set_rng_state(random)
 
     @property
     def share(self) -> float:

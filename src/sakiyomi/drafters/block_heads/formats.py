@@ -12,20 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sakiyomi.core.draft_specs import BLOCK_ARCHITECTURES, BLOCK_KINDS, SPECULATORS, is_block
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.trained import trained_config, write_trained
-from sakiyomi.drafters.head_files import SPECULATORS, check_layers, head_config, head_tensors, pop_tokens
+from sakiyomi.drafters.head_files import check_layers, head_config, head_tensors, pop_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BlockFile", "BlockOptions", "is_block", "read_block", "usual_layers", "write_block"]
+__all__ = ["BlockFile", "BlockOptions", "read_block", "usual_layers", "write_block"]
 
 WHAT = "block drafter"
-ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")
-"""Of the method's authors (JetSpec's among them), and of DeepSpec."""
-KINDS = ("dflash", "dspark")
-"""Of speculators."""
 MARKOV = ("vanilla", "gated", "rnn")
 _INPUTS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _HEADS = ("markov_head.", "confidence_head.")
@@ -85,14 +82,6 @@ class BlockFile:
     name: str
 
 
-def is_block(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a block drafter in one of the forms."""
-    if SPECULATORS in config:
-        return config[SPECULATORS] in KINDS
-    named: tuple[str, ...] = tuple(config.get("architectures") or ())
-    return "dflash_config" in config or any(name in ARCHITECTURES for name in named)
-
-
 def usual_layers(count: int) -> tuple[int, ...]:
     """Layers of a target that has so many whose outputs the method reads, unless told otherwise: five, evenly spaced
     from the second one to three before the last.
@@ -116,7 +105,7 @@ def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
         named["causal_head"] = True
     config = {
         **file.config,
-        "architectures": [ARCHITECTURES[options.anchored]],
+        "architectures": [BLOCK_ARCHITECTURES[options.anchored]],
         "block_size": options.size,
         "num_target_layers": layers,
         **(named if options.anchored else {"dflash_config": named}),
@@ -141,8 +130,8 @@ def read_block(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
     if not is_block(config):
         said = config.get(SPECULATORS) or config.get("architectures") or config.get("model_type") or "nothing known"
         raise LoadError(
-            f"{folder} holds no {WHAT}: config.json says {said}; expected {SPECULATORS} {' or '.join(KINDS)}, or the "
-            f"architecture {' or '.join(ARCHITECTURES)}"
+            f"{folder} holds no {WHAT}: config.json says {said}; expected {SPECULATORS} {' or '.join(BLOCK_KINDS)}, or "
+            f"the architecture {' or '.join(BLOCK_ARCHITECTURES)}"
         )
     ours = SPECULATORS in config
     inner = dict(config["transformer_layer_config"] if ours else config)
@@ -173,7 +162,7 @@ def _options(
         found = nested.get(entry, config.get(entry))
         return default if found is None else found
 
-    known = SPECULATORS in config or set(config.get("architectures") or ARCHITECTURES) & set(ARCHITECTURES)
+    known = SPECULATORS in config or set(config.get("architectures") or BLOCK_ARCHITECTURES) & set(BLOCK_ARCHITECTURES)
     windows = "sliding_attention" in (inner.get("layer_types") or ())
     strange = "" if known else f"the architecture {config['architectures'][0]}"
     strange = strange or ("layers with a sliding window" if windows else "")

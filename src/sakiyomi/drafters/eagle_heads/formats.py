@@ -8,37 +8,28 @@ known by their tensors: a projection ``fc`` beside ``layers.0``, without the nor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sakiyomi.core.draft_specs import EAGLE_ARCHITECTURE, EAGLE_NORM, SPECULATORS, is_first_eagle, is_third_eagle
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.trained import trained_config, write_trained
-from sakiyomi.drafters.head_files import (
-    SPECULATORS,
-    check_layers,
-    head_config,
-    head_tensors,
-    pop_tokens,
-    tensor_names,
-)
+from sakiyomi.drafters.head_files import check_layers, head_config, head_tensors, pop_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sakiyomi.drafters.eagle_heads.module import EagleOptions
 
-__all__ = ["EagleFile", "is_eagle", "read_eagle", "usual_layers", "write_eagle"]
+__all__ = ["EagleFile", "read_eagle", "usual_layers", "write_eagle"]
 
 WHAT = "EAGLE head"
-ORIGINAL = "LlamaForCausalLMEagle3"
 _KINDS = ("eagle3", "peagle")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 _MASK_HIDDEN = "mask_hidden"
 _MIDDLE, _FIRST = "midlayer.", "layers.0."
-_FEATURE_NORM = f"{_FIRST}hidden_norm.weight"
 
 
 @dataclass(frozen=True)
@@ -58,20 +49,6 @@ class EagleFile:
     tensors: dict[str, Tensor]
     tokens: Tensor | None
     name: str
-
-
-def is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a folder with this configuration holds a head in one of the forms."""
-    return _is_third(config) or _is_first(tensor_names(folder))
-
-
-def _is_third(config: Mapping[str, Any]) -> bool:
-    return SPECULATORS in config or ORIGINAL in (config.get("architectures") or ())
-
-
-def _is_first(names: Collection[str]) -> bool:
-    """Whether tensors of these names are those of EAGLE-1 and 2."""
-    return {"fc.weight", f"{_FIRST}self_attn.q_proj.weight"} <= set(names) and _FEATURE_NORM not in names
 
 
 def usual_layers(count: int) -> tuple[int, ...]:
@@ -94,7 +71,7 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
     from sakiyomi.drafters.eagle_heads.module import EagleOptions
 
     folder, config = head_config(folder, WHAT)
-    third, ours = _is_third(config), SPECULATORS in config
+    third, ours = is_third_eagle(config), SPECULATORS in config
     if ours and config[SPECULATORS] not in _KINDS:
         known = " and ".join(map(repr, _KINDS))
         raise LoadError(
@@ -102,18 +79,18 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
             "drafters 'dflash' and 'dspark'"
         )
     stored = head_tensors(folder, WHAT, allow_pickle=allow_pickle)
-    if not third and not _is_first(stored):
+    if not third and not is_first_eagle(stored):
         said = config.get("architectures") or config.get("model_type") or "nothing that is known"
         raise LoadError(
             f"{folder} holds no {WHAT}: config.json says {said}; expected {SPECULATORS} eagle3, the architecture "
-            f"{ORIGINAL}, or the tensors fc.weight and {_FIRST}* of EAGLE-1 and 2"
+            f"{EAGLE_ARCHITECTURE}, or the tensors fc.weight and {_FIRST}* of EAGLE-1 and 2"
         )
     inner = dict(config["transformer_layer_config"] if ours else config)
     inner.setdefault("model_type", "llama")
     tensors = {name.replace(_MIDDLE, _FIRST): tensor for name, tensor in stored.items()}
     if not third:
         return _first_form(folder, inner, tensors, layers)
-    lacking = [name for name in ("fc.weight", "norm.weight", _FEATURE_NORM) if name not in tensors]
+    lacking = [name for name in ("fc.weight", "norm.weight", EAGLE_NORM) if name not in tensors]
     if lacking:
         raise LoadError(f"{folder} lacks the tensor {lacking[0]} of an {WHAT}; get it again")
     parallel = config.get(SPECULATORS) == "peagle" or bool(config.get("parallel_drafting"))
@@ -165,7 +142,7 @@ def write_eagle(folder: Path, file: EagleFile, base: str) -> None:
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, file.tokens, True)
     named = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     config = {
-        "architectures": [ORIGINAL],
+        "architectures": [EAGLE_ARCHITECTURE],
         **file.config,
         "draft_vocab_size": len(file.tensors["lm_head.weight"]),
         "target_hidden_size": options.target_size,

@@ -12,7 +12,7 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
 
-__all__ = ["BenchConfig", "InflateConfig", "Note", "silent"]
+__all__ = ["BenchConfig", "CardConfig", "InflateConfig", "Note", "silent"]
 
 Note = Callable[[str], None]
 """Receives lines of progress."""
@@ -23,12 +23,13 @@ class BenchConfig:
     """What is measured, and how often.
 
     Attributes:
-        rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
-            stories, batch, sweep, never-slower, trees, coverage, scoring, useless, block, oracle, lookup, merged,
-            cross, selfdraft, dropin, offload, exact, compiling, peers, medusa, typical; and, if they are named, evicted
-            and heads.
+        rows: rows to run (--rows again for each). Without any the one-minute table (minute): transformers, plain, with
+            the draft. all: bookkeeping, passes, plain, speculative, stories, batch, sweep, never-slower, trees,
+            coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft, dropin, offload, exact,
+            compiling, peers, medusa, typical; and, if they are named, evicted and heads.
         target: embedded name, folder or hub id; rows of the random model do not use it.
-        draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS.
+        draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS, of row minute
+            any draft.
         heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales;
             for row heads a folder of any heads, measured beside what is known for the target.
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
@@ -150,6 +151,42 @@ class BenchConfig:
         if kind != "model" or not name:
             raise InputError(f"draft is {self.draft!r}; for {self.target} it has to be a draft model: model:FOLDER")
         return name
+
+
+@dataclass(frozen=True)
+class CardConfig:
+    """A target to be measured for others to see.
+
+    Attributes:
+        target: embedded name, folder or hub id.
+        draft: what proposes draft tokens, as of `sakiyomi generate`.
+        out: name of the two files to write: OUT.md, a page, and OUT.json.
+        dtype: auto (as stored), float32, bfloat16 or float16.
+        device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
+        quantize: int8 or int4: quantize the weights of our own target; its text is then compared with its own plain
+            text.
+        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default beginnings of stories.
+        count: most prompts that are used.
+        max_new_tokens: new tokens of each text.
+        repeats: measured laps; fewer where they take too long.
+        environments: folder of the environments of other engines; llama.cpp is measured where its own is there (see
+            `sakiyomi bench --rows peers`).
+    """
+
+    target: str = field(metadata={"argument": "TARGET"})
+    draft: str = "auto"
+    out: str = "card"
+    dtype: str = "auto"
+    device: str = "auto"
+    quantize: str | None = None
+    prompts: str | None = None
+    count: int = 4
+    max_new_tokens: int = 64
+    repeats: int = 3
+    environments: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, count=1, max_new_tokens=1, repeats=1)
 
 
 @dataclass(frozen=True)

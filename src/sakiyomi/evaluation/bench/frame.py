@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -119,6 +120,7 @@ class PairRow:
         judge: Judge | None = None,
         where: str = "",
         lost: list[str] | None = None,
+        until: float = math.inf,
     ) -> list[Standing]:
         """Let contenders take turns.
 
@@ -127,6 +129,7 @@ class PairRow:
             judge: of those that are given by name; None: their outputs are their own.
             where: names one of several races in what is told.
             lost: takes a line for each optional contender that failed and was left out.
+            until: see ``race``.
         """
         if isinstance(contenders, Mapping):
             contenders = [Contender(name, run, judge) for name, run in contenders.items()]
@@ -135,7 +138,7 @@ class PairRow:
         def tell(text: str) -> None:
             self.note(before + text)
 
-        return race(contenders, repeats=self.config.repeats, note=tell, lost=lost)
+        return race(contenders, repeats=self.config.repeats, note=tell, lost=lost, until=until)
 
     def warm(self, runs: Mapping[str, Run], llm: LLM) -> None:
         """Run all of them once, and wait for the graphs of all sizes that they meet."""

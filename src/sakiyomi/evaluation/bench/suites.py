@@ -10,6 +10,7 @@ from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.core.memory import peak_bytes
 from sakiyomi.evaluation.bench.block import block
 from sakiyomi.evaluation.bench.bookkeeping import bookkeeping
+from sakiyomi.evaluation.bench.card import minute
 from sakiyomi.evaluation.bench.compiling import compiling
 from sakiyomi.evaluation.bench.config import BenchConfig, Note, silent
 from sakiyomi.evaluation.bench.contest import peers
@@ -31,6 +32,7 @@ from sakiyomi.evaluation.bench.speed import batch, dropin, plain, speculative, s
 __all__ = ["ROWS", "measure", "run"]
 
 ROWS: dict[str, Callable[[PairRow], Row]] = {
+    "minute": minute,
     "bookkeeping": bookkeeping,
     "passes": passes,
     "plain": plain,
@@ -60,13 +62,16 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
     "typical": typical,
 }
 
+ALL = "all"
+"""In the place of names of rows."""
+
 TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "compiling"}
 """Rows of which nothing can be drawn."""
 
 RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
 """Rows that make their own models."""
 
-ALONE = {"selfdraft", "evicted", "heads"}
+ALONE = {"minute", "selfdraft", "evicted", "heads"}
 """Rows of a target without a draft model."""
 
 
@@ -81,15 +86,17 @@ def run(config: BenchConfig, note: Note = silent) -> Iterator[Row]:
     Raises:
         InputError, LoadError: a row is not known, or what rows of a pair need is not there; before any work.
     """
-    unknown = [name for name in config.rows if name not in ROWS]
+    unknown = [name for name in config.rows if name not in (*ROWS, ALL)]
     if unknown:
-        raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}")
-    # Without being named, a row runs only if all it needs is known: cross needs a draft of another tokenizer, the rows
-    # of heads need heads of this target. Rows evicted, of long texts, and heads, of many drafters,
+        raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}, and all")
+    # With "all", a row runs only if all it needs is known: cross needs a draft of another tokenizer, the rows
+    # of heads need heads of this target. Rows evicted, of long texts, heads, of many drafters, and the one-minute table
     # run only if they are named.
-    absent = {"evicted", "heads"} | ({"cross"} if config.cross is None else set())
+    absent = {"evicted", "heads", "minute"} | ({"cross"} if config.cross is None else set())
     absent |= {"medusa", "typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set()
-    wanted = config.rows or tuple(name for name in ROWS if name not in absent)
+    wanted = config.rows or ("minute",)
+    if ALL in wanted:
+        wanted = tuple(name for name in ROWS if name not in absent or name in wanted)
     if "compiling" in config.rows and not config.compile:
         raise InputError("row compiling measures compiled graphs and compile is off; leave one of the two out")
     if "peers" in config.rows and not config.peers:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.messages import one_line
+from sakiyomi.core.model_folder import raw_config
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.model_executor.recurrences import has_state_functions
 
@@ -16,8 +15,6 @@ __all__ = [
     "auto_class", "check_adapter", "check_states", "check_supported", "has_encoder", "has_experts", "read_config",
     "text_config",
 ]  # fmt: skip
-
-MOST_LAYERS = 10_000
 
 _STATES = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
 """Layer types (transformers' ``layer_types``) that keep something else than keys and values."""
@@ -37,22 +34,6 @@ _ENCODERS = frozenset(
 """Encoders that transformers loads as causal models all the same; without ``is_decoder`` they look ahead."""
 
 
-def _check_counts(path: Path, raw: Mapping[str, Any]) -> None:
-    """Refuse numbers of layers that no model has: transformers would make a list of as many."""
-    for name, value in raw.items():
-        if isinstance(value, dict):
-            _check_counts(path, value)
-        elif "layers" in name and isinstance(value, int) and value > MOST_LAYERS:
-            raise LoadError(f"{path} says that {name} is {value:.4g}; no model has so many: get the file again")
-
-
-def _check_ends(path: Path, raw: Mapping[str, Any]) -> None:
-    """Refuse end tokens that are none: transformers leaves such a file out in silence, and texts then have no end."""
-    value = raw.get("eos_token_id")
-    if value is not None and not all(type(token) is int for token in (value if isinstance(value, list) else [value])):
-        raise LoadError(f"{path} says that eos_token_id is {value!r:.80}; expected a token or a list of them")
-
-
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a model folder, as transformers' own object.
 
@@ -60,14 +41,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
         LoadError: no config.json, one that cannot be read, a model type that transformers does not know, or one that
             needs code from the folder while ``trust_remote_code`` is False; a damaged generation_config.json.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise LoadError(_without_config(folder))
-    raw = read_json(path)
-    _check_counts(path, raw)
-    _check_ends(path, raw)
-    if (settings := folder / "generation_config.json").is_file():
-        _check_ends(settings, read_json(settings))
+    path, raw = folder / "config.json", raw_config(folder)
     kind = raw.get("model_type")
     from transformers import AutoConfig
     from transformers import __version__ as version
@@ -200,17 +174,3 @@ def _classes() -> tuple[Any, Any]:
     from transformers.models.auto import modeling_auto as auto
 
     return auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-
-def _without_config(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return (
-            f"{folder} holds an adapter, not a model (adapter_config.json, no config.json); merge it into its base "
-            "model, save that, and pass its folder"
-        )
-    if files := sorted(folder.glob("*.gguf")):
-        return f"{folder} holds GGUF files and no config.json; pass one of them ({files[0].name}, ...), not the folder"
-    return (
-        f"no config.json in {folder}; expected a model folder in Hugging Face format (config.json, model.safetensors, "
-        "tokenizer.json)"
-    )

@@ -1,74 +1,20 @@
-"""A model's folder on this machine: where it is, and its tokenizer and feature extractor."""
+"""Tokenizer and feature extractor of a model's folder."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.checkpoint import HEADS_FILE, MERGING_FILE, RETAINING_FILE, read_json
-from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.errors import LoadError
 from sakiyomi.core.messages import one_line
+from sakiyomi.core.model_folder import TOKENIZER_REMEDY, check_tokenizer
 from sakiyomi.model_executor.loading.families import has_encoder, text_config
-from sakiyomi.model_executor.loading.hub import looks_like_hub_id
 from sakiyomi.model_executor.loading.reader import quiet
 
 logger = logging.getLogger("sakiyomi")
 
-__all__ = ["gguf_file", "local_folder", "read_extractor", "read_tokenizer"]
-
-_BLOCK = ("a block drafter", "draft='block")
-_HEADS = {
-    HEADS_FILE: ("Medusa heads", "draft='medusa"),
-    RETAINING_FILE: ("retaining heads", "cache='locret"),
-    MERGING_FILE: ("merging convolutions", "cache='lococo"),
-}
-"""Files of what is trained for a model: what each holds, and how it is passed."""
-_DRAFTERS = {
-    "LlamaForCausalLMEagle3": ("an EAGLE head", "draft='eagle"),
-    "DFlashDraftModel": _BLOCK,
-    "Qwen3DSparkModel": _BLOCK,
-}
-"""The same for models that only run beside another one, by their architecture."""
-
-
-def local_folder(name: str) -> Path | None:
-    """The folder that a name stands for, None if it can only be a hub id."""
-    path = folder_of(name)
-    if name and path.is_dir():
-        if (held := _held(path)) is not None:
-            what, option = held
-            raise InputError(f"{name!r} holds {what} and no model; give {option}:{name}' beside its target")
-        return path
-    if path.is_file():
-        raise LoadError(
-            f"{name!r} is a file, expected a folder in Hugging Face format (config.json, model.safetensors, "
-            "tokenizer.json) or a .gguf file; pass the folder"
-        )
-    if path.suffix.lower() == ".gguf":
-        raise LoadError(f"there is no file {name!r}; check the path (relative to {Path.cwd()})")
-    if not looks_like_hub_id(name):
-        raise LoadError(f"there is no folder {name!r}; check the path (relative to {Path.cwd()})")
-    return None
-
-
-def _held(path: Path) -> tuple[str, str] | None:
-    """What a folder holds in the place of a model, and how that is passed."""
-    if not any(path.glob("model*.safetensors")):
-        return next((said for file, said in _HEADS.items() if (path / file).is_file()), None)
-    with suppress(LoadError):  # which is raised where the model is read
-        for name in read_json(path / "config.json").get("architectures") or ():
-            if name in _DRAFTERS:
-                return _DRAFTERS[name]
-    return None
-
-
-def gguf_file(name: str) -> Path | None:
-    """The GGUF file that a name stands for; None if it stands for something else."""
-    path = Path(name).expanduser()
-    return path if path.suffix.lower() == ".gguf" and path.is_file() else None
+__all__ = ["read_extractor", "read_tokenizer"]
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
@@ -79,16 +25,13 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoTokenizer
 
-    patterns = ("tokenizer.*", "vocab*", "spiece*", "sentencepiece*", "*.tiktoken", "tiktoken*", "tekken*", "*.model")
-    remedy = "copy the tokenizer's files into the folder (tokenizer.json), or pass a (model, tokenizer) pair"
-    # Asked first: for some model types transformers makes an empty tokenizer where there are no files.
-    if not trust_remote_code and not any(any(folder.glob(pattern)) for pattern in patterns):
-        raise LoadError(f"no tokenizer in {folder}; {remedy}")
+    if not trust_remote_code:
+        check_tokenizer(folder)
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the libraries below raise their own kinds, bare Exception among them
-        raise LoadError(f"the tokenizer in {folder} cannot be read ({one_line(error)}); {remedy}") from error
+        raise LoadError(f"the tokenizer in {folder} cannot be read ({one_line(error)}); {TOKENIZER_REMEDY}") from error
 
 
 def read_extractor(folder: Path, config: Any) -> Any:

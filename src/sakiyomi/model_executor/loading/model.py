@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
-from sakiyomi.core.embedded import is_embedded_name
+from sakiyomi.core.embedded import in_package
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.hub import fetch
 from sakiyomi.core.memory import require_bytes
+from sakiyomi.core.model_folder import gguf_file, local_folder
 from sakiyomi.kernels.quantization import check_quantization
 from sakiyomi.model_executor.loading.accelerated import read_quantized
 from sakiyomi.model_executor.loading.families import (
@@ -31,9 +33,8 @@ from sakiyomi.model_executor.loading.families import (
     text_config,
 )
 from sakiyomi.model_executor.loading.fit import by_layer, check_memory
-from sakiyomi.model_executor.loading.folder import gguf_file, local_folder, read_extractor, read_tokenizer
+from sakiyomi.model_executor.loading.folder import read_extractor, read_tokenizer
 from sakiyomi.model_executor.loading.gguf import read_gguf
-from sakiyomi.model_executor.loading.hub import fetch
 from sakiyomi.model_executor.loading.offload import Offload, parse_offload, read_offloaded
 from sakiyomi.model_executor.loading.options import parse_device, parse_dtype
 from sakiyomi.model_executor.loading.packed import (
@@ -143,7 +144,7 @@ def load_model(
 
     gguf = gguf_file(name)
     folder = gguf.parent if gguf is not None else local_folder(name)
-    own = gguf is None and folder is not None and not is_embedded_name(name)
+    own = gguf is None and folder is not None and not in_package(folder)
     recorded = recorded and place.type == "cpu" and not (offloaded or gguf or trust_remote_code or allow_pickle)
     if folder is None:
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sakiyomi.core.dtypes import dtype_name
+from sakiyomi.core.dtypes import check_dtype
 from sakiyomi.core.errors import InputError
 
-__all__ = ["DTYPES", "parse_device", "parse_dtype"]
-
-DTYPES = ("float32", "bfloat16", "float16")
+__all__ = ["parse_device", "parse_dtype"]
 
 
 def parse_dtype(value: str | torch.dtype) -> torch.dtype | None:
@@ -18,11 +16,9 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype | None:
     Raises:
         InputError: there is no such dtype.
     """
-    name = dtype_name(value)
+    name = check_dtype(value)
     if name == "auto":
         return None
-    if name not in DTYPES:
-        raise InputError(f"dtype is {value!r}; expected 'auto', {', '.join(map(repr, DTYPES))}")
     found: torch.dtype = getattr(torch, name)
     return found
 

@@ -6,7 +6,8 @@
     sakiyomi.json                 format, layers, siblings, shapes of the cache, what quantization changed, the source
 
 The folder is written beside the model's own (``<model>/sakiyomi-int8-bfloat16``), or into the cache folder where the
-model came from the hub or with the package. It is written under another name first, so that it is whole or not there.
+model came from the hub or is part of the package, by its name or by its path. It is written under another name first,
+so that it is whole or not there.
 It can be moved, and loaded as a target by itself.
 """
 
@@ -42,6 +43,7 @@ from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.files import cache_folder, sync
 from sakiyomi.core.memory import readable
+from sakiyomi.core.model_folder import PACKED_FILE
 from sakiyomi.kernels.native import PARTS, PackedLinear, PackedWeights, can_pack
 from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.kernels.quantization import QuantizationReport
@@ -69,7 +71,7 @@ __all__ = [
 
 logger = logging.getLogger("sakiyomi")
 FORMAT = 2
-ABOUT, WEIGHTS = "sakiyomi.json", "packed.safetensors"
+ABOUT, WEIGHTS = PACKED_FILE, "packed.safetensors"
 REMEDY = "load the model itself with quantize, which packs it anew"
 PIECE = 1 << 18  # bytes that are read, and hashed, at once
 _SAMPLES = 32  # places of a weight file that are compared

@@ -85,6 +85,7 @@ class Flag:
         kind: its type.
         default: of this command.
         help: one or two sentences.
+        group: name of the class that has it.
         resume: whether `--resume` may change it.
     """
 
@@ -92,6 +93,7 @@ class Flag:
     kind: Any
     default: Any
     help: str
+    group: str
     resume: bool
 
 
@@ -169,7 +171,7 @@ def _flags(kind: type[Any], defaults: object) -> list[Flag]:
             found += _flags(type(default), default)
         else:
             said = field.metadata
-            found.append(Flag(field.name, hints[field.name], default, said["help"], said["resume"]))
+            found.append(Flag(field.name, hints[field.name], default, said["help"], kind.__name__, said["resume"]))
     return found
 
 

@@ -124,7 +124,7 @@ class SampleConfig(Group):
     )
     sample_minutes: float = setting(10.0, "Most minutes that writing them may take.", least=0)
     sample_tokens: int = setting(160, "New tokens of each.", least=1)
-    sample_batch: int = setting(128, "Continuations written in one batch.", least=1)
+    sample_batch: int = setting(32, "Continuations written in one batch.", least=1)
     temperatures: tuple[float, ...] = setting(
         (0.0, 0.0, 1.0), "Temperatures of the batches in turn; 0 is greedy.", least=0
     )
@@ -166,23 +166,53 @@ class TaughtConfig(TextRunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftSizes(LlamaSizes):
+    """Sizes of a draft; what is 0 follows from the target's (`train.llama.draft_sizes`)."""
+
+    hidden: int = setting(0, "Width of the hidden states; 0: from the target's.", least=0)
+    layers: int = setting(
+        0, "Layers; the time of a draft step is mostly overhead per layer. 0: from the target's.", least=0
+    )
+    heads: int = setting(0, "Attention heads; 0: one for 64 numbers of the hidden state.", least=0)
+    kv_heads: int = setting(1, "Key/value heads.", least=1)
+    intermediate: int = setting(0, "Width of the MLP; 0: 8/3 of the hidden state.", least=0)
+
+    def __post_init__(self) -> None:
+        if self.hidden and self.heads:
+            super().__post_init__()
+        else:
+            Group.__post_init__(self)  # what is given has its range all the same
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftConfig(TaughtConfig):
     """A small Llama draft distilled from a target; the tokenizer and the vocabulary are the target's."""
 
     HELP: ClassVar[dict[str, str]] = TaughtConfig.HELP | {
         "row_tokens": "Row length in tokens; one only, rows are reused with their labels.",
-        "layers": "Layers; the time of a draft step is mostly overhead per layer.",
     }
 
-    loop: LoopConfig = field(default=LoopConfig(minutes=15.0, decay_share=0.5, row_tokens=(512,), eval_minutes=3.0))
+    loop: LoopConfig = field(
+        default=LoopConfig(
+            minutes=15.0, decay_share=0.5, row_tokens=(256,), step_tokens=1024, eval_minutes=3.0, compile=False
+        )
+    )
     init: str = setting(
         "",
         "A model to start from (embedded name, folder or hub id), such as the Llama that `train target --tokenizer "
         "TARGET` makes; the sizes are then its own.",
     )
-    sizes: LlamaSizes = field(default=LlamaSizes(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=512))
+    sizes: DraftSizes = DraftSizes()
     top: int = setting(
         64, "The target's likeliest tokens kept as labels of a position; one bucket holds the rest.", least=1
+    )
+    label_share: float = setting(
+        0.2,
+        "Most of the time that goes to labels, which a large target takes long to make; rows without learn the text "
+        "itself. With --tokens all rows have labels.",
+        least=0,
+        most=1,
+        resume=True,
     )
     label_gib: float = setting(2.0, "Memory in GiB for labels that later epochs use again.", least=0, resume=True)
     parallel: int = setting(

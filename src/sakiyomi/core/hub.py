@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -16,17 +15,11 @@ from sakiyomi.core.embedded import EMBEDDED
 from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.memory import readable
 
-__all__ = ["fetch", "looks_like_hub_id"]
+__all__ = ["check_known", "fetch"]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 _ANSWER_WITHIN = 8.0
 """Seconds to wait for the hub's first answer. A name server that does not answer would otherwise take half a minute."""
-
-
-def looks_like_hub_id(name: str) -> bool:
-    """Whether a name can be a hub id (``name`` or ``owner/name``) rather than a path."""
-    return bool(_HUB_ID.fullmatch(name)) and ".." not in name and "--" not in name
 
 
 def fetch(
@@ -67,6 +60,21 @@ def fetch(
         raise LoadError(
             f"the download of {name!r} from the hub failed ({error}); try again, or pass a folder"
         ) from error
+
+
+def check_known(name: str) -> None:
+    """Refuse a name that is neither in the local cache nor known to the hub. Imports no torch.
+
+    Raises:
+        LoadError: as `fetch` does.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    if constants.is_offline_mode() or _ask(name) is None:
+        raise LoadError(_unreachable(name, constants.is_offline_mode()))
 
 
 def _ask(name: str) -> Any | None:

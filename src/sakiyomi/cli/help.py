@@ -1,0 +1,75 @@
+"""``--help`` in sections, basics first, with an example at its end; plain text, the same on a screen and in a pipe."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+__all__ = ["Sections", "SectionsGroup", "panel", "parts"]
+
+BASICS = "Basics"
+_BASIC = frozenset(
+    {
+        "alpha", "api_key", "c", "count", "draft", "dtype", "file", "gamma", "host", "init", "json", "max_new_tokens",
+        "minutes", "out", "port", "prompts", "quantize", "resume", "rows", "seed", "system", "target", "temperature",
+        "text", "valid",
+    }
+)  # fmt: skip
+"""Settings that a first try may need, whatever the command."""
+_PANELS = {
+    "LLMConfig": "Model and machine",
+    "SamplingParams": "Sampling and speculation",
+    "ServerConfig": "Server",
+    "AuditConfig": "Checks",
+    "LoopConfig": "Budget, schedule, checkpoints",
+    "TextConfig": "Learning from text",
+    "SampleConfig": "What the target writes to learn from",
+}
+_EXAMPLE = "Example:"
+
+
+def panel(group: str, name: str) -> str:
+    """The section of a setting, by the name of the dataclass that holds it."""
+    return BASICS if name in _BASIC else _PANELS.get(group, "Sizes" if group.endswith("Sizes") else "More")
+
+
+def parts(run: Callable[..., Any]) -> tuple[str, str | None]:
+    """The help in a docstring, and the example at its end, if there is one."""
+    text, mark, example = (inspect.getdoc(run) or "").partition(_EXAMPLE)
+    return text.strip(), f"{_EXAMPLE} {' '.join(example.split())}" if mark else None
+
+
+class _Sectioned:
+    """Writes options below the names of their sections."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """See click; sections stand in the order of their first option, after the basics."""
+        sections: dict[str, list[tuple[str, str]]] = {BASICS: []}
+        arguments = []
+        for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
+            if (record := parameter.get_help_record(ctx)) is None:
+                continue
+            if parameter.param_type_name == "argument":
+                arguments.append(record)
+            else:
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or "Other", []).append(record)
+        if arguments:
+            with formatter.section("Arguments"):
+                formatter.write_dl(arguments)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+        if isinstance(self, TyperGroup):
+            self.format_commands(ctx, formatter)
+
+
+class Sections(_Sectioned, TyperCommand):
+    """A command."""
+
+
+class SectionsGroup(_Sectioned, TyperGroup):
+    """A command with commands of its own."""

@@ -1,0 +1,179 @@
+"""What ``draft=`` says, read with the standard library alone: names of drafters, and what is behind their colon."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from sakiyomi.core.checkpoint import HEADS_FILE, read_checkpoint, read_header, read_json
+from sakiyomi.core.embedded import folder_of, is_embedded_name
+from sakiyomi.core.errors import InputError, LoadError
+
+__all__ = [
+    "BLOCK_ARCHITECTURES", "BLOCK_KINDS", "EAGLE_ARCHITECTURE", "EAGLE_NORM", "FORMS", "SPECULATORS", "is_block",
+    "is_eagle", "is_first_eagle", "is_third_eagle", "number", "split_spec",
+]  # fmt: skip
+
+N = TypeVar("N", int, float)
+
+SPECULATORS = "speculators_model_type"
+"""Key of a configuration by vLLM's speculators."""
+BLOCK_KINDS = ("dflash", "dspark")
+"""Of speculators: block drafters."""
+BLOCK_ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")
+"""Of the method's authors (JetSpec's among them), and of DeepSpec."""
+EAGLE_ARCHITECTURE = "LlamaForCausalLMEagle3"
+EAGLE_NORM = "layers.0.hidden_norm.weight"
+"""A tensor that EAGLE-3 heads have and earlier ones do not."""
+
+
+class Form(NamedTuple):
+    """What may stand behind a drafter's name.
+
+    Attributes:
+        text: for messages.
+        check: refuses what cannot be meant; paths are looked at.
+    """
+
+    text: str = ""
+    check: Callable[[str, str], object] = lambda kind, argument: None
+
+
+def is_block(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a block drafter: of DFlash's authors, DeepSpec, or vLLM's speculators."""
+    if SPECULATORS in config:
+        return config[SPECULATORS] in BLOCK_KINDS
+    named: Sequence[str] = config.get("architectures") or ()
+    return "dflash_config" in config or any(name in BLOCK_ARCHITECTURES for name in named)
+
+
+def is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a folder whose configuration is no block drafter's holds an EAGLE head in one of the forms."""
+    return is_third_eagle(config) or is_first_eagle(_tensor_names(folder))
+
+
+def is_third_eagle(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration that is no block drafter's is that of an EAGLE-3 head."""
+    return SPECULATORS in config or EAGLE_ARCHITECTURE in (config.get("architectures") or ())
+
+
+def is_first_eagle(names: Collection[str]) -> bool:
+    """Whether tensors of these names are those of EAGLE-1 and 2, whose configurations say nothing of it."""
+    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(names) and EAGLE_NORM not in names
+
+
+def _tensor_names(folder: Path) -> set[str]:
+    """Names of the tensors in a folder's safetensors files, as far as these are intact."""
+    try:
+        return {name for file in read_checkpoint(folder).files for name in read_header(file).entries}
+    except LoadError:
+        return set()
+
+
+def number(read: Callable[[str], N], argument: str, kind: str, wanted: str) -> N:
+    """The number behind the colon of a spec.
+
+    Raises:
+        InputError: it is none; ``wanted`` says what was expected.
+    """
+    try:
+        return read(argument)
+    except ValueError:
+        raise InputError(f'draft "{kind}:{argument}" {wanted}') from None
+
+
+def _folder(short: str, what: str) -> Callable[[str, str], object]:
+    def check(kind: str, argument: str) -> None:
+        if not argument:
+            raise InputError(f'draft "{kind}:" names no {short}; write {kind}:<folder>')
+        folder = folder_of(argument)
+        if not folder.is_dir():
+            raise LoadError(f"there is {what} in {str(folder)!r}, as there is no such folder; check the path")
+
+    return check
+
+
+def _model(kind: str, argument: str) -> None:
+    if not argument:
+        raise InputError('draft "model:" names no model; write model:<folder or hub id>')
+
+
+def _nothing(kind: str, argument: str) -> None:
+    if argument:
+        raise InputError(f'draft "{kind}:{argument}"; {kind} takes nothing behind a colon')
+
+
+def _file(kind: str, argument: str) -> None:
+    if argument and not Path(argument).expanduser().is_file():
+        raise LoadError(
+            f"there is no file {argument!r} with n-grams; check the path, or make one: sakiyomi train ngram"
+        )
+
+
+def _early_exit(kind: str, argument: str) -> None:
+    number(int, argument, kind, "names no layer; write early-exit:<layers to run>")
+
+
+def _pairs(kind: str, argument: str) -> None:
+    number(int, argument or "0", kind, "names no number of pairs; write self-evicted:<pairs of a head>")
+
+
+def _rate(kind: str, argument: str) -> None:
+    rate = number(float, argument or "1", kind, "has no rate; write oracle:0.8, or oracle for 1")
+    if not 0.0 <= rate <= 1.0:
+        raise InputError(f"the oracle's rate is {rate}; it is the chance that a proposed token is right, 0 to 1")
+
+
+FORMS = {
+    "model": Form(":<path or id>", _model),
+    "medusa": Form(":<heads>", _folder("heads", "no set of Medusa heads")),
+    "eagle": Form(":<head>", _folder("head", "no EAGLE head")),
+    "block": Form(":<block drafter>", _folder("drafter", "no block drafter")),
+    "mtp": Form("", _nothing),
+    "self-int8": Form("", _nothing),
+    "self-evicted": Form("[:<pairs of a head>]", _pairs),
+    "early-exit": Form(":<layers>", _early_exit),
+    "oracle": Form("[:<rate>]", _rate),
+    "prompt-lookup": Form("[:<longest match>]"),
+    "suffix": Form("[:<file>]"),
+    "ngram": Form("[:<file>]", _file),
+}
+"""Drafters by the name before the colon of their spec; ``drafters.DRAFTERS`` makes them."""
+
+_JOINT = re.compile(r"\+(?=(?:none|auto|" + "|".join(map(re.escape, FORMS)) + r")(?:[:+]|$))")
+"""A + before the name of a drafter; any other + belongs to a path."""
+
+
+def split_spec(spec: str) -> list[str]:
+    """The specs in a text, one by one; a folder alone, or the name of what is embedded, is the spec of what it holds.
+
+    Raises:
+        InputError: this version has no such drafter.
+    """
+    parts = [_named(part) for part in _JOINT.split(spec)]
+    for part in parts:
+        if part not in ("none", "auto") and part.partition(":")[0] not in FORMS:
+            forms = ("none", "auto", *(name + form.text for name, form in FORMS.items()))
+            known = ", ".join(f'"{form}"' for form in forms)
+            raise InputError(
+                f"unknown draft {part!r}; this version has {known}, a folder, several joined by +, or a Drafter object"
+            )
+    return parts
+
+
+def _named(part: str) -> str:
+    """A spec as it is; of a folder, or the name of what is embedded, alone the spec of what it holds."""
+    if part in ("none", "auto") or part.partition(":")[0] in FORMS:
+        return part
+    folder = folder_of(part)
+    if not (is_embedded_name(part) or folder.is_dir()):
+        return part
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if is_block(config):
+        return f"block:{part}"
+    if is_eagle(folder, config):
+        return f"eagle:{part}"
+    medusa = (folder / HEADS_FILE).is_file() or config.get("model_type") == "medusa" or "medusa_num_heads" in config
+    return f"medusa:{part}" if medusa else f"model:{part}"

@@ -1,0 +1,90 @@
+"""Names, paths and words in settings, refused before torch is imported: seconds earlier than where models are loaded.
+
+Commands and servers call ``check_settings`` with all their settings. It only looks; what it lets pass may still be
+refused by those who load it, in the same words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sakiyomi.core.draft_specs import FORMS, split_spec
+from sakiyomi.core.dtypes import check_dtype
+from sakiyomi.core.embedded import folder_of
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.hub import check_known
+from sakiyomi.core.model_folder import check_folder, gguf_file, local_folder
+from sakiyomi.core.params import QUANTIZATIONS
+
+__all__ = ["check_drafts", "check_prompts", "check_settings", "check_target"]
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse a target, drafts, heads, a dtype, a device or a quantization that nothing can come of.
+
+    Args:
+        settings: of a command, by name; names that it does not know are left alone.
+
+    Raises:
+        InputError: a word that has no meaning.
+        LoadError: a file or folder that is missing or damaged, or a hub id that nobody knows.
+    """
+    check_dtype(settings.get("dtype", "auto"))
+    if not _DEVICE.fullmatch(device := str(settings.get("device", "auto"))):
+        raise InputError(f"device is {device!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if (quantize := settings.get("quantize")) is not None and quantize not in QUANTIZATIONS:
+        raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, QUANTIZATIONS))}")
+    trust = {name: bool(settings.get(name)) for name in ("allow_pickle", "trust_remote_code")}
+    check_drafts(settings.get("draft"), **trust)
+    if not isinstance(several := settings.get("drafts"), str):
+        check_drafts(several, **trust)
+    if isinstance(target := settings.get("target"), str) and target:
+        check_target(target, **trust)
+    if isinstance(heads := settings.get("heads"), str) and not folder_of(heads).is_dir():
+        raise LoadError(f"there is no folder {heads!r} with heads; check the path")
+
+
+def check_target(name: str, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> None:
+    """Refuse a name that no model has, and a folder that is no whole model.
+
+    Raises:
+        InputError, LoadError: see there.
+    """
+    if gguf_file(name) is not None:
+        return
+    folder = local_folder(name)
+    if folder is None:
+        check_known(name)
+    else:
+        check_folder(folder, allow_pickle=allow_pickle, remote_code=trust_remote_code)
+
+
+def check_drafts(draft: str | Sequence[Any] | None, **trust: bool) -> None:
+    """Refuse drafters that are not known, and paths behind their names that lead nowhere; objects are left alone.
+
+    Raises:
+        InputError, LoadError: see there.
+    """
+    for spec in [draft] if isinstance(draft, str) else draft or ():
+        for part in split_spec(spec) if isinstance(spec, str) else ():
+            kind, _, argument = part.partition(":")
+            if kind in FORMS:
+                FORMS[kind].check(kind, argument)
+            if kind == "model":
+                check_target(argument, **trust)
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Refuse empty prompts.
+
+    Raises:
+        InputError: says which one it is.
+    """
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            place = f" (number {number} of {len(prompts)})" if len(prompts) > 1 else ""
+            raise InputError(f"the prompt {prompt!r} is empty{place}; give at least one word")
