@@ -92,7 +92,7 @@ def build_runner(
         except UnsupportedError as error:
             refusal.add_note(f"{way}: {error}")
             continue
-        name = type(model).__name__
+        name, runner.module.why = type(model).__name__, refusal.message
         logger.warning("%s: %s; each text goes through its own forward by itself, which is slower", name, refusal)
         return runner
     raise UnsupportedError(

@@ -24,12 +24,19 @@ from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.probe import FAULTS, PROOF, Expectation, proof_text
 
-__all__ = ["WAYS", "OwnForward", "expect_own", "run_by_text", "ways_of"]
+__all__ = ["BY_TEXT", "WAYS", "OwnForward", "expect_own", "run_by_text", "ways_of"]
 
 WAYS = ("cached", "steps", "whole", "rows")
 """How a text is read, the fastest first: its new tokens at once behind the class's cache, or one by one; the whole text
 anew in each pass; or anew for each row, where a row that is followed by others is another one."""
 
+BY_TEXT = {
+    "cached": "new tokens at once",
+    "steps": "token by token",
+    "whole": "the whole text in each pass",
+    "rows": "the whole text for each token",
+}
+"""What they are called."""
 TAIL = 16  # tokens that are read again at most, rather than that each pass copied what is kept of the text
 
 
@@ -40,7 +47,12 @@ class OwnForward(nn.Module):
         inner: the structural copy, as it is.
         way: of ``WAYS``.
         capture: takes the hidden states of passes.
+
+    Attributes:
+        why: what speaks against our cache.
     """
+
+    why = ""
 
     def __init__(self, inner: Any, way: str, capture: HiddenStateCapture) -> None:
         super().__init__()
