@@ -24,7 +24,7 @@ from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.elementwise import serve_gates, serve_rotary
 from sakiyomi.kernels.experts import expert_bytes, pack_experts
-from sakiyomi.kernels.native import PackedLinear, PackedWeights
+from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights
 from sakiyomi.kernels.norms import serve_norms
 from sakiyomi.kernels.pack import is_linear, pack_linears, replaced_forward
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
@@ -328,8 +328,7 @@ class ModelWeights:
         assert self._probed is not None
         self.siblings = _pack(self.module, table, self._probed, free=given.owned, bits=bits)
         self._probed = None
-        if not given.quantize:
-            table.experts = pack_experts(self.module, table, free=given.owned)
+        table.experts = pack_experts(self.module, table, free=given.owned, bits=bits)
         return table
 
     def take_patches(self) -> None:
@@ -364,7 +363,7 @@ class ModelWeights:
         """Report what quantizing changed, by the logits (tokens, V) on the text as they are now."""
         assert self._before is not None
         (agreement, divergence), self._before = compare(self._before, after), None
-        layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, PackedLinear)}
+        layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, PackedLayer)}
         kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
         counts = len(layers) - len(kept), kept, agreement, divergence, len(self.text)
         self.quantization = QuantizationReport(str(self._given.quantize), *counts)
