@@ -88,6 +88,17 @@ def test_generate(folder: Path, run: Callable[..., Result]) -> None:
     assert found["generations"][0]["prompt_tokens"] == 8 + len(FIRST)
 
 
+def test_weights_are_quantized(folder: Path, run: Callable[..., Result]) -> None:
+    """Images are read by a model whose text part is rounded, by its packed copy, and by that alone."""
+    outs = []
+    for target in ("seeing", "seeing", "seeing/sakiyomi-int8-float32"):
+        options = [] if outs and target != "seeing" else ["--quantize", "int8"]
+        result = run("generate", FIRST, "--target", target, "--image", "cat.png", *options)
+        assert result.exit_code == 0 and "packed anew" not in result.output, result.output
+        outs.append(result.stdout)
+    assert outs[0] == outs[1] == outs[2] != "\n"
+
+
 def test_chat(folder: Path, run: Callable[..., Result]) -> None:
     """An image goes with the next message, is seen by later ones, saved, and looked at again."""
     lines = [

@@ -71,7 +71,9 @@ class LLM:
             Passes are eager. A pair that was loaded with a ``device_map`` runs as it is. None: all in memory.
         compile: "auto" traces decoding passes that come often, with the numbers of eager ones; True compiles them while
             the model is loaded; False runs all passes eagerly.
-        max_context: most tokens of prompt and output; None for the model's own limit. Nothing is allocated in advance.
+        max_context: most tokens of prompt and output; None for the model's own limit, and no more than where its rotary
+            embedding changes all positions (longrope). Beyond that texts go through the model's own forward, each by
+            itself. Nothing is allocated in advance.
         max_batch: requests that run at once; more wait.
         exact: bit-equal output for every drafter, gamma, tree and batch.
         strict: a drafter that raises, or proposes what is no draft, ends the request with a ``DraftError``; otherwise
@@ -134,6 +136,7 @@ class LLM:
             eviction=eviction,
             offloaded=spec.offloaded,
             exact=exact,
+            max_context=max_context,
         )
         loaded, self.target = self._pool.loaded, self._pool.target
         self.name, self.tokenizer, self.vocab_size = loaded.name, loaded.tokenizer, self.target.vocab_size

@@ -89,7 +89,7 @@ def pays(module: Any, pairs: float, columns: int) -> bool:
     """
     rank, rotary = module.kv_b_proj.in_features, module.qk_rope_head_dim
     both = module.qk_nope_head_dim + module.v_head_dim
-    return pairs * (2 * (rank + rotary) - both - rotary) > columns * rank * both
+    return bool(pairs * (2 * (rank + rotary) - both - rotary) > columns * rank * both)
 
 
 def expand(module: Any, latents: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,7 @@ from sakiyomi.kernels.quantization import QuantizationReport
 from sakiyomi.model_executor.loading.placeholder import METHOD
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import DTYPES
+from sakiyomi.model_executor.multimodal import tensors_aside
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
@@ -73,6 +74,7 @@ FORMAT = 3
 ABOUT, WEIGHTS = "sakiyomi.json", "packed.safetensors"
 REMEDY = "load the model itself with quantize, which packs it anew"
 PIECE = 1 << 18  # bytes that are read, and hashed, at once
+_SMALL = ("generation_config.json", "preprocessor_config.json", "processor_config.json")  # of the source, kept, too
 _SAMPLES = 32  # places of a weight file that are compared
 _HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 _SILENT = 24 * 3600.0  # seconds without a change after which its writer must have ended
@@ -137,7 +139,7 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
     module, report = packed.module, packed.weights.quantization
     layers = {name: child for name, child in module.named_modules() if isinstance(child, PackedLayer)}
     tensors = {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.tensors().items()}
-    others = _unshared(module.state_dict())
+    others = _unshared({**module.state_dict(), **tensors_aside(module)})
     about: dict[str, Any] = {
         "format": FORMAT,
         "source": key,
@@ -163,7 +165,7 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         tokenizer.save_pretrained(fresh)
         if source is not None:
             code = source.glob("*.py") if hasattr(config, "auto_map") else ()
-            for path in (source / "generation_config.json", *code):
+            for path in (*(source / name for name in _SMALL), *code):
                 if path.is_file():
                     shutil.copy(path, fresh)
         settings = {**config.to_dict(), "dtype": about["dtype"]}
