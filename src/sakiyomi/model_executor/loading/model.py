@@ -167,9 +167,8 @@ def load_model(
         reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
         loaded = _load(reader, tokenizer, quantize, offloaded, own)
         copy = copy_place(folder, quantize, final, beside=own) if quantize else None
-    loaded = replace(loaded, extractor=read_extractor(folder, config))
-    record = functools.partial(save_recording, folder, wanted, quantize, copy, tokenizer)
-    return replace(loaded, record=record) if recorded else loaded
+    record = functools.partial(save_recording, folder, wanted, quantize, copy, tokenizer) if recorded else None
+    return replace(loaded, extractor=read_extractor(folder, config), record=record)
 
 
 def _name(target: Any) -> str:
