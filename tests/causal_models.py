@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.loading.families import _ENCODERS as ENCODERS
+from sakiyomi.model_executor.loading.families import NO_TEXT, check_supported
 from sakiyomi.model_executor.own_forward import OwnForward
 from toys import character_tokenizer
 
@@ -245,16 +247,6 @@ BY_TEXT = {
     "rows": "text by text through its own forward, each token by a pass over the whole text",
 }
 
-UNTRIED: dict[str, str] = {
-    "blt": "its generate() in transformers does not run (bytes in patches, found by a second model)",
-    "gemma4_assistant": "a draft that reads hidden states and keys of its target: no model of its own",
-    "gemma4_unified_assistant": "a draft that reads hidden states and keys of its target: no model of its own",
-    "musicgen": "writes four codes of a sound at once, and no text",
-    "musicgen_melody": "writes four codes of a sound at once, and no text",
-    "xlm": "transformers implements its encoder only",
-}
-"""Types of which no tiny model is tried, and why."""
-
 
 @torch.no_grad()
 def uncached(model: Any, tokens: list[int]) -> list[int]:
@@ -298,11 +290,20 @@ def check(model: Any) -> dict[str, Any]:
     return found
 
 
+def refusal(kind: str) -> str:
+    """What loading a model of a type says, by its configuration alone."""
+    try:
+        check_supported(SimpleNamespace(model_type=kind), "it", encoder_decoder=True)
+    except UnsupportedError as error:
+        return error.message.removeprefix(f"'it' ({kind}) ")
+    return "it is not refused"
+
+
 def outcome(kind: str) -> dict[str, Any]:
     """The row of a model type in the table."""
     row: dict[str, Any] = {"type": kind, "class": KINDS[kind]}
-    if kind in UNTRIED:
-        return row | {"state": "untried", "why": UNTRIED[kind]}
+    if kind in NO_TEXT:
+        return row | {"state": "refused", "why": refusal(kind)}
     made = config(kind)
     encoder = kind in ENCODERS
     with torch.device("meta"):

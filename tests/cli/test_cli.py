@@ -23,6 +23,7 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from architectures import REFUSED, make
 from processes import own_environment
 from sakiyomi import LLM, SamplingParams, __version__
 from sakiyomi.cli import app
@@ -33,7 +34,8 @@ from sakiyomi.core.outputs import TokenTrace
 from sakiyomi.drafters import DRAFTERS
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.engine.llm import LLM as Engine
-from toys import save_model, tiny_llama, tiny_tokenizer
+from sakiyomi.kernels.build import native
+from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 from warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -463,6 +465,16 @@ def test_info(models: Path, no_compiler: None) -> None:
     assert set(costs["target_ms"]) == set(costs["v"]) == {"1", "4", "8", "16"}
     assert costs["v"]["1"] == 1.0
     assert costs["c"] == pytest.approx(costs["draft_ms"] / costs["target_ms"]["1"])
+    assert costs["runs"] == ("plain torch" if native() is None else "the compiled kernels")
+
+
+def test_info_says_why_a_model_runs_through_its_own_forward(tmp_path: Path, no_compiler: None) -> None:
+    save_model(tmp_path, make(REFUSED["gpt_neo"]()), character_tokenizer("abc"))
+    result = runner.invoke(app, ["info", "--target", str(tmp_path), "--draft", "none", "--repeats", "1"])
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    assert "runs each text by itself through its class's own forward, new tokens at once: GPTNeoForCausalLM" in words
+    assert "by the column of the cache" in words
 
 
 # ---------------------------------------------------------------- the process

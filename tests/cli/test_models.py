@@ -32,7 +32,7 @@ def test_a_part_of_a_name() -> None:
 def test_json() -> None:
     code, out, _ = run("blt", "--json")
     (row,) = json.loads(out.splitlines()[-1])["models"]
-    assert code == 0 and row["class"] == "BltForCausalLM" and row["state"] == "untried" and row["why"]
+    assert code == 0 and row["class"] == "BltForCausalLM" and row["state"] == "refused" and row["why"]
 
 
 def test_an_unknown_name() -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import sakiyomi.drafters.model
 import sakiyomi.model_executor.build
-from architectures import VOCAB, greedy, logits_after, model_of, prompt
+from architectures import VOCAB, greedy, logits_after, model_of, prompt, widen
 from drafters import Branching, Scripted, texts_of
-from sakiyomi import LLM, DraftError, InputError, MemoryLimitError, RemovedError, SamplingParams, Step
+from sakiyomi import LLM, DraftError, InputError, MemoryLimitError, RemovedError, SamplingParams, Step, UnsupportedError
 from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
@@ -517,11 +517,11 @@ def test_exact_requests_do_not_depend_on_what_is_recorded() -> None:
         assert max(sizes) == 64
 
 
-def test_longrope_stays_within_its_original_context(caplog: pytest.LogCaptureFixture) -> None:
-    """Beyond it all positions change, those in the cache too."""
+def longrope(long: float = 3.0) -> Any:
+    """Of 32 positions, and 96 others with other factors."""
     import transformers
 
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 10000.0}
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [long] * 4, "rope_theta": 10000.0}
     config = transformers.Phi3Config(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -535,6 +535,13 @@ def test_longrope_stays_within_its_original_context(caplog: pytest.LogCaptureFix
     )
     torch.manual_seed(0)
     model = transformers.Phi3ForCausalLM(config).eval()
+    widen(model)
+    return model
+
+
+def test_longrope_stays_within_its_original_context(caplog: pytest.LogCaptureFixture) -> None:
+    """Unless more is asked for: beyond it all positions change, those in the cache too."""
+    model = longrope()
     llm = LLM((model, TOKENIZER), "none", compile=False)
     assert llm.max_context == 32
     assert "longrope" in caplog.text
@@ -542,8 +549,26 @@ def test_longrope_stays_within_its_original_context(caplog: pytest.LogCaptureFix
     assert out.token_ids == greedy(model, prompt(12), 20)
     with pytest.raises(InputError, match=r"the context holds 32 .*longrope"):
         llm.generate([prompt(40)], params())
-    with pytest.raises(InputError, match=r"max_context=64 exceeds .*longrope"):
-        LLM((model, TOKENIZER), "none", compile=False, max_context=64)
+    with pytest.raises(
+        UnsupportedError, match=r"with max_context=64 texts grow beyond 32 tokens, .*need max_context=32 or less"
+    ):
+        LLM((model, TOKENIZER), "none", compile=False, max_context=64, exact=True)
+    with pytest.raises(InputError, match="max_context=200 exceeds the model's 128 positions"):
+        LLM((model, TOKENIZER), "none", compile=False, max_context=200)
+
+
+def test_longrope_beyond_its_original_context() -> None:
+    """Texts that cross it while they are written or read, in one round or in a chunk, and such as begin behind it."""
+    model, tokens = longrope(), [prompt(12), prompt(31, 1), prompt(50, 2)]
+    wanted = [greedy(model, text, 26) for text in tokens]
+    assert wanted[1] != greedy(longrope(long=1.0), tokens[1], 26), "the factors do not matter"
+    drafter = Branching(texts_of(tokens, wanted), "sometimes", VOCAB)
+    for draft, options in (("none", {}), (drafter, {}), ("none", {"chunk_size": 5})):
+        llm = LLM((model, TOKENIZER), draft, compile=False, max_context=128, **options)
+        assert llm.max_context == 128
+        for chosen in ([1], [0, 1, 2]):
+            done = llm.generate([tokens[i] for i in chosen], params(max_new_tokens=26))
+            assert [out.token_ids for out in done] == [wanted[i] for i in chosen]
 
 
 # ---------------------------------------------------------------- figures

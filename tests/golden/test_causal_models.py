@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import causal_models
-from causal_models import ENCODERS, KINDS, UNTRIED, outcome, rows
+from causal_models import ENCODERS, KINDS, outcome, refusal, rows
+from sakiyomi.model_executor.loading.families import NO_TEXT
 
 VERSION, *TABLE = rows()
 BY_TYPE = {row["type"]: row for row in TABLE}
@@ -25,11 +26,16 @@ def test_every_class_has_a_row() -> None:
 
 
 def test_nothing_is_wrong_and_most_runs() -> None:
-    assert {row["state"] for row in TABLE} <= {"runs", "refused", "untried"}
+    assert {row["state"] for row in TABLE} <= {"runs", "refused"}
     decoders = [row["state"] for row in TABLE if row["type"] not in ENCODERS]
     assert decoders.count("runs") >= 0.95 * len(decoders)
     assert all(row["why"] for row in TABLE if row["state"] != "runs")
-    assert {row["type"] for row in TABLE if row["state"] == "untried"} == set(UNTRIED)
+    assert {row["type"] for row in TABLE if row["state"] == "refused"} <= set(NO_TEXT)
+
+
+@pytest.mark.parametrize("kind", sorted(set(NO_TEXT) & set(KINDS)))
+def test_what_writes_no_text_is_refused(kind: str) -> None:
+    assert BY_TYPE[kind]["why"] == refusal(kind) != "it is not refused"
 
 
 @pytest.mark.parametrize("kind", SAMPLE)

@@ -196,6 +196,30 @@ def test_latents_are_kept_as_they_are_compressed(monkeypatch: pytest.MonkeyPatch
         build_runner(model_of("minicpm3"), compile=False)
 
 
+@pytest.mark.skipif(native() is None, reason="prompts are expanded for the compiled kernels")
+def test_prompts_of_latents_are_expanded_in_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunk by chunk, in a batch, beside others that write; where it pays. Wrong values would be seen."""
+    prompts = [prompt(70, 4), prompt(45, 5), prompt(9, 6)]
+    texts = [greedy(model_of("minicpm3"), tokens, NEW) for tokens in prompts]
+    values = SamplingParams(max_new_tokens=NEW, ignore_eos=True, gamma=3)
+    expanded: list[int] = []
+
+    def expand(module: Any, latents: Any) -> Any:
+        expanded.append(len(latents))
+        return own(module, latents)
+
+    own = latent.expand
+    monkeypatch.setattr(latent, "expand", expand)
+    llm = LLM((model_of("minicpm3"), TOKENIZER), drafter("minicpm3", Branching), compile=False, chunk_size=32)
+    for chosen in ([0], [2], [0, 1, 2]):
+        expanded.clear()
+        done = llm.generate([prompts[i] for i in chosen], values)
+        assert [out.token_ids for out in done] == [texts[i] for i in chosen]
+        assert bool(expanded) == (chosen != [2]) and {32, 0} <= {*expanded, *([32, 0] if chosen == [2] else [])}
+    monkeypatch.setattr(latent, "expand", lambda module, latents: [2 * part for part in own(module, latents)])
+    assert llm.generate([prompts[0]], values)[0].token_ids != texts[0]
+
+
 def test_layers_that_share_keys_store_them_once() -> None:
     runner = build_runner(model_of("gemma3n"), compile=False)
     assert [shape.source for shape in runner.weights.shapes] == [None, None, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 
@@ -13,9 +14,10 @@ from typer.testing import CliRunner
 import sakiyomi.kernels.native
 from architectures import VOCAB, model_of, prompt
 from backends import begin
+from drafters import Branching, texts_of
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.cli import app
-from sakiyomi.kernels.native import PackedLinear, PackedWeights
+from sakiyomi.kernels.native import PackedExperts, PackedLayer, PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.kernels.quantization import QUANTIZATIONS, choose_bits, compare, layer_errors
 from toys import tiny_llama, tiny_tokenizer
@@ -95,6 +97,63 @@ def test_linear(bits: int, inner: int, out: int, bias: bool, dtype: torch.dtype)
     for rows in ROWS:
         begin(model, rows)
         assert torch.equal(layer(x[:, :rows].contiguous()), whole[:, :rows]), "a row does not depend on the others"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_experts(bits: int, dtype: torch.dtype) -> None:
+    """Each row is that of a layer with the weights of its expert, to the last bit; scales begin anywhere."""
+    count, inner, out, rows = 5, 64, 70, 9
+    generator = torch.Generator().manual_seed(bits)
+    weights = torch.randn(count, out, inner, generator=generator).to(dtype)
+    biases = torch.randn(count, out, generator=generator).to(dtype)
+    x = torch.randn(rows, inner, generator=generator).to(dtype)
+    chosen = torch.randint(0, count, (rows, 2), generator=generator)
+    model = tables()
+    experts = model.add_experts(weights, biases, bits=bits)
+    alone = [model.add_linear(weight, bias, bits=bits) for weight, bias in zip(weights, biases, strict=True)]
+    begin(model, rows)
+    found = experts(x, chosen).view(rows, 2, out)
+    for row, choices in enumerate(chosen.tolist()):
+        for place, expert in enumerate(choices):
+            begin(model, 1)
+            assert torch.equal(found[row, place], alone[expert](x[None, row : row + 1])[0, 0])
+
+
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_mixtures(name: str, kind: str) -> None:
+    """Experts are rounded, too, are counted, and with ``exact`` drafted text is plain text, to the token."""
+    pair = copy.deepcopy(model_of(name)).bfloat16(), TOKENIZER
+    prompts = [prompt(11, 1), prompt(6, 2)]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, gamma=3)
+    plain = LLM(pair, "none", quantize=kind, exact=True, compile=False)
+    stacks = [part for part in plain.target.module.modules() if isinstance(part, PackedExperts)]
+    assert len(stacks) == 2 * plain.target.config.num_hidden_layers and min(part.bits for part in stacks) < 16
+    report = plain.target.weights.quantization
+    assert report is not None
+    assert report.layers + len(report.kept) == sum(
+        isinstance(part, PackedLayer) for part in plain.target.module.modules()
+    )
+    wanted = [out.token_ids for out in plain.generate(prompts, params)]
+    drafter = Branching(texts_of(prompts, wanted), "sometimes", VOCAB)
+    drafted = LLM(pair, drafter, quantize=kind, exact=True, compile=False)
+    assert [out.token_ids for out in drafted.generate(prompts, params)] == wanted
+
+
+def test_the_error_of_a_stack_is_that_of_its_experts() -> None:
+    """One that cannot bear the rounding keeps its weights; the other stacks have 8 or 4 bits."""
+    model = copy.deepcopy(model_of("qwen3_moe"))
+    layer = model.model.layers[0]
+    stack = layer.mlp.experts.gate_up_proj
+    with torch.no_grad():  # the weights of one input outgrow the others, and no output shows it
+        stack[:, :, 0] *= 3000
+        layer.post_attention_layernorm.weight[0] /= 3000
+    errors, _ = layer_errors(model, torch.tensor([prompt(40, 1)]), ("int8", "int4"))
+    bits = choose_bits("int4", errors, model.lm_head)
+    other = model.model.layers[1].mlp.experts
+    assert errors[id(other.gate_up_proj)]["int8"] < errors[id(other.gate_up_proj)]["int4"]
+    assert [bits[id(part)] for part in (stack, other.gate_up_proj, other.down_proj)] == [16, 4, 8]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

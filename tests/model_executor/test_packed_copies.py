@@ -32,6 +32,7 @@ from sakiyomi.core.memory import readable
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.suites import measure
+from sakiyomi.kernels.experts import is_experts
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.quantization import compare
 from sakiyomi.model_executor.loading import load_model, packed, read_checkpoint
@@ -132,7 +133,10 @@ def test_every_architecture(name: str, tmp_path: Path, caplog: pytest.LogCapture
     first = load(folder, quantize="int8")
     assert same(load((model_of(name), TOKENIZER), quantize="int8"), first)
     assert same(load(folder, quantize="int8"), first)
-    assert same(load(folder / COPY), first)
+    assert same(again := load(folder / COPY), first)
+    weights = first.target.weights
+    assert again.target.weights.packed_experts == weights.packed_experts
+    assert weights.packed_experts == any(map(is_experts, weights.module.modules()))
     four = load(folder, quantize="int4", dtype="bfloat16")
     assert same(load(folder, quantize="int4", dtype="bfloat16"), four)
     assert not warnings(caplog)

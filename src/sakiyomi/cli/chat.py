@@ -56,7 +56,7 @@ def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output:
 
     template = read_template(options.template)
     llm = load(model)
-    dialogue = Dialogue(llm.tokenizer, template, options.system)
+    dialogue = Dialogue(llm.tokenizer, template, options.system, llm.processor)
     lines = Lines()
     if dialogue.plain:
         note(f"{model.target} runs without a chat template: your messages and its replies form one continuing text")

@@ -6,13 +6,18 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from sakiyomi.cli import images
 from sakiyomi.cli.common import flag_help, parameters, parsed
 from sakiyomi.cli.output import is_coloured, legend, note, stdout
 from sakiyomi.cli.talk import REFUSED, Chat, check
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sakiyomi.engine.chat_template import Content
 
 __all__ = ["COMMANDS", "obey"]
 
@@ -54,7 +59,7 @@ def _help(chat: Chat, rest: str) -> None:
 
 
 def _reset(chat: Chat, rest: str) -> None:
-    chat.dialogue.exchanges = []
+    chat.dialogue.exchanges, chat.images = [], []
     chat.attempt = 0
     chat.conversation.close()
     note("a new conversation" + (", with the same system prompt" if chat.dialogue.system else ""))
@@ -75,10 +80,21 @@ def _again(chat: Chat, rest: str) -> None:
     chat.answer(message, chat.dialogue.exchanges[:-1], chat.attempt + 1)
 
 
-def _last(chat: Chat) -> str:
+def _last(chat: Chat) -> Content:
     if not chat.dialogue.exchanges:
         raise InputError("there was no message yet")
     return chat.dialogue.exchanges[-1][0]
+
+
+def _image(chat: Chat, rest: str) -> None:
+    if not rest:
+        chat.images = []
+        note("no image goes with the next message")
+        return
+    images.check_sees(chat.llm)
+    images.read_images([*chat.images, rest])
+    chat.images.append(rest)
+    note(f"{len(chat.images)} image{'s' * (len(chat.images) != 1)} will go with the next message")
 
 
 def _system(chat: Chat, rest: str) -> None:
@@ -158,6 +174,7 @@ COMMANDS = {
     "reset": Command(_reset, "", "start over; system prompt and parameters stay"),
     "undo": Command(_undo, "", "remove the last exchange"),
     "again": Command(_again, "", "generate another reply to the last message"),
+    "image": Command(_image, "[FILE]", "send an image with the next message; without FILE none"),
     "system": Command(_system, "[TEXT]", "set the system prompt; without TEXT remove it"),
     "set": Command(_set, "[NAME [VALUE]]", "set a parameter, or show it; without NAME all of them"),
     "stats": Command(_stats, "", "statistics of the last reply and of all"),

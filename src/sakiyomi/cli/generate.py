@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sakiyomi.cli import images
 from sakiyomi.cli.common import JsonOption, draft_spec, load, note_lossy, samples_of
 from sakiyomi.cli.output import note, printed, progress, say
 from sakiyomi.core.errors import InputError, LoadError
@@ -32,6 +33,8 @@ class GenerateOptions:
         trace: colour each token by its source (accepted, recovered, bonus, plain).
         rounds_trace: with --json: each round's draft tree, and which of its tokens were accepted.
         prefix: prompt cache file, written by `sakiyomi cache build`; every prompt continues from it.
+        image: show the model this image file (repeat it for several): each prompt is then a message behind them, in the
+            chat template of the model, which has to be one that reads images.
     """
 
     prompts: tuple[str, ...] = field(default=(), metadata={"argument": "PROMPT"})
@@ -40,6 +43,7 @@ class GenerateOptions:
     trace: bool = False
     rounds_trace: bool = False
     prefix: str | None = None
+    image: tuple[str, ...] = ()
 
 
 def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
@@ -63,25 +67,27 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
         raise InputError("prefix needs whole texts; drop --stream")
     if (output.json or options.prefix is not None) and options.stream is None:
         stream = False
+    if options.image:
+        _check_images(options, model)
     llm = load(model)
     note_lossy(params)
     rounding = llm.target.weights.quantization
     prefix = llm.load_prefix(options.prefix) if options.prefix is not None else None
+    asked = _behind_images(llm, prompts, options.image, params) if options.image else prompts
     began = time.perf_counter()
     if stream:
-        results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(prompts)]
+        results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(asked)]
     else:
         with progress(f"generating {len(prompts)} texts"):
-            found = llm.generate(prompts, params, rounds_trace=options.rounds_trace, prefix=prefix)
+            found = llm.generate(asked, params, rounds_trace=options.rounds_trace, prefix=prefix)
         results = [sample for result in found for sample in samples_of(result)]
         if not output.json:
             _show(llm, results, params, options.trace)
     _figures(llm, model.draft, Stats.total(result.stats for result in results), time.perf_counter() - began)
     generations = [result.to_dict() for result in results]
-    rounded = {"rounding": dataclasses.asdict(rounding)} if rounding is not None else {}
-    output.emit(
-        {"target": model.target, "draft": model.draft, **rounded, "prompts": prompts, "generations": generations}
-    )
+    told: dict[str, Any] = {"rounding": dataclasses.asdict(rounding)} if rounding is not None else {}
+    told |= {"images": options.image} if options.image else {}
+    output.emit({"target": model.target, "draft": model.draft, **told, "prompts": prompts, "generations": generations})
     llm.record()
 
 
@@ -118,12 +124,33 @@ def _from_stdin() -> str:
     return text.removesuffix("\n")
 
 
-def _streamed(llm: LLM, prompt: str, index: int, params: SamplingParams, coloured: bool) -> Generation:
-    steps = list(printed(llm.stream(prompt, params, index=index), llm.tokenizer, params.stop, coloured))
+def _check_images(options: GenerateOptions, model: LLMConfig) -> None:
+    """Refuse images that cannot be read, and a model that reads none, before its weights are read."""
+    from sakiyomi.model_executor.loading import check_sees
+
+    if options.prefix is not None:
+        raise InputError("a prefix is text, and images begin a message of their own; drop --prefix, or --image")
+    images.read_images(options.image)
+    check_sees(model.target, trust_remote_code=model.trust_remote_code, allow_pickle=model.allow_pickle)
+
+
+def _behind_images(llm: LLM, prompts: Sequence[str], files: Sequence[str], params: SamplingParams) -> list[Any]:
+    """Each prompt as a message with these images."""
+    from sakiyomi.engine.chat_template import Dialogue
+
+    dialogue = Dialogue(llm.tokenizer, processor=llm.processor)
+    said = [dialogue.messages_with(images.content(prompt, files), []) for prompt in prompts]
+    return [images.prompt_of(llm, dialogue, messages, params) for messages in said]
+
+
+def _streamed(llm: LLM, prompt: Any, index: int, params: SamplingParams, coloured: bool) -> Generation:
+    asked = llm.engine.process(prompt, params) if isinstance(prompt, str) else prompt
+    with llm.conversation() as alone:
+        steps = list(printed(alone.stream(asked, params, index=index), llm.tokenizer, params.stop, coloured))
     return Generation(
         text="".join(step.text for step in steps),
         token_ids=[token for step in steps for token in step.token_ids],
-        prompt_tokens=len(llm.tokenizer(prompt).input_ids),
+        prompt_tokens=len(asked.tokens),
         finish_reason=steps[-1].finish_reason or "length",
         trace=[entry for step in steps for entry in step.trace],
         stats=steps[-1].stats or Stats(),

@@ -37,7 +37,7 @@ def info(options: InfoOptions, output: JsonOption) -> None:
     """Show this machine, and what it lacks.
 
     Versions, devices, measured bandwidth; with --target the costs of a pair: c (draft step / target step) and v(T)
-    (pass over T tokens / plain step).
+    (pass over T tokens / plain step), and what computes its passes: where that is the class's own forward, why.
 
     Example: sakiyomi info --model FOLDER
     """
@@ -84,6 +84,7 @@ def _pair(pair: Mapping[str, Any]) -> dict[str, str]:
     shown = {
         "target": f"{pair['target']} in {pair['dtype']}, {how}, ms a pass, {pair['context']} tokens cached: {passes}"
     }
+    shown["runs"] = pair["runs"]
     shown["v(T)"] = ", ".join(f"T={rows} {value:.2f}" for rows, value in pair["v"].items()) + " plain steps"
     if pair["c"] is not None:
         shown["draft"] = f"{pair['draft']} in {pair['draft_dtype']}, {pair['draft_ms']:.2f} ms a step"

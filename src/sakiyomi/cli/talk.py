@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sakiyomi.cli import images
 from sakiyomi.cli.common import note_lossy
 from sakiyomi.cli.lines import Lines
 from sakiyomi.cli.output import note, printed, stdout, write
@@ -16,7 +17,7 @@ from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from sakiyomi.engine.chat_template import Dialogue, Exchange
+    from sakiyomi.engine.chat_template import Content, Dialogue, Exchange
     from sakiyomi.engine.llm import LLM
 
 __all__ = ["REFUSED", "Chat", "Reply", "check"]
@@ -62,6 +63,7 @@ class Chat:
         obey: runs the command that a line with a slash names.
 
     Attributes:
+        images: files of images that go with the next message.
         attempt: how many other replies the last message had before: with a seed the next one has other randomness.
         replies: figures of each reply, also of those that were removed.
         failed: a message had no reply.
@@ -79,6 +81,7 @@ class Chat:
         self.llm, self.dialogue, self.lines, self.params, self.trace = llm, dialogue, lines, params, trace
         self._obey = obey
         self.conversation = llm.conversation()
+        self.images: list[str] = []
         self.attempt = 0
         self.replies: list[Reply] = []
         self.over = self.failed = self._told = False
@@ -95,7 +98,8 @@ class Chat:
                     if is_command:
                         self._obey(self, text)
                     elif text.strip():
-                        self.answer(text, self.dialogue.exchanges)
+                        self.answer(images.content(text, self.images), self.dialogue.exchanges)
+                        self.images = []
                 except SakiyomiError as error:
                     note(f"error: {error.message}")
                     self.failed = self.failed or not is_command
@@ -111,16 +115,18 @@ class Chat:
                         return
                     warned = True
 
-    def answer(self, message: str, before: Sequence[Exchange], attempt: int = 0) -> None:
+    def answer(self, message: Content, before: Sequence[Exchange], attempt: int = 0) -> None:
         """Stream the reply to a message behind these exchanges. Stopped by Ctrl-C it is what was said by then.
 
         Raises:
             SakiyomiError: there is no reply, and what was said before stays as it was.
         """
-        prompt = self.dialogue.prompt(message, before)
-        if len(prompt) >= self.llm.max_context:
+        messages = self.dialogue.messages_with(message, before)
+        prompt = images.prompt_of(self.llm, self.dialogue, messages, self.params)
+        tokens = len(prompt if isinstance(prompt, list) else prompt.tokens)
+        if tokens >= self.llm.max_context:
             raise InputError(
-                f"with this message the conversation has {len(prompt)} tokens, and the context holds "
+                f"with this message the conversation has {tokens} tokens, and the context holds "
                 f"{self.llm.max_context}: /undo removes the last exchange, /reset starts over"
             )
         said: list[str] = []
@@ -134,7 +140,7 @@ class Chat:
             if not self.lines.interactive:
                 raise
             write(stdout(), "", end="\n")
-        self.replies.append(Reply(len(prompt), reason, self.conversation.stats))
+        self.replies.append(Reply(tokens, reason, self.conversation.stats))
         text = "".join(said)
         if reason == "interrupted" and not text.strip():
             note("stopped before the first word: this exchange was not kept")

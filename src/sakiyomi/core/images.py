@@ -1,14 +1,22 @@
-"""A prompt with images."""
+"""A prompt with images, and the images of files, read within bounds."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.messages import one_line
 
-__all__ = ["ImagePrompt"]
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["ImagePrompt", "decode_image"]
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Those of OpenAI's API; of a GIF the first picture is taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,3 +42,32 @@ class ImagePrompt:
 
     def __repr__(self) -> str:
         return f"ImagePrompt({self.text[:40]!r}, {len(self.images)} images)"
+
+
+def decode_image(content: bytes, most: int) -> Image:
+    """The image of a file, in red, green and blue, turned as its camera was held.
+
+    Args:
+        content: of the file.
+        most: pixels that it may have; known from its header, before anything is decoded.
+
+    Raises:
+        InputError: it cannot be read, or has more.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as found:
+            if found.width * found.height > most:
+                raise _too_large(f"{found.width} x {found.height}", most)
+            return ImageOps.exif_transpose(found).convert("RGB")
+    except InputError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise _too_large("far too many", most) from None
+    except Exception as error:  # decoders raise whatever they like
+        raise InputError(f"the image cannot be read ({one_line(error):.120}); expected {', '.join(FORMATS)}") from None
+
+
+def _too_large(pixels: str, most: int) -> InputError:
+    return InputError(f"the image has {pixels} pixels, {most} are taken in all images; give a smaller one")

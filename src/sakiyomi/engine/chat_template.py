@@ -15,11 +15,13 @@ from typing import Any, TypeGuard
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 
-__all__ = ["Dialogue", "Exchange", "read_template"]
+__all__ = ["Content", "Dialogue", "Exchange", "read_template"]
 
 WORDS = ("auto", "none")
 """What may be given instead of a template."""
-Exchange = tuple[str, str]
+Content = str | list[dict[str, str]]
+"""What a message says: a text, or parts, ``{"type": "image", "path": ...}`` and ``{"type": "text", "text": ...}``."""
+Exchange = tuple[Content, str]
 """A message and the reply to it."""
 _OPENING = '"(“'
 
@@ -95,7 +97,7 @@ class Dialogue:
         return self._template or str(self._tokenizer.get_chat_template(tools=[]))
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """All messages with their roles."""
         return _messages(self._system, self.exchanges)
 
@@ -105,7 +107,11 @@ class Dialogue:
         Raises:
             InputError: the template does not take them.
         """
-        return self.read(_messages(self._system, before, message))
+        return self.read(self.messages_with(message, before))
+
+    def messages_with(self, message: Content, before: Sequence[Exchange]) -> list[dict[str, Any]]:
+        """All messages up to one behind these exchanges, with their roles."""
+        return _messages(self._system, before, message)
 
     def read(
         self,
@@ -131,6 +137,8 @@ class Dialogue:
             text = ""
             for message in messages:
                 role, said = message["role"], message["content"]
+                if not isinstance(said, str):
+                    raise InputError("the model has no chat template that could give images a place; send text")
                 if role not in ("user", "assistant"):
                     raise InputError(
                         f"without a chat template a {role} message has no place; write it at the head of the first one"
@@ -205,8 +213,8 @@ class Dialogue:
             ) from None
 
 
-def _messages(system: str, exchanges: Sequence[Exchange], message: str | None = None) -> list[dict[str, str]]:
-    found = [{"role": "system", "content": system}] if system else []
+def _messages(system: str, exchanges: Sequence[Exchange], message: Content | None = None) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for said, reply in exchanges:
         found += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
     return found if message is None else [*found, {"role": "user", "content": message}]
@@ -218,6 +226,19 @@ def _is_text(value: Any) -> TypeGuard[str]:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
         return False
+
+
+def _is_content(value: Any) -> TypeGuard[Content]:
+    """Whether it is what a message can say."""
+    if not isinstance(value, list):
+        return _is_text(value)
+    names = {"image": "path", "text": "text"}
+    parts = [part if isinstance(part, dict) else {} for part in value]
+    kinds = [names.get(str(part.get("type"))) for part in parts]
+    return bool(parts) and all(
+        kind is not None and part.keys() == {"type", kind} and _is_text(part[kind])
+        for part, kind in zip(parts, kinds, strict=True)
+    )
 
 
 def _as_text(said: str) -> str:
@@ -243,10 +264,11 @@ def _parse(path: Path) -> tuple[str, list[Exchange]]:
     messages = value.get("messages") if isinstance(value, dict) else value
     if not isinstance(messages, list):
         raise LoadError(f'{str(path)!r} holds no messages; expected {{"messages": [{{"role": ..., "content": ...}}]}}')
-    roles, texts = [], []
+    roles: list[str] = []
+    texts: list[Any] = []
     for number, message in enumerate(messages, start=1):
         role, text = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if not isinstance(role, str) or not _is_text(text):
+        if not isinstance(role, str) or not (_is_content(text) if role == "user" else _is_text(text)):
             raise LoadError(f"message {number} of {str(path)!r} is {message!r:.80}; expected a role and its content")
         roles.append(role)
         texts.append(text)

@@ -62,9 +62,8 @@ class LLM:
         chunk_size: prompt tokens in one pass; None for a default.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:N".
-        quantize: "int8" or "int4" quantizes the target's weights to so many bits and, on the CPU, activations to 8;
-            then ``target.weights.quantization`` says what that changed, and a packed copy is kept beside the model,
-            from which it is loaded the next time. On a GPU torchao quantizes. None: nothing is quantized.
+        quantize: "int8" or "int4" quantizes the target's weights (and rows to 8 bits); a packed copy is kept beside
+            the model for the next time. ``target.weights.quantization`` says what it changed. On a GPU: torchao's.
         offload: where the target's weights stay between passes, for a model that does not fit: "disk" (in its own
             files), "cpu" (in main memory, for a GPU), "auto" (as much as fits on the device, then in main memory, the
             rest on disk), or a folder: as "disk", and weights that cannot be used as they are stored are written
@@ -72,7 +71,8 @@ class LLM:
             Passes are eager. A pair that was loaded with a ``device_map`` runs as it is. None: all in memory.
         compile: "auto" traces decoding passes that come often, with the numbers of eager ones; True compiles them while
             the model is loaded; False runs all passes eagerly.
-        max_context: most tokens of prompt and output; None for the model's own limit. Nothing is allocated in advance.
+        max_context: most tokens of prompt and output, of which nothing is allocated in advance; None: the model's own
+            limit, which of longrope is that of its first factors: a larger one goes beyond it, more slowly.
         max_batch: requests that run at once; more wait.
         exact: bit-equal output for every drafter, gamma, tree and batch.
         strict: a drafter that raises, or proposes what is no draft, ends the request with a ``DraftError``; otherwise
@@ -135,6 +135,7 @@ class LLM:
             eviction=eviction,
             offloaded=spec.offloaded,
             exact=exact,
+            max_context=max_context,
         )
         loaded, self.target = self._pool.loaded, self._pool.target
         self.name, self.tokenizer, self.vocab_size = loaded.name, loaded.tokenizer, self.target.vocab_size
@@ -230,8 +231,7 @@ class LLM:
         Args:
             prompt: one of what ``generate`` takes.
             params: None for the defaults.
-            index: place of the prompt in a list of prompts that are streamed one by one: with a seed each then has
-                the text that ``generate`` gives it in that list.
+            index: of the prompt in a list: with a seed it has the text that ``generate`` gives it there.
 
         Raises:
             InputError, MemoryLimitError: at the first step, before any work is done.

@@ -20,6 +20,7 @@ from sakiyomi.core.version import __version__
 from sakiyomi.kernels import build
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.variants import cpuinfo, features
+from sakiyomi.model_executor.own_forward import BY_TEXT, OwnForward
 
 if TYPE_CHECKING:
     from sakiyomi.drafters import Drafter
@@ -118,7 +119,8 @@ def costs(target: ModelRunner, drafter: Drafter | None, *, context: int = 128, r
         repeats: passes of each shape; medians are given, shapes take turns.
 
     Returns:
-        ``target_ms`` and ``v`` (in plain target steps) by T; ``draft_ms`` and ``c`` (None without a draft model).
+        ``target_ms`` and ``v`` (in plain target steps) by T; ``draft_ms`` and ``c`` (None without a draft model);
+        ``runs``: what computes the target's passes, and why nothing faster does.
     """
     passes = pass_seconds(target, ROWS, context=context, repeats=repeats)
     model = drafter.model if drafter is not None else None
@@ -132,7 +134,20 @@ def costs(target: ModelRunner, drafter: Drafter | None, *, context: int = 128, r
         "v": {rows: seconds / passes[1] for rows, seconds in passes.items()},
         "draft_ms": None if draft is None else 1000 * draft,
         "c": None if draft is None else draft / passes[1],
+        "runs": _path(target),
     }
+
+
+def _path(model: ModelRunner) -> str:
+    """What computes a model's passes, and, where it is not our cache and kernels, why."""
+    if isinstance(model.module, OwnForward):
+        way = BY_TEXT[model.module.reader.way]
+        return f"each text by itself through its class's own forward, {way}: {model.module.why}"
+    if model.weights.own_attention:
+        return "attention of its class, which cannot be switched to another one, beside transformers' own cache"
+    if model.weights.packed is None:
+        return "plain torch" if model.device.type == "cpu" else "torch, with captured passes where it can have them"
+    return "the compiled kernels"
 
 
 def pass_seconds(model: ModelRunner, rows: Sequence[int], *, context: int = 128, repeats: int = 15) -> dict[int, float]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from sakiyomi.kernels.native import PackedWeights, can_pack
+from sakiyomi.kernels.native import PackedExperts, PackedWeights, can_pack
 
-__all__ = ["expert_bytes", "pack_experts"]
+__all__ = ["chosen_rows", "expert_bytes", "expert_weights", "is_experts", "pack_experts", "serve_experts"]
 
 
 class _Experts(Protocol):
@@ -22,32 +22,48 @@ class _Experts(Protocol):
     is_transposed: bool
 
 
-def pack_experts(model: nn.Module, table: PackedWeights, *, free: bool = False) -> bool:
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' stacks of experts."""
+    return _Experts.__annotations__.keys() <= vars(module).keys()
+
+
+def expert_weights(module: Any) -> list[str]:
+    """Names of a stack's weights: that which reads hidden states, and that which gives them."""
+    return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+
+
+def pack_experts(
+    model: nn.Module, table: PackedWeights, *, free: bool = False, bits: Mapping[int, int] | None = None
+) -> bool:
     """Put the weights of all experts into the kernels' tables; whether there are experts, and all could be.
 
     Args:
         model: changed in place.
         table: for the weights.
         free: the weights are not used by anybody else: they are freed when they are packed.
+        bits: of the weights of each stack by its id, where they are to be rounded; None: none are.
     """
-    kinds = [module for module in model.modules() if _Experts.__annotations__.keys() <= vars(module).keys()]
+    kinds = [module for module in model.modules() if is_experts(module)]
     found: list[Any] = [module for module in kinds if _served(module)]
     for module in found:
-        names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
-        places = []
-        for name in names:
+        for name in expert_weights(module):
             weights: Any = getattr(module, name)
-            biases: Any = getattr(module, f"{name}_bias", None)
-            layers = [
-                table.add_linear(weight.T if module.is_transposed else weight, biases[i] if module.has_bias else None)
-                for i, weight in enumerate(weights.detach())
-            ]
-            places.append((layers[0].index, len(layers), layers[0].out_features))
+            stack = weights.detach().transpose(1, 2) if module.is_transposed else weights.detach()
+            biases = getattr(module, f"{name}_bias").detach() if module.has_bias else None
+            packed = table.add_experts(stack, biases, bits=(bits or {}).get(id(weights), 16))
+            delattr(module, name)  # of a parameter, whose name no module may take
+            setattr(module, name, packed)
             if free:
                 weights.data = weights.new_empty(0)
-        up, down = places
-        module.forward = functools.partial(_experts, module, up, down)
+    serve_experts(model)
     return bool(kinds) and len(found) == len(kinds)
+
+
+def serve_experts(model: nn.Module) -> None:
+    """Have the stacks whose weights are packed call the kernels."""
+    for module in model.modules():
+        if is_experts(module) and isinstance(getattr(module, "down_proj", None), PackedExperts):
+            module.forward = functools.partial(_experts, module)
 
 
 def expert_bytes(model: nn.Module) -> int:
@@ -56,14 +72,40 @@ def expert_bytes(model: nn.Module) -> int:
     return sum(weight.nbytes for module in found for weight in module.parameters(recurse=False) if weight.ndim == 3)
 
 
+def chosen_rows(module: Any, rows: Tensor, top_k_index: Tensor) -> list[tuple[str, int, Tensor, Tensor]]:
+    """What a stack computes for some rows, by itself and expert by expert.
+
+    Args:
+        module: whose weights are its own.
+        rows: (N, hidden).
+        top_k_index: (N, K), the experts of each.
+
+    Returns:
+        Of each weight and each expert that is chosen: the weight's name, the expert, its weight (out, in), and its rows
+        (n, in).
+    """
+    found = []
+    for expert in top_k_index.unique().tolist():
+        given = rows[(top_k_index == expert).any(1)]
+        for name in expert_weights(module):
+            weight = getattr(module, name)[expert]
+            weight = weight.T if module.is_transposed else weight
+            found.append((name, expert, weight, given))
+            given = given @ weight.T
+            if module.has_bias:
+                given = given + getattr(module, f"{name}_bias")[expert]
+            if name != "down_proj":
+                given = module._apply_gate(given) if module.has_gate else module.act_fn(given)
+    return found
+
+
 def _served(module: Any) -> bool:
     """Whether the kernels can compute a module's experts as it does."""
-    if not _Experts.__annotations__.keys() <= vars(module).keys() or "forward" in vars(module):
+    if not is_experts(module) or "forward" in vars(module):
         return False
     if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") or module.has_post_expert_norm:
         return False
-    weights = [getattr(module, name, None) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
-    for weight in weights:
+    for weight in (getattr(module, name, None) for name in expert_weights(module)):
         if type(weight) is not nn.Parameter or weight.ndim != 3 or weight.device.type != "cpu":
             return False
         out, inner = weight.shape[1:][:: -1 if module.is_transposed else 1]
@@ -72,17 +114,10 @@ def _served(module: Any) -> bool:
     return True
 
 
-def _experts(
-    module: Any,
-    up: tuple[int, int, int],
-    down: tuple[int, int, int],
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-) -> Tensor:
+def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Rows (N, hidden), the K experts of each and their weights, (N, K), to (N, hidden)."""
-    compute = torch.ops.sakiyomi_cpu.experts
-    inner = compute(hidden_states, top_k_index, *up)
+    first, second = (getattr(module, name) for name in expert_weights(module))
+    inner = first(hidden_states, top_k_index)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    rows = compute(inner, top_k_index, *down).view(*top_k_index.shape, -1)
+    rows = second(inner, top_k_index).view(*top_k_index.shape, -1)
     return (rows * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)  # type: ignore[no-any-return]

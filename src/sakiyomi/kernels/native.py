@@ -112,21 +112,29 @@ PACKERS: dict[int, Callable[[Tensor], dict[str, Tensor]]] = {16: pack_weight, 8:
 """By bits of a weight; 16 stands for "as it is"."""
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in the kernel's table.
+class PackedLayer(nn.Module):
+    """What lies in the kernel's table: a linear layer, or a stack of them.
 
     Attributes:
-        index: its number there.
+        index: its number there, of a stack that of its first.
+        count: of linear layers in a stack; None: it is one.
         bits: of a weight: 16 (as it was), 8 or 4.
         in_features, out_features: its sizes.
         weight: empty; some models ask a layer's weight for its dtype or device.
     """
 
     def __init__(
-        self, index: int, in_features: int, out_features: int, dtype: torch.dtype, bits: int, tensors: dict[str, Tensor]
+        self,
+        index: int,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        bits: int,
+        tensors: dict[str, Tensor],
+        count: int | None = None,
     ) -> None:
         super().__init__()
-        self.index, self.bits = index, bits
+        self.index, self.bits, self.count = index, bits, count
         self.in_features, self.out_features = in_features, out_features
         self.weight = torch.empty(0, dtype=dtype)
         for name, tensor in tensors.items():
@@ -136,13 +144,27 @@ class PackedLinear(nn.Module):
         """What the kernel reads, by the names of `PackedWeights.adopt`."""
         return {name.removeprefix("packed_"): tensor for name, tensor in self.named_buffers(recurse=False)}
 
+    def extra_repr(self) -> str:
+        """For printing the model."""
+        stack = "" if self.count is None else f", count={self.count}"
+        return f"{self.in_features}, {self.out_features}, index={self.index}, bits={self.bits}{stack}"
+
+
+class PackedLinear(PackedLayer):
+    """A linear layer whose weight lies in the kernel's table."""
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
         return torch.ops.sakiyomi_cpu.linear(x, self.index, self.out_features)  # type: ignore[no-any-return]
 
-    def extra_repr(self) -> str:
-        """For printing the model."""
-        return f"{self.in_features}, {self.out_features}, index={self.index}, bits={self.bits}"
+
+class PackedExperts(PackedLayer):
+    """Linear layers of the same shape, one of each expert, of which each row takes some."""
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Rows (N, in), or one for each choice (N K, in), and the experts of each (N, K), to (N K, out)."""
+        made: Tensor = torch.ops.sakiyomi_cpu.experts(x, chosen, self.index, self.count, self.out_features)
+        return made
 
 
 class PackedWeights:
@@ -193,13 +215,35 @@ class PackedWeights:
         self, tensors: dict[str, Tensor], in_features: int, out_features: int, dtype: torch.dtype, bits: int
     ) -> PackedLinear:
         """A layer from tensors that are packed already, named as in `PARTS`, as far as they belong to these bits."""
+        index = self._enter(tensors, in_features, out_features, dtype)
+        return PackedLinear(index, in_features, out_features, dtype, bits, tensors)
+
+    def add_experts(self, weights: Tensor, biases: Tensor | None, *, bits: int = 16) -> PackedExperts:
+        """Pack the weights `(count, out, in)` and biases `(count, out)` of all experts, as `add_linear` does one."""
+        count, out, inner = weights.shape
+        each = [packed_tensors(weights[i], None if biases is None else biases[i], bits) for i in range(count)]
+        tensors = {name: torch.stack([parts[name] for parts in each]) for name in each[0]}
+        return self.adopt_experts(tensors, inner, out, weights.dtype, bits)
+
+    def adopt_experts(
+        self, tensors: dict[str, Tensor], in_features: int, out_features: int, dtype: torch.dtype, bits: int
+    ) -> PackedExperts:
+        """The same of tensors that are packed already, whose first dimension is that of the experts."""
+        count = len(tensors["data"])
+        numbers = [
+            self._enter({name: tensor[i] for name, tensor in tensors.items()}, in_features, out_features, dtype)
+            for i in range(count)
+        ]
+        return PackedExperts(numbers[0], in_features, out_features, dtype, bits, tensors, count)
+
+    def _enter(self, tensors: dict[str, Tensor], in_features: int, out_features: int, dtype: torch.dtype) -> int:
+        """Put the tensors of one linear layer into the table, and give its number."""
         self._held.extend(tensors.values())
         parts = [pointer(tensors.get(name)) for name in PARTS]
         half = int(dtype == torch.bfloat16)
-        index = self.library.sk_weight(self.number, *parts, in_features, out_features, half)
-        return PackedLinear(index, in_features, out_features, dtype, bits, tensors)
+        return int(self.library.sk_weight(self.number, *parts, in_features, out_features, half))
 
-    def join(self, layers: Sequence[PackedLinear]) -> None:
+    def join(self, layers: Sequence[PackedLayer]) -> None:
         """Layers that read the same input in every pass: the first one called computes all of them."""
         self.library.sk_siblings(self.number, len(layers), numbers([layer.index for layer in layers]))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.kernels.native import PackedLinear, PackedWeights, can_pack
+from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights, can_pack
 
 __all__ = [
     "Watch", "is_linear", "join_siblings", "linear_beside", "pack_linears", "present", "replaced_forward", "weight_of",
@@ -216,7 +216,7 @@ def linear_beside(
     return layer
 
 
-def join_siblings(native: PackedWeights, layers: Sequence[PackedLinear]) -> None:
+def join_siblings(native: PackedWeights, layers: Sequence[PackedLayer]) -> None:
     """Have layers that read the same input computed together, if their rows are of one kind."""
     if len(layers) > 1 and len({(layer.in_features, layer.weight.dtype) for layer in layers}) == 1:
         native.join(layers)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.build import native
+from sakiyomi.kernels.experts import chosen_rows, is_experts
 from sakiyomi.kernels.native import DTYPES, PIECE, can_pack, to_halves
 from sakiyomi.kernels.pack import is_linear, present, weight_of
 
@@ -121,6 +122,8 @@ def layer_errors(
 ) -> tuple[dict[int, dict[str, float]], Tensor]:
     """Relative error that roundings make in each linear layer's output, by the layer's id, and the logits (T, V).
 
+    A stack of experts counts as one layer, by the id of its weights; those experts are measured that the text chooses.
+
     Args:
         model: not packed yet, with an attention of transformers' own; its weights may be on disk (see ``present``).
         ids: (1, T) token ids.
@@ -133,24 +136,49 @@ def layer_errors(
             weight, bias = weight_of(layer), getattr(layer, "bias", None)
             own = output.flatten(0, -2)[::EVERY].float()
             own = own if bias is None else own - bias.float()
-            rows = _to_bytes(inputs[0].flatten(0, -2)[::EVERY].float())
             found = errors.setdefault(id(layer), {})
-            for kind in kinds:
-                if can_pack(weight.shape, weight.dtype, QUANTIZATIONS[kind].bits):
-                    pieces = zip(weight.split(PIECE), own.split(PIECE, 1), strict=True)
-                    wrong = sum(
-                        (rows @ QUANTIZATIONS[kind].round(piece.float()).T - right).square().sum()
-                        for piece, right in pieces
-                    )
-                    error = float(wrong / own.square().sum().clamp_min(1e-24)) ** 0.5
-                    found[kind] = max(error, found.get(kind, 0.0))
+            for kind, (wrong, size) in _errors(weight, inputs[0].flatten(0, -2)[::EVERY], own, kinds).items():
+                found[kind] = max((wrong / size) ** 0.5, found.get(kind, 0.0))
+
+    def measure_experts(stack: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor], _: Tensor) -> None:
+        rows, chosen = (*inputs, *(named[name] for name in ("hidden_states", "top_k_index") if name in named))[:2]
+        sums: dict[tuple[int, str], tuple[float, float]] = {}
+        for name, _expert, weight, given in chosen_rows(stack, rows[::EVERY], chosen[::EVERY]):
+            for kind, found in _errors(weight, given, (given @ weight.T).float(), kinds).items():
+                key = id(getattr(stack, name)), kind
+                sums[key] = tuple(map(sum, zip(sums.get(key, (0.0, 0.0)), found, strict=True)))  # type: ignore[assignment]
+        for (layer, kind), (wrong, size) in sums.items():
+            errors.setdefault(layer, {})[kind] = (wrong / size) ** 0.5
 
     with ExitStack() as hooks, torch.no_grad():
         for layer in model.modules():
             if is_linear(layer):
                 hooks.enter_context(layer.register_forward_hook(measure))
+            elif is_experts(layer):
+                hooks.enter_context(layer.register_forward_hook(measure_experts, with_kwargs=True))
         logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return errors, logits
+
+
+def _errors(weight: Tensor, rows: Tensor, own: Tensor, kinds: Collection[str]) -> dict[str, tuple[float, float]]:
+    """By rounding: the square of what it changes in the products of rows (n, in) with a weight (out, in), and of those.
+
+    Args:
+        weight, rows: multiplied.
+        own: their products, (n, out), as they are without rounding.
+        kinds: of roundings; those that do not fit the weight are left out.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    rounded, size = _to_bytes(rows.float()), float(own.square().sum().clamp_min(1e-24))
+    for kind in kinds:
+        if can_pack(weight.shape, weight.dtype, QUANTIZATIONS[kind].bits):
+            pieces = zip(weight.split(PIECE), own.split(PIECE, 1), strict=True)
+            wrong = sum(
+                float((rounded @ QUANTIZATIONS[kind].round(piece.float()).T - right).square().sum())
+                for piece, right in pieces
+            )
+            found[kind] = wrong, size
+    return found
 
 
 def choose_bits(kind: str, errors: dict[int, dict[str, float]], head: nn.Module) -> dict[int, int]:

@@ -22,6 +22,7 @@ from sakiyomi.model_executor.attention import choose_backend
 from sakiyomi.model_executor.loading.families import check_states, has_encoder
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.own_forward import ways_of
+from sakiyomi.model_executor.positions import rope_limit
 from sakiyomi.model_executor.proof import prove
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
 from sakiyomi.model_executor.runner import ModelRunner
@@ -47,6 +48,7 @@ def build_runner(
     prepared: Prepared | None = None,
     eviction: EvictionPlan | None = None,
     offloaded: MappedFiles | None = None,
+    max_context: int | None = None,
 ) -> ModelRunner:
     """A session of a model of its own.
 
@@ -59,6 +61,7 @@ def build_runner(
         text: token ids on which quantizing is judged, and the levels of a quantized cache are fitted.
         eviction: keeps the cache within a budget; None: all pairs stay.
         offloaded: where the cache's files lie; None: it lies in memory.
+        max_context: tokens that a text is to have at most; None: as many as our cache can have.
 
     Raises:
         UnsupportedError: the model's attention cannot be served, nothing here can compute with 8 bits, or its cache
@@ -81,6 +84,7 @@ def build_runner(
     apart = exact or quantize or prepared is not None or eviction is not None or offloaded is not None
     try:
         check_states(model.config, type(model))
+        _check_context(model.config, max_context)
         return build()
     except UnsupportedError as error:
         if apart or has_encoder(model.config) or not all(weight.numel() for weight in model.parameters()):
@@ -92,7 +96,7 @@ def build_runner(
         except UnsupportedError as error:
             refusal.add_note(f"{way}: {error}")
             continue
-        name = type(model).__name__
+        name, runner.module.why = type(model).__name__, refusal.message
         logger.warning("%s: %s; each text goes through its own forward by itself, which is slower", name, refusal)
         return runner
     raise UnsupportedError(
@@ -173,6 +177,16 @@ def _build(
         eviction.check_model(name, weights.shapes, own_attention=weights.own_attention, has_encoder=sources is not None)
         runner.evict_by(eviction, EvictingCache(eviction, capacity, cache, runner))
     return runner
+
+
+def _check_context(config: Any, wanted: int | None) -> None:
+    """Refuse texts on our cache whose positions all change when they grow."""
+    limit = rope_limit(config.get_text_config())
+    if wanted is not None and wanted > limit:
+        raise UnsupportedError(
+            f"with max_context={wanted} texts grow beyond {limit} tokens, where the rotary embedding (longrope) "
+            f"changes all positions; exact, quantize and cache policies need max_context={limit} or less"
+        )
 
 
 def _caches(

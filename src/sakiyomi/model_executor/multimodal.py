@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["set_aside"]
+__all__ = ["names_aside", "set_aside", "tensors_aside"]
 
 
 class _Aside(nn.Module):
@@ -40,20 +40,32 @@ def set_aside(module: Any, original: Any) -> bool:
     Returns:
         Whether there was anything: the model reads more than text.
     """
+    names = names_aside(module)
+    for name in names:
+        module.set_submodule(name, _Aside(original.get_submodule(name)))
+    if names:
+        module.set_attn_implementation = module.get_decoder().set_attn_implementation
+    return bool(names)
+
+
+def names_aside(module: Any) -> list[str]:
+    """Names of the parts of a model that are no part of its text model; none, where it reads text alone."""
     text = module.config.get_text_config(decoder=True)
     if text is module.config:
-        return False
+        return []
     decoder = module.get_decoder()
     if decoder is module or getattr(decoder, "config", None) is not text:
-        return False  # a class that is text throughout, of a configuration with further parts
+        return []  # a class that is text throughout, of a configuration with further parts
     inside = {id(part) for part in decoder.modules()}
     names: list[str] = []
     for name, part in module.named_modules():
         apart = id(part) not in inside and all(id(other) not in inside for other in part.modules())
         if apart and hasattr(part, "set_attn_implementation") and not name.startswith(tuple(f"{n}." for n in names)):
             names.append(name)
-    for name in names:
-        module.set_submodule(name, _Aside(original.get_submodule(name)))
-    if names:
-        module.set_attn_implementation = decoder.set_attn_implementation
-    return bool(names)
+    return names
+
+
+def tensors_aside(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the parts that stand aside, by the names that they have in the model's files."""
+    parts = {name: part.part for name, part in module.named_modules() if isinstance(part, _Aside)}
+    return {f"{name}.{own}": tensor for name, part in parts.items() for own, tensor in part.state_dict().items()}

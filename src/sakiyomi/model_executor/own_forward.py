@@ -22,14 +22,22 @@ from sakiyomi.cache.layer_state import LAYER_STATES
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.features import HiddenStateCapture
+from sakiyomi.model_executor.positions import rope_limit
 from sakiyomi.model_executor.probe import FAULTS, PROOF, Expectation, proof_text
 
-__all__ = ["WAYS", "OwnForward", "expect_own", "run_by_text", "ways_of"]
+__all__ = ["BY_TEXT", "WAYS", "OwnForward", "expect_own", "run_by_text", "ways_of"]
 
 WAYS = ("cached", "steps", "whole", "rows")
 """How a text is read, the fastest first: its new tokens at once behind the class's cache, or one by one; the whole text
 anew in each pass; or anew for each row, where a row that is followed by others is another one."""
 
+BY_TEXT = {
+    "cached": "new tokens at once",
+    "steps": "token by token",
+    "whole": "the whole text in each pass",
+    "rows": "the whole text for each token",
+}
+"""What they are called."""
 TAIL = 16  # tokens that are read again at most, rather than that each pass copied what is kept of the text
 
 
@@ -40,7 +48,12 @@ class OwnForward(nn.Module):
         inner: the structural copy, as it is.
         way: of ``WAYS``.
         capture: takes the hidden states of passes.
+
+    Attributes:
+        why: what speaks against our cache.
     """
+
+    why = ""
 
     def __init__(self, inner: Any, way: str, capture: HiddenStateCapture) -> None:
         super().__init__()
@@ -110,6 +123,7 @@ class TextReader(nn.Module):
         super().__init__()
         vars(self)["inner"] = inner  # whose modules are listed elsewhere
         self.way, self.capture = way, capture
+        self._limit = rope_limit(inner.config.get_text_config())
 
     def read(self, tokens: list[int], fresh: int, past: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
         """Read the last tokens of a text behind the others.
@@ -122,6 +136,11 @@ class TextReader(nn.Module):
         Returns:
             Logits (fresh, V) and captured hidden states (fresh, hidden) of those rows, and what is kept of the text.
         """
+        beyond = len(tokens) - self._limit
+        if 0 < beyond <= fresh and self.way != "rows":  # there all positions have other factors: it is read anew
+            parts = [self.read(tokens[: self._limit], fresh - beyond, past)[0]] if beyond < fresh else []
+            found, past = self._forward(tokens, beyond, {})
+            return [torch.cat(rows) for rows in zip(*parts, found, strict=True)], past
         ends = range(len(tokens) - fresh + 1, len(tokens) + 1)
         if self.way == "rows" or (self.way == "steps" and past and fresh > 1):
             parts = []

@@ -1,4 +1,4 @@
-"""Positions for model classes that count them otherwise than from 0, or by the columns of their cache.
+"""Positions for model classes that count them otherwise than from 0, or by the columns of their cache; how far they go.
 
 Ours holds the rows of several requests, and of trees, so that every row is given its own position. The forwards of bart
 and its kin take none; roberta and its kin begin behind the padding's when they count themselves.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["take_positions"]
+__all__ = ["rope_limit", "take_positions"]
 
 
 class _GivenPositions(nn.Module):
@@ -78,3 +78,17 @@ def take_positions(model: nn.Module) -> int:
 
     model.register_forward_pre_hook(take, with_kwargs=True)
     return 0
+
+
+def rope_limit(config: Any) -> int:
+    """Context up to which a position's rotary embedding depends on the position alone.
+
+    "longrope" takes other frequencies for all positions as soon as one lies beyond the original context: keys in the
+    cache would be wrong from there on, and requests of one pass would change each other's numbers.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return 1 << 30
+    own = rope.get("original_max_position_embeddings")
+    limit = int(own or getattr(config, "original_max_position_embeddings", None) or 0)
+    return limit or 1 << 30

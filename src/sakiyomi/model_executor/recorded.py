@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.kernels.native import PackedLinear
+from sakiyomi.kernels.native import PackedLayer
 from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, PassResult
 from sakiyomi.model_executor.traced import interpreted
 
@@ -57,13 +57,13 @@ class RecordedModel(nn.Module):
         tail: Callable[[Tensor], Tensor] | None,
         weights: Mapping[str, Tensor],
         embeddings: Sequence[str],
-        layers: Mapping[str, PackedLinear],
+        layers: Mapping[str, PackedLayer],
         head: str,
         whole: Callable[[RecordedModel], Any],
     ) -> None:
         super().__init__()
         self.config, self.generation_config, self.whole = config, generation_config, whole
-        self.layers: dict[str, PackedLinear] = dict(layers)
+        self.layers: dict[str, PackedLayer] = dict(layers)
         self._script, self._tail, self._weights = script, tail, list(weights.values())
         self._all: dict[int, Tensor] = {}
         for name, tensor in weights.items():

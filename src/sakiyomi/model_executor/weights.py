@@ -24,7 +24,7 @@ from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.elementwise import serve_gates, serve_rotary
 from sakiyomi.kernels.experts import expert_bytes, pack_experts
-from sakiyomi.kernels.native import PackedLinear, PackedWeights
+from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights
 from sakiyomi.kernels.norms import serve_norms
 from sakiyomi.kernels.pack import is_linear, pack_linears, replaced_forward
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
@@ -38,7 +38,7 @@ from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
 from sakiyomi.model_executor.multimodal import set_aside
 from sakiyomi.model_executor.own_forward import expect_own, run_by_text
-from sakiyomi.model_executor.positions import take_positions
+from sakiyomi.model_executor.positions import rope_limit, take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
@@ -132,7 +132,7 @@ class ModelWeights:
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
         self.device = _device(model)
-        self.max_context = _max_context(self.config) - before
+        self.max_context = (_max_context if way is None else _positions)(self.config) - before
         if self.context_note:
             logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
@@ -328,8 +328,7 @@ class ModelWeights:
         assert self._probed is not None
         self.siblings = _pack(self.module, table, self._probed, free=given.owned, bits=bits)
         self._probed = None
-        if not given.quantize:
-            table.experts = pack_experts(self.module, table, free=given.owned)
+        table.experts = pack_experts(self.module, table, free=given.owned, bits=bits)
         return table
 
     def take_patches(self) -> None:
@@ -364,7 +363,7 @@ class ModelWeights:
         """Report what quantizing changed, by the logits (tokens, V) on the text as they are now."""
         assert self._before is not None
         (agreement, divergence), self._before = compare(self._before, after), None
-        layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, PackedLinear)}
+        layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, PackedLayer)}
         kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
         counts = len(layers) - len(kept), kept, agreement, divergence, len(self.text)
         self.quantization = QuantizationReport(str(self._given.quantize), *counts)
@@ -390,11 +389,12 @@ def _take_patches(module: Any, root: str, forwards: list[tuple[str, weakref.ref[
 
 def _context_note(config: Any, limit: int) -> str:
     positions = int(getattr(config, "max_position_embeddings", 0) or 0)
-    if limit >= positions or limit != _rope_limit(config):
+    if limit >= positions or limit != rope_limit(config):
         return ""
     return (
         f"; the model has {positions} positions, but its rotary embedding (longrope) changes all of them when a text "
-        f"grows beyond {limit}, which is not supported: use transformers' generate() there"
+        f"grows beyond {limit}; with max_context={positions} each text goes through the model's own forward by itself, "
+        "which is slower, and is read anew there"
     )
 
 
@@ -504,21 +504,12 @@ def _stored_bytes(tensor: Tensor) -> int:
     return sum(part.nbytes for part in held if isinstance(part, Tensor))
 
 
-def _max_context(config: Any) -> int:
-    """Tokens that a text may have, prompt included."""
+def _positions(config: Any) -> int:
+    """Tokens that a text may have by the model's positions."""
     positions = int(getattr(config, "max_position_embeddings", 0) or 0)
-    return min(positions if positions > 0 else 1 << 30, _rope_limit(config))
+    return positions if positions > 0 else 1 << 30
 
 
-def _rope_limit(config: Any) -> int:
-    """Context up to which a position's rotary embedding depends on the position alone.
-
-    "longrope" takes other frequencies for all positions as soon as one lies beyond the original context: keys in the
-    cache would be wrong from there on, and requests of one pass would change each other's numbers.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return 1 << 30
-    own = rope.get("original_max_position_embeddings")
-    limit = int(own or getattr(config, "original_max_position_embeddings", None) or 0)
-    return limit or 1 << 30
+def _max_context(config: Any) -> int:
+    """Tokens that a text may have on our cache, prompt included."""
+    return min(_positions(config), rope_limit(config))

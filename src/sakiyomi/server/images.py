@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sakiyomi.core.messages import one_line
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.images import decode_image
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.errors import bad_request
 from sakiyomi.server.schema import ImagePart, Message
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = ["read_images"]
-
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Those of OpenAI's API; of a GIF the first picture is taken."""
 
 
 def read_images(messages: Sequence[Message], config: ServerConfig, blind: str | None) -> list[Image]:
@@ -85,25 +82,7 @@ def _read(url: str, most_bytes: int, most_pixels: int, field: str) -> Image:
         content = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise bad_request(f"the image is no base64 ({error})", field) from None
-    return _decoded(content, most_pixels, field)
-
-
-def _decoded(content: bytes, most: int, field: str) -> Image:
-    from PIL import Image, ImageOps
-
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as found:
-            if found.width * found.height > most:  # of its header: nothing is decoded yet
-                raise _too_large(f"{found.width} x {found.height}", most, field)
-            return ImageOps.exif_transpose(found).convert("RGB")
-    except ApiError:
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise _too_large("far too many", most, field) from None
-    except Exception as error:  # decoders raise whatever they like
-        kinds = ", ".join(FORMATS)
-        raise bad_request(f"the image cannot be read ({one_line(error):.120}); expected {kinds}", field) from None
-
-
-def _too_large(pixels: str, most: int, field: str) -> ApiError:
-    return bad_request(f"the image has {pixels} pixels, {most} are taken in all images; send a smaller one", field)
+        return decode_image(content, most_pixels)
+    except InputError as error:
+        raise bad_request(error.message, field) from None

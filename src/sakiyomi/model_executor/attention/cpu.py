@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.recurrent_store import RecurrentStore
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.native import numbers, pointer
+from sakiyomi.model_executor.attention import latent
 from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 
 __all__ = ["CpuBackend"]
@@ -74,12 +76,8 @@ class CpuBackend(AttentionBackend):
         if not cache.room:
             return
         library, session = self._library, self.session
-        for i, (shape, keys, values) in enumerate(zip(cache.shapes, cache.keys, cache.values, strict=True)):
-            starts, half = numbers(cache.starts[i]), int(cache.dtype == torch.bfloat16)
-            pointers = keys.data_ptr(), values.data_ptr()
-            library.sk_layer(session, i, *pointers, shape.heads, starts, shape.key_dim, shape.value_dim, half)
-            slopes, unit, coarse = shape.alibi or (None, 1.0, False)
-            library.sk_layer_scores(session, i, pointer(shape.sinks), pointer(slopes), unit, coarse)
+        for i in range(len(cache.shapes)):
+            self._attach_layer(i)
         dropped = cache.dropped
         if dropped is None:
             library.sk_dropped(session, None, 0)
@@ -98,6 +96,14 @@ class CpuBackend(AttentionBackend):
             library.sk_packed_count(session, packed.count.data_ptr())
         cache.gather = self._keep
 
+    def _attach_layer(self, i: int) -> None:
+        cache, shape = self._cache, self._cache.shapes[i]
+        starts, half = numbers(cache.starts[i]), int(cache.dtype == torch.bfloat16)
+        pointers = cache.keys[i].data_ptr(), cache.values[i].data_ptr()
+        self._library.sk_layer(self.session, i, *pointers, shape.heads, starts, shape.key_dim, shape.value_dim, half)
+        slopes, unit, coarse = shape.alibi or (None, 1.0, False)
+        self._library.sk_layer_scores(self.session, i, pointer(shape.sinks), pointer(slopes), unit, coarse)
+
     def _keep(self, slot: int, first: int, rows: Sequence[int]) -> None:
         self._library.sk_keep(self.session, slot, first, len(rows), numbers(rows))
 
@@ -115,6 +121,31 @@ class CpuBackend(AttentionBackend):
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what this session's next pass looks like; `size` counts filler rows too."""
         self._library.sk_begin(self.session, len(plan.parts), size, plan.packed)
+        latent.prompts_by(functools.partial(self._expanded, plan) if plan.prompts else None)
+
+    def _expanded(
+        self, plan: BatchPlan, module: nn.Module, q: Tensor, latents: Tensor, layer: int, *asked: Any
+    ) -> Tensor | None:
+        """See ``latent.Expanded``: for this call the layer's keys and values are expanded ones, which go afterwards."""
+        cache, most = self._cache, max(length + rows for _, _, rows, length, _ in plan.table)
+        pairs = sum(rows * (length + rows / 2) for _, _, rows, length, _ in plan.table)
+        if cache.dropped is not None or not latent.pays(module, pairs, sum(row[2] + row[3] for row in plan.table)):
+            return None
+        fresh = latent.expand(module, latents[0, 0])
+        heads, slots = q.shape[1], 1 + max(slot for slot, *_ in plan.table)
+        room = [q.new_empty(slots, heads, most, part.shape[2]) for part in fresh]  # of other slots no page is touched
+        for slot, first, rows, length, _ in plan.table:
+            kept = cache.keys[layer][slot][0]
+            kept[length : length + rows] = latents[0, 0, first : first + rows]
+            for place, part in zip(room, latent.expand(module, kept[:length]), strict=True):
+                place[slot, :, :length] = part
+        starts, sizes = numbers([head * most for head in range(heads + 1)]), [part.shape[2] for part in fresh]
+        pointers, half = [part.data_ptr() for part in room], int(q.dtype == torch.bfloat16)
+        self._library.sk_layer(self.session, layer, *pointers, heads, starts, *sizes, half)
+        try:
+            return self.attend(q, fresh[0][None], fresh[1][None], layer, *asked)
+        finally:
+            self._attach_layer(layer)
 
     def describe(self, segments: int, table: bytes, size: int, inputs: int) -> None:
         """See ``AttentionBackend.describe``."""

@@ -2,13 +2,17 @@
 
 Of a token is kept what all heads share, its latent and the rotary part of its key. A head's keys and values are a
 matrix times the latent; here queries and outputs are multiplied with that matrix instead (section 2.1.2), so that the
-latents are one head of keys, and values too. Transformers' classes expand them in a method of one name; in our
-structural copy that method gives the latents, and the attention functions call ``queries`` and ``outputs``.
+latents are one head of keys, and values too. A product with a latent is longer than one with a key and a value: prompts
+of many rows have those of their pass expanded (``expand``). Transformers' classes expand them in a method of one name;
+in our structural copy that method gives the latents, and the attention functions call ``prompt``, or ``queries`` and
+``outputs``.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +20,13 @@ from torch import Tensor, nn
 
 from sakiyomi.kernels.pack import is_linear
 
-__all__ = ["is_latent", "outputs", "queries", "serve_latents"]
+__all__ = ["expand", "is_latent", "outputs", "pays", "prompt", "prompts_by", "queries", "serve_latents"]
 
 LATENT, VALUES = "sakiyomi_latent", "sakiyomi_values"
+Expanded = Callable[[nn.Module, Tensor, Tensor, int, float, float, int], Tensor | None]
+"""Attention with expanded keys: of a module, queries (1, H, N, plain + rotary), latents (1, 1, N, rank + rotary) and
+what ``AttentionBackend.attend`` is told to (1, N, H, value); None: it does not pay."""
+_pass = threading.local()
 
 
 def serve_latents(model: nn.Module) -> None:
@@ -56,6 +64,41 @@ def outputs(module: Any, found: Tensor) -> Tensor:
         up = _up(module, found.transpose(1, 2))[:, module.qk_nope_head_dim :].contiguous()
         setattr(module, VALUES, up)
     return (found[..., : up.shape[2]].transpose(1, 2) @ up.transpose(1, 2)).transpose(1, 2)
+
+
+def prompts_by(expanded: Expanded | None) -> None:
+    """Have this thread's next pass, one with a prompt, computed by this where it pays; None: it is no such pass."""
+    _pass.expanded = expanded
+
+
+def prompt(
+    module: nn.Module, q: Tensor, latents: Tensor, layer: int, scaling: float, softcap: float, window: int
+) -> Tensor | None:
+    """What ``prompts_by`` was given makes of a layer's rows; None: nothing."""
+    expanded: Expanded | None = getattr(_pass, "expanded", None)
+    return None if expanded is None else expanded(module, q, latents, layer, scaling, softcap, window)
+
+
+def pays(module: Any, pairs: float, columns: int) -> bool:
+    """Whether fewer numbers are multiplied with expanded keys.
+
+    Args:
+        module: of the attention.
+        pairs: of rows and the columns that they see.
+        columns: that are to be expanded.
+    """
+    rank, rotary = module.kv_b_proj.in_features, module.qk_rope_head_dim
+    both = module.qk_nope_head_dim + module.v_head_dim
+    return bool(pairs * (2 * (rank + rotary) - both - rotary) > columns * rank * both)
+
+
+def expand(module: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Latents (n, rank + rotary) to the keys (H, n, plain + rotary) and values (H, n, value) of all heads."""
+    rank, plain = module.kv_b_proj.in_features, module.qk_nope_head_dim
+    both = nn.functional.linear(latents[:, :rank], module.kv_b_proj.weight)
+    both = both.unflatten(1, (-1, plain + module.v_head_dim)).transpose(0, 1)
+    turned = latents[:, rank:].expand(len(both), -1, -1)
+    return torch.cat([both[..., :plain], turned], -1), both[..., plain:]
 
 
 def _keep(module: Any, latents: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:

@@ -106,6 +106,8 @@ def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
         layer, scale, softcap, window = call_arguments(module, query, attention_mask, scaling, kwargs)
         compressed = latent.is_latent(module)
         if compressed:
+            if (found := latent.prompt(module, query, key, layer, scale, softcap, window)) is not None:
+                return found, None
             query = latent.queries(module, query)
         # What is recorded are decoding passes, which nothing takes over.
         apart = not torch.compiler.is_compiling() and dense.taken_over()

@@ -23,6 +23,7 @@ from sakiyomi.cache.policies.sparse import Chunk, attend_some
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.native import attend_shape, cross_shape
+from sakiyomi.model_executor.attention import latent
 from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 
 
@@ -87,6 +88,7 @@ class TorchBackend(AttentionBackend):
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what this thread's next pass looks like; `size` counts filler rows too."""
         _pass.dense, _pass.plan, _pass.calls = self, plan, 0
+        latent.prompts_by(None)
         _pass.masks.clear()
         _pass.biases.clear()
 

@@ -2,6 +2,7 @@
 
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.model_executor.loading.families import has_encoder
+from sakiyomi.model_executor.loading.folder import check_sees
 from sakiyomi.model_executor.loading.model import Loaded, load_model, stop_tokens
 from sakiyomi.model_executor.loading.pairs import check_cross_pair, check_family, check_pair, same_tokenizer
 
@@ -11,6 +12,7 @@ __all__ = [
     "check_cross_pair",
     "check_family",
     "check_pair",
+    "check_sees",
     "has_encoder",
     "load_model",
     "read_checkpoint",

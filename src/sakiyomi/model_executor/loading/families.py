@@ -12,8 +12,8 @@ from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.model_executor.recurrences import has_state_functions
 
 __all__ = [
-    "auto_class", "check_adapter", "check_states", "check_supported", "has_encoder", "has_experts", "read_config",
-    "text_config",
+    "NO_TEXT", "auto_class", "check_adapter", "check_states", "check_supported", "has_encoder", "has_experts",
+    "read_config", "text_config",
 ]  # fmt: skip
 
 _STATES = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
@@ -32,6 +32,20 @@ _ENCODERS = frozenset(
     }
 )  # fmt: skip
 """Encoders that transformers loads as causal models all the same; without ``is_decoder`` they look ahead."""
+
+_ASSISTANT = "is a draft that reads hidden states and keys of its target, and no model by itself"
+_SOUNDS = "writes four codes of a sound at once, and no text"
+NO_TEXT = {
+    "blt": "reads bytes in patches that a second model finds, which transformers' own generate() does not run",
+    "gemma4_assistant": _ASSISTANT,
+    "gemma4_unified_assistant": _ASSISTANT,
+    "musicgen": _SOUNDS,
+    "musicgen_melody": _SOUNDS,
+    "musicgen_decoder": _SOUNDS,
+    "musicgen_melody_decoder": _SOUNDS,
+    "xlm": "is an encoder in transformers, which has no causal form of it",
+}
+"""Model types of transformers' causal classes that write no text, and why."""
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -78,6 +92,8 @@ def check_supported(config: Any, name: str, model_class: type | None = None, *, 
             model at all.
     """
     kind = getattr(config, "model_type", None) or type(config).__name__
+    if kind in NO_TEXT:
+        raise UnsupportedError(f"{name!r} ({kind}) {NO_TEXT[kind]}; choose a causal model of text")
     if has_encoder(config):
         if not encoder_decoder:
             raise UnsupportedError(

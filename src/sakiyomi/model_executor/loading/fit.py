@@ -10,6 +10,7 @@ import torch
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.memory import available_bytes, readable, require_bytes
 from sakiyomi.core.process import TORCH_STATE
+from sakiyomi.kernels.experts import expert_weights, is_experts
 from sakiyomi.kernels.pack import is_linear
 from sakiyomi.model_executor.loading.families import auto_class, has_experts
 from sakiyomi.model_executor.loading.reader import Reader, quiet
@@ -80,12 +81,15 @@ def quantized_bytes(reader: Reader, quantize: str) -> int:
     """Bytes of a model whose linear layers are quantized, and of its largest layer while it is."""
     model = without_weights(reader)
     layers: list[int] = [module.weight.numel() for module in model.modules() if is_linear(module)]
+    stacks = [getattr(part, name) for part in model.modules() if is_experts(part) for name in expert_weights(part)]
+    layers += [stack.numel() for stack in stacks]
     # By module: embeddings that the head shares stay as they are beside its quantized copy.
     others: dict[int, int] = {
         id(parameter): parameter.nbytes
         for module in model.modules()
         if not is_linear(module)
         for parameter in module.parameters(recurse=False)
+        if id(parameter) not in set(map(id, stacks))
     }
     largest = 4 * max(layers, default=0)  # as read, quantized, and in its new order
     return int(sum(layers) * _BITS[quantize] / 8) + sum(others.values()) + largest

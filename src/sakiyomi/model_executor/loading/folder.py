@@ -6,15 +6,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.errors import LoadError
+from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.messages import one_line
-from sakiyomi.core.model_folder import TOKENIZER_REMEDY, check_tokenizer
-from sakiyomi.model_executor.loading.families import has_encoder, text_config
+from sakiyomi.core.model_folder import TOKENIZER_REMEDY, check_tokenizer, gguf_file, local_folder
+from sakiyomi.model_executor.loading.families import has_encoder, read_config, text_config
+from sakiyomi.model_executor.loading.hub import fetch
 from sakiyomi.model_executor.loading.reader import quiet
 
 logger = logging.getLogger("sakiyomi")
 
-__all__ = ["read_extractor", "read_tokenizer"]
+__all__ = ["check_sees", "read_extractor", "read_tokenizer"]
+
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
@@ -34,6 +37,36 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         raise LoadError(f"the tokenizer in {folder} cannot be read ({one_line(error)}); {TOKENIZER_REMEDY}") from error
 
 
+def check_sees(name: str, *, trust_remote_code: bool = False, allow_pickle: bool = False) -> None:
+    """Refuse a model that reads no images, as its small files say it, before weights are read or come from the hub.
+
+    Raises:
+        UnsupportedError: it does not.
+        LoadError: it cannot be read.
+    """
+
+    def check(folder: Path) -> None:
+        config = read_config(folder, trust_remote_code=trust_remote_code)
+        if has_encoder(config) or text_config(config) is config:
+            kind = getattr(config, "model_type", type(config).__name__)
+            raise UnsupportedError(
+                f"{name!r} ({kind}) reads no images; leave them out, or choose a model of images and text (gemma3, "
+                "qwen2_5_vl, mistral3, llava)"
+            )
+        if not any((folder / file).is_file() for file in _PROCESSORS):
+            raise UnsupportedError(
+                f"{name!r} has no image processor ({_PROCESSORS[0]}), so that it reads no images; copy it from the "
+                "original model"
+            )
+
+    if gguf_file(name) is not None:
+        raise UnsupportedError(f"{name!r} is a GGUF file, whose text part alone runs; pass the model's own folder")
+    folder = local_folder(name)
+    if folder is None:  # what is in the hub's cache already is not checked there
+        folder = fetch(name, check, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    check(folder)
+
+
 def read_extractor(folder: Path, config: Any) -> Any:
     """The feature extractor of a speech model, the processor of one that sees; None where the folder has none.
 
@@ -44,7 +77,7 @@ def read_extractor(folder: Path, config: Any) -> Any:
 
     if not has_encoder(config) and text_config(config) is config:
         return None
-    if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+    if not any((folder / name).is_file() for name in _PROCESSORS):
         return None
     try:
         with quiet():

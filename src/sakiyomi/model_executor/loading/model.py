@@ -162,14 +162,14 @@ def load_model(
     if checkpoint is None:
         _check_packed(name, packed, quantize, offload)
         copy: Path | None = folder
-        loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code)
+        loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code, config)
     else:
         final = wanted or _stored_dtype(config, checkpoint)
         reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
         loaded = _load(reader, tokenizer, quantize, offloaded, own)
         copy = copy_place(folder, quantize, final, beside=own) if quantize else None
-    record = functools.partial(save_recording, folder, wanted, quantize, copy, tokenizer)
-    return replace(loaded, record=record) if recorded else loaded
+    record = functools.partial(save_recording, folder, wanted, quantize, copy, tokenizer) if recorded else None
+    return replace(loaded, extractor=read_extractor(folder, config), record=record)
 
 
 def _name(target: Any) -> str:
@@ -193,9 +193,8 @@ def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload
     else:
         check_memory(reader)
         model = _to_device(reader.read(), reader.device, reader.name)
-    extractor = read_extractor(reader.folder, reader.config)
     owned = not is_offloaded(model)  # which it may not be after all: then it fits
-    return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=owned, extractor=extractor)
+    return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=owned)
 
 
 def _check_encoder(name: str, quantize: str | None, offload: object) -> None:
@@ -231,7 +230,8 @@ def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool) -
     remove_leftovers(copy)
     if is_packed(copy):
         try:
-            return _from_packed(copy, name, tokenizer, dtype, reader.device, reader.trust_remote_code, key=key)
+            code, config = reader.trust_remote_code, reader.config
+            return _from_packed(copy, name, tokenizer, dtype, reader.device, code, config, key=key)
         except LoadError as error:
             logger.warning("%s: it is packed anew now", error.message.removesuffix(f"; {REMEDY}"))
     layered = by_layer(reader)
@@ -266,6 +266,7 @@ def _from_packed(
     dtype: torch.dtype | None,
     device: torch.device,
     trust_remote_code: bool,
+    config: Any,
     *,
     key: str | None = None,
 ) -> Loaded:
@@ -285,7 +286,7 @@ def _from_packed(
     checkpoint, size = packed_files(folder)
     require_bytes(size, f"the packed model {name!r}", remedy="free memory, or choose a smaller model")
     register()
-    reader = Reader(name, folder, checkpoint, stored, device, trust_remote_code)
+    reader = Reader(name, folder, checkpoint, stored, device, trust_remote_code, config=config)
     model, prepared = read_packed(folder, about, reader.read)
     return Loaded(model.eval(), tokenizer, name, folder, owned=True, prepared=prepared)
 

@@ -44,12 +44,14 @@ from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.files import cache_folder, sync
 from sakiyomi.core.memory import readable
 from sakiyomi.core.model_folder import PACKED_FILE
-from sakiyomi.kernels.native import PARTS, PackedLinear, PackedWeights, can_pack
+from sakiyomi.kernels.experts import serve_experts
+from sakiyomi.kernels.native import PARTS, PackedLayer, PackedWeights, can_pack
 from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.kernels.quantization import QuantizationReport
 from sakiyomi.model_executor.loading.placeholder import METHOD
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import DTYPES
+from sakiyomi.model_executor.multimodal import tensors_aside
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
@@ -70,10 +72,11 @@ __all__ = [
 ]
 
 logger = logging.getLogger("sakiyomi")
-FORMAT = 2
+FORMAT = 3
 ABOUT, WEIGHTS = PACKED_FILE, "packed.safetensors"
 REMEDY = "load the model itself with quantize, which packs it anew"
 PIECE = 1 << 18  # bytes that are read, and hashed, at once
+_SMALL = ("generation_config.json", "preprocessor_config.json", "processor_config.json")  # of the source, kept, too
 _SAMPLES = 32  # places of a weight file that are compared
 _HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 _SILENT = 24 * 3600.0  # seconds without a change after which its writer must have ended
@@ -136,17 +139,19 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         config, tokenizer: of the model.
     """
     module, report = packed.module, packed.weights.quantization
-    layers = {name: child for name, child in module.named_modules() if isinstance(child, PackedLinear)}
+    layers = {name: child for name, child in module.named_modules() if isinstance(child, PackedLayer)}
     tensors = {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.tensors().items()}
-    others = _unshared(module.state_dict())
+    others = _unshared({**module.state_dict(), **tensors_aside(module)})
     about: dict[str, Any] = {
         "format": FORMAT,
         "source": key,
         "dtype": dtype_name(packed.dtype),
         "layers": {
             name: {"in": layer.in_features, "out": layer.out_features, "bits": layer.bits}
+            | ({} if layer.count is None else {"count": layer.count})
             for name, layer in layers.items()
         },
+        "experts": packed.weights.packed_experts,
         "siblings": packed.weights.siblings,
         "cache": [shape.as_json() for shape in packed.cache.shapes],
         "report": None if report is None else asdict(report),
@@ -162,7 +167,7 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         tokenizer.save_pretrained(fresh)
         if source is not None:
             code = source.glob("*.py") if hasattr(config, "auto_map") else ()
-            for path in (source / "generation_config.json", *code):
+            for path in (*(source / name for name in _SMALL), *code):
                 if path.is_file():
                     shutil.copy(path, fresh)
         settings = {**config.to_dict(), "dtype": about["dtype"]}
@@ -351,16 +356,17 @@ def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) ->
     return model, prepared
 
 
-def put_layers(model: Any, layers: Mapping[str, PackedLinear]) -> None:
+def put_layers(model: Any, layers: Mapping[str, PackedLayer]) -> None:
     """Put packed layers into a model, by name."""
     for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, layer)
+    serve_experts(model)
 
 
 def read_layers(
     folder: Path, about: dict[str, Any], order: Sequence[str] | None = None
-) -> tuple[dict[str, PackedLinear], Prepared]:
+) -> tuple[dict[str, PackedLayer], Prepared]:
     """The packed layers of a copy by name, and what is known of the model; all files are compared with their digests.
 
     Args:
@@ -379,12 +385,14 @@ def read_layers(
         others = pool.submit(_check_files, folder, about.get("files", {}))
         tensors = _read_tensors(folder / WEIGHTS)
         others.result()
-        packed: dict[str, PackedLinear] = {}
+        packed: dict[str, PackedLayer] = {}
         for name in about["layers"] if order is None else order:
             layer = about["layers"][name]
             parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
             _check(name, layer, parts, dtype)
-            packed[name] = native.adopt(parts, layer["in"], layer["out"], dtype, layer["bits"])
+            adopt = native.adopt_experts if "count" in layer else native.adopt
+            packed[name] = adopt(parts, layer["in"], layer["out"], dtype, layer["bits"])
+        native.experts = about["experts"]
         for group in about["siblings"]:
             join_siblings(native, [packed[name] for name in group])
         shapes = list(map(LayerShape.from_json, about["cache"]))
@@ -392,7 +400,7 @@ def read_layers(
     return packed, Prepared(native, shapes, report, about["siblings"])
 
 
-def same_layers(folder: Path, layers: Mapping[str, PackedLinear]) -> bool:
+def same_layers(folder: Path, layers: Mapping[str, PackedLayer]) -> bool:
     """Whether a packed copy holds these layers, and none besides."""
     from safetensors import safe_open
 
@@ -410,5 +418,8 @@ def _check(name: str, layer: dict[str, int], parts: dict[str, Tensor], dtype: to
         8: {"data": blocks * 32 * -(-inner // 4) * 4, "scale": 4 * out, "sum": 4 * out},
         4: {"data": blocks * 16 * inner, "scales": blocks * inner * 2},
     }[bits] | ({"bias": 4 * out} if "bias" in parts else {})
-    if not can_pack((out, inner), dtype, bits) or {part: tensor.nbytes for part, tensor in parts.items()} != sizes:
+    sizes = {part: size * layer.get("count", 1) for part, size in sizes.items()}
+    counts = {len(tensor) for tensor in parts.values()} if "count" in layer else set()
+    fits = can_pack((out, inner), dtype, bits) and counts <= {layer.get("count")}
+    if not fits or {part: tensor.nbytes for part, tensor in parts.items()} != sizes:
         raise ValueError(f"{name} has tensors of other sizes than {inner} x {out} in {bits} bits takes")

@@ -48,7 +48,9 @@ def register() -> None:
             layers: list[str] = self.quantization_config.layers  # type: ignore[attr-defined]
             for name in layers:
                 parent, _, own = name.rpartition(".")
-                setattr(model.get_submodule(parent), own, _Placeholder())
+                place = model.get_submodule(parent)
+                delattr(place, own)  # of experts it is a parameter, whose name no module may take
+                setattr(place, own, _Placeholder())
             # A head that shares the embeddings has its own packed weights now.
             model.all_tied_weights_keys = {
                 name: source

@@ -20,6 +20,7 @@ from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.pack import is_linear
 from sakiyomi.model_executor.loading.families import auto_class
+from sakiyomi.model_executor.multimodal import names_aside
 
 __all__ = ["Reader", "quiet"]
 
@@ -127,7 +128,7 @@ class Reader:
         logger.warning("%s: %d tensors are not used by %s: %s", self.name, len(names), type(model).__name__, shown)
 
     def read_later(self) -> Any:
-        """The model with its linear layers on disk: accelerate's hooks bring each when it is needed.
+        """The model with the linear layers of its text part on disk: accelerate's hooks bring each when it is needed.
 
         So a model can run, and be packed layer by layer, in the memory of its packed copy and one layer.
 
@@ -140,9 +141,10 @@ class Reader:
             model = self.read(device_map={"": "disk"}, offload_folder=offload)
             if any(Path(offload).iterdir()):  # weights that transformers had to convert; they are gone with the folder
                 return self.read()
+        aside = {id(part) for name in names_aside(model) for part in model.get_submodule(name).modules()}
         for module in model.modules():
             hook = getattr(module, "_hf_hook", None)
-            if hook is None or is_linear(module):
+            if hook is None or (is_linear(module) and id(module) not in aside):
                 continue
             hook.pre_forward(module)
             remove_hook_from_module(module)

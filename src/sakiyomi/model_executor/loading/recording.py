@@ -35,7 +35,7 @@ from sakiyomi.core.memory import require_bytes
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.version import __version__
 from sakiyomi.kernels.build import built, native
-from sakiyomi.kernels.native import PackedLinear, PackedWeights
+from sakiyomi.kernels.native import PackedLayer, PackedWeights
 from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.model_executor.loading.folder import read_tokenizer
 from sakiyomi.model_executor.loading.packed import (
@@ -193,7 +193,7 @@ def _tokenizer(folder: Path, known: Mapping[str, Any], backend: bytes | None) ->
 
 def _from_checkpoint(
     about: Mapping[str, Any], checkpoint: Checkpoint
-) -> tuple[dict[str, PackedLinear], Prepared, TensorSource]:
+) -> tuple[dict[str, PackedLayer], Prepared, TensorSource]:
     """The layers, packed; what is known of the model, and where its other weights are."""
     dtype = getattr(torch, about["dtype"])
     size = checkpoint.bytes_as(dtype.itemsize)
@@ -201,14 +201,16 @@ def _from_checkpoint(
     table = PackedWeights.create()
     assert table is not None, "the kernels are there"
     source = TensorSource(checkpoint)
-    layers = {layer["name"]: table.add_linear(*source.linear(layer, dtype)) for layer in about["layers"]}
+    layers: dict[str, PackedLayer] = {
+        layer["name"]: table.add_linear(*source.linear(layer, dtype)) for layer in about["layers"]
+    }
     for group in about["siblings"]:
         join_siblings(table, [layers[name] for name in group])
     shapes = list(map(LayerShape.from_json, about["cache"]))
     return layers, Prepared(table, shapes, None, about["siblings"]), source
 
 
-def _from_copy(about: Mapping[str, Any], _: Checkpoint) -> tuple[dict[str, PackedLinear], Prepared, TensorSource]:
+def _from_copy(about: Mapping[str, Any], _: Checkpoint) -> tuple[dict[str, PackedLayer], Prepared, TensorSource]:
     """The same of a quantized model, from its packed copy.
 
     Raises:
@@ -229,7 +231,7 @@ def assemble(
     about: Mapping[str, Any],
     scripts: Mapping[str, bytes],
     weights: Mapping[str, Tensor],
-    layers: Mapping[str, PackedLinear],
+    layers: Mapping[str, PackedLayer],
     whole: Callable[[RecordedModel], Any],
 ) -> RecordedModel:
     """The model from what is known of it, see ``RecordedModel``."""
