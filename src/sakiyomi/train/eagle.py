@@ -74,7 +74,7 @@ class _Eagle(Taught[EagleConfig]):
         self.head = head = new_head(self.target, self.sizes, self.options, self.known)
         head.head.requires_grad_(config.own_head)
         self.states = TargetStates(self.target, self.options.layers)
-        self.log = HeadLog(Path(config.loop.out) / "steps.jsonl", config.loop.resume)
+        self.log = HeadLog(self.workers.log(Path(config.loop.out) / "steps.jsonl"), config.loop.resume)
         rows = max(1, PIECE // config.loop.row_tokens[0])
 
         def batch_loss(_: nn.Module, ids: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class _Eagle(Taught[EagleConfig]):
                     (own @ _weights(config)).backward()
                 torch.clear_autocast_cache()  # copies of weights belong to a graph that is gone
                 each += own.detach()
-            self.log.add(loop.progress.step, each)
+            self.log.add(loop.progress.step, self.workers.mean(each))
             return (each * _weights(config)).sum()
 
         loop = Loop(
