@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from sakiyomi.core.errors import SakiyomiError, WorkerError
 
@@ -42,7 +43,7 @@ class Peers:
     number: int = 0
     count: int = 1
     local: int = 1
-    store: dist.Store | None = field(default=None, repr=False)
+    store: Store | None = field(default=None, repr=False)
     children: Sequence[tuple[BaseProcess, Connection]] = ()
     said: Connection | None = None
 
@@ -100,7 +101,7 @@ def launched() -> Peers | None:
     """What torchrun says in the environment, which then says it no more: other libraries would act on it, too."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         return None
-    store, number, count = next(iter(dist.rendezvous("env://")))
+    store, number, count = next(iter(rendezvous("env://")))
     store.set_timeout(PATIENCE)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", count))
     for name in LAUNCHER:
@@ -116,7 +117,7 @@ def start(count: int, work: Callable[..., None], *args: Any) -> Peers:
         work: what each of them does, with its ``Peers`` and then `args`; all must be picklable.
         args: of it.
     """
-    store = dist.TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     children: list[tuple[BaseProcess, Connection]] = []
     for number in range(1, count):
@@ -135,7 +136,7 @@ def _child(
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - the first one speaks
         os.dup2(nowhere.fileno(), 2)
     try:
-        store = dist.TCPStore("127.0.0.1", port, None, False, JOINING)
+        store = TCPStore("127.0.0.1", port, None, False, JOINING)
         store.set_timeout(PATIENCE)
         work(Peers(number, count, count, store, said=said), *args)
     except WorkerError:

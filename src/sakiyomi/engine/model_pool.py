@@ -22,7 +22,7 @@ from sakiyomi.kernels.build import builder
 from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import DRAFT_SIZES
-from sakiyomi.model_executor.stages import is_cut, lead
+from sakiyomi.model_executor.stages import is_cut
 
 __all__ = ["ModelPool", "answer", "wait"]
 
@@ -74,6 +74,8 @@ class ModelPool:
                 f"{folder} is a model in stages, which runs with cache='full', without exact, and as it was cut: leave "
                 "quantize and offload out; cut the packed copy of a quantized model"
             )
+        from sakiyomi.model_executor.stages.pipeline import lead
+
         return lead(folder, self._load, self._run)
 
     def context(self, answer: Callable[[Context], object], *, allow_pickle: bool) -> DrafterContext:

@@ -6,6 +6,5 @@ border once, whatever its rows: a round of speculation pays for one crossing, no
 """
 
 from sakiyomi.model_executor.stages.cut import cut, is_cut
-from sakiyomi.model_executor.stages.pipeline import lead
 
-__all__ = ["cut", "is_cut", "lead"]
+__all__ = ["cut", "is_cut"]
