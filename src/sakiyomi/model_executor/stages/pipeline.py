@@ -101,8 +101,9 @@ class Line:
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         peers.greet(ADVICE)
+        assert peers.store is not None, "several processes have one"
         with self._alive():
-            self._group = dist.ProcessGroupGloo(peers.store, peers.number, peers.count, PATIENCE)
+            self._group: Any = dist.ProcessGroupGloo(peers.store, peers.number, peers.count, PATIENCE)
 
     @property
     def last(self) -> bool:
