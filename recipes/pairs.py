@@ -107,6 +107,7 @@ class PairConfig(TextRunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(min(self.loop.row_tokens) >= 2, "row_tokens", self.loop.row_tokens, "2 or more")
+        require(self.loop.workers == 1, "workers", self.loop.workers, "1: this recipe trains in one process")
 
 
 class Task(Protocol):

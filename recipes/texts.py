@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,10 @@ class FixedTexts:
 
     def __init__(self, documents: list[list[str]]) -> None:
         self._documents = documents
+
+    def part(self, batch: dict[str, Any], rows: slice) -> dict[str, Any]:
+        """Some rows of a batch."""
+        return {name: values[rows] for name, values in batch.items()}
 
     def state(self) -> list[int]:
         """Sizes of the texts."""

@@ -170,20 +170,21 @@ def test_notes_count_both_kinds_of_values() -> None:
     sign = 1.0 - 2.0 * (torch.arange(8) % 2)
     roles = torch.tensor([[KNOWN, WANTED, OTHER, OTHER]])
     right = torch.stack((sign, sign, -sign, -sign))[None]
-    assert float(notes(right, roles)) < 0.01
-    assert float(notes(-right, roles)) > 10
-    unsure = notes(torch.zeros(1, 4, 8), roles)
+    counts = torch.tensor([2.0, 1.0])
+    assert float(notes(right, roles, counts)) < 0.01
+    assert float(notes(-right, roles, counts)) > 10
+    unsure = notes(torch.zeros(1, 4, 8), roles, counts)
     assert float(unsure) == pytest.approx(2 * np.log(2), rel=1e-4)
-    assert float(notes(right, torch.full_like(roles, KNOWN))) == 0
+    assert float(notes(right, torch.full_like(roles, KNOWN), torch.ones(2))) == 0
 
 
 def test_the_loss_counts_answers_and_a_little_text() -> None:
     hidden, head = torch.randn(1, 3, 8), torch.randn(5, 8)
     labels, roles = torch.tensor([[1, 2, 3]]), torch.tensor([[KNOWN, ANSWER, NOTHING]])
     each = F.cross_entropy((hidden @ head.T)[0], labels[0], reduction="none")
-    found = answers_and_text(0.1, hidden, head, labels, roles)
+    found = answers_and_text(0.1, hidden, head, labels, roles, torch.tensor([1.0, 2.0]))
     assert float(found) == pytest.approx(float(each[1] + 0.1 * each[:2].mean()), rel=1e-5)
-    nothing = answers_and_text(0.1, hidden, head, labels, torch.zeros_like(roles))
+    nothing = answers_and_text(0.1, hidden, head, labels, torch.zeros_like(roles), torch.ones(2))
     assert float(nothing) == 0
 
 

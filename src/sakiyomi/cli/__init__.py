@@ -24,6 +24,7 @@ from sakiyomi.cli import (
     bench,
     cache,
     chat,
+    cluster,
     demo,
     export,
     generate,
@@ -95,7 +96,8 @@ add_command(app, tree.tree)
 add_command(app, audit.audit)
 add_command(app, info.info)
 add_command(app, models.models)
-add_command(app, plan.plan)
+_plan = add_group(app, "plan", main=plan.plan)
+add_command(_plan, cluster.cluster, defaults={"max_batch": serve.MAX_BATCH})
 add_command(app, serve.serve, defaults={"max_batch": serve.MAX_BATCH})
 add_command(app, batch.batch, defaults={"max_batch": serve.MAX_BATCH})
 add_command(app, batch.run_batch, name="run-batch", defaults={"max_batch": serve.MAX_BATCH})
@@ -106,7 +108,14 @@ _cache = add_group(app, "cache", help="Prompt caches: documents and system promp
 add_command(_cache, cache.build, defaults={"draft": "none"})
 add_command(_cache, cache.info)
 add_group(app, "tune", tune.medusa, main=tune.pair)
-add_group(app, "export", export.medusa, export.speculators, help="Export trained heads to other tools.")
+add_group(
+    app,
+    "export",
+    export.medusa,
+    export.speculators,
+    export.stages,
+    help="Export trained heads to other tools; cut a model.",
+)
 app.add_typer(train.app, name="train")
 
 

@@ -1,4 +1,4 @@
-"""``sakiyomi export``: trained heads in the formats of other tools."""
+"""``sakiyomi export``: trained heads in the formats of other tools, a model in stages."""
 
 from __future__ import annotations
 
@@ -30,6 +30,42 @@ class ExportOptions:
     format: str = "vllm"
     target: str | None = None
     allow_pickle: bool = False
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """Which model, and in how many parts.
+
+    Attributes:
+        model: folder in Hugging Face format, or the packed copy of one (MODEL/sakiyomi-int8-bfloat16, which
+            --quantize int8 leaves there).
+        out: folder to create.
+        stages: how many.
+    """
+
+    model: str = field(metadata={"argument": "MODEL"})
+    out: str = field(metadata={"argument": "OUT_FOLDER"})
+    stages: int = 2
+
+
+def stages(options: StageOptions, output: JsonOption) -> None:
+    """Cut a model into stages, each of which runs in a process of its own.
+
+    OUT_FOLDER is then a target like any other: the command that loads it starts the processes. On several machines
+    torchrun does: torchrun --nnodes 2 --nproc-per-node 1 ... -m sakiyomi generate --target OUT_FOLDER "Once". Each
+    machine needs its own stage's folder and stages.json.
+
+    Example: sakiyomi export stages models/large models/large-in-two --stages 2
+    """
+    with progress("cutting"):
+        quiet()
+        from sakiyomi.core.embedded import folder_of
+        from sakiyomi.model_executor.stages import cut
+
+        out = Path(options.out).expanduser()
+        layers = cut(Path(folder_of(options.model)), options.stages, out)
+    say(f"{out}: stages of {', '.join(map(str, layers))} layers")
+    output.emit({"folder": str(out), "layers": layers})
 
 
 def medusa(options: ExportOptions, output: JsonOption) -> None:

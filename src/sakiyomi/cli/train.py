@@ -92,6 +92,8 @@ def _command(
         except SakiyomiError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
+        if "worker" in summary:  # another process tells what has come of it
+            return
         typer.echo(json.dumps(summary, ensure_ascii=False) if as_json else _readable(summary))
         if not summary["finished"]:
             raise typer.Exit(INTERRUPTED)

@@ -8,7 +8,8 @@ The tree::
     |-- UnsupportedError          a model, or a combination of options, that cannot work here
     |-- MemoryLimitError          refused before anything was allocated
     |-- DraftError                a drafter that raised or proposed an invalid draft, with strict=True
-    `-- RemovedError              a request that was ended before its text was complete
+    |-- RemovedError              a request that was ended before its text was complete
+    `-- WorkerError               another process of the same work has ended
 
 Each takes one message that says what was got, what was expected and what to do. Programming mistakes of our own stay
 ``AssertionError``; nothing here wraps them.
@@ -26,6 +27,7 @@ __all__ = [
     "RemovedError",
     "SakiyomiError",
     "UnsupportedError",
+    "WorkerError",
 ]
 
 
@@ -71,3 +73,7 @@ class DraftError(SakiyomiError):
 
 class RemovedError(SakiyomiError):
     """A request was removed, or interrupted, before its text was complete."""
+
+
+class WorkerError(SakiyomiError):
+    """A process that this one works together with has ended, or cannot be reached."""

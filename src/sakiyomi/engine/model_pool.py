@@ -6,9 +6,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sakiyomi.cache.eviction_plan import EvictionPlan
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import readable, returned_when_freed
 from sakiyomi.core.progress import progress
 from sakiyomi.core.prompts import judging_text
@@ -19,6 +22,7 @@ from sakiyomi.kernels.build import builder
 from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import DRAFT_SIZES
+from sakiyomi.model_executor.stages import is_cut
 
 __all__ = ["ModelPool", "answer", "wait"]
 
@@ -45,8 +49,8 @@ class ModelPool:
     def __init__(
         self,
         target: str | os.PathLike[str] | tuple[Any, Any],
-        load: Callable[..., Loaded],
-        run: Callable[..., ModelRunner],
+        load: partial[Loaded],
+        run: partial[ModelRunner],
         *,
         quantize: str | None,
         offload: str | os.PathLike[str] | None,
@@ -54,9 +58,25 @@ class ModelPool:
     ) -> None:
         self._name, self._load, self._run = target, load, run
         self._unrecorded: list[tuple[ModelRunner, Callable[[ModelRunner], bool]]] = []
-        self.loaded = load(target, quantize=quantize, offload=offload)
-        self.target = self._pack(self.loaded, quantize, **options)
+        if is_cut(target):
+            self.loaded, self.target = self._lead(Path(str(target)), quantize, offload, **options)
+        else:
+            self.loaded = load(target, quantize=quantize, offload=offload)
+            self.target = self._pack(self.loaded, quantize, **options)
         self.models = [self.target]
+
+    def _lead(
+        self, folder: Path, quantize: str | None, offload: object, *, eviction: object, exact: bool, offloaded: object
+    ) -> tuple[Loaded, ModelRunner]:
+        """The first stage of a model in stages."""
+        if quantize or offload or eviction or exact or offloaded:
+            raise UnsupportedError(
+                f"{folder} is a model in stages, which runs with cache='full', without exact, and as it was cut: leave "
+                "quantize and offload out; cut the packed copy of a quantized model"
+            )
+        from sakiyomi.model_executor.stages.pipeline import lead
+
+        return lead(folder, self._load, self._run)
 
     def context(self, answer: Callable[[Context], object], *, allow_pickle: bool) -> DrafterContext:
         """What drafters are made from.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sakiyomi.cache.cross_attention import SourceCache
@@ -49,6 +49,7 @@ def build_runner(
     eviction: EvictionPlan | None = None,
     offloaded: MappedFiles | None = None,
     max_context: int | None = None,
+    make_cache: Callable[..., SlotCache] = SlotCache,
 ) -> ModelRunner:
     """A session of a model of its own.
 
@@ -62,6 +63,7 @@ def build_runner(
         eviction: keeps the cache within a budget; None: all pairs stay.
         offloaded: where the cache's files lie; None: it lies in memory.
         max_context: tokens that a text is to have at most; None: as many as our cache can have.
+        make_cache: takes the arguments of ``SlotCache``.
 
     Raises:
         UnsupportedError: the model's attention cannot be served, nothing here can compute with 8 bits, or its cache
@@ -80,6 +82,7 @@ def build_runner(
         prepared=prepared,
         eviction=eviction,
         offloaded=offloaded,
+        make_cache=make_cache,
     )
     apart = exact or quantize or prepared is not None or eviction is not None or offloaded is not None
     try:
@@ -117,6 +120,7 @@ def _build(
     prepared: Prepared | None,
     eviction: EvictionPlan | None,
     offloaded: MappedFiles | None,
+    make_cache: Callable[..., SlotCache],
     way: str | None = None,
 ) -> ModelRunner:
     """See ``build_runner``; in this way through the model's own forward, see ``ModelWeights``."""
@@ -145,7 +149,7 @@ def _build(
     # States of other layers are computed in Python, which no capture on a device replays.
     evicts = eviction is not None or bool(weights.stateful)
     spare = choose_backend(weights.needs(exact=exact, evicts=evicts)).spare
-    cache, sources = _caches(weights, max_slots, capacity, offloaded, spare)
+    cache, sources = _caches(weights, max_slots, capacity, offloaded, spare, make_cache)
     sizes: tuple[int, ...] = SIZES
     if spare:  # captures cost no compiler's seconds: there all have larger ones
         sizes = (*SIZES, 128, 256)
@@ -190,7 +194,12 @@ def _check_context(config: Any, wanted: int | None) -> None:
 
 
 def _caches(
-    weights: ModelWeights, max_slots: int, capacity: Capacity, offloaded: MappedFiles | None, spare: int
+    weights: ModelWeights,
+    max_slots: int,
+    capacity: Capacity,
+    offloaded: MappedFiles | None,
+    spare: int,
+    make_cache: Callable[..., SlotCache],
 ) -> tuple[SlotCache, SourceCache | None]:
     """The cache of a session; and, where there is an encoder, that of what cross-attention reads."""
     encoder, shapes = weights.encoder, weights.shapes
@@ -199,7 +208,7 @@ def _caches(
     def left() -> int:
         return int(available_bytes(str(weights.device)) * 0.9)
 
-    cache = SlotCache(
+    cache = make_cache(
         shapes,
         dtype=weights.dtype,
         max_slots=max_slots,

@@ -13,7 +13,8 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.loading.stream import hooks
 
 __all__ = [
-    "changed_settings", "distinct_layers", "layer_list", "one_of_each", "settings_of", "some_layers", "structural_copy",
+    "changed_settings", "distinct_layers", "layer_kinds", "layer_list", "one_of_each", "settings_of", "some_layers",
+    "structural_copy",
 ]  # fmt: skip
 
 _NUMBERS = ("idx", "index", "layer_id", "number")
@@ -130,9 +131,14 @@ def _shallow(module: nn.Module) -> nn.Module:
     return same
 
 
+def layer_kinds(layers: nn.ModuleList) -> list[list[tuple[Any, ...]]]:
+    """Of each layer its modules and their settings, but for numbers of the layer."""
+    return [_kind(layer) for layer in layers]
+
+
 def distinct_layers(layers: nn.ModuleList) -> list[int]:
     """The first layer of every kind: of the same modules, with the same settings."""
-    kinds = [_kind(layer) for layer in layers]
+    kinds = layer_kinds(layers)
     return sorted({kinds.index(kind) for kind in kinds})
 
 

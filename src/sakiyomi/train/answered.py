@@ -313,6 +313,12 @@ class Questions:
         self.tokens += len(batch["ids"])
         return batch
 
+    def part(self, batch: dict[str, Ids], rows: slice) -> dict[str, Ids]:
+        """Some rows of a batch."""
+        ends, prompts = batch["ends"], batch["prompts"]
+        pieces = np.split(batch["ids"], ends[:-1])
+        return joined(list(zip(pieces[rows], prompts[rows].tolist(), strict=True)))
+
     def length(self, wanted: int) -> int:
         """Most tokens of a row: the wanted ones, or the target's positions."""
         return min(wanted, self._most)

@@ -101,20 +101,21 @@ class HeadRecipe(Taught[Settings]):
         config = self.config
         self.head = self.make()
         self.states = TargetStates(self.target, self.reads)
-        self.log = HeadLog(Path(config.loop.out) / "steps.jsonl", config.loop.resume)
+        self.log = HeadLog(self.workers.log(Path(config.loop.out) / "steps.jsonl"), config.loop.resume)
         rows = max(1, PIECE // config.loop.row_tokens[0])
         shares = config.step_decay ** torch.arange(self.positions_ahead)
         shares /= shares.sum()
 
         def batch_loss(_: nn.Module, ids: Tensor) -> Tensor:
             pieces, each, step = ids.split(rows), torch.zeros(self.positions_ahead), made.progress.step
+            first = (step * self.workers.count + self.workers.number) * len(pieces)
             for place, piece in enumerate(pieces):
-                own = self.losses(piece, step * len(pieces) + place) * (len(piece) / len(ids))
+                own = self.losses(piece, first + place) * (len(piece) / len(ids))
                 with torch.autocast(ids.device.type, enabled=False):
                     (own @ shares).backward()
                 torch.clear_autocast_cache()  # copies of weights belong to a graph that is gone
                 each += own.detach()
-            self.log.add(step, each)
+            self.log.add(step, self.workers.mean(each))
             return (each * shares).sum()
 
         made = Loop(

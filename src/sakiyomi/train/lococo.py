@@ -61,13 +61,18 @@ class _Lococo(BesideTarget[LococoConfig]):
         )
         self.convolutions = Convolutions(shape, norm=config.norm).to(self.device)
         self.loss = MergingLoss(config, self.compressed, self.convolutions)
-        whole = MergingLoss(config, Compressed(target, self.policy, 0, config.chunk_size), None)
+        self.beside = self._beside() if self.workers.leads else {}
+        return self.loop_of(self.convolutions, self.loss, self._measures)
+
+    def _beside(self) -> dict[str, dict[str, float]]:
+        """Losses of held-out answers with what goes dropped, and with everything kept."""
+        config = self.config
+        whole = MergingLoss(config, Compressed(self.target, self.policy, 0, config.chunk_size), None)
         with self.compressed.hooks():
             dropped = {name: self.loss.measure(batch, None) for name, batch in self.held_out.items()}
         with whole.passes.hooks():
             full = {name: whole.measure(batch, None) for name, batch in self.held_out.items()}
-        self.beside = {name: {"dropped": dropped[name], "full": full[name]} for name in self.held_out}
-        return self.loop_of(self.convolutions, self.loss, self._measures)
+        return {name: {"dropped": dropped[name], "full": full[name]} for name in self.held_out}
 
     def hooks(self) -> AbstractContextManager[object]:
         """See `Recipe`."""

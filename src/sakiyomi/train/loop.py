@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.progress import progress
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
 from sakiyomi.train.config import RunConfig
@@ -34,6 +34,7 @@ from sakiyomi.train.progress import Progress
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.rows import Batches, Mixture
 from sakiyomi.train.schedule import LONGEST_STEP_SECONDS, Schedule
+from sakiyomi.train.workers import ALONE, Workers
 
 BatchLoss = Callable[[Any, Any], Tensor]
 """Loss of a model on a batch: what the source of batches gave, as tensors on the model's device."""
@@ -90,41 +91,76 @@ class Loop:
         self.progress = Progress()
         self._stop_asked = self._finish_asked = False
         self._new_optimizers = optimizers
+        self._workers = ALONE
         self._accelerator = accelerator(device, precision)
         self._optimizers = self._made_optimizers()
 
-    def run(self) -> bool:
+    def run(self, workers: Workers = ALONE) -> bool:
         """Train to the end of the budget.
+
+        Args:
+            workers: the processes of the run, of which the first decides, measures and writes.
 
         Returns:
             True when the budget is spent, False when SIGINT or SIGTERM asked to stop; either way a checkpoint
             is written.
+
+        Raises:
+            WorkerError: a process has ended.
         """
+        self._workers = workers
+        if workers.count > 1 and self._accelerator.device.type != "cpu":
+            raise UnsupportedError(
+                f"{workers.count} workers train on CPUs in this version, and this run is on "
+                f"{self._accelerator.device}; set --device cpu, or leave --workers out"
+            )
         if self.config.resume:
             self._restore(load_checkpoint(self._out / "checkpoints"))
+        workers.spread(self._weights())
         compile_layers(self.model, self.config.compile)
-        reporter = Reporter(self.config.log_seconds)
         self._warm()
+        with Reporter(self.config.log_seconds, silent=not workers.leads) as reporter, self._signals():
+            self._train(reporter)
+        self._workers = ALONE
+        return not self._stop_asked
+
+    def _train(self, reporter: Reporter) -> None:
+        leads = self._workers.leads
         saved = measured = self.progress.seconds
         self.model.train()
-        with reporter, self._signals():
-            while self._clock() < self.schedule.end and not self._stop_asked:
-                self._maybe_finish(reporter)
-                self._maybe_grow(reporter)
-                scale = self._step()
-                reporter.step(self.progress, self._clock() / self.schedule.end, scale)
-                if self.progress.seconds - measured >= self.config.eval_minutes * 60:
-                    self._measure(reporter)
-                    measured = self.progress.seconds
-                if self.progress.seconds - saved >= self.config.save_minutes * 60:
-                    self.save()
-                    saved = self.progress.seconds
-            if not self._stop_asked:
-                self._maybe_grow(reporter)
-                if not self.progress.held_out or self.progress.held_out[-1]["step"] != self.progress.step:
-                    self._measure(reporter)
+        while self._goes_on(reporter):
+            self._maybe_grow(reporter)
+            scale = self._step()
+            reporter.step(self.progress, self._clock() / self.schedule.end, scale)
+            if not leads:
+                continue
+            if self.progress.seconds - measured >= self.config.eval_minutes * 60:
+                self._measure(reporter)
+                measured = self.progress.seconds
+            if self.progress.seconds - saved >= self.config.save_minutes * 60:
+                self.save()
+                saved = self.progress.seconds
+        if not self._stop_asked:
+            self._maybe_grow(reporter)
+            held_out = self.progress.held_out
+            if leads and (not held_out or held_out[-1]["step"] != self.progress.step):
+                self._measure(reporter)
+        if leads:
             self.save()
-            return not self._stop_asked
+
+    def _goes_on(self, reporter: Reporter) -> bool:
+        """Whether there is another step. The clock, and what signals have asked for, are the first process's."""
+        if self._workers.leads and self._clock() < self.schedule.end and not self._stop_asked:
+            self._maybe_finish(reporter)
+        progress, schedule = self.progress, self.schedule
+        progress.seconds, schedule.decay_from, schedule.end, stop = self._workers.told(
+            progress.seconds, schedule.decay_from, schedule.end, float(self._stop_asked)
+        )
+        self._stop_asked = bool(stop)
+        return self._clock() < schedule.end and not self._stop_asked
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def _warm(self) -> None:
         """Compile what a step runs before the clock starts; batches and weights are afterwards as before."""
@@ -133,7 +169,8 @@ class Loop:
         with progress("compiling, which is no part of --minutes: a minute or more, several on a busy machine"):
             state, random = self.mixture.state(), torch.get_rng_state()
             for place in dict.fromkeys(self.config.row_tokens):
-                batch = self.mixture.batch(0, self.config.step_tokens // place, place, False)
+                rows = self.config.step_tokens // place
+                batch = self.mixture.part(self.mixture.batch(0, rows, place, False), self._workers.part(rows))
                 self.mixture.restore(state)
                 with self._accelerator.autocast():
                     loss = self._batch_loss(self.model, on_device(batch, self._accelerator.device))
@@ -201,9 +238,9 @@ class Loop:
         began = time.monotonic()
         config, progress = self.config, self.progress
         length = self.row_tokens[progress.step % len(self.row_tokens)]
-        batch = self.mixture.batch(
-            progress.step, config.step_tokens // length, length, self.schedule.decaying(self._clock())
-        )
+        rows = config.step_tokens // length
+        batch = self.mixture.batch(progress.step, rows, length, self.schedule.decaying(self._clock()))
+        batch = self.mixture.part(batch, self._workers.part(rows))
         scale = self.schedule.scale(progress.step, self._clock())
         set_scale(self._optimizers, scale)
         loss = self.learn(batch)
@@ -214,19 +251,23 @@ class Loop:
         return scale
 
     def learn(self, batch: Any) -> Tensor:
-        """Go one step of the optimizer towards a smaller loss of this batch; the loss before it."""
+        """Go one step of the optimizer towards a smaller loss of all processes' batches; the loss before it."""
         with self._accelerator.autocast():
             loss = self._batch_loss(self.model, on_device(batch, self._accelerator.device))
         if loss.requires_grad:  # else its parts have been propagated one by one, so that they need not all be held
             self._accelerator.backward(loss)
+        weights = self._weights()
+        loss = self._workers.collect(weights, loss.detach())
         if self._clip_values:
-            self._accelerator.clip_grad_value_(self.model.parameters(), self.config.clip)
+            self._accelerator.clip_grad_value_(weights, self.config.clip)
         else:
-            self._accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
+            self._accelerator.clip_grad_norm_(weights, self.config.clip)
         for optimizer in self._optimizers:
-            optimizer.step()
+            if self._workers.leads:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        self._workers.spread(weights)
+        return loss
 
     def _measure(self, reporter: Reporter) -> None:
         began = time.monotonic()
@@ -295,8 +336,8 @@ def accelerator(device: str, precision: str) -> Accelerator:
     found = Accelerator(cpu=device == "cpu", mixed_precision=precision)
     if found.num_processes > 1:
         raise InputError(
-            f"this is one of {found.num_processes} processes of a run, which is one process in this version: start it "
-            "without a launcher"
+            f"this is one of {found.num_processes} processes of a launcher that is not known here; start the run with "
+            "torchrun, or with --workers"
         )
     return found
 

@@ -54,7 +54,9 @@ def distillation_loss(
     return (inside + outside + greedy_weight * greedy).mean()
 
 
-def heads_loss(features: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def heads_loss(
+    features: Tensor, head: Tensor, labels: Tensor, weights: Tensor, divisors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of several heads, without ever holding the logits of more than a piece of the positions.
 
     Their gradient is computed with the loss, piece by piece, as there is no second use for them: the memory is that of
@@ -65,6 +67,7 @@ def heads_loss(features: Tensor, head: Tensor, labels: Tensor, weights: Tensor) 
         head: (V, H), one for all, or (K, V, H).
         labels: (K, n) token ids.
         weights: (K, n) float32, 0 where a position does not count.
+        divisors: (K,) what the sums are divided by; None: the positions that count, which makes them means.
 
     Returns:
         The sum over heads of each one's weighted mean, and plain means of each, (K, 1 + TOPS), without gradient: of the
@@ -73,7 +76,7 @@ def heads_loss(features: Tensor, head: Tensor, labels: Tensor, weights: Tensor) 
     device = features.device.type
     if torch.is_autocast_enabled(device):
         features = features.to(torch.get_autocast_dtype(device))
-    loss, means = _HeadsLoss.apply(features, head, labels, weights)  # type: ignore[no-untyped-call]
+    loss, means = _HeadsLoss.apply(features, head, labels, weights, divisors)  # type: ignore[no-untyped-call]
     return loss, means
 
 
@@ -140,7 +143,9 @@ class _SoftLoss(torch.autograd.Function):
 
 class _HeadsLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, features: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, features: Tensor, head: Tensor, labels: Tensor, weights: Tensor, divisors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         heads, count, _ = features.shape
         dtype = features.dtype
         wide = head.to(dtype).expand(heads, *head.shape[-2:])
@@ -150,7 +155,8 @@ class _HeadsLoss(torch.autograd.Function):
         total = features.new_zeros((), dtype=torch.float32)
         means = features.new_zeros(heads, 1 + TOPS, dtype=torch.float32)
         tops = torch.arange(1, 1 + TOPS, device=features.device)
-        scale = weights / (weights > 0).sum(1, keepdim=True).clamp_min(1)
+        counts = (weights > 0).sum(1).clamp_min(1) if divisors is None else divisors
+        scale = weights / counts[:, None]
         piece = max(1, LOGITS_AT_ONCE // wide.shape[1])
         with torch.autocast(features.device.type, enabled=False):
             for k in range(heads):
@@ -171,13 +177,13 @@ class _HeadsLoss(torch.autograd.Function):
                     if grad_head is not None:
                         into = grad_head[k] if head.dim() == 3 else grad_head
                         into.add_((grad.T @ (read * share.to(dtype))).float())
-        means /= (weights > 0).sum(1, keepdim=True).clamp_min(1)
+        means /= counts[:, None]
         ctx.save_for_backward(grad_features, grad_head)
         ctx.dtype = dtype
         ctx.mark_non_differentiable(means)
         return total, means
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         grad_features, grad_head = ctx.saved_tensors
-        return (grad_features * grad).to(ctx.dtype), None if grad_head is None else grad_head * grad, None, None
+        return (grad_features * grad).to(ctx.dtype), None if grad_head is None else grad_head * grad, None, None, None

@@ -73,7 +73,7 @@ class _Medusa(Recipe[MedusaConfig]):
             _check_length(config, path, documents)
         self.reporter.note(f"{config.target} answers {sum(map(len, self.prompts.values()))} held-out prompts")
         nn.Module.to(self.target, self.device)
-        self.texts = _answers(self.target, self.tokenizer, self.prompts)
+        self.texts = _answers(self.target, self.tokenizer, self.prompts) if self.workers.leads else {}
 
     def loop(self) -> Loop:
         """See `Recipe`."""
@@ -88,16 +88,17 @@ class _Medusa(Recipe[MedusaConfig]):
         self.joint = Joint(config, target, heads) if config.joint.joint else None
         self.hidden = HiddenStates(backbone, out, int(config.cache_gib * 2**30))
         rows = partial(FixedRows, length=config.loop.row_tokens[0])
-        self.log = HeadLog(out / "heads.jsonl", config.loop.resume)
+        self.log = HeadLog(self.workers.log(out / "heads.jsonl"), config.loop.resume)
 
         def batch_loss(_: nn.Module, rows: Tensor) -> Tensor:
             step = loop.progress.step
             if self.joint is not None and loop.share >= config.joint.heads_first:
-                loss, each = self.joint.loss(rows, step)
+                loss, each = self.joint.loss(rows, step, self.workers)
             else:
                 ids = torch.where(rows < 0, ~rows, rows)
-                loss, each = guess_loss(config, heads, self.hidden(ids[:, :-1]), rows, backbone.weight, step)
-            self.log.add(step, each)
+                hidden = self.hidden(ids[:, :-1])
+                loss, each = guess_loss(config, heads, hidden, rows, backbone.weight, step, self.workers)
+            self.log.add(step, self.workers.mean(each))
             return loss
 
         loop = Loop(

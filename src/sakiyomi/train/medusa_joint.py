@@ -19,6 +19,7 @@ from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.train.config import MedusaConfig
 from sakiyomi.train.losses import heads_loss
+from sakiyomi.train.workers import ALONE, Workers
 from sakiyomi.train.writing import writing
 
 __all__ = ["Joint", "guess_loss", "save_tuned"]
@@ -27,7 +28,13 @@ PIECE = 512  # positions whose logits over the vocabulary are held at a time
 
 
 def guess_loss(
-    config: MedusaConfig, heads: MedusaHeads, hidden: Tensor, rows: Tensor, weight: Tensor, step: int
+    config: MedusaConfig,
+    heads: MedusaHeads,
+    hidden: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    step: int,
+    workers: Workers = ALONE,
 ) -> tuple[Tensor, Tensor]:
     """Loss of the heads on a batch, and each head's own means, see ``losses.heads_loss``.
 
@@ -38,11 +45,12 @@ def guess_loss(
         rows: (B, T + 1) token ids, complements of those that do not count.
         weight: of the target's head.
         step: chooses the positions.
+        workers: whose batches are parts of one, whose loss is the mean of theirs.
     """
     length = rows.shape[1] - 1 - heads.shape.heads  # a place for which every head has a label
     labels = torch.stack([rows[:, 2 + k : 2 + k + length] for k in range(heads.shape.heads)])
     labels = labels.flatten(1)
-    places = _places(labels, config.positions, (config.loop.seed, step))
+    places = _places(labels, config.positions, (config.loop.seed, step), workers)
     labels = labels[:, places]
     states = hidden[:, :length].flatten(0, 1)[places]
     if not torch.is_autocast_enabled(states.device.type):
@@ -50,18 +58,21 @@ def guess_loss(
     decay = torch.tensor([config.head_decay**k for k in range(len(labels))], device=rows.device)
     weights = (labels >= 0) * decay[:, None]
     head = weight if heads.own is None else heads.own
-    return heads_loss(heads.features(states), head, labels.clamp_min(0), weights)
+    divisors = workers.divisor((weights > 0).sum(1))
+    return heads_loss(heads.features(states), head, labels.clamp_min(0), weights, divisors)
 
 
-def _places(labels: Tensor, share: float, seed: tuple[int, int]) -> Tensor:
-    """Positions to learn from: so many in every batch, those that count before the others."""
-    count = labels.shape[1]
+def _places(labels: Tensor, share: float, seed: tuple[int, int], workers: Workers) -> Tensor:
+    """Positions to learn from: so many in every batch of all workers, those that count before the others."""
+    own = labels.shape[1]
     if share >= 1.0:
-        return torch.arange(count, device=labels.device)
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(count)).to(labels.device)
-    counts = (labels >= 0).any(0)[order]
-    order = torch.cat([order[counts], order[~counts]])
-    return order[: max(1, round(share * count))]
+        return torch.arange(own, device=labels.device)
+    counting = workers.gathered((labels >= 0).any(0))
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(counting))).to(labels.device)
+    counts = counting[order]
+    order = torch.cat([order[counts], order[~counts]])[: max(1, round(share * len(counting)))]
+    order = order - workers.number * own
+    return order[(order >= 0) & (order < own)]
 
 
 class Joint(nn.Module):
@@ -88,25 +99,26 @@ class Joint(nn.Module):
         self.model.eval()
         return self
 
-    def loss(self, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Loss of both on a batch, and each head's own means."""
+    def loss(self, rows: Tensor, step: int, workers: Workers = ALONE) -> tuple[Tensor, Tensor]:
+        """Loss of both on a batch, and each head's own means; see `guess_loss`."""
         config, weight = self._config, self._backbone.weight
         ids = torch.where(rows < 0, ~rows, rows)[:, :-1]
         hidden = self._backbone(ids)
         with torch.no_grad(), self.model.disable_adapter():
             before = self._backbone(ids)
-        loss, each = guess_loss(config, self.heads, hidden, rows, weight, step)
+        loss, each = guess_loss(config, self.heads, hidden, rows, weight, step, workers)
         counted = (rows[:, 1:] >= 0).flatten().nonzero()[:, 0]
         divergence = self._divergence(before.flatten(0, 1)[counted], hidden.flatten(0, 1)[counted], weight)
+        divergence = divergence / workers.divisor(torch.tensor([len(counted)])).to(divergence.device)[0]
         return divergence + config.joint.heads_weight * loss, each
 
     @staticmethod
     def _divergence(before: Tensor, after: Tensor, weight: Tensor) -> Tensor:
-        """Mean KL(before || after) of the next token; a piece of the positions at a time."""
+        """Sum of KL(before || after) of the next token; a piece of the positions at a time."""
         total = after.new_zeros((), dtype=torch.float32)
         for old, new in zip(before.split(PIECE), after.split(PIECE), strict=True):
             total = total + checkpoint(_kl, old, new, weight, use_reentrant=False)
-        return total / max(len(before), 1)
+        return total
 
     @property
     def adapter_bytes(self) -> int:

@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.peers import launched
 from sakiyomi.train.config import RunConfig, TextRunConfig
 from sakiyomi.train.data import TextSpec, parse_texts
 from sakiyomi.train.evaluate import parse_valid
@@ -17,6 +19,7 @@ from sakiyomi.train.export import Result, write_card
 from sakiyomi.train.loop import Loop
 from sakiyomi.train.preflight import check_run
 from sakiyomi.train.report import Reporter
+from sakiyomi.train.workers import ALONE, Workers, started
 
 __all__ = ["Recipe", "TextRecipe", "train"]
 
@@ -32,7 +35,10 @@ class Recipe(ABC, Generic[Settings]):
 
     Attributes:
         reporter: takes lines about what goes on besides the loop.
+        workers: the processes of the run. All but the first read what that has made, and do not measure.
     """
+
+    workers: Workers = ALONE
 
     def __init__(self, config: Settings) -> None:
         self.config = config
@@ -48,7 +54,7 @@ class Recipe(ABC, Generic[Settings]):
 
     @abstractmethod
     def read(self) -> None:
-        """Load models and data."""
+        """Load models and data; the first process does so before the others."""
 
     @abstractmethod
     def loop(self) -> Loop:
@@ -94,21 +100,61 @@ def train(recipe: Recipe[Any], command: str = "") -> dict[str, Any]:
         command: the command line, for the card.
 
     Returns:
-        The summary that `--json` prints; `finished` is False after SIGINT.
+        The summary that `--json` prints; `finished` is False after SIGINT. A worker that torchrun has started, and that
+        is not the first, says its number alone.
 
     Raises:
         InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
     """
     config: RunConfig = recipe.config
-    if config.loop.threads:
-        torch.set_num_threads(config.loop.threads)
+    given = launched()
+    _check_rows(config, given.count if given else config.loop.workers)
     recipe.check()
-    recipe.read()
-    torch.manual_seed(config.loop.seed)
-    loop = recipe.loop()
-    with recipe.hooks():
-        finished = loop.run()
+    with started(config.loop.workers, given, _work, type(recipe), config) as workers:
+        loop, finished = _run(recipe, workers)
+    if not workers.leads:
+        return {"finished": finished, "worker": workers.number}
     progress = dataclasses.replace(loop.progress, tokens=recipe.tokens(loop))
     if not finished:
         return {"finished": False, "out": config.loop.out, "step": progress.step, "tokens": progress.tokens}
     return write_card(config, recipe.finish(loop), progress, command)
+
+
+def _run(recipe: Recipe[Any], workers: Workers) -> tuple[Loop, bool]:
+    """Read and learn; the loop, and whether it has come to its end."""
+    loop_config = recipe.config.loop
+    threads = torch.get_num_threads()
+    torch.set_num_threads(loop_config.threads or max(1, threads // workers.peers.local))
+    recipe.workers = workers
+    if workers.leads:
+        recipe.read()
+        workers.connect()
+    else:
+        recipe.reporter = Reporter(loop_config.log_seconds, silent=True)
+        workers.connect()
+        recipe.read()
+    torch.manual_seed(loop_config.seed)
+    loop = recipe.loop()
+    with recipe.hooks():
+        finished = loop.run(workers)
+    if not loop_config.threads:
+        torch.set_num_threads(threads)
+    return loop, finished
+
+
+def _work(workers: Workers, kind: type[Recipe[Any]], config: RunConfig) -> None:
+    """What a process does that the first one has started."""
+    recipe = kind(config)
+    recipe.check()
+    _run(recipe, workers)
+
+
+def _check_rows(config: RunConfig, workers: int) -> None:
+    """Raise InputError unless the processes can share the rows of every step evenly."""
+    tokens = config.loop.step_tokens
+    for length in config.loop.row_tokens:
+        if tokens // length % workers:
+            raise InputError(
+                f"a step has {tokens // length} rows of {length} tokens, which {workers} workers cannot share evenly; "
+                f"set --step-tokens to a multiple of {workers * length}, or other --workers"
+            )

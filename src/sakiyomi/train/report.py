@@ -19,10 +19,11 @@ class Reporter:
 
     Args:
         log_seconds: seconds between lines where stderr is not a terminal.
+        silent: nothing is said; another process speaks.
     """
 
-    def __init__(self, log_seconds: float) -> None:
-        self._console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+    def __init__(self, log_seconds: float, *, silent: bool = False) -> None:
+        self._console = Console(file=sys.stderr, soft_wrap=True, highlight=False, quiet=silent)
         self._log_seconds = log_seconds
         self._last, self._last_tokens, self._last_seconds = time.monotonic(), 0, 0.0
         self._loss: float | None = None
@@ -32,7 +33,7 @@ class Reporter:
             bars.TaskProgressColumn(),
             bars.TimeElapsedColumn(),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=silent or not self._console.is_terminal,
         )
         self._task = self._bar.add_task("training", total=1.0)
 

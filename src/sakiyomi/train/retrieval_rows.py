@@ -78,6 +78,10 @@ class RetrievalRows:
             ids[row, : len(some)], roles[row, : len(some)] = some, what
         return {"ids": ids, "roles": roles}
 
+    def part(self, batch: dict[str, Any], rows: slice) -> dict[str, Any]:
+        """Some rows of a batch."""
+        return {name: values if name == "end" else values[rows] for name, values in batch.items()}
+
     def parted(self, rng: np.random.Generator, length: int) -> tuple[Roles, Roles]:
         """A row of `length + 1` tokens: a text in the first half, and its questions with their answers behind that.
 

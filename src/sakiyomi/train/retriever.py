@@ -65,14 +65,18 @@ class _Retriever(TextRecipe[RetrieverConfig]):
 
         def batch_loss(model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
             ids, roles = batch["ids"], batch["roles"]
+            counted = [(roles[:, 1:] == ANSWER).sum(), (roles[:, 1:] >= KNOWN).sum()]
+            counted += [(roles[:, :-1] == role).sum() for role in (OTHER, WANTED)]
+            divisors = self.workers.divisor(torch.stack(counted))
             if "end" in batch:
                 hidden, before = parted_pass(model, ids[:, :-1], int(batch["end"]))
-                noted = notes(before, roles[:, :-1])
-                return loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:]) + config.note_weight * noted
+                noted = notes(before, roles[:, :-1], divisors[2:])
+                found = loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:], divisors[:2])
+                return found + config.note_weight * noted
             # The backward pass of the fused attention is slow for many short rows.
             attend_by(model, "eager" if ids.shape[1] <= SHORT_ROWS else "sdpa")
             hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-            return loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:])
+            return loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:], divisors[:2])
 
         def evaluate(model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
             length = max(SHORTEST, loop.row_tokens[-1])
@@ -171,7 +175,7 @@ def parted_pass(model: LlamaForCausalLM, ids: Tensor, end: int) -> tuple[Tensor,
     return inner.norm(layer(inner.layers[-1], hidden, 0, ids.shape[1])), hidden
 
 
-def notes(hidden: Tensor, roles: Tensor) -> Tensor:
+def notes(hidden: Tensor, roles: Tensor, divisors: Tensor) -> Tensor:
     """How well a token of a value says whether a question in front has asked for it; a loss in nats.
 
     It says so along a direction that is fixed, the alternating one: whoever reads the states can learn it.
@@ -179,18 +183,20 @@ def notes(hidden: Tensor, roles: Tensor) -> Tensor:
     Args:
         hidden: (B, T, H) what the last layer reads.
         roles: (B, T) see `retrieval_rows`.
+        divisors: (2,) tokens with the roles of values, OTHER and WANTED, by which their sums are divided.
     """
     sign = 1.0 - 2.0 * (torch.arange(hidden.shape[-1], device=hidden.device) % 2)
     hidden = hidden.float()
     said = NOTE_SCALE * (hidden * sign).mean(-1) / hidden.square().mean(-1).add(1e-6).sqrt()
     found = torch.zeros((), device=hidden.device)
-    for role, target in ((OTHER, -said), (WANTED, said)):
-        counts = (roles == role).float()
-        found = found + (F.softplus(-target) * counts).sum() / counts.sum().clamp_min(1)
+    for role, target, divisor in ((OTHER, -said, divisors[0]), (WANTED, said, divisors[1])):
+        found = found + (F.softplus(-target) * (roles == role)).sum() / divisor
     return found
 
 
-def answers_and_text(text_weight: float, hidden: Tensor, head: Tensor, labels: Tensor, roles: Tensor) -> Tensor:
+def answers_and_text(
+    text_weight: float, hidden: Tensor, head: Tensor, labels: Tensor, roles: Tensor, divisors: Tensor
+) -> Tensor:
     """Cross-entropy of the answers, and with a small weight that of all that is no padding.
 
     Args:
@@ -199,12 +205,12 @@ def answers_and_text(text_weight: float, hidden: Tensor, head: Tensor, labels: T
         head: (V, H) output embedding.
         labels: (B, T) token ids.
         roles: (B, T) what the labels are, see `retrieval_rows`.
+        divisors: (2,) tokens of answers, and tokens that are no padding, by which their sums are divided.
     """
     logits = F.linear(hidden, head).flatten(0, 1)
     each = F.cross_entropy(logits.float(), labels.flatten(), reduction="none").view(labels.shape)
     answers, known = (roles == ANSWER).float(), (roles >= KNOWN).float()
-    of_answers = (each * answers).sum() / answers.sum().clamp_min(1)
-    return of_answers + text_weight * (each * known).sum() / known.sum().clamp_min(1)
+    return (each * answers).sum() / divisors[0] + text_weight * (each * known).sum() / divisors[1]
 
 
 def attend_by(model: LlamaForCausalLM, name: str) -> None:

@@ -124,6 +124,9 @@ class Batches(Protocol):
     def batch(self, step: int, rows: int, length: int, decaying: bool) -> Any:
         """The batch of step `step`: an array, or a mapping of names to arrays."""
 
+    def part(self, batch: Any, rows: slice) -> Any:
+        """Some rows of a batch."""
+
     def state(self) -> Any:
         """Positions, as plain values."""
 
@@ -163,6 +166,10 @@ class Mixture:
             len(self.streams), size=rows, p=self._shares[int(decaying)]
         )
         return np.stack([self.streams[index].take(length + 1) for index in choice])
+
+    def part(self, batch: Ids, rows: slice) -> Ids:
+        """Some rows of a batch."""
+        return batch[rows]
 
     def state(self) -> list[list[int]]:
         """Positions and sizes of all streams."""

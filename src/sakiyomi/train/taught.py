@@ -19,6 +19,7 @@ from sakiyomi.train.labels import vocabulary
 from sakiyomi.train.recipe import TextRecipe
 from sakiyomi.train.rows import FixedRows, mixture_of
 from sakiyomi.train.samples import LONGEST_PROMPT, Plan, Samples
+from sakiyomi.train.workers import Workers
 
 __all__ = ["Taught", "load_target"]
 
@@ -63,18 +64,19 @@ class Taught(TextRecipe[Settings]):
         llm = LLM((target, self.tokenizer), "none", compile=False, max_batch=config.sampling.sample_batch)
         self.sources = list(self.specs)
         if config.sampling.samples:
-            samples = Samples(_plan(config), target, self.tokenizer, prompts, self.held_back)
+            samples = Samples(_plan(config, self.workers), target, self.tokenizer, prompts, self.held_back)
             samples.extend(llm, pools, self.reporter)
             if samples.count:
                 self.sources = _with_samples(config, self.specs, samples.path)
                 self.texts.append(library.documents(samples.path)[: config.sampling.samples])
         new_tokens = min(NEW_TOKENS, self.positions - PROMPT_TOKENS)
-        self.held_out = {name: continuations(llm, some, new_tokens=new_tokens) for name, some in documents.items()}
+        measured = documents if self.workers.leads else {}
+        self.held_out = {name: continuations(llm, some, new_tokens=new_tokens) for name, some in measured.items()}
         rows = partial(FixedRows, length=config.loop.row_tokens[0])
         self.mixture = mixture_of(self.sources, self.texts, rows, config.loop.seed)
 
 
-def _plan(config: TaughtConfig) -> Plan:
+def _plan(config: TaughtConfig, workers: Workers) -> Plan:
     loop, asked = config.loop, config.sampling
     return Plan(
         Path(loop.out) / "samples.jsonl",
@@ -84,7 +86,7 @@ def _plan(config: TaughtConfig) -> Plan:
         asked.sample_batch,
         asked.temperatures,
         loop.seed,
-        keep=loop.resume,
+        keep=loop.resume or not workers.leads,
     )
 
 

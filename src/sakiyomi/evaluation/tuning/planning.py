@@ -50,7 +50,7 @@ class PlanConfig:
         plot: write the curves to this .png or .svg file.
     """
 
-    alpha: tuple[float, ...]
+    alpha: tuple[float, ...] = ()
     c: float | None = None
     c_hat: float | None = None
     v: tuple[str, ...] = ()

@@ -57,9 +57,12 @@ if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = [
+    "ABOUT",
     "REMEDY",
+    "WEIGHTS",
     "copy_place",
     "is_packed",
+    "json_seal",
     "packed_files",
     "put_layers",
     "read_about",
@@ -125,6 +128,11 @@ def _digest(about: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
+def json_seal(about: dict[str, Any]) -> dict[str, Any]:
+    """What sakiyomi.json says, with its digest."""
+    return about | {"digest": _digest(about)}
+
+
 # ---------------------------------------------------------------- writing
 
 
@@ -175,7 +183,7 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         (fresh / "config.json").write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
         save_tensors(fresh / "model.safetensors", others)
         about["files"] = {path.name: file_digest(path) for path in sorted(fresh.iterdir())}
-        about["digest"] = _digest(about)
+        about = json_seal(about)
         save_tensors(fresh / WEIGHTS, tensors)
         (fresh / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
         for path in (*fresh.iterdir(), fresh):

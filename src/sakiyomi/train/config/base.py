@@ -210,7 +210,14 @@ class LoopConfig(Group):
     eval_minutes: float = setting(5.0, "Minutes of training between held-out losses.", least=0, resume=True)
     log_seconds: float = setting(20.0, "Seconds between log lines if stderr is no terminal.", least=0, resume=True)
     compile: bool = setting(True, "Compile the layers with torch.compile where a C++ compiler exists.", resume=True)
-    threads: int = setting(0, "CPU threads; 0 takes them all.", least=0, resume=True)
+    threads: int = setting(0, "CPU threads of each process; 0 takes them all.", least=0, resume=True)
+    workers: int = setting(
+        1,
+        "Processes on this machine that share the rows of each step; the run is that of one. Under torchrun they are "
+        "torchrun's.",
+        least=1,
+        resume=True,
+    )
     resume: bool = setting(
         False, "Continue from the newest checkpoint below OUT, with the settings of its first part.", resume=True
     )

@@ -1,0 +1,292 @@
+"""The processes of a model in stages: hidden states cross from one to the next, and back to the first.
+
+The first process has the engine, the sampler, and a cache whose slots are those of all: what happens to one is told
+with the next pass. The others do nothing but passes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sakiyomi.cache.slots import SlotCache
+from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.peers import PATIENCE, Peers, launched, start
+from sakiyomi.core.threads import govern_threads
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.loading import Loaded, load_model
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.stages.cut import stage_count, stage_folder
+from sakiyomi.model_executor.structural_copy import layer_list
+
+__all__ = ["lead"]
+
+ADVICE = "a stage of the model is gone with it: load the model again"
+
+_library = torch.library.Library("sakiyomi", "FRAGMENT")
+_library.define("border(Tensor hidden, int number) -> Tensor")
+_borders: weakref.WeakValueDictionary[int, Border] = weakref.WeakValueDictionary()
+
+
+@torch.library.register_fake("sakiyomi::border", lib=_library)  # type: ignore[untyped-decorator]
+def _like(hidden: Tensor, number: int) -> Tensor:
+    return torch.empty_like(hidden)
+
+
+def _cross(hidden: Tensor, number: int) -> Tensor:
+    return _borders[number](hidden)
+
+
+_library.impl("border", _cross, "CompositeExplicitAutograd")
+
+
+class Border:
+    """What hidden states (1, rows, hidden) come to; the result goes on in this process.
+
+    Args:
+        cross: what is done with them.
+
+    Attributes:
+        number: by which passes that are replayed know it.
+    """
+
+    def __init__(self, cross: Callable[[Tensor], Tensor]) -> None:
+        self._cross, self.number = cross, id(self)
+        _borders[self.number] = self
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._cross(hidden)
+
+    def behind(self, layer: nn.Module) -> None:
+        """Have a layer's output cross; it may be one of several that the layer gives."""
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return (torch.ops.sakiyomi.border(output[0], self.number), *output[1:])
+            return torch.ops.sakiyomi.border(output, self.number)
+
+        layer.register_forward_hook(hook)
+
+    def before(self, layer: nn.Module) -> None:
+        """Have a layer's input cross."""
+
+        def hook(module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+            if inputs:
+                return (torch.ops.sakiyomi.border(inputs[0], self.number), *inputs[1:]), named
+            return inputs, named | {"hidden_states": torch.ops.sakiyomi.border(named["hidden_states"], self.number)}
+
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class Line:
+    """What goes between the processes.
+
+    Args:
+        peers: all of them, connected in a ring.
+
+    Raises:
+        WorkerError: one has ended.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        peers.greet(ADVICE)
+        assert peers.store is not None, "several processes have one"
+        with self._alive():
+            self._group: Any = dist.ProcessGroupGloo(peers.store, peers.number, peers.count, PATIENCE)
+
+    @property
+    def last(self) -> bool:
+        """Whether the next process is the first."""
+        return self.peers.number == self.peers.count - 1
+
+    def send(self, message: bytes, hidden: Tensor) -> None:
+        """Give the next process what a pass is about, and hidden states; the first gets the states alone."""
+        to = (self.peers.number + 1) % self.peers.count
+        with self._alive():
+            if self.last:
+                self._group.send([hidden.contiguous()], to, 0).wait()
+                return
+            head = torch.tensor([len(message), hidden.shape[1], hidden.shape[2]])
+            body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            states = hidden.contiguous().view(-1).view(torch.uint8)
+            self._group.send([head], to, 0).wait()
+            self._group.send([torch.cat([body, states])], to, 0).wait()
+
+    def receive(self, dtype: torch.dtype) -> tuple[bytes, Tensor]:
+        """What the process before has sent."""
+        before, head = self.peers.number - 1, torch.empty(3, dtype=torch.int64)
+        with self._alive():
+            self._group.recv([head], before, 0).wait()
+            length, rows, width = head.tolist()
+            body = torch.empty(length + rows * width * dtype.itemsize, dtype=torch.uint8)
+            self._group.recv([body], before, 0).wait()
+        return body[:length].numpy().tobytes(), body[length:].clone().view(dtype).view(1, rows, width)
+
+    def back(self, hidden: Tensor) -> Tensor:
+        """Hidden states of the last process, like these."""
+        found = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        with self._alive():
+            self._group.recv([found], self.peers.count - 1, 0).wait()
+        return found
+
+    @contextmanager
+    def _alive(self) -> Any:
+        try:
+            yield
+        except RuntimeError as error:  # gloo knows no other
+            raise self.peers.ended(ADVICE) from error
+
+
+class SharedSlots(SlotCache):
+    """The cache of the first stage; what happens to its slots, other stages are told.
+
+    Attributes:
+        calls: methods with their arguments, since the last pass.
+        plan: of the present pass.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.plan = BatchPlan([])
+        super().__init__(*args, **options)
+
+    def begin(self, plan: BatchPlan | None) -> None:
+        """See ``SlotCache``."""
+        super().begin(plan)
+        if plan is not None:
+            self.plan = plan
+
+    def clear(self, slot: int) -> None:
+        """See ``SlotCache``."""
+        super().clear(slot)
+        self.calls.append(("clear", (slot,)))
+
+    def commit(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """See ``SlotCache``."""
+        super().commit(slot, length, rows)
+        self.calls.append(("commit", (slot, length, list(rows))))
+
+    def fork(self, slot: int, other: int, first: int, last: int) -> None:
+        """See ``SlotCache``."""
+        super().fork(slot, other, first, last)
+        self.calls.append(("fork", (slot, other, first, last)))
+
+    def snapshot(self, slot: int, length: int) -> dict[str, Tensor]:
+        """Not known here: other processes hold a part of it.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("a model in stages has its cache in several processes, which is not saved; leave it out")
+
+
+def lead(folder: Path, load: partial[Loaded], run: partial[ModelRunner]) -> tuple[Loaded, ModelRunner]:
+    """Load the first stage and have the others run in processes of their own, or in those that torchrun has started.
+
+    In another process than torchrun's first this does not return, but ends the process when the first has ended.
+
+    Args:
+        folder: what ``cut`` has written.
+        load: ``load_model`` with its options.
+        run: ``build_runner`` with its options. The other processes have the same.
+
+    Returns:
+        The first stage as it was loaded, and as it runs.
+
+    Raises:
+        InputError: torchrun has started another number of processes than there are stages.
+        WorkerError: a process has ended.
+    """
+    count = stage_count(folder)
+    same = {**load.keywords, "recorded": False}, run.keywords
+    peers = launched()
+    if peers is None:
+        peers = start(count, _follow, folder, *same)
+    elif peers.count != count:
+        raise InputError(
+            f"torchrun has started {peers.count} processes, and {folder} has {count} stages; start {count}"
+        )
+    elif peers.number:
+        _follow(peers, folder, *same)
+        raise SystemExit(0)
+    loaded = load(stage_folder(folder, 0), recorded=False)
+    runner = run(loaded.model, owned=loaded.owned, prepared=loaded.prepared, make_cache=SharedSlots)
+    weakref.finalize(runner, peers.end, 0.0)
+    _check(runner)
+    line, cache = Line(peers), runner.cache
+    assert isinstance(cache, SharedSlots)
+    cache.calls.clear()  # of self-tests, which every stage has made by itself
+
+    def cross(hidden: Tensor) -> Tensor:
+        parts = [(p.slot, p.length, len(p.tokens), p.parents, p.prompt, p.done, p.block) for p in cache.plan.parts]
+        message = pickle.dumps((cache.calls, parts))
+        cache.calls = []
+        line.send(message, hidden)
+        return line.back(hidden)
+
+    border = Border(cross)
+    border.behind(_layers(runner)[-1])
+    # A pass that the kernels describe by themselves would be known here alone; it is not where somebody listens.
+    runner.watchers.append(lambda plan, seconds, border=border: None)  # type: ignore[misc]
+    return loaded, runner
+
+
+def _follow(peers: Peers, folder: Path, load: dict[str, Any], run: dict[str, Any]) -> None:
+    """What the process of another stage does, until the first one ends."""
+    govern_threads()
+    loaded = load_model(stage_folder(folder, peers.number), **load)
+    runner = build_runner(loaded.model, owned=loaded.owned, prepared=loaded.prepared, **run)
+    _check(runner)
+    line = Line(peers)
+    arrived = leaving = torch.empty(0)
+
+    def arrive(hidden: Tensor) -> Tensor:
+        return arrived.clone()
+
+    def leave(hidden: Tensor) -> Tensor:
+        nonlocal leaving  # and not sent: where a pass is compared with a replayed one, it comes twice
+        leaving = hidden.clone()
+        return leaving
+
+    borders = Border(arrive), Border(leave)
+    layers = _layers(runner)
+    borders[0].before(layers[0])
+    borders[1].behind(layers[-1])
+    while True:
+        message, arrived = line.receive(runner.dtype)
+        calls, parts = pickle.loads(message)
+        for name, arguments in calls:
+            getattr(runner.cache, name)(*arguments)
+        segments = []
+        for slot, length, rows, parents, prompt, done, block in parts:
+            runner.cache.reserve(slot, length + rows)
+            segments.append(SequenceRows(slot, length, [0] * rows, parents, prompt, done, block))
+        runner.run(BatchPlan(segments), arrived.shape[1])
+        line.send(message, leaving)
+
+
+def _layers(runner: ModelRunner) -> nn.ModuleList:
+    found = runner.module.get_submodule(layer_list(runner.module, int(runner.config.num_hidden_layers), "stages"))
+    assert isinstance(found, nn.ModuleList)
+    return found
+
+
+def _check(runner: ModelRunner) -> None:
+    """Refuse what keeps something in other places than the cache's columns."""
+    weights = runner.weights
+    if weights.stateful or weights.own_attention or weights.encoder is not None or weights.offloaded:
+        raise UnsupportedError(
+            f"stages: {type(runner.module).__name__} has layers that keep something else than keys and values, its own "
+            "attention, or an encoder; use offload instead"
+        )

@@ -1,0 +1,185 @@
+"""What rounds and prompts cost on this machine, and real replicas for a simulation to be compared with.
+
+A replica is an engine on one core. Its clock is the processor time of its own rounds, so that several of them, which
+take turns in one process, are each as fast as on a core of their own, and other work on the machine counts for little.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import judging_text
+from sakiyomi.engine.llm import LLM
+from sakiyomi.engine.request import RetainedSlot
+from sakiyomi.scale.cluster import Costs, Load, Request
+
+__all__ = ["EngineReplica", "Texts", "measure", "one_core"]
+
+LAPS = 3  # the first of which warms up
+
+
+def one_core() -> None:
+    """Have this process compute with one thread."""
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+class Texts:
+    """Token ids of conversations: what all of a group begin with, and what users say.
+
+    Args:
+        llm: of the model.
+        load: with the lengths.
+    """
+
+    def __init__(self, llm: LLM, load: Load) -> None:
+        self._ids, self._load = list(judging_text(llm.target.module, llm.tokenizer)), load
+        self._replies: dict[int, list[int]] = {}
+
+    def _piece(self, at: int, count: int) -> list[int]:
+        return [self._ids[(at + i) % len(self._ids)] for i in range(count)]
+
+    def prompt(self, request: Request) -> list[int]:
+        """Of a request; a later one's begins with the whole conversation before it."""
+        before = self._replies.pop(request.session, None)
+        user = self._piece(31 * request.session + 17 * request.turn, self._load.user)
+        return [*(self._piece(97 * request.group, self._load.system) if before is None else before), *user]
+
+    def converse(self, request: Request, tokens: int) -> None:
+        """Have so many tokens come before what the user says next, as in the middle of a conversation."""
+        self._replies[request.session] = self._piece(97 * request.group, tokens)
+
+    def replied(self, request: Request, ids: Sequence[int]) -> None:
+        """Keep a conversation."""
+        self._replies[request.session] = list(ids)
+
+
+class EngineReplica:
+    """A real replica, see ``cluster.Replica``.
+
+    Args:
+        llm: whose engine it is; of one core.
+        texts: of the conversations, of all replicas.
+    """
+
+    def __init__(self, llm: LLM, texts: Texts) -> None:
+        self._llm, self._texts = llm, texts
+        self.requests: list[Request] = []
+        self._given: dict[int, tuple[Request, Any]] = {}
+
+    def close(self) -> None:
+        """Remove what has not ended."""
+        for number in list(self._given):
+            self._llm.engine.remove(number)
+
+    def add(self, request: Request) -> None:
+        """See ``cluster.Replica``."""
+        ids = self._texts.prompt(request)
+        params = SamplingParams(max_new_tokens=request.new, ignore_eos=True)
+        given = self._llm.engine.submit(ids, params, place=RetainedSlot(shareable=True), live=False)
+        self.requests.append(request)
+        self._given[given.id] = request, given
+
+    def round(self) -> tuple[float, list[Request]]:
+        """See ``cluster.Replica``."""
+        began = time.process_time()
+        steps = self._llm.engine.step()
+        seconds = time.process_time() - began
+        ended = []
+        for step in steps:
+            if step.error is not None:
+                raise step.error
+            request, given = self._given[step.request]
+            request.done += len(step.token_ids)
+            if given.over:
+                request.reused = given.stats.reused
+                ended.append(request)
+                self.requests.remove(request)
+                del self._given[step.request]
+                self._texts.replied(request, given.tokens)
+        return seconds, ended
+
+
+def measure(llm: LLM, plain: LLM, load: Load) -> Costs:
+    """What a load's rounds and prompts cost.
+
+    Args:
+        llm: as replicas run.
+        plain: the same without a draft; may be the same.
+        load: whose prompts and replies are written, by as many requests at once as come.
+
+    Raises:
+        InputError: the model's context is too short for the load's conversations.
+    """
+    longest = load.system + load.turns * (load.user + load.new)
+    if longest > llm.max_context:
+        raise InputError(
+            f"conversations have up to {longest} tokens, and the model has a context of {llm.max_context}; lower "
+            "--turns, --system, --user or --new"
+        )
+    slots = llm.target.cache.max_slots
+    batches = tuple(sorted({min(2**i, slots) for i in range(slots.bit_length() + 1)}))
+    llm.wait(batches=True)
+    found = {
+        which: [_rounds(of, load, batch) for batch in batches] for which, of in (("drafted", llm), ("plain", plain))
+    }
+    drafts = llm is not plain
+    return Costs(
+        batches,
+        tuple(seconds for seconds, _ in found["plain"]),
+        tuple(seconds for seconds, _ in found["drafted"]) if drafts else (),
+        tuple(tokens for _, tokens in found["drafted"]) if drafts else (),
+        _prompts(llm, load),
+        slots,
+    )
+
+
+def _rounds(llm: LLM, load: Load, batch: int) -> tuple[float, float]:
+    """Seconds of a round of so many requests, and the tokens that it gives each."""
+    seconds, tokens = [], []
+    for lap in range(LAPS):
+        texts = Texts(llm, load)
+        replica = EngineReplica(llm, texts)
+        first = 10**6 + lap * batch  # conversations of nobody else
+        for i in range(batch):
+            request = Request(first + i, i % load.groups, load.system + load.user, load.new, 0.0)
+            texts.converse(request, load.system + (load.turns - 1) * (load.user + load.new) // 2)
+            replica.add(request)
+        while replica.requests:
+            own = list(replica.requests)
+            before, all_read = sum(r.done for r in own), all(r.done for r in own)
+            spent, _ = replica.round()
+            if lap and all_read and 4 * len(own) >= 3 * batch:
+                seconds.append(spent)
+                tokens.append((sum(r.done for r in own) - before) / len(own))
+    if not seconds:
+        raise InputError(
+            f"replies of {load.new} tokens end before {batch} prompts are read: there is no round of so many requests "
+            "to be measured; lower --max-batch, or raise --new"
+        )
+    return statistics.mean(seconds), statistics.mean(tokens)
+
+
+def _prompts(llm: LLM, load: Load) -> tuple[float, float]:
+    """Seconds of a pass over prompts, and of each of their tokens."""
+    sizes = (32, min(512, llm.max_context - 2))
+    took = []
+    for size in sizes:
+        laps = []
+        for lap in range(LAPS + 1):
+            ids = [(7 * i + 11 * lap + size) % llm.vocab_size for i in range(size)]
+            began = time.process_time()
+            llm.engine.complete([llm.engine.submit(ids, SamplingParams(max_new_tokens=1, ignore_eos=True))])
+            laps.append(time.process_time() - began)
+        took.append(min(laps))
+    each = max((took[1] - took[0]) / (sizes[1] - sizes[0]), 0.0)
+    return max(took[0] - each * sizes[0], 0.0), each if math.isfinite(each) else 0.0

@@ -1,0 +1,153 @@
+"""Several processes are one run: the same losses, checkpoints that do not know how many there were, one error."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.peers import Peers
+from sakiyomi.train import loop
+from sakiyomi.train.answered import joined
+from sakiyomi.train.checkpoint import load_checkpoint
+from sakiyomi.train.config import MedusaConfig
+from sakiyomi.train.medusa import train_medusa
+from sakiyomi.train.retrieval_rows import ANSWER, KNOWN
+from sakiyomi.train.retriever import answers_and_text
+from sakiyomi.train.target import train_target
+from sakiyomi.train.workers import ALONE, started
+from train_toys import losses, stories, story_file, target_config, tiny_target
+
+GROWING: dict[str, Any] = {"layers": 4, "first_layers": 2, "grow_at": 0.5}
+
+
+def test_two_are_the_same_run_as_one_and_go_on_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = target_config(tmp_path, out=str(tmp_path / "whole"), **GROWING)
+    assert train_target(whole)["finished"]
+    cut: dict[str, Any] = {"out": str(tmp_path / "cut"), **GROWING}
+    with monkeypatch.context() as patch:
+        original = loop.Loop._step
+
+        def stepping(self: loop.Loop) -> float:
+            if self.progress.step == 5:
+                os.kill(os.getpid(), signal.SIGINT)  # heard by the first alone
+            return original(self)
+
+        patch.setattr(loop.Loop, "_step", stepping)
+        summary = train_target(target_config(tmp_path, workers=2, **cut))
+    assert not summary["finished"]
+    assert summary["step"] == 6
+    assert train_target(target_config(tmp_path, resume=True, **cut))["finished"]
+    # In bf16 every process rounds its own part of a gradient; see the heads below for float32.
+    assert losses(cut["out"]) == pytest.approx(losses(whole.loop.out), abs=2e-3)
+    weights = [load_checkpoint(Path(out) / "checkpoints")["model"] for out in (cut["out"], whole.loop.out)]
+    assert weights[0].keys() == weights[1].keys()
+
+
+def test_heads_count_what_all_workers_count(tmp_path: Path) -> None:
+    """Half of the positions, chosen among all; of chats some rows have few that count. Without rounding to bf16."""
+    target, data = tiny_target(tmp_path), tmp_path / "chats.jsonl"
+    chats = [
+        [{"from": "human", "value": text[: 40 + 60 * (i % 3)]}, {"from": "gpt", "value": text[40:]}]
+        for i, text in enumerate(stories(30))
+    ]
+    data.write_text("".join(json.dumps({"conversations": chat}) + "\n" for chat in chats), encoding="utf-8")
+
+    def run(workers: int) -> tuple[list[float], list[list[float]]]:
+        settings: dict[str, Any] = {"out": str(tmp_path / str(workers)), "target": str(target), "data": (str(data),)}
+        settings |= {"valid": (f"stories={story_file(tmp_path / 'valid.jsonl', 6, 1)}",), "heads": 2, "tokens": 6 * 128}
+        settings |= {"row_tokens": (32,), "step_tokens": 128, "warmup_steps": 2, "eval_prompts": 2, "lr": 0.01}
+        settings |= {"compile": False, "threads": 1, "device": "cpu", "precision": "no", "positions": 0.5}
+        assert train_medusa(MedusaConfig.of(**settings, workers=workers))["finished"]
+        lines = (tmp_path / str(workers) / "heads.jsonl").read_text().splitlines()
+        return losses(settings["out"]), [json.loads(line)["loss"] for line in lines]
+
+    alone, together = run(1), run(2)
+    assert together[0] == pytest.approx(alone[0], abs=1e-5)
+    assert np.array(together[1]) == pytest.approx(np.array(alone[1]), abs=2e-5)
+
+
+def test_answers_of_all_workers_are_counted() -> None:
+    """The mean over two workers is the loss of all rows, though one of them has most of the answers."""
+    hidden, head = torch.randn(2, 6, 8), torch.randn(5, 8)
+    labels = torch.randint(0, 5, (2, 6))
+    roles = torch.tensor([[ANSWER, ANSWER, ANSWER, KNOWN, 0, 0], [ANSWER, KNOWN, KNOWN, KNOWN, KNOWN, KNOWN]])
+    counts = torch.tensor([4.0, 10.0])
+    whole = answers_and_text(0.3, hidden, head, labels, roles, counts)
+    parts = [
+        answers_and_text(0.3, hidden[row : row + 1], head, labels[row : row + 1], roles[row : row + 1], counts / 2)
+        for row in range(2)
+    ]
+    assert float(sum(parts) / 2) == pytest.approx(float(whole), rel=1e-5)
+
+
+def test_rows_that_cannot_be_shared_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="4 rows of 32 tokens, which 3 workers cannot share evenly; set --step-tokens"):
+        train_target(target_config(tmp_path, workers=3))
+    given = Peers(0, 2, 2, torch.distributed.HashStore())
+    with pytest.raises(InputError, match="workers is 3, and torchrun has started 2"), started(3, given, print):
+        pass
+
+
+TORCHRUN = """
+import sys
+from sakiyomi.core.peers import launched
+from sakiyomi.train.workers import started
+import torch
+with started(1, launched(), print) as workers:
+    workers.connect()
+    own = torch.tensor([1.0 + workers.number])
+    first, second = torch.nn.Parameter(torch.full((2,), workers.number + 5.0)), torch.nn.Parameter(torch.ones(1))
+    if workers.number:
+        second.grad = torch.tensor([4.0])
+    loss = workers.collect([first, second], own[0])
+    workers.spread([first, second])
+    found = [workers.told(float(own)), workers.mean(own).tolist(), workers.gathered(own).tolist(), first.tolist()]
+    found += [workers.divisor(own - 1).tolist(), workers.part(6)]
+    if workers.leads:
+        found += [first.grad, second.grad.tolist(), float(loss)]
+    print(workers.number, found, flush=True)
+"""
+
+
+def test_torchrun_s_processes_find_each_other(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "run.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    shared = "[[1.0], [1.5], [1.0, 2.0], [5.0, 5.0], [0.5], "
+    assert sorted(done.stdout.splitlines()) == [
+        f"0 {shared}slice(0, 3, None), None, [2.0], 1.5]",
+        f"1 {shared}slice(3, 6, None)]",
+    ]
+
+
+def test_alone_nothing_is_exchanged() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert ALONE.told(1.0, 2.0) == [1.0, 2.0]
+    assert ALONE.part(5) == slice(0, 5)
+    assert ALONE.divisor(torch.tensor([0, 3])).tolist() == [1.0, 3.0]
+    assert ALONE.collect([weight], torch.tensor(2.0)) == 2.0
+    assert weight.grad is None
+
+
+def test_parts_of_answered_rows() -> None:
+    from sakiyomi.train.answered import Questions
+
+    rows = [(np.arange(length), length - 1) for length in (3, 5, 2, 4)]
+    part = Questions.part(None, joined(rows), slice(2, 4))  # type: ignore[arg-type]
+    assert {name: values.tolist() for name, values in part.items()} == {
+        "ids": [0, 1, 0, 1, 2, 3],
+        "ends": [2, 6],
+        "prompts": [1, 3],
+    }
