@@ -42,6 +42,7 @@ from sakiyomi.cli.common import INTERRUPTED, add_command, add_group
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.memory import no_memory
 from sakiyomi.core.version import __version__
+from sakiyomi.scale.cluster import MAX_BATCH
 from sakiyomi.server.config import ENVIRONMENT
 
 __all__ = ["app", "main"]
@@ -96,9 +97,9 @@ add_command(app, audit.audit)
 add_command(app, info.info)
 add_command(app, models.models)
 add_command(app, plan.plan)
-add_command(app, serve.serve, defaults={"max_batch": serve.MAX_BATCH}, environment=ENVIRONMENT)
-add_command(app, batch.batch, defaults={"max_batch": serve.MAX_BATCH})
-add_command(app, batch.run_batch, name="run-batch", defaults={"max_batch": serve.MAX_BATCH})
+add_command(app, serve.serve, defaults={"max_batch": MAX_BATCH}, environment=ENVIRONMENT)
+add_command(app, batch.batch, defaults={"max_batch": MAX_BATCH})
+add_command(app, batch.run_batch, name="run-batch", defaults={"max_batch": MAX_BATCH})
 _bench = add_group(app, "bench", bench.inflate, bench.long, bench.report, main=bench.bench)
 add_group(_bench, "spec", bench.compare, bench.merge, main=bench.spec)
 add_group(app, "memory", memory.show, memory.clear, help="What the draft suffix:FILE remembers of earlier requests.")

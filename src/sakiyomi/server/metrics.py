@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from sakiyomi.core.drops import Tau, TauWatch
 from sakiyomi.core.outputs import Step
+from sakiyomi.engine.request import GIVEN
 from sakiyomi.server.jobs import Job
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
@@ -102,7 +103,7 @@ class Metrics:
         """A sample got these tokens."""
         request = job.request
         assert request is not None
-        count = len(step.token_ids)
+        count = sum(entry.source != GIVEN for entry in step.trace)  # the others were written elsewhere
         if not job.first and count:
             self.queued.observe(max(0.0, request.began - job.arrived))
             self.first_token.observe(now - job.arrived)
@@ -151,6 +152,10 @@ class Metrics:
     def ended(self, reason: str) -> None:
         """Why a sample is over: stop, length, abort (by its client, or by the time limit) or error."""
         self._ended.labels(self._model, reason).inc()
+
+    def total(self, name: str) -> float:
+        """Value of a metric, by its name on the page."""
+        return self.registry.get_sample_value(name, {"model_name": self._model}) or 0.0
 
     def page(self) -> bytes:
         """What ``/metrics`` says."""

@@ -231,6 +231,7 @@ class Worker:
                 place=RetainedSlot(shareable=True) if self._reuse else None,
                 shares=self._reuse,
                 drafted=job.drafted,
+                given=job.given,
                 bounded=True,
             )
         except Exception as error:

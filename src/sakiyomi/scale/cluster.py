@@ -1,0 +1,163 @@
+"""A Ray cluster: found or started, or one clear error.
+
+Ray is imported in functions that need it: whoever asks for no workers and no replicas does without.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sakiyomi.core.checks import at_least
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.version import __version__
+
+__all__ = ["MAX_BATCH", "Count", "ReplicaOptions", "check_version", "connected", "import_ray"]
+
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # it would report to the makers of Ray
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+LOOPBACK = "127.0.0.1"
+OWN = {
+    # Else 127.0.0.1 is replaced by the machine's outer address, which a firewall may not let through to itself.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+"""Of a Ray that is started here: it listens at the loopback address alone. Read when ray is imported."""
+MAX_BATCH = 32  # requests at once in a server, or a replica of it: they come from many
+REACHED = 5.0  # seconds in which a cluster must take a connection
+STORE = 128 << 20  # bytes of Ray's own store of objects, through which requests and replies alone pass
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """Several engines behind one address.
+
+    Attributes:
+        replicas: engines that answer, each in a process of its own, on Ray Serve: N, or MIN:MAX for as many as the
+            requests under way ask for. By default one, in this process, without Ray.
+        replica_cpus: processors of each replica; a replica on cuda has a GPU as well.
+        address: of the Ray cluster: auto for the one that runs on this machine, HOST:PORT or ray://HOST:PORT; by
+            default Ray is started here, and ended afterwards.
+    """
+
+    replicas: str | None = None
+    replica_cpus: int = 1
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, replica_cpus=1)
+        if self.replicas is not None:
+            Count.parse("replicas", self.replicas)
+        elif self.address is not None or self.replica_cpus != 1:
+            raise InputError(
+                "address and replica_cpus are of replicas; say how many with --replicas, or leave them out"
+            )
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many of something: least and most.
+
+    Attributes:
+        least: so many from the beginning.
+        most: so many where there is work and room for them.
+    """
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Count:
+        """From N, or MIN:MAX.
+
+        Raises:
+            InputError: it is neither.
+        """
+        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+        count = cls(int(found[1]), int(found[2] or found[1])) if found else cls(0, 0)
+        if not 1 <= count.least <= count.most:
+            raise InputError(f"{name} is {text!r}; expected a number from 1 on, or MIN:MAX, for instance 2:8")
+        return count
+
+
+def import_ray() -> None:
+    """Have Ray there, with its settings.
+
+    Raises:
+        LoadError: it is not installed.
+    """
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise LoadError(f"this needs Ray, which is not installed ({error}); pip install 'sakiyomi[scale]'") from None
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """A connection to a cluster, which is left afterwards.
+
+    Args:
+        address: "auto" for the cluster that runs on this machine, HOST:PORT or ray://HOST:PORT for another one; None:
+            Ray is started on this machine, and ended afterwards. Where the program is connected already, it stays so.
+
+    Raises:
+        LoadError: Ray is not installed, there is no cluster, or it is of another version.
+    """
+    if address is None:
+        for name, value in OWN.items():
+            os.environ.setdefault(name, value)
+    import_ray()
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    options = {} if address is not None else {
+        "include_dashboard": False, "object_store_memory": STORE, "_node_ip_address": LOOPBACK,
+    }  # fmt: skip
+    try:
+        _reach(address)
+        ray.init(address=address or "local", logging_level=logging.ERROR, log_to_driver=False, **options)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        if "version" in reason.lower():
+            raise LoadError(f"the cluster at {address!r} runs another version of Ray or Python: {reason}") from None
+        raise LoadError(
+            f"there is no Ray cluster at {address!r} ({reason}); start one with `ray start --head`, give its "
+            "HOST:PORT, or leave the address out: then Ray is started on this machine"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _reach(address: str | None) -> None:
+    """See whether anybody listens: Ray itself would ask for minutes.
+
+    Raises:
+        OSError: nobody does.
+    """
+    if address is not None and (found := re.fullmatch(r"(?:ray://)?(.+):(\d+)", address)):
+        socket.create_connection((found[1], int(found[2])), REACHED).close()
+
+
+def check_version(there: str) -> None:
+    """Refuse a worker with another version of this library: its texts may be others.
+
+    Raises:
+        LoadError: it has.
+    """
+    if there != __version__:
+        raise LoadError(
+            f"a worker of the cluster has sakiyomi {there}, and this is {__version__}; install the same version on all "
+            "its machines"
+        )
