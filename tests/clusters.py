@@ -7,11 +7,14 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
 from sakiyomi.core.errors import LoadError
+from sakiyomi.scale.in_process import InProcessServer
+from server_toys import toy_llm
 
 QUIET = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else 127.0.0.1 is replaced by the machine's outer address
@@ -77,3 +80,22 @@ class Sleeper:
 def raises_load_error() -> Any:
     """A model that cannot be loaded."""
     raise LoadError("there is no such model")
+
+
+class StubServer(InProcessServer):
+    """Stands for a replica's server: the server's own application, on an engine that sleeps in place of computing.
+
+    Args:
+        seconds: for a round.
+    """
+
+    def __init__(self, seconds: float = 0.02) -> None:
+        llm = toy_llm(draft="none", max_batch=32)
+        step = llm.engine.step
+
+        def slowly() -> Any:
+            time.sleep(seconds)
+            return step()
+
+        llm.engine.step = slowly  # type: ignore[method-assign]
+        super().__init__(llm, "toy")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from sakiyomi.cli.common import load, server_packages
 from sakiyomi.cli.output import note
+from sakiyomi.core.errors import InputError
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.cluster import ReplicaOptions, import_ray
 from sakiyomi.server.config import ServerConfig
@@ -30,6 +31,8 @@ def serve(config: ServerConfig, model: LLMConfig, scaled: ReplicaOptions) -> Non
         set_up(config.log_format)
         say = logging.getLogger("sakiyomi.server").info
     if scaled.replicas is not None:
+        if config.kv_events is not None:
+            raise InputError("kv_events are for routers in front of one server each; with replicas leave it out")
         import_ray()
         from sakiyomi.scale.serving import run as run_replicas
 

@@ -22,6 +22,7 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.jobs import Call, Event, Job, JobState
+from sakiyomi.server.kv_events import BLOCK, EventPublisher
 from sakiyomi.server.logs import failure
 from sakiyomi.server.messages import CountRequest, MessagesRequest, MessagesStyle
 from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
@@ -78,9 +79,16 @@ class Server:
             waiting=lambda: self.worker.count(JobState.WAITING),
             cache_used=lambda: llm.engine.cache_usage,
             cache_bytes=lambda: llm.target.cache.bytes,
+            blocks=llm.target.cache.max_slots * llm.max_context // BLOCK,
             chosen=None if llm.profile is None else llm.profile.chosen,
         )
-        self.worker = Worker(llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics)
+        self.events: EventPublisher | None = None
+        if config.kv_events is not None:
+            llm.engine.reusable()  # raises where nobody can say
+            self.events = EventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic)
+        self.worker = Worker(
+            llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics, events=self.events
+        )
         self.began = int(time.time())
         least = IMAGES_BYTES if self.bodies.blind is None else BODY_BYTES
         self.max_body = config.max_body or max(least, TOKEN_BYTES * llm.max_context)
@@ -256,6 +264,8 @@ class Server:
         finally:
             self.worker.stop()
             await asyncio.get_running_loop().run_in_executor(None, self.worker.join, 10.0)
+            if self.events is not None:
+                self.events.close()
             for threads in (self._threads, self._long):
                 threads.shutdown(wait=False, cancel_futures=True)
 

@@ -15,6 +15,7 @@ from sakiyomi.core.drops import Tau, TauWatch
 from sakiyomi.core.outputs import Step
 from sakiyomi.engine.request import GIVEN
 from sakiyomi.server.jobs import Job
+from sakiyomi.server.kv_events import BLOCK
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -34,6 +35,7 @@ class Metrics:
         running, waiting: count the samples in these states.
         cache_used: share of the cache's columns that are held.
         cache_bytes: that are allocated for it.
+        blocks: of 16 tokens, that the cache has room for.
         chosen: tau when the draft was chosen (`sakiyomi tune`); None: not known.
     """
 
@@ -45,6 +47,7 @@ class Metrics:
         waiting: Callable[[], float],
         cache_used: Callable[[], float],
         cache_bytes: Callable[[], float],
+        blocks: int,
         chosen: Tau | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
@@ -65,6 +68,11 @@ class Metrics:
         gauge("vllm:num_requests_running", "Samples that have a slot of the cache", running)
         gauge("vllm:num_requests_waiting", "Samples that wait for one", waiting)
         gauge("vllm:kv_cache_usage_perc", "Share of the cache's columns that are held, 1 is all", cache_used)
+        config = Gauge(
+            "vllm:cache_config_info", "The cache, for routers: 1", ("model_name", "block_size", "num_gpu_blocks"),
+            registry=self.registry,
+        )  # fmt: skip
+        config.labels(model, str(BLOCK), str(blocks)).set(1)
         gauge("sakiyomi:kv_cache_bytes", "Bytes that are allocated for the cache", cache_bytes)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens prefilled")
         self.new_tokens = counter("vllm:generation_tokens", "New tokens")
