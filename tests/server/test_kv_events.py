@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,12 @@ def prefixes(held: Sequence[tuple[object, Sequence[int], int]]) -> set[tuple[int
     return {tuple(tokens[:end]) for _, tokens, count in held for end in range(BLOCK, count + 1, BLOCK)}
 
 
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
 def test_blocks_follow_whatever_is_held() -> None:
     """Texts that grow, share beginnings, end and are forgotten."""
     draws = random.Random(1)
@@ -77,11 +84,8 @@ def test_a_server_tells_what_it_holds() -> None:
     """Who keeps all messages knows in the end what is there."""
     llm = toy_llm(draft="none", max_batch=2)
     context = zmq.Context()
-    socket = context.socket(zmq.PUB)
-    address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-    socket.close(linger=0)
     try:
-        with running(llm, kv_events=address, kv_events_topic="kv@me") as (server, url):
+        with running(llm, kv_events=free_address(), kv_events_topic="kv@me") as (server, url):
             asked = client(url)
             cached = []
             for text in ("the first text of all " * 5, "the first text of all " * 5 + "goes on", "another " * 20):
@@ -108,11 +112,7 @@ def test_messages_arrive_and_are_repeated() -> None:
     context = zmq.Context()
     with pytest.raises(InputError, match="kv_events cannot be sent at 'nowhere'"):
         EventPublisher("nowhere")
-    ports = []
-    for _ in range(2):
-        socket = context.socket(zmq.PUB)
-        ports.append(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
-        socket.close(linger=0)
+    ports = [free_address(), free_address()]
     publisher = EventPublisher(ports[0], ports[1], "topic")
     listener, asker = context.socket(zmq.SUB), context.socket(zmq.DEALER)
     try:
