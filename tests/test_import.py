@@ -18,7 +18,7 @@ HEAVY = ("torch", "transformers", "numpy", "typer", "rich", "fastapi", "matplotl
 PUBLIC = {
     "LLM", "Engine", "SamplingParams", "Generation", "Stats", "TokenTrace", "Step", "TokenTree", "Draft", "Verdict",
     "embedded", "theory", "SakiyomiError", "InputError", "LoadError", "UnsupportedError", "MemoryLimitError",
-    "RemovedError", "DraftError", "__version__", "Audio", "ImagePrompt", "custom_generate",
+    "RemovedError", "DivergedError", "DraftError", "__version__", "Audio", "ImagePrompt", "custom_generate",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 # These import only the standard library.
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import (
+    DivergedError,
     DraftError,
     InputError,
     LoadError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "Audio",
+    "DivergedError",
     "Draft",
     "DraftError",
     "Engine",

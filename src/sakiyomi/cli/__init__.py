@@ -43,6 +43,7 @@ from sakiyomi.cli.help import SectionsGroup
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.memory import no_memory
 from sakiyomi.core.version import __version__
+from sakiyomi.scale.cluster import MAX_BATCH
 
 __all__ = ["app", "main"]
 EXAMPLE = 'Example: sakiyomi demo; then sakiyomi generate "Once upon a time" --model FOLDER'
@@ -97,10 +98,10 @@ add_command(app, audit.audit)
 add_command(app, info.info)
 add_command(app, models.models)
 _plan = add_group(app, "plan", main=plan.plan)
-add_command(_plan, cluster.cluster, defaults={"max_batch": serve.MAX_BATCH})
-add_command(app, serve.serve, defaults={"max_batch": serve.MAX_BATCH})
-add_command(app, batch.batch, defaults={"max_batch": serve.MAX_BATCH})
-add_command(app, batch.run_batch, name="run-batch", defaults={"max_batch": serve.MAX_BATCH})
+add_command(_plan, cluster.cluster, defaults={"max_batch": MAX_BATCH})
+add_command(app, serve.serve, defaults={"max_batch": MAX_BATCH})
+add_command(app, batch.batch, defaults={"max_batch": MAX_BATCH})
+add_command(app, batch.run_batch, name="run-batch", defaults={"max_batch": MAX_BATCH})
 _bench = add_group(app, "bench", bench.card, bench.inflate, bench.long, bench.report, main=bench.bench)
 add_group(_bench, "spec", bench.compare, bench.merge, main=bench.spec)
 add_group(app, "memory", memory.show, memory.clear, help="What the draft suffix:FILE remembers of earlier requests.")

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from sakiyomi.cli.common import JsonOption, load, server_packages
 from sakiyomi.cli.output import note, say
 from sakiyomi.core.checks import at_least
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.progress import progress
 from sakiyomi.engine.config import LLMConfig
+from sakiyomi.scale.cluster import Count, connected, import_ray
 
 if TYPE_CHECKING:
     from sakiyomi.scale.batch import BatchFile, BatchProgress
@@ -36,15 +39,25 @@ class BatchOptions:
         output: where the replies go, in the order of the requests.
         piece: requests that are written together; what was not when a run ends early is answered again.
         served_name: model name in the requests; by default the target's name.
+        workers: engines that answer, each in a process of its own, on a Ray cluster: N, or MIN:MAX for MIN and up to
+            MAX where the cluster has room. By default one, in this process, without Ray.
+        worker_cpus: processors of each worker; a worker on cuda has a GPU as well.
+        address: of the cluster: auto for the one that runs on this machine, HOST:PORT or ray://HOST:PORT; by default
+            Ray is started here, and ended afterwards.
     """
 
     input: str = field(metadata={"argument": "IN.jsonl"})
     output: str = field(metadata={"argument": "OUT.jsonl"})
     piece: int = 32
     served_name: str | None = None
+    workers: str | None = None
+    worker_cpus: int = 1
+    address: str | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, piece=1)
+        at_least(self, piece=1, worker_cpus=1)
+        if self.workers is None and (self.address is not None or self.worker_cpus != 1):
+            raise InputError("address and worker_cpus are of workers; say how many with --workers, or leave them out")
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,9 @@ def batch(options: BatchOptions, model: LLMConfig, output: JsonOption) -> None:
     """
     with server_packages():
         from sakiyomi.scale.batch import BatchFile
+    count = None if options.workers is None else Count.parse("workers", options.workers)
+    if count is not None:
+        import_ray()  # or refuse before anything is written
     settings = {**dataclasses.asdict(model), "served_name": options.served_name}
     work = BatchFile(Path(options.input), Path(options.output), settings, options.piece)
     with work.lock():
@@ -79,7 +95,7 @@ def batch(options: BatchOptions, model: LLMConfig, output: JsonOption) -> None:
         if found.answered:
             note(f"{found.answered} of {found.lines} requests were answered before")
         if work.missing():
-            _run(work, model, found, options.served_name)
+            _run(work, model, found, options, count)
         work.join()
     seconds = time.perf_counter() - began
     speed = f", {found.completion_tokens / seconds:.0f} tokens/s" if found.completion_tokens else ""
@@ -97,30 +113,42 @@ def run_batch(options: RunBatchOptions, model: LLMConfig, output: JsonOption) ->
     batch(BatchOptions(options.input_file, options.output_file), model, output)
 
 
-def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, name: str | None) -> None:
+def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, options: BatchOptions, count: Count | None) -> None:
     """Answer what is missing, and say how far it is."""
-    from sakiyomi.scale.batch import answer_missing
-    from sakiyomi.scale.in_process import InProcessServer
+    from sakiyomi.scale.batch import IN_FLIGHT, answer_missing
+    from sakiyomi.scale.in_process import InProcessServer, load_server
+    from sakiyomi.scale.workers import WorkerOptions, WorkerPool
 
-    llm = load(model)
-    began = time.perf_counter()
-
-    with progress(f"answering {found.lines} requests") as shown, _no_access_log():
+    name = options.served_name
+    with ExitStack() as stack:
+        if count is None:
+            llm = load(model)
+            server: Any = InProcessServer(llm, name)
+        else:
+            stack.enter_context(connected(options.address))
+            gpus = int(model.device.startswith("cuda"))
+            worker = WorkerOptions(options.worker_cpus, gpus, IN_FLIGHT * options.piece)
+            server = WorkerPool(functools.partial(load_server, model, name), count, worker)
+        began = time.perf_counter()
+        shown = stack.enter_context(progress(f"answering {found.lines} requests"))
+        stack.enter_context(_no_access_log())
 
         def tell(now: BatchProgress) -> None:
             speed = now.completion_tokens / (time.perf_counter() - began)
-            shown.update(f"{now.answered} of {now.lines} requests, {now.failed} errors, {speed:.0f} tokens/s")
+            workers = "" if count is None else f"{server.ready} workers, "
+            shown.update(f"{now.answered} of {now.lines} requests, {now.failed} errors, {workers}{speed:.0f} tokens/s")
 
         async def answer() -> None:
-            async with InProcessServer(llm, name) as server:
-                await answer_missing(work, server, found, tell)
+            async with server:
+                await answer_missing(work, server, found, tell, IN_FLIGHT * (1 if count is None else count.most))
 
         try:
             asyncio.run(answer())
         except KeyboardInterrupt:
             note(f"{found.answered} of {found.lines} requests are answered; the same command goes on from there")
             raise
-    llm.record()
+        if count is None:
+            llm.record()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
-    from sakiyomi.scale.cluster import Costs, Load, Outcome
+    from sakiyomi.scale.simulation import Costs, Load, Outcome
 
 __all__ = ["cluster"]
 
@@ -64,7 +64,7 @@ class ClusterOptions:
 
     def load(self, **changed: Any) -> Load:
         """The conversations."""
-        from sakiyomi.scale.cluster import Load
+        from sakiyomi.scale.simulation import Load
 
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(Load)}
         return Load(**(own | changed))
@@ -92,7 +92,7 @@ def cluster(options: ClusterOptions, model: LLMConfig, output: JsonOption) -> No
 
 
 def _simulated(options: ClusterOptions, costs: Costs) -> dict[str, Any]:
-    from sakiyomi.scale.cluster import POLICIES, fewest, simulate
+    from sakiyomi.scale.simulation import POLICIES, fewest, simulate
 
     what, best = options.load(), "hash with slack"
     with progress("simulating"):
@@ -130,8 +130,8 @@ def _speculation(costs: Costs) -> list[dict[str, Any]]:
 
 def _checked(options: ClusterOptions, replicas: int, model: LLMConfig, llm: LLM, costs: Costs) -> list[dict[str, Any]]:
     """Real engines beside as many simulated ones, under as much load each."""
-    from sakiyomi.scale.cluster import run, simulate
     from sakiyomi.scale.measured import EngineReplica, Texts
+    from sakiyomi.scale.simulation import run, simulate
 
     llms, found = [llm], []
     for count in (1, 2):

@@ -58,7 +58,6 @@ def stages(options: StageOptions, output: JsonOption) -> None:
     Example: sakiyomi export stages models/large models/large-in-two --stages 2
     """
     with progress("cutting"):
-        quiet()
         from sakiyomi.core.embedded import folder_of
         from sakiyomi.model_executor.stages import cut
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 from sakiyomi.cli.common import load, server_packages
 from sakiyomi.cli.output import note
+from sakiyomi.core.errors import InputError
 from sakiyomi.engine.config import LLMConfig
+from sakiyomi.scale.cluster import ReplicaOptions, import_ray
 from sakiyomi.server.config import ServerConfig
 
-__all__ = ["MAX_BATCH", "serve"]
-
-MAX_BATCH = 32  # requests at once: a server's come from many
+__all__ = ["serve"]
 
 
-def serve(config: ServerConfig, model: LLMConfig) -> None:
+def serve(config: ServerConfig, model: LLMConfig, scaled: ReplicaOptions) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
 
     Every flag can also be set by an environment variable (--max-queue by SAKIYOMI_MAX_QUEUE), or in a TOML file
@@ -32,6 +32,14 @@ def serve(config: ServerConfig, model: LLMConfig) -> None:
     if config.log_format == "json":  # every line, from now on
         set_up(config.log_format)
         say = logging.getLogger("sakiyomi.server").info
+    if scaled.replicas is not None:
+        if config.kv_events is not None:
+            raise InputError("kv_events are for routers in front of one server each; with replicas leave it out")
+        import_ray()
+        from sakiyomi.scale.serving import run as run_replicas
+
+        run_replicas(model, config, scaled, say)
+        return
     llm = load(model, say)
     if config.warm_up != "none":
         if not llm.compiled():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "ALIGNED",
     "KEY",
     "Digests",
     "data_digest",

@@ -8,6 +8,7 @@ The tree::
     |-- UnsupportedError          a model, or a combination of options, that cannot work here
     |-- MemoryLimitError          refused before anything was allocated
     |-- DraftError                a drafter that raised or proposed an invalid draft, with strict=True
+    |-- DivergedError             a text that does not go on as what was given of it
     |-- RemovedError              a request that was ended before its text was complete
     `-- WorkerError               another process of the same work has ended
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "DivergedError",
     "DraftError",
     "InputError",
     "LoadError",
@@ -69,6 +71,10 @@ class MemoryLimitError(SakiyomiError):
 
 class DraftError(SakiyomiError):
     """A drafter raised or proposed an invalid draft. It ends a request only with ``strict=True``."""
+
+
+class DivergedError(SakiyomiError):
+    """A text that was begun elsewhere would have begun otherwise here: the two do not belong together."""
 
 
 class RemovedError(SakiyomiError):

@@ -39,7 +39,7 @@ class TokenTrace(NamedTuple):
 
     Attributes:
         token_id: the token.
-        source: name of the drafter that proposed it, or ``"target"``.
+        source: name of the drafter that proposed it, ``"target"``, or ``"given"`` where the request began with it.
         status: "accepted" (a draft token that was accepted), "recovered" (the target's own after a rejection), "bonus"
             (the target's own after a wholly accepted draft), "plain" (nothing had been drafted).
         round: the target pass that committed it; 0 is the prefill, which gives the first token.

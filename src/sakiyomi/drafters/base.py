@@ -49,6 +49,8 @@ class Context:
             ``exact``, where a request's numbers must not depend on other requests.
         source: the encoder's input, where the target has an encoder; drafters that look tokens up read its ``tokens``
             before the text. None: there is nothing but the text.
+        given: tokens that its text begins with, as another engine has written them; no drafter is asked before they are
+            committed.
         memory: for the drafters' own use, by the name of the drafter.
     """
 
@@ -64,6 +66,7 @@ class Context:
     states: Mapping[int, Tensor] = field(default_factory=dict)
     shares: bool = True
     source: Source | None = None
+    given: tuple[int, ...] = ()
     memory: dict[str, Any] = field(default_factory=dict)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from sakiyomi.cache.prefix import Prefix
 from sakiyomi.cache.slot_record import neg_log_prob
-from sakiyomi.core.errors import InputError, MemoryLimitError, RemovedError
+from sakiyomi.core.errors import InputError, MemoryLimitError, RemovedError, UnsupportedError
 from sakiyomi.core.outputs import Generation, Step
 from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.core.threads import govern_threads
@@ -233,6 +233,17 @@ class Engine:
             assert place.slot is not None, "the place holds nothing"
             tensors = self.target.eviction.snapshot(place.slot, len(place.held))
             return Prefix(place.held, text, recipe, tensors)
+
+    def reusable(self) -> list[tuple[object, Sequence[int], int]]:
+        """Texts that a new request can go on from: who holds each, its tokens, and how many of them are in the cache.
+
+        Raises:
+            UnsupportedError: pairs are evicted: what stays of a text depends on its end.
+        """
+        if self.target.eviction.chunked:
+            raise UnsupportedError("the cache evicts or quantizes pairs, so that prefixes are there at few places only")
+        with self._lock:
+            return list(self._slots.reusable())
 
     def find(self, request: int) -> Request | None:
         """The state of a request that is waiting or running."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.cache.prefix import Prefix, alike
+from sakiyomi.core.errors import DivergedError
 from sakiyomi.core.outputs import FinishReason, Generation, PromptToken, RoundTrace, Stats, Status, Step, TokenTrace
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft, Draw, Verdict
@@ -23,8 +24,9 @@ from sakiyomi.sampling.rows import as_row
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows, Verifier
 
-__all__ = ["Request", "RequestOptions", "RetainedSlot"]
+__all__ = ["GIVEN", "Request", "RequestOptions", "RetainedSlot"]
 
+GIVEN = "given"  # the source of tokens that were not drafted, but begun with
 SCORED_TOGETHER = 64  # rows of a prompt: each takes the vocabulary's size several times
 _LEAST = 1e-45  # float32 has no smaller probability; a logarithm of 0 would be no JSON
 
@@ -153,6 +155,11 @@ class Request:
         return len(self.tokens) > self.prompt_tokens
 
     @property
+    def repeats(self) -> bool:
+        """Whether not all given tokens are committed yet."""
+        return len(self.tokens) - self.prompt_tokens < len(self.context.given)
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the prompt's tokens are to be scored, too."""
         return self.context.params.prompt_logprobs is not None
@@ -179,8 +186,15 @@ class Request:
         return self.cached >= self.prompt_tokens
 
     def commit(self, draft: Draft, verdict: Verdict, rows: Rows) -> Step:
-        """Take what the target decided: tokens up to a stop or the length limit, their trace, their text."""
+        """Take what the target decided: tokens up to a stop or the length limit, their trace, their text.
+
+        Raises:
+            DivergedError: it is not what was given.
+        """
         tokens = [draft.tree.tokens[node] for node in verdict.path] + [verdict.token]
+        repeated = self.repeats
+        if repeated:
+            self._compare(tokens)
         used, reason = self._until_end(tokens)
         text = ""
         if self.live:
@@ -190,13 +204,17 @@ class Request:
         tokens = tokens[:used]
         # Row i + 1 follows node i: token i of the path was judged in its parent's row.
         places = [0, *(node + 1 for node in verdict.path)][:used]
-        entries = self._entries(draft, verdict, rows, places, tokens)
-        self._count(draft, verdict, used)
+        entries = [] if repeated else self._entries(draft, verdict, rows, places, tokens)
+        if repeated:
+            entries = [TokenTrace(token, GIVEN, lossy=not self.verifier.lossless) for token in tokens]
+            self.stats.tokens += used
+        else:
+            self._count(draft, verdict, used)
         if self.keep_logits:  # copies: the next pass may write to the same place
             self.logits.extend(rows.raw[place].to(torch.float32, copy=True) for place in places)
         self.tokens.extend(tokens)
         self.trace.extend(entries)
-        if self.rounds_trace and self.stats.rounds:
+        if self.rounds_trace and self.stats.rounds and not repeated:
             self.rounds.append(self._round(draft, verdict, rows))
         if reason is not None:
             if not self.live:
@@ -219,6 +237,21 @@ class Request:
         if self.outbox is not None:
             self.outbox.append(step)
         return step
+
+    def _compare(self, tokens: Sequence[int]) -> None:
+        """Whether the next tokens are those that were given, as far as they reach.
+
+        Raises:
+            DivergedError: they are not.
+        """
+        at = len(self.output)
+        expected = self.context.given[at : at + len(tokens)]
+        same = alike(tokens, expected)
+        if same < len(expected):
+            raise DivergedError(
+                f"token {at + same} of the text is {tokens[same]} here and {expected[same]} in what was given; texts "
+                "are equal with the same model, seed and parameters, in float32 or with exact=True"
+            )
 
     def _until_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the new tokens count, and why the text ends there if it does."""

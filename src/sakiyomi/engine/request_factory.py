@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
@@ -31,6 +31,8 @@ class SubmitOptions(RequestOptions, total=False):
         bounded: draft lengths that its parameters fix get shorter where others in the same round would wait for them.
         live: text is wanted with every step, not only with the last one.
         shares: what other requests have read of the same beginning is copied, and not computed again.
+        given: tokens that its text begins with, as another engine has written them: they are verified like a draft, and
+            not drawn again. Whatever the request has besides (eviction boundaries, seed, length limit) stays as it was.
     """
 
     key: tuple[int, ...]
@@ -38,6 +40,7 @@ class SubmitOptions(RequestOptions, total=False):
     bounded: bool
     live: bool
     shares: bool
+    given: Sequence[int]
 
 
 @dataclass(eq=False)
@@ -80,6 +83,7 @@ class RequestFactory:
         bounded: bool = False,
         live: bool = True,
         shares: bool = True,
+        given: Sequence[int] = (),
         **options: Unpack[RequestOptions],
     ) -> Request:
         """A request that has no slot yet. Takes and raises what ``Engine.submit`` does."""
@@ -90,10 +94,14 @@ class RequestFactory:
         if depth is not None:
             params = replace(params, tree="chain")
         verifier = self.verifier(params)
+        if given:
+            self._check_given(given, params, verifier)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         noise = RequestNoise(seed, *key)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
-        context = Context(next(self.ids), tokens, params, verifier.rule, noise, stops, source=asked.source)
+        context = Context(
+            next(self.ids), tokens, params, verifier.rule, noise, stops, source=asked.source, given=tuple(given)
+        )
         context.shares = shares and not self.exact
         sampler, text = Sampler(params, self.vocab_size), TextStream(self.tokenizer, params.stop)
         policy = (
@@ -102,6 +110,22 @@ class RequestFactory:
         last = min(len(tokens) + params.max_new_tokens, self.max_context)
         live = live or bool(params.stop)
         return Request(context, len(tokens), sampler, verifier, policy, text, last, live=live, shares=shares, **options)
+
+    def _check_given(self, given: Sequence[int], params: SamplingParams, verifier: Verifier) -> None:
+        """Refuse a beginning of a text that cannot be verified.
+
+        Raises:
+            InputError: the text does not follow from the seed, or the beginning is none of its.
+        """
+        if verifier.rule == "ratio" or not (params.greedy or params.seed is not None):
+            raise InputError(
+                "given is the beginning of a text that follows from its seed alone; give the seed, and "
+                "acceptance='coupled', or temperature 0"
+            )
+        if wrong := next((token for token in given if not 0 <= token < self.vocab_size), None):
+            raise InputError(f"given has token {wrong}; the model's vocabulary has {self.vocab_size} tokens")
+        if len(given) > params.max_new_tokens:
+            raise InputError(f"given has {len(given)} tokens and max_new_tokens is {params.max_new_tokens}")
 
     @staticmethod
     def _scored(asked: TokenizedPrompt, place: RetainedSlot | None) -> bool:

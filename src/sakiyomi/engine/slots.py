@@ -6,7 +6,7 @@ Decides what of a slot's text is reused, in place or copied into another slot. K
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from sakiyomi.cache.eviction import ManagedCache
 from sakiyomi.cache.prefix import LEAST, Prefix, alike
@@ -59,6 +59,16 @@ class SlotManager:
         seated = [(request.slot, request.cached) for request in list(self._seated)]
         kept = [(place.slot, len(place.held)) for place in list(self._kept)]
         return sum(self._cache.held_bytes(slot, length) for slot, length in seated + kept if slot is not None)
+
+    def reusable(self) -> Iterator[tuple[object, Sequence[int], int]]:
+        """Texts that other requests can go on from: who holds each, its tokens, and how many of them count."""
+        for request in self._seated:
+            if request.slot is not None and request.shares and request.context.source is None:
+                whole = min(request.cached, request.prompt_tokens) // self._chunk_size * self._chunk_size
+                yield request, request.tokens, whole if self._exact else request.cached
+        for place in self._kept:
+            if place.shareable and place.lends:
+                yield place, place.held, place.whole if self._exact else len(place.held)
 
     def seat(self, request: Request) -> None:
         """Give a request a slot: that of its conversation, or of a shareable place that it goes on from, rolled back to

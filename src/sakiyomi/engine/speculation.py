@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sakiyomi.core.errors import DraftError, InputError
 from sakiyomi.core.params import SamplingParams
@@ -20,7 +20,7 @@ from sakiyomi.drafters.base import Drafter, tell_states
 from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Size
 from sakiyomi.engine.batch import Batch
 from sakiyomi.engine.pace import Pace
-from sakiyomi.engine.request import Request
+from sakiyomi.engine.request import GIVEN, Request
 from sakiyomi.model_executor.features import HEAD, PassOutput
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
@@ -40,6 +40,7 @@ class DraftBatch:
         catching_up: seconds inside those over prompts, which are not counted above.
         passes: draft passes.
         asked: the drafter was asked, whatever it proposed.
+        repeats: requests go on with what they were given, so that the round tells nothing of the drafter.
     """
 
     drafts: list[Draft]
@@ -47,6 +48,7 @@ class DraftBatch:
     catching_up: float = 0.0
     passes: int = 0
     asked: bool = False
+    repeats: bool = False
 
 
 class RoundClock:
@@ -123,7 +125,25 @@ class SpeculationController:
         return choose_verifier(params, kind, branches=self.drafter.prefers_coupled and kind != "chain")
 
     def propose(self, requests: Sequence[Request]) -> DraftBatch:
-        """Drafts for a round: nothing where there is no drafter, where it does not pay, or at a request's end."""
+        """Drafts for a round: nothing where there is no drafter, where it does not pay, or at a request's end.
+
+        What a request was given of its text is its draft, as long as there is some.
+        """
+        if not any(request.repeats for request in requests):
+            return self._draft(requests)
+        drafted = self._draft([request for request in requests if not request.repeats])
+        own = iter(drafted.drafts)
+        drafts = [self._given(request) if request.repeats else next(own) for request in requests]
+        return replace(drafted, drafts=drafts, repeats=True)
+
+    def _given(self, request: Request) -> Draft:
+        """What comes next of what a request was given, no more than a pass that was tested has rows for."""
+        begun = len(request.output)
+        most = max(0, min(_room(request), self.target.sizes[-1] - 1))
+        return Draft.chain(request.context.given[begun : begun + most], GIVEN)
+
+    def _draft(self, requests: Sequence[Request]) -> DraftBatch:
+        """What the drafter proposes."""
         drafter = self.drafter
         if drafter is None:
             return DraftBatch([Draft.empty()] * len(requests))
@@ -181,7 +201,7 @@ class SpeculationController:
             kept: draft tokens that each of them took.
             clock: of the round.
         """
-        if not kept:
+        if not kept or drafted.repeats:
             return
         seconds = clock.seconds(drafted)
         overhead = max(0.0, seconds - drafted.seconds - clock.scoring)

@@ -24,16 +24,16 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.core.version import __version__
 
-__all__ = ["BatchFile", "BatchProgress", "Endpoint", "Piece", "answer_missing"]
+__all__ = ["IN_FLIGHT", "BatchFile", "BatchProgress", "Endpoint", "Piece", "answer_missing", "seeded"]
 
 ABOUT = "about.json"
 LOCK = "lock"
-IN_FLIGHT = 2  # pieces at a time, so that the end of one does not leave the engine's batch half empty
+IN_FLIGHT = 2  # pieces at a time for each engine, so that the end of one does not leave its batch half empty
 URLS = ("/v1/chat/completions", "/v1/completions")
 
 
 class Endpoint(Protocol):
-    """Who answers: ``InProcessServer``, or what stands for one."""
+    """Who answers: ``InProcessServer``, ``WorkerPool``, or what stands for one."""
 
     async def post(self, path: str, body: Any, client: str) -> tuple[int, Any]:
         """Status and object of the reply to a body."""
@@ -262,7 +262,11 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 
 async def answer_missing(
-    batch: BatchFile, endpoint: Endpoint, progress: BatchProgress, told: Callable[[BatchProgress], object]
+    batch: BatchFile,
+    endpoint: Endpoint,
+    progress: BatchProgress,
+    told: Callable[[BatchProgress], object],
+    in_flight: int = IN_FLIGHT,
 ) -> None:
     """Answer the pieces that are not there, some at a time.
 
@@ -271,11 +275,12 @@ async def answer_missing(
         endpoint: who answers.
         progress: counts.
         told: called after each piece.
+        in_flight: pieces at a time.
 
     Raises:
         LoadError: a piece cannot be written.
     """
-    free = asyncio.Semaphore(IN_FLIGHT)
+    free = asyncio.Semaphore(in_flight)
 
     async def answered(piece: Piece) -> None:
         try:

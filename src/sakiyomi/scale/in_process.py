@@ -6,23 +6,43 @@ A line of a batch file is answered by the code that answers a request over HTTP:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from starlette.types import ASGIApp, Message
 
 from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.jobs import JobState
+from sakiyomi.server.relay import Relay, Sent
 
 if TYPE_CHECKING:
+    from sakiyomi.engine.config import LLMConfig
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["InProcessServer"]
+__all__ = ["InProcessServer", "Part", "load_server"]
 
 ANY_NUMBER = 1 << 30
 NEVER = 1e8  # seconds
+
+
+class Part(NamedTuple):
+    """What came of a reply at once.
+
+    Attributes:
+        status: of HTTP.
+        headers: of HTTP.
+        data: bytes of it.
+        sent: tokens that its events have.
+    """
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    data: bytes
+    sent: list[Sent]
 
 
 class InProcessServer:
@@ -31,22 +51,43 @@ class InProcessServer:
     Args:
         llm: nobody else may generate with it meanwhile.
         name: of the model, for requests that name one; by default the target's.
+        config: of the server; by default one that takes whatever comes.
     """
 
-    def __init__(self, llm: LLM, name: str | None = None) -> None:
-        config = ServerConfig(
+    def __init__(self, llm: LLM, name: str | None = None, config: ServerConfig | None = None) -> None:
+        config = config or ServerConfig(
             served_name=name, max_queue=ANY_NUMBER, max_n=ANY_NUMBER, max_body=ANY_NUMBER, request_timeout=NEVER
         )
-        self._server = Server(llm, config)
-        self._app: ASGIApp = make_app(self._server)
+        self.server = Server(llm, config)
+        self._app: ASGIApp = make_app(self.server)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self._server.lifespan(self._app))  # type: ignore[arg-type]
+        await self._stack.enter_async_context(self.server.lifespan(self._app))  # type: ignore[arg-type]
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the last round succeeded."""
+        return self.server.worker.alive
+
+    def figures(self) -> dict[str, Any]:
+        """How it is, and what ``/metrics`` says."""
+        metrics, worker = self.server.metrics, self.server.worker
+        page = metrics.page().decode()
+        return {
+            "running": worker.count(JobState.RUNNING),
+            "waiting": worker.count(JobState.WAITING),
+            "slots": worker.slots,
+            "requests": int(metrics.total("vllm:request_prompt_tokens_count")),
+            "tokens": int(metrics.total("vllm:generation_tokens_total")),
+            "tau": round(metrics.total("sakiyomi:tau"), 2),
+            "cache": f"{self.server.llm.engine.cache_usage:.0%}",
+            "metrics": page,
+        }
 
     async def post(self, path: str, body: Any, client: str) -> tuple[int, Any]:
         """Status and object of a reply that is no stream.
@@ -57,11 +98,19 @@ class InProcessServer:
             client: who asks; many of them take turns.
         """
         parts = [part async for part in self.events(path, body, client)]
-        return parts[0][0], json.loads(b"".join(part for _, part in parts))
+        return parts[0].status, json.loads(b"".join(part.data for part in parts))
 
-    async def events(self, path: str, body: Any, client: str) -> AsyncIterator[tuple[int, bytes]]:
-        """Status and bytes of a reply as they come. Leaving the loop frees the request's slot in the engine."""
-        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+    async def events(
+        self, path: str, body: Any, client: str, relay: Relay | None = None, method: str = "POST"
+    ) -> AsyncIterator[Part]:
+        """A reply as it comes. Leaving the loop frees the request's slot in the engine.
+
+        Args:
+            path, body, client: see ``post``.
+            relay: what is known of the request where it may go on elsewhere.
+            method: of the request.
+        """
+        sent: asyncio.Queue[tuple[Message, list[Sent]] | None] = asyncio.Queue()
         asked: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         left = asyncio.Event()
 
@@ -71,26 +120,44 @@ class InProcessServer:
             await left.wait()
             return {"type": "http.disconnect"}
 
-        task = asyncio.ensure_future(self._app(_scope(path, client), receive, sent.put))
+        async def send(message: Message) -> None:
+            events = relay is not None and message["type"] == "http.response.body"
+            sent.put_nowait((message, relay.take() if events else []))  # type: ignore[union-attr]
+
+        scope = _scope(path, client, method, {} if relay is None else {"relay": relay})
+        task = asyncio.ensure_future(self._app(scope, receive, send))
         task.add_done_callback(lambda _: sent.put_nowait(None))
-        status = 500
+        status, headers = 500, []
         try:
-            while (message := await sent.get()) is not None:
+            while (found := await sent.get()) is not None:
+                message, tokens = found
                 if message["type"] == "http.response.start":
-                    status = message["status"]
-                elif message.get("body"):
-                    yield status, message["body"]
+                    status, headers = message["status"], list(message["headers"])
+                elif message.get("body") or tokens:
+                    yield Part(status, headers, message["body"], tokens)
         finally:
             left.set()
             await asyncio.gather(task, return_exceptions=True)
 
 
-def _scope(path: str, client: str) -> dict[str, Any]:
+def load_server(model: LLMConfig, name: str | None = None) -> InProcessServer:
+    """The same from what the model is made of, in the process that is to compute.
+
+    Raises:
+        SakiyomiError: the model cannot be loaded.
+    """
+    from sakiyomi.engine.llm import LLM
+
+    return InProcessServer(LLM(**dataclasses.asdict(model)), name)
+
+
+def _scope(path: str, client: str, method: str, state: dict[str, Any]) -> dict[str, Any]:
     return {
+        "state": state,
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
-        "method": "POST",
+        "method": method,
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),

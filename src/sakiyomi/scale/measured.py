@@ -18,7 +18,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import judging_text
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.request import RetainedSlot
-from sakiyomi.scale.cluster import Costs, Load, Request
+from sakiyomi.scale.simulation import Costs, Load, Request
 
 __all__ = ["EngineReplica", "Texts", "measure", "one_core"]
 

@@ -22,11 +22,13 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.extract import pdf_text
 from sakiyomi.server.gate import Gate
-from sakiyomi.server.jobs import Call, Job, JobState
+from sakiyomi.server.jobs import Call, Event, Job, JobState
+from sakiyomi.server.kv_events import BLOCK, EventPublisher
 from sakiyomi.server.logs import failure
 from sakiyomi.server.messages import CountRequest, MessagesRequest, MessagesStyle
 from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
 from sakiyomi.server.page import page
+from sakiyomi.server.relay import Relay, Replay, Sent, relayed
 from sakiyomi.server.replies import ChatStyle, CompletionStyle, Piece, Sample, Style, usage
 from sakiyomi.server.responses import ResponsesRequest, ResponsesStyle
 from sakiyomi.server.schema import (
@@ -78,9 +80,16 @@ class Server:
             waiting=lambda: self.worker.count(JobState.WAITING),
             cache_used=lambda: llm.engine.cache_usage,
             cache_bytes=lambda: llm.target.cache.bytes,
+            blocks=llm.target.cache.max_slots * llm.max_context // BLOCK,
             chosen=None if llm.profile is None else llm.profile.chosen,
         )
-        self.worker = Worker(llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics)
+        self.events: EventPublisher | None = None
+        if config.kv_events is not None:
+            llm.engine.reusable()  # raises where nobody can say
+            self.events = EventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic)
+        self.worker = Worker(
+            llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics, events=self.events
+        )
         self.began = int(time.time())
         least = IMAGES_BYTES if self.bodies.blind is None else BODY_BYTES
         self.max_body = config.max_body or max(least, TOKEN_BYTES * llm.max_context)
@@ -109,6 +118,9 @@ class Server:
         jobs = await self.read(read, body)
         for job in jobs:
             job.client = request.state.client
+        relay: Relay | None = getattr(request.state, "relay", None)
+        if relay is not None:
+            relay.prepare(jobs)
         told = request.state.log
         told |= {"prompt_tokens": len(jobs[0].prompt)} | ({"user": body.user} if body.user is not None else {})
         if self.config.log_prompts:
@@ -122,6 +134,8 @@ class Server:
             prompt_logprobs=body.prompt_logprobs is not None,
             traced=body.trace,
             usage=figures.include_usage or figures.continuous_usage_stats,
+            ids=relayed(relay, "reply"),
+            created=None if relay is None else relay.created,
         )
         until = began + self.config.request_timeout
         if body.stream:
@@ -130,7 +144,7 @@ class Server:
                 call.close()
                 self._tell(told, jobs)
 
-            events = self._events(call, objects, figures, until, told)
+            events = self._events(call, objects, figures, until, told, relay)
             return EventStream(events, close, self.config.request_timeout + GRACE)
         try:
             return await self._whole(request, call, objects, until, told)
@@ -158,36 +172,64 @@ class Server:
                 task.cancel()
             await asyncio.gather(writing, leaving, return_exceptions=True)
 
-    async def _read(self, call: Call) -> AsyncIterator[Piece]:
-        """What each round gave to a choice; raises what ended one of them instead of its text."""
-        samples = [Sample(job, self.names, self.llm.tokenizer) for job in call.jobs]
+    async def _read(self, call: Call, relay: Relay | None) -> AsyncIterator[tuple[Piece, Sent, bool]]:
+        """What each round gave to a choice, and whether it is new to the client.
+
+        Raises:
+            Exception: what ended a choice instead of its text.
+        """
+        samples = [
+            Sample(job, self.names, self.llm.tokenizer, relayed(relay, f"choice {job.index}")) for job in call.jobs
+        ]
+
+        def piece(event: Event, fresh: bool) -> tuple[Piece, Sent, bool]:
+            sent = Sent(event.job.index, event.step.token_ids, event.over)
+            return samples[event.job.index].read(event), sent, fresh
+
+        replay = Replay(call.jobs, [] if relay is None else relay.given, self.llm.tokenizer)
+        for known in replay.events():
+            yield piece(known, False)
         async for happened in call:
             if happened.step.error is not None:
                 raise happened.step.error
-            yield samples[happened.job.index].read(happened)
+            if (rest := replay.rest(happened)) is not None:
+                yield piece(rest, True)
 
     async def _pieces(self, call: Call) -> list[Piece]:
         pieces = [Piece(job.index) for job in call.jobs]
-        async for piece in self._read(call):
+        async for piece, _, _ in self._read(call, None):
             pieces[piece.index].add(piece)
         return pieces
 
     async def _events(
-        self, call: Call, style: Style, figures: StreamOptions, until: float, told: dict[str, Any]
+        self,
+        call: Call,
+        style: Style,
+        figures: StreamOptions,
+        until: float,
+        told: dict[str, Any],
+        relay: Relay | None,
     ) -> AsyncIterator[bytes]:
-        """What a stream consists of; an error before the first event is raised, a later one is an event."""
+        """What a stream consists of; an error before the first event is raised, a later one is an event.
+
+        What a step brings is sent at once: whoever relays it has all of its events, or none.
+        """
         fresh = {job.index for job in call.jobs}
         try:
             async with asyncio.timeout_at(until):
-                async for piece in self._read(call):
+                async for piece, sent, new in self._read(call, relay):
                     if self.config.log_prompts:
                         told["reply"] = told.get("reply", "") + piece.text
                     now = usage(call.jobs) if figures.continuous_usage_stats else None
-                    for data in style.stream(piece, piece.index in fresh, now):
-                        yield data
+                    data = b"".join(style.stream(piece, piece.index in fresh, now))
                     fresh.discard(piece.index)
-            for data in style.end(usage(call.jobs), figures.include_usage):
-                yield data
+                    if new:
+                        if relay is not None:
+                            relay.sent.append(sent)
+                        yield data
+            if relay is not None:
+                relay.sent.append(Sent(-1, (), True))
+            yield b"".join(style.end(usage(call.jobs), figures.include_usage))
         except Exception as error:
             found = self._too_late() if isinstance(error, TimeoutError) else api_error(error)
             if found.status == 500:
@@ -224,6 +266,8 @@ class Server:
         finally:
             self.worker.stop()
             await asyncio.get_running_loop().run_in_executor(None, self.worker.join, 10.0)
+            if self.events is not None:
+                self.events.close()
             for threads in (self._threads, self._long):
                 threads.shutdown(wait=False, cancel_futures=True)
 

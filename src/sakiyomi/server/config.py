@@ -39,6 +39,10 @@ class ServerConfig:
         max_n: most samples per request, prompts times n.
         cors_origins: origins whose web pages may call the server (* for all); none by default.
         reuse: requests share the keys and values of a common prompt prefix (prefix caching).
+        kv_events: ZeroMQ address (tcp://*:5557) at which routers are told which prefixes the cache holds, as vLLM's KV
+            events; by default nowhere. Needs the extra events.
+        kv_events_replay: address (tcp://*:5558) at which routers can ask for such messages again.
+        kv_events_topic: of these messages; llm-d expects kv@HOST:PORT@MODEL.
         warm_up: which passes to record before listening: those that one request needs (one), those of full batches too
             (all), or none. The others are recorded when they come; on a CPU one trace serves all. Kernels are compiled
             at a machine's first use.
@@ -63,6 +67,9 @@ class ServerConfig:
     max_n: int = 16
     cors_origins: tuple[str, ...] = ()
     reuse: bool = True
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    kv_events_topic: str = ""
     warm_up: str = "one"
     log_format: str = "text"
     log_prompts: bool = False
@@ -84,6 +91,12 @@ class ServerConfig:
                 "api_key is not what can travel in a header; expected printable ASCII characters, no space around "
                 "them, and commas only between several keys"
             )
+        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
+            raise InputError(
+                "kv_events_replay and kv_events_topic are of kv_events; give its address, or leave them out"
+            )
+        if self.kv_events is not None and not self.reuse:
+            raise InputError("kv_events tell of prefixes that requests share, and reuse is off; leave one of them out")
         for name in ("host", "served_name"):
             text = getattr(self, name)
             if text is not None and not (text and text == text.strip()):

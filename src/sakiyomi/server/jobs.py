@@ -56,6 +56,7 @@ class Job:
         echo: what comes before its text in the reply: the prompt.
         unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
         source: images in the prompt, as the model reads them; None: there are none.
+        given: tokens that its text begins with, as another server has written them.
     """
 
     prompt: list[int]
@@ -78,6 +79,7 @@ class Job:
     echo: str | None = None
     unwritten: bool = False
     source: Source | None = None
+    given: Sequence[int] = ()
 
     @property
     def state(self) -> JobState:

@@ -13,7 +13,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from sakiyomi.core.drops import Tau, TauWatch
 from sakiyomi.core.outputs import Step
+from sakiyomi.engine.request import GIVEN
 from sakiyomi.server.jobs import Job
+from sakiyomi.server.kv_events import BLOCK
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -33,6 +35,7 @@ class Metrics:
         running, waiting: count the samples in these states.
         cache_used: share of the cache's columns that are held.
         cache_bytes: that are allocated for it.
+        blocks: of 16 tokens, that the cache has room for.
         chosen: tau when the draft was chosen (`sakiyomi tune`); None: not known.
     """
 
@@ -44,6 +47,7 @@ class Metrics:
         waiting: Callable[[], float],
         cache_used: Callable[[], float],
         cache_bytes: Callable[[], float],
+        blocks: int,
         chosen: Tau | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
@@ -64,6 +68,11 @@ class Metrics:
         gauge("vllm:num_requests_running", "Samples that have a slot of the cache", running)
         gauge("vllm:num_requests_waiting", "Samples that wait for one", waiting)
         gauge("vllm:kv_cache_usage_perc", "Share of the cache's columns that are held, 1 is all", cache_used)
+        config = Gauge(
+            "vllm:cache_config_info", "The cache, for routers: 1", ("model_name", "block_size", "num_gpu_blocks"),
+            registry=self.registry,
+        )  # fmt: skip
+        config.labels(model, str(BLOCK), str(blocks)).set(1)
         gauge("sakiyomi:kv_cache_bytes", "Bytes that are allocated for the cache", cache_bytes)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens prefilled")
         self.new_tokens = counter("vllm:generation_tokens", "New tokens")
@@ -102,7 +111,7 @@ class Metrics:
         """A sample got these tokens."""
         request = job.request
         assert request is not None
-        count = len(step.token_ids)
+        count = sum(entry.source != GIVEN for entry in step.trace)  # the others were written elsewhere
         if not job.first and count:
             self.queued.observe(max(0.0, request.began - job.arrived))
             self.first_token.observe(now - job.arrived)
@@ -151,6 +160,10 @@ class Metrics:
     def ended(self, reason: str) -> None:
         """Why a sample is over: stop, length, abort (by its client, or by the time limit) or error."""
         self._ended.labels(self._model, reason).inc()
+
+    def total(self, name: str) -> float:
+        """Value of a metric, by its name on the page."""
+        return self.registry.get_sample_value(name, {"model_name": self._model}) or 0.0
 
     def page(self) -> bytes:
         """What ``/metrics`` says."""

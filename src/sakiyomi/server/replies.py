@@ -18,6 +18,7 @@ from sakiyomi.core.text import TextStream
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Event, Job
 from sakiyomi.server.reasoning import ReasoningReader
+from sakiyomi.server.relay import Names
 from sakiyomi.server.stream import DONE, event
 from sakiyomi.server.tokens import TokenNames
 from sakiyomi.server.tools import ToolReader, shown
@@ -61,14 +62,15 @@ class Sample:
         job: whose steps they are.
         names: texts of tokens.
         tokenizer: for texts that the tokens have together.
+        ids: gives ids of calls.
     """
 
-    def __init__(self, job: Job, names: TokenNames, tokenizer: Any) -> None:
+    def __init__(self, job: Job, names: TokenNames, tokenizer: Any, ids: Names = secrets.token_hex) -> None:
         self._job, self._names = job, names
         self._begun = False
         self._texts = TextStream(tokenizer, job.params.stop) if job.traced else None
         self._reasoning = ReasoningReader(opened=job.reasoning) if job.reasoning is not None else None
-        self._tools = ToolReader(job.tools) if job.tools is not None else None
+        self._tools = ToolReader(job.tools, ids) if job.tools is not None else None
         # Marks of calls that are special tokens are in no usual text.
         marks = shown(job.tools, tokenizer) if job.tools is not None else None
         self._marked = TextStream(tokenizer, job.params.stop, marks) if marks else None
@@ -129,6 +131,8 @@ class Style(ABC):
         names: texts of tokens.
         logprobs, prompt_logprobs, traced: what a choice has besides text.
         usage: that chunks have a field for it.
+        ids: gives its ids.
+        created: when it was asked for; None: now.
     """
 
     prefix = ""
@@ -142,10 +146,13 @@ class Style(ABC):
         prompt_logprobs: bool = False,
         traced: bool = False,
         usage: bool = False,
+        ids: Names = secrets.token_hex,
+        created: int | None = None,
     ) -> None:
         self._names, self._logprobs, self._traced, self._usage = names, logprobs, traced, usage
         self._prompt_logprobs = prompt_logprobs
-        self._head = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
+        self._ids = ids
+        self._head = {"id": self.prefix + ids(12), "created": created or int(time.time()), "model": model}
 
     @abstractmethod
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:

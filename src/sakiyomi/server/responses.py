@@ -5,7 +5,6 @@ A response is not stored here: what came before is sent again, or not at all.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -182,7 +181,7 @@ class ResponsesStyle(Style):
     def __init__(self, *args: Any, asked: ResponsesRequest, **options: Any) -> None:
         super().__init__(*args, **options)
         self._asked, self._number = asked, 0
-        self._item, self._so_far = "msg_" + secrets.token_hex(12), Piece(0)
+        self._item, self._so_far = "msg_" + self._ids(12), Piece(0)
         self._text_at: int | None = None
         self._items = 0  # that have begun
 

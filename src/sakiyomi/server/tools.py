@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,10 +144,11 @@ class ToolReader:
 
     Args:
         form: how they are written.
+        names: gives ids of calls.
     """
 
-    def __init__(self, form: ToolFormat) -> None:
-        self._form = form
+    def __init__(self, form: ToolFormat, names: Callable[[int], str] = secrets.token_hex) -> None:
+        self._form, self._names = form, names
         self._pending = ""
         self._end = (form.closing or ("]" if form.listed else "}"))[-1]
         self._begun = False  # whether text was given: then a form without opening has no calls any more
@@ -211,7 +212,7 @@ class ToolReader:
                 {
                     "index": len(self.calls),
                     # Nine letters and digits: Mistral's templates take no other ids back.
-                    "id": secrets.token_hex(5)[:9],
+                    "id": self._names(5)[:9],
                     "type": "function",
                     "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
                 }

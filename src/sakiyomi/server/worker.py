@@ -28,6 +28,7 @@ from sakiyomi.server.turns import Turns
 
 if TYPE_CHECKING:
     from sakiyomi.engine.engine import Engine
+    from sakiyomi.server.kv_events import EventPublisher
 
 __all__ = ["Worker"]
 
@@ -42,17 +43,20 @@ class Worker:
         max_queue: requests that are taken beyond as many as there are slots.
         reuse: prompts go on from what others have read of the same beginning, while these run and afterwards.
         metrics: count every step and end.
+        events: are told what the cache holds after every round.
 
     Attributes:
         fault: what the last round failed with, if nobody could be blamed for it and none has succeeded since.
     """
 
-    def __init__(self, engine: Engine, *, max_queue: int, reuse: bool, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: Engine, *, max_queue: int, reuse: bool, metrics: Metrics, events: EventPublisher | None = None
+    ) -> None:
         self.engine, self.metrics = engine, metrics
         self.slots = engine.target.cache.max_slots
         self.fault: Exception | None = None
         self._most = self.slots + max_queue
-        self._reuse = reuse
+        self._reuse, self._events = reuse, events
         self._inbox: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
         self._open: set[Job] = set()  # the event loop's
         self._jobs: dict[int, Job] = {}  # the thread's, as the next one is
@@ -190,6 +194,8 @@ class Worker:
                 self.fault = error
                 self._tell([self._failed(job, error) for job in list(self._jobs.values())])
                 continue
+            if self._events is not None:
+                self._events.update(self.engine.reusable())
             if steps:
                 self._tell(
                     [self._event(self._jobs[step.request], step) for step in steps if step.request in self._jobs]
@@ -231,6 +237,7 @@ class Worker:
                 place=RetainedSlot(shareable=True) if self._reuse else None,
                 shares=self._reuse,
                 drafted=job.drafted,
+                given=job.given,
                 bounded=True,
             )
         except Exception as error:

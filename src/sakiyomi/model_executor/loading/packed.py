@@ -18,6 +18,7 @@ import glob
 import hashlib
 import json
 import logging
+import mmap
 import os
 import platform
 import re
@@ -33,12 +34,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-import xxhash
 from torch import Tensor
 
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header, read_json
-from sakiyomi.core.digests import Digests, file_digest, save_tensors
+from sakiyomi.core.digests import ALIGNED, Digests, file_digest, save_tensors, tensor_digest
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.files import cache_folder, sync
@@ -78,7 +78,6 @@ logger = logging.getLogger("sakiyomi")
 FORMAT = 3
 ABOUT, WEIGHTS = PACKED_FILE, "packed.safetensors"
 REMEDY = "load the model itself with quantize, which packs it anew"
-PIECE = 1 << 18  # bytes that are read, and hashed, at once
 _SMALL = ("generation_config.json", "preprocessor_config.json", "processor_config.json")  # of the source, kept, too
 _SAMPLES = 32  # places of a weight file that are compared
 _HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
@@ -256,29 +255,31 @@ def _replace(fresh: Path, place: Path) -> None:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, read into memory of their own, each compared with its digest.
+    """Tensors of a safetensors file, mapped, so that processes of a machine share them; each compared with its digest.
 
-    Each piece is hashed while it is in the processor's cache, which costs next to nothing. A mapped file would share
-    its memory, but its tensors begin at any multiple of 8 bytes, and the kernels want 64.
+    The kernels want tensors to begin at multiples of 64 bytes; those that do not, in files of older versions and where
+    sizes are odd, are copied.
     """
     digests = Digests.of(path)
     start = digests.header.start
     found: dict[str, Tensor] = {}
     known: dict[str, str] = {}
-    with path.open("rb", buffering=0) as file:
-        for name, entry in sorted(digests.header.entries.items(), key=lambda item: item[1]["data_offsets"]):
-            tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-            room = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            file.seek(start + entry["data_offsets"][0])
-            digest = xxhash.xxh3_64()
-            while len(room):
-                count = file.readinto(room[:PIECE])
-                if not count:
-                    raise LoadError(f"{path} ends within {name}")
-                digest.update(room[:count])
-                room = room[count:]
-            found[name], known[name] = tensor, digest.hexdigest()
-            digests.check(name, known[name])
+    with path.open("rb") as file:
+        # A private copy of what is written to: nothing is, but torch wants to be able to.
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    for name, entry in digests.header.entries.items():
+        first, end = (start + offset for offset in entry["data_offsets"])
+        if end > len(pages):
+            raise LoadError(f"{path} ends within {name}")
+        dtype = DTYPES[entry["dtype"]]
+        if end == first:
+            tensor = torch.empty(entry["shape"], dtype=dtype)
+        else:
+            block = torch.frombuffer(pages, dtype=torch.uint8, offset=first, count=end - first)
+            aligned = block.data_ptr() % ALIGNED == 0
+            tensor = (block if aligned else block.clone()).view(dtype).view(entry["shape"])
+        found[name], known[name] = tensor, tensor_digest(tensor)
+        digests.check(name, known[name])
     digests.record(known)
     return found
 

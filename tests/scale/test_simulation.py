@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from sakiyomi import InputError
 from sakiyomi.cli import app
 from sakiyomi.cli.cluster import ClusterOptions
-from sakiyomi.scale.cluster import POLICIES, Costs, Load, fewest, run, simulate
 from sakiyomi.scale.measured import EngineReplica, Texts
+from sakiyomi.scale.simulation import POLICIES, Costs, Load, fewest, run, simulate
 from server_toys import toy_llm
 
 COSTS = Costs(

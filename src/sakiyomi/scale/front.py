@@ -1,0 +1,243 @@
+"""One endpoint for several replicas: it reads requests as the server does, and computes nothing.
+
+Knows no Ray: somebody gives it a way to ask a replica, and says which errors mean that one has died. A stream whose
+replica dies goes on with the same text on another one.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import StreamingResponse
+
+from sakiyomi.core.version import __version__
+from sakiyomi.scale.in_process import Part
+from sakiyomi.scale.routing import affinity_key
+from sakiyomi.server import errors
+from sakiyomi.server.app import ERRORS, IMAGES_BYTES, REPLIES
+from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.errors import ApiError
+from sakiyomi.server.gate import Gate
+from sakiyomi.server.messages import CountRequest, MessagesRequest
+from sakiyomi.server.metrics import CONTENT_TYPE
+from sakiyomi.server.page import page
+from sakiyomi.server.relay import Relay
+from sakiyomi.server.responses import ResponsesRequest
+from sakiyomi.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from sakiyomi.server.stream import event
+
+__all__ = ["Asked", "Replicas", "follow", "make_front", "merged_metrics"]
+
+TRIES = 3  # replicas that may die of a request: one that kills its replicas must not kill all
+SESSION = "x-session-id"
+"""Header that names a conversation; without it the first messages do."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a replica is asked.
+
+    Attributes:
+        path, body, method: of the request.
+        client: whose it is; many of them take turns.
+        key: requests that have it in common should meet the same replica.
+        relay: its seed, and what the client has of the reply already.
+    """
+
+    path: str
+    body: Any
+    client: str
+    key: str
+    relay: Relay
+    method: str = "POST"
+
+
+class Replicas(Protocol):
+    """What stands behind a front.
+
+    Attributes:
+        dead: errors that mean that a replica died while it answered.
+        busy: those that mean that no replica takes more.
+    """
+
+    dead: tuple[type[BaseException], ...]
+    busy: tuple[type[BaseException], ...]
+
+    def ask(self, asked: Asked) -> AsyncIterator[Part]:
+        """A replica's reply as it comes; raises where the replica dies."""
+
+    async def figures(self) -> list[dict[str, Any]]:
+        """What each replica says of itself: ``replica``, its ``metrics``, and figures."""
+
+
+async def follow(replicas: Replicas, asked: Asked) -> AsyncIterator[Part]:
+    """A reply, from as many replicas as it takes.
+
+    Raises:
+        ApiError: replicas died, again and again.
+    """
+    relay = asked.relay
+    for _ in range(TRIES):
+        begun = over = False
+        try:
+            async for part in replicas.ask(asked):
+                relay.given += [sent for sent in part.sent if sent.choice >= 0]
+                over = any(sent.choice < 0 for sent in part.sent) or not part.sent
+                begun = True
+                yield part
+            return
+        except replicas.dead:
+            if begun and over:  # all was said
+                return
+        except replicas.busy:
+            raise ApiError(
+                429, "all replicas are busy; try again soon", code="queue_full", headers={"retry-after": "2"}
+            ) from None
+    raise ApiError(502, f"{TRIES} replicas died while they answered this request", code="replica_died")
+
+
+def make_front(replicas: Replicas, config: ServerConfig) -> FastAPI:
+    """The application.
+
+    Args:
+        replicas: that answer.
+        config: of the server: whom it serves, and limits.
+    """
+    app = FastAPI(
+        title="sakiyomi", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS, redirect_slashes=False
+    )
+    errors.install(app)
+    app.add_middleware(Gate, config=config, max_body=config.max_body or IMAGES_BYTES)
+    if origins := list(config.cors_origins):
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    _add_interfaces(app, replicas)
+    _add_pages(app, replicas)
+    return app
+
+
+def _add_interfaces(app: FastAPI, replicas: Replicas) -> None:
+    """Paths that take a body: it is read here, so that what is no request costs no replica anything."""
+
+    async def reply(request: Request) -> Response:
+        return await _reply(replicas, request, await request.json())
+
+    def add(path: str, kind: type[Any]) -> None:
+        async def handler(body: Any, request: Request) -> Response:
+            return await reply(request)
+
+        handler.__annotations__["body"] = kind
+        handler.__annotations__["request"] = Request
+        app.add_api_route(path, handler, methods=["POST"], responses=REPLIES, response_model=None)
+
+    add("/v1/completions", CompletionRequest)
+    add("/v1/chat/completions", ChatRequest)
+    add("/v1/responses", ResponsesRequest)
+    add("/v1/messages", MessagesRequest)
+    add("/v1/messages/count_tokens", CountRequest)
+    add("/tokenize", TokenizeRequest)
+    add("/detokenize", DetokenizeRequest)
+
+    @app.get("/v1/models")
+    @app.get("/v1/models/{name:path}")
+    async def models(request: Request) -> Response:
+        """The model of the replicas."""
+        return await _reply(replicas, request, None)
+
+
+def _add_pages(app: FastAPI, replicas: Replicas) -> None:
+    """Paths that take none."""
+    front = page()
+
+    @app.get("/", include_in_schema=False)
+    async def start() -> Response:
+        """The web page."""
+        return front
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        """Whether a replica answers."""
+        count = len(await replicas.figures())
+        if not count:
+            raise ApiError(503, "no replica answers", code="unhealthy")
+        return {"status": "ok", "replicas": count}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of the server."""
+        return {"version": __version__}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Metrics for Prometheus, of all replicas."""
+        pages = {found["replica"]: found["metrics"] for found in await replicas.figures()}
+        return Response(merged_metrics(pages), media_type=CONTENT_TYPE)
+
+    @app.get("/replicas", response_class=HTMLResponse)
+    async def shown() -> Response:
+        """The replicas, for a reader."""
+        return HTMLResponse(_table(await replicas.figures()), headers={"content-security-policy": "default-src 'none'"})
+
+
+async def _reply(replicas: Replicas, request: Request, body: Any) -> Response:
+    key = affinity_key(body or {}, request.headers.get(SESSION, ""))
+    path, relay = request.url.path, Relay()
+    asked = Asked(path, body, request.state.client, key, relay, request.method)
+    parts = follow(replicas, asked)
+    first = await anext(parts)
+    headers = {
+        name.decode("latin-1"): value.decode("latin-1")
+        for name, value in first.headers
+        if name not in (b"content-length", b"x-request-id")
+    }
+    if not headers.get("content-type", "").startswith("text/event-stream"):
+        data = first.data + b"".join([part.data async for part in parts])
+        return Response(data, first.status, headers)
+
+    async def rest() -> AsyncIterator[bytes]:
+        yield first.data
+        try:
+            async for part in parts:
+                yield part.data
+        except ApiError as error:
+            yield event(error.body)
+
+    return StreamingResponse(rest(), first.status, headers)
+
+
+def merged_metrics(pages: Mapping[str, str]) -> bytes:
+    """Pages of metrics as one, in which every sample says whose it is.
+
+    Args:
+        pages: by replica; each sample has a label.
+    """
+    families: dict[str, list[str]] = {}
+    for replica, text in pages.items():
+        lines: list[str] = []
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                lines = families.setdefault(line.split()[2], [])
+            if not line.startswith("#"):
+                lines.append(re.sub(r"\{", f'{{replica="{replica}",', line, count=1))
+            elif line not in lines:
+                lines.append(line)
+    return "\n".join([line for lines in families.values() for line in lines] + [""]).encode()
+
+
+COLUMNS = ("replica", "machine", "pid", "running", "waiting", "slots", "requests", "tokens", "tau", "cache")
+
+
+def _table(found: Sequence[Mapping[str, Any]]) -> str:
+    """A page that shows the replicas, and loads itself again."""
+    head = "".join(f"<th>{name}" for name in COLUMNS)
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(str(one[name]))}" for name in COLUMNS) for one in found)
+    return (
+        '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>sakiyomi: replicas</title>'
+        f"<h1>{len(found)} replicas</h1><table border cellpadding=4><tr>{head}{rows}</table>"
+    )

@@ -1,0 +1,262 @@
+"""Replicas of the engine behind one front, on Ray Serve, which starts, watches, scales and drains them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.util import list_named_actors
+
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.version import __version__
+from sakiyomi.engine.config import LLMConfig
+from sakiyomi.scale.cluster import MAX_BATCH, Count, ReplicaOptions, check_version, connected
+from sakiyomi.scale.front import Asked, make_front
+from sakiyomi.scale.in_process import InProcessServer, Part
+from sakiyomi.scale.routing import SLACK, ranked
+from sakiyomi.server.config import ServerConfig
+
+__all__ = ["APPLICATION", "MakeServer", "application", "build", "run"]
+
+APPLICATION = "sakiyomi"
+PATIENCE = 5.0  # seconds that a replica may take to say how it is
+TARGET = 0.75  # share of a replica's slots that autoscaling aims at
+
+
+class AffinityRouter(RequestRouter):  # type: ignore[misc]
+    """The replica that has a conversation in its cache, unless it is busy; see ``routing``."""
+
+    def initialize_state(self, slack: int = SLACK) -> None:
+        """See Ray Serve."""
+        self._slack = slack
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """One replica a rank, the best first; a request that names its replica has that one alone, if it is there."""
+        asked = {} if pending_request is None else pending_request.kwargs
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if (named := by_name.get(asked.get("replica", ""))) is not None:
+            return [[named]]
+        loads = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
+        return [[by_name[name]] for name in ranked(asked.get("key", ""), loads, self._slack)]
+
+
+class MakeServer:
+    """Makes a replica's server, in its process; refuses to where the library is of another version.
+
+    Args:
+        model: what it is made of.
+        config: of the server.
+    """
+
+    def __init__(self, model: LLMConfig, config: ServerConfig) -> None:
+        self._model, self._config, self._version = model, config, __version__
+
+    def __call__(self) -> InProcessServer:
+        """Load the model."""
+        check_version(self._version)
+        from sakiyomi.engine.llm import LLM
+
+        llm = LLM(**dataclasses.asdict(self._model))
+        if self._config.warm_up != "none":
+            llm.wait(batches=self._config.warm_up == "all")
+        return InProcessServer(llm, config=self._config)
+
+
+class Replica:
+    """A model; its requests share passes, as those of a server do.
+
+    Args:
+        make: makes its server.
+    """
+
+    def __init__(self, make: Any) -> None:
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._made = make()
+        self._ready: asyncio.Future[Any] | None = None
+
+    async def _server(self) -> Any:
+        """The server, whose thread belongs to the loop that handlers live in."""
+        if self._ready is None:
+            self._ready = asyncio.ensure_future(self._made.__aenter__())
+        return await asyncio.shield(self._ready)
+
+    async def ask(self, *, asked: Asked, key: str) -> AsyncIterator[Part]:
+        """A reply as it comes."""
+        server = await self._server()
+        async for part in server.events(asked.path, asked.body, asked.client, asked.relay, asked.method):
+            yield part
+
+    async def figures(self, *, replica: str) -> AsyncIterator[dict[str, Any]]:
+        """How it is."""
+        server = await self._server()
+        machine = {"replica": self._name, "machine": socket.gethostname(), "pid": os.getpid()}
+        yield {**machine, **server.figures()}
+
+    async def check_health(self) -> None:
+        """Asked by Serve, which replaces a replica that raises."""
+        if self._ready is not None and self._ready.done() and not self._ready.result().alive:
+            raise RuntimeError("the engine's last round failed")
+
+
+class Front:
+    """One endpoint for all replicas; see ``front``.
+
+    Args:
+        replica: Serve's handle.
+        config: of the server.
+    """
+
+    dead: tuple[type[BaseException], ...] = (RayActorError,)
+    busy: tuple[type[BaseException], ...] = (BackPressureError,)
+
+    def __init__(self, replica: Any, config: ServerConfig) -> None:
+        self._replica, self._config = replica.options(stream=True), config
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return make_front(self, self._config)
+
+    def ask(self, asked: Asked) -> AsyncIterator[Part]:
+        """A replica's reply as it comes."""
+        found: AsyncIterator[Part] = self._replica.ask.remote(asked=asked, key=asked.key)
+        return found
+
+    async def figures(self) -> list[dict[str, Any]]:
+        """What each replica says of itself; those that do not answer in time are left out."""
+        actors = await asyncio.to_thread(list_named_actors, all_namespaces=True)
+        names = [actor["name"] for actor in actors if f"#{Replica.__name__}#" in actor["name"]]
+
+        async def one(name: str) -> dict[str, Any] | None:
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    return await anext(aiter(self._replica.figures.remote(replica=name.rpartition("#")[2])))
+            except (TimeoutError, RayActorError):
+                return None
+
+        found = await asyncio.gather(*map(one, names))
+        return list({each["replica"]: each for each in found if each is not None}.values())
+
+
+def application(make: Any, config: ServerConfig, options: ReplicaOptions, model: LLMConfig) -> Any:
+    """The application, for ``serve.run``.
+
+    Args:
+        make: makes a replica's server, in its process.
+        config: of the server.
+        options: how many replicas, and what each has of its machine.
+        model: of each.
+    """
+    assert options.replicas is not None
+    count, slots = Count.parse("replicas", options.replicas), model.max_batch
+    scaled: dict[str, Any] = {"num_replicas": count.least}
+    if count.most > count.least:
+        target = max(1.0, TARGET * slots)
+        scaled = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=count.least, max_replicas=count.most, target_ongoing_requests=target
+            )
+        }
+    replica = serve.deployment(
+        Replica,
+        max_ongoing_requests=slots + config.max_queue,
+        max_queued_requests=max(1, config.max_queue),
+        graceful_shutdown_timeout_s=config.request_timeout,  # what runs when a replica is taken away is ended first
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        request_router_config=RequestRouterConfig(
+            request_router_class=AffinityRouter, request_router_kwargs={"slack": SLACK}
+        ),
+        ray_actor_options={
+            "num_cpus": options.replica_cpus,
+            "num_gpus": int(model.device.startswith("cuda")),
+        },
+        **scaled,
+    ).bind(make)
+    front = serve.deployment(
+        serve.ingress()(Front),
+        max_ongoing_requests=config.max_connections,
+        graceful_shutdown_timeout_s=config.request_timeout,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return front.bind(replica, config)
+
+
+def build(args: Mapping[str, Any]) -> Any:
+    """What `serve run sakiyomi.scale:app target=tales replicas=2` runs; names are those of the flags of `serve`.
+
+    Raises:
+        InputError: a name is not known, or a value makes no sense.
+    """
+    given = {"max_batch": MAX_BATCH, **args}
+    options = ReplicaOptions(**_values(ReplicaOptions, given, {"replicas": "1"}))
+    model, config = LLMConfig(**_values(LLMConfig, given)), ServerConfig(**_values(ServerConfig, given))
+    if given:
+        raise InputError(f"{next(iter(given))!r} is no setting of a server; `sakiyomi serve --help` lists them")
+    return application(MakeServer(model, config), config, options, model)
+
+
+def _values(kind: type[Any], given: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Values of a dataclass's fields, taken out of what was given."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name in {**(defaults or {}), **given}]
+    values = {name: given.pop(name, (defaults or {}).get(name)) for name in names}
+    return {name: _value(kind, name, value) for name, value in values.items()}
+
+
+def _value(kind: type[Any], name: str, value: Any) -> Any:
+    """A value of a field from a text, or as it is."""
+    wanted = str(next(field.type for field in dataclasses.fields(kind) if field.name == name))
+    if not isinstance(value, str):
+        return value
+    try:
+        if "tuple" in wanted:
+            return tuple(value.split())
+        if wanted.startswith("bool"):
+            return {"true": True, "false": False}[value.lower()]
+        if "int" in wanted and (value.isdigit() or "str" not in wanted):
+            return int(value)
+        return float(value) if "float" in wanted else value
+    except (ValueError, KeyError):
+        raise InputError(f"{name} is {value!r}; expected {wanted}") from None
+
+
+def run(model: LLMConfig, config: ServerConfig, options: ReplicaOptions, say: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C; what runs then is ended first.
+
+    Raises:
+        LoadError: there is no cluster, or the model cannot be loaded in it.
+    """
+    told = threading.Event()
+    before = {kind: signal.signal(kind, lambda *_: told.set()) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with connected(options.address):
+            quiet = {"log_level": "ERROR", "enable_access_log": False}
+            http = {"host": config.host, "port": config.port, "request_timeout_s": None}
+            serve.start(http_options=http, logging_config=quiet, proxy_location="HeadOnly")
+            try:
+                application_ = application(MakeServer(model, config), config, options, model)
+                serve.run(application_, name=APPLICATION, logging_config=quiet)
+                say(f"serving {config.served_name or model.target} at http://{config.host}:{config.port}")
+                told.wait()
+                say("stopping; what runs is ended first")
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())[-600:]
+                raise LoadError(f"the replicas cannot be started: {reason}") from None
+            finally:
+                serve.shutdown()
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)

@@ -1,0 +1,390 @@
+"""Many replicas under load, by discrete events: nothing is computed but time, with costs measured on one.
+
+A replica works in rounds as the engine does: a chunk of prompts, then one round for all requests whose prompts are
+read. What it holds between the turns of a conversation lies in its slots, the longest unused of which is taken first.
+Requests go where ``routing`` sends them; so do those of the real replicas that a simulation is compared with
+(``measured.py``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import statistics
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sakiyomi.scale.routing import ranked
+
+__all__ = ["POLICIES", "Costs", "Load", "Outcome", "Replica", "SimulatedReplica", "fewest", "run", "simulate"]
+
+CHUNK = 512
+"""Prompt tokens of a pass, as of the engine."""
+MOST = 4096  # replicas that are tried
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a replica takes, as measured.
+
+    Attributes:
+        batches: requests at once, ascending.
+        plain: seconds of a round of each without drafts.
+        drafted: the same with drafts as the engine chooses them; empty: there is no draft.
+        tokens: that such a round gives each request, on the mean.
+        prompt: seconds of a pass over prompts, whatever its tokens, and of each of them.
+        slots: requests at once, running and between turns.
+    """
+
+    batches: tuple[int, ...]
+    plain: tuple[float, ...]
+    drafted: tuple[float, ...]
+    tokens: tuple[float, ...]
+    prompt: tuple[float, float]
+    slots: int
+
+    def round(self, requests: int) -> tuple[float, float]:
+        """Seconds of a round, and the tokens that it gives each of so many requests."""
+        if not self.drafted:
+            return _between(self.batches, self.plain, requests), 1.0
+        return _between(self.batches, self.drafted, requests), _between(self.batches, self.tokens, requests)
+
+
+def _between(places: Sequence[int], values: Sequence[float], at: int) -> float:
+    """On straight lines between measured places, and on the last of them beyond."""
+    if len(places) == 1:
+        return values[0]
+    i = min(max(bisect_right(places, at), 1), len(places) - 1)
+    (x0, x1), (y0, y1) = places[i - 1 : i + 1], values[i - 1 : i + 1]
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Conversations that begin at random, and go on.
+
+    Attributes:
+        rate: that begin in a second.
+        seconds: for which they do.
+        turns: requests of each.
+        groups: system prompts, of which some are asked for more often.
+        system, user, new: tokens of a system prompt, of what a user says, and of a reply.
+        think: mean seconds between a reply and the next request.
+        seed: of everything.
+    """
+
+    rate: float
+    seconds: float
+    turns: int
+    groups: int
+    system: int
+    user: int
+    new: int
+    think: float
+    seed: int
+
+    def first(self) -> Iterator[Request]:
+        """The first requests of all conversations."""
+        rng, when = random.Random(self.seed), 0.0
+        for session in range(MOST * MOST):
+            when += rng.expovariate(self.rate)
+            if when > self.seconds:
+                return
+            group = min(self.groups - 1, int(rng.expovariate(1.0)))
+            yield Request(session, group, self.system + self.user, self.new, arrived=when)
+
+    def next(self, request: Request, now: float, rng: random.Random) -> Request | None:
+        """What follows a request that has ended."""
+        if request.turn == self.turns:
+            return None
+        prompt = request.prompt + request.new + self.user
+        arrived = now + rng.expovariate(1 / self.think) if self.think else now
+        return Request(request.session, request.group, prompt, request.new, arrived, request.turn + 1)
+
+
+@dataclass(eq=False)
+class Request:
+    """One of a conversation.
+
+    Attributes:
+        session, group: the conversation, and whose system prompt it begins with.
+        prompt, new: tokens.
+        arrived, first, ended: seconds.
+        turn: from 1.
+        reused: prompt tokens that were in the cache.
+        read, done: prompt tokens that are, and new tokens.
+        lost: when its replica was lost; the longest silence that the client saw because of it is `gap`.
+    """
+
+    session: int
+    group: int
+    prompt: int
+    new: int
+    arrived: float
+    turn: int = 1
+    first: float = 0.0
+    ended: float = 0.0
+    reused: int = 0
+    read: int = 0
+    done: float = 0.0
+    lost: float = 0.0
+    gap: float = 0.0
+
+
+class Replica(Protocol):
+    """What takes requests, simulated or real."""
+
+    requests: list[Request]
+
+    def add(self, request: Request) -> None:
+        """A request has come."""
+
+    def round(self) -> tuple[float, list[Request]]:
+        """Seconds of one round of all of them, and those that have ended in it."""
+
+
+@dataclass(eq=False)
+class SimulatedReplica:
+    """See ``Replica``."""
+
+    costs: Costs
+    system: int
+    rng: random.Random
+    requests: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+    held: OrderedDict[int, tuple[int, int]] = field(default_factory=OrderedDict)  # of a session: group, tokens
+
+    def add(self, request: Request) -> None:
+        """See ``Replica``."""
+        self.requests.append(request)
+
+    def round(self) -> tuple[float, list[Request]]:
+        """See ``Replica``."""
+        self._seat()
+        seconds, room, complete = 0.0, CHUNK, []
+        for request in self.running:
+            part = min(room, request.prompt - request.read)
+            if part > 0:
+                request.read += part
+                room -= part
+                complete += [request] * (request.read == request.prompt)
+        if room < CHUNK:
+            seconds += self.costs.prompt[0] + self.costs.prompt[1] * (CHUNK - room)
+        writing = [r for r in self.running if r.read >= r.prompt and r not in complete]
+        for request in complete:
+            request.done += 1
+        if writing:
+            spent, tokens = self.costs.round(len(writing))
+            seconds += spent
+            for request in writing:
+                request.done += int(tokens) + (self.rng.random() < tokens % 1)
+        ended = [r for r in self.running if r.done >= r.new]
+        for request in ended:
+            self.running.remove(request)
+            self.requests.remove(request)
+            self.held[request.session] = request.group, request.prompt + request.new - 1
+        return seconds, ended
+
+    def _seat(self) -> None:
+        for request in self.requests:
+            if len(self.running) == self.costs.slots:
+                return
+            if request in self.running:
+                continue
+            _, count = self.held.pop(request.session, (0, 0))
+            near = [*self.held.values(), *((r.group, r.read) for r in self.running)]
+            if any(group == request.group and tokens >= self.system for group, tokens in near):
+                count = max(count, self.system)
+            request.reused = request.read = min(count, request.prompt - 1)
+            self.running.append(request)
+            while len(self.held) + len(self.running) > self.costs.slots:
+                self.held.popitem(last=False)
+
+
+# ---------------------------------------------------------------- routing
+
+Choose = Callable[[Request, dict[str, int], int], str]
+"""The replica of a request, of their loads by name and the number of requests so far."""
+
+
+def _in_turn(request: Request, loads: dict[str, int], number: int) -> str:
+    return list(loads)[number % len(loads)]
+
+
+def _least_loaded(request: Request, loads: dict[str, int], number: int) -> str:
+    least = min(loads.values())
+    free = [name for name, load in loads.items() if load == least]
+    return free[number % len(free)]
+
+
+def _hashed(request: Request, loads: dict[str, int], number: int) -> str:
+    return ranked(str(request.session), loads)[0]
+
+
+POLICIES: dict[str, Choose] = {"in turn": _in_turn, "least loaded": _least_loaded, "hash with slack": _hashed}
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a load came to.
+
+    Attributes:
+        replicas: at the beginning.
+        tokens_per_second: of all replicas, while conversations began.
+        first_p50, first_p95, whole_p95: seconds to the first token and to the last, of requests that came then.
+        cached: share of prompt tokens that were in a cache.
+        busy, busiest: share of the time that replicas worked, on the mean and the one that worked most.
+        moved: requests whose replica was lost.
+        gap_p50, gap_max: seconds without a token because of that.
+    """
+
+    replicas: int
+    tokens_per_second: float
+    first_p50: float
+    first_p95: float
+    whole_p95: float
+    cached: float
+    busy: float
+    busiest: float
+    moved: int
+    gap_p50: float
+    gap_max: float
+
+
+def run(replicas: Sequence[Replica], load: Load, policy: str, *, loss: float | None = None) -> Outcome:
+    """Have replicas answer a load.
+
+    Args:
+        replicas: simulated or real; each has a clock of its own, which goes on by the seconds of its rounds.
+        load: what comes.
+        policy: of ``POLICIES``.
+        loss: when the replica with most requests is lost, in seconds; those go on elsewhere, read as longer prompts.
+    """
+    alive = {f"replica {number}": replica for number, replica in enumerate(replicas)}
+    names, rng, count = {id(replica): name for name, replica in alive.items()}, random.Random(load.seed + 1), 0
+    worked, ready = dict.fromkeys(alive, 0.0), dict.fromkeys(alive, 0.0)
+    ended: list[Request] = []
+    moved: list[Request] = []
+    events: list[tuple[float, int, Any]] = [(r.arrived, i, r) for i, r in enumerate(load.first())]
+    number = len(events)
+    if loss is not None:
+        events.append((loss, -1, None))
+    heapq.heapify(events)
+
+    def push(when: float, what: Any) -> None:
+        nonlocal number
+        number += 1
+        heapq.heappush(events, (when, number, what))
+
+    while events:
+        now, _, what = heapq.heappop(events)
+        if now > load.seconds:
+            break
+        if what is None:
+            gone = max(alive, key=lambda name: len(alive[name].requests))
+            for request in alive.pop(gone).requests:
+                request.lost = now
+                # What was written is read as part of the prompt; nobody has it in a cache.
+                written = int(request.done)
+                request.prompt, request.new = request.prompt + written, max(request.new - written, 1)
+                request.read, request.done = 0, 0.0
+                moved.append(request)
+                push(now, request)
+        elif isinstance(what, Request):
+            name = POLICIES[policy](what, {name: len(replica.requests) for name, replica in alive.items()}, count)
+            count += 1
+            replica = alive[name]
+            if not replica.requests and ready[name] <= now:
+                push(now, replica)
+            replica.add(what)
+        elif (name := names[id(what)]) in alive and what.requests:
+            own = list(what.requests)
+            seconds, over = what.round()
+            now += seconds
+            worked[name] += seconds
+            ready[name] = now
+            for request in own:
+                if request.done and request.lost and not request.gap:
+                    request.gap = now - request.lost
+                if request.done and not request.first:
+                    request.first = now
+            for request in over:
+                request.ended = now
+                ended.append(request)
+                if (following := load.next(request, now, rng)) is not None:
+                    push(following.arrived, following)
+            push(now, what)
+    return _outcome(len(replicas), load, ended, moved, list(worked.values()))
+
+
+def _outcome(
+    count: int, load: Load, ended: Sequence[Request], moved: Sequence[Request], worked: list[float]
+) -> Outcome:
+    firsts = [r.first - r.arrived for r in ended]
+    wholes = [r.ended - r.arrived for r in ended]
+    gaps = [r.gap for r in moved if r.gap]
+    asked = sum(r.prompt for r in ended)
+    return Outcome(
+        replicas=count,
+        tokens_per_second=sum(r.new for r in ended) / load.seconds,
+        first_p50=_share(firsts, 0.5),
+        first_p95=_share(firsts, 0.95),
+        whole_p95=_share(wholes, 0.95),
+        cached=sum(r.reused for r in ended) / max(asked, 1),
+        busy=statistics.mean(worked) / load.seconds,
+        busiest=max(worked) / load.seconds,
+        moved=len(moved),
+        gap_p50=_share(gaps, 0.5),
+        gap_max=max(gaps, default=0.0),
+    )
+
+
+def _share(values: Sequence[float], share: float) -> float:
+    """The value that so large a share does not exceed; 0 of none."""
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
+
+
+def simulate(count: int, costs: Costs, load: Load, policy: str, *, loss: float | None = None) -> Outcome:
+    """A load on so many replicas; see ``run``."""
+    rng = random.Random(load.seed)
+    replicas = [SimulatedReplica(costs, load.system, random.Random(rng.random())) for _ in range(count)]
+    return run(replicas, load, policy, loss=loss)
+
+
+def fewest(costs: Costs, load: Load, policy: str, first: float, pace: float) -> Outcome | None:
+    """The fewest replicas with which the load has its first tokens and its pace.
+
+    Args:
+        costs: of a replica.
+        load: what comes.
+        policy: of ``POLICIES``.
+        first: seconds in which 95 % of the requests have their first token.
+        pace: seconds a token in which 95 % are written whole, beside that.
+
+    Returns:
+        None: `MOST` are too few.
+    """
+
+    def enough(outcome: Outcome) -> bool:
+        return outcome.first_p95 <= first and outcome.whole_p95 <= first + pace * load.new
+
+    low, high = 0, 1
+    found = simulate(high, costs, load, policy)
+    while not enough(found):
+        low, high = high, 2 * high
+        if high > MOST:
+            return None
+        found = simulate(high, costs, load, policy)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if enough(outcome := simulate(middle, costs, load, policy)):
+            high, found = middle, outcome
+        else:
+            low = middle
+    return found

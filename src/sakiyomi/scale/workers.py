@@ -1,0 +1,243 @@
+"""Engines on a Ray cluster that answer requests as one: who dies is replaced, and what it had is asked again.
+
+A request whose workers die is in the end asked of a worker that has nothing else to do. If that dies too, again and
+again, the request gets an error for its reply, and no other one does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Self
+
+from sakiyomi.core.errors import LoadError, SakiyomiError
+from sakiyomi.core.version import __version__
+from sakiyomi.scale.batch import Endpoint
+from sakiyomi.scale.cluster import Count, check_version
+
+__all__ = ["Make", "WorkerOptions", "WorkerPool"]
+
+logger = logging.getLogger("sakiyomi")
+Make = Callable[[], AbstractAsyncContextManager[Endpoint]]
+TOGETHER, ALONE = 2, 2  # workers that may die of a request: among others, and then alone
+FUTILE = 3  # workers in a row that may die before they have answered anything
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker has of its machine.
+
+    Attributes:
+        cpus, gpus: so many.
+        lines: requests that it is given at a time.
+    """
+
+    cpus: float = 1
+    gpus: float = 0
+    lines: int = 64
+
+
+class _Actor:
+    """A worker's process: an endpoint, made where it runs."""
+
+    def __init__(self) -> None:
+        self._endpoint: Any = None
+
+    async def begin(self, make: Make) -> tuple[str, SakiyomiError | None]:
+        """Load the model; the version of the library here, and what was wrong with what the user gave."""
+        try:
+            self._context = await asyncio.to_thread(make)
+            self._endpoint = await self._context.__aenter__()
+        except SakiyomiError as error:
+            return __version__, error
+        return __version__, None
+
+    async def post(self, path: str, body: Any, client: str) -> tuple[int, Any]:
+        """See ``Endpoint``."""
+        return await self._endpoint.post(path, body, client)  # type: ignore[no-any-return]
+
+
+class _Worker:
+    """A place in the pool, whose actor may change.
+
+    Attributes:
+        actor: Ray's handle; None while there is none that answers.
+        running: requests that it has.
+        answered: requests that this actor has answered.
+        reserved: it is to be idle soon, for one request alone.
+    """
+
+    def __init__(self) -> None:
+        self.actor: Any = None
+        self.running = self.answered = 0
+        self.reserved = False
+
+
+class WorkerPool:
+    """Workers as one endpoint. Use it as an asynchronous context manager, connected to a cluster.
+
+    Args:
+        make: makes a worker's endpoint, in its process.
+        count: of workers. Beyond the least one is added when all have as much as they may, and the cluster has room.
+        options: of each.
+
+    Attributes:
+        deaths: of workers, so far.
+    """
+
+    def __init__(self, make: Make, count: Count, options: WorkerOptions | None = None) -> None:
+        import ray
+
+        self._make, self._count, self._options = make, count, options or WorkerOptions()
+        self._kind = ray.remote(
+            num_cpus=self._options.cpus, num_gpus=self._options.gpus, max_restarts=0, max_concurrency=1 << 14
+        )(_Actor)
+        self._workers: list[_Worker] = []
+        self._actors: list[Any] = []
+        self._starting: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+        self._suspects = asyncio.Lock()
+        self._failure: Exception | None = None
+        self._futile = self.deaths = 0
+
+    async def __aenter__(self) -> Self:
+        for _ in range(self._count.least):
+            self._add()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        import ray
+
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        for actor in self._actors:
+            ray.kill(actor)
+
+    @property
+    def ready(self) -> int:
+        """Workers that answer now."""
+        return sum(worker.actor is not None for worker in self._workers)
+
+    async def post(self, path: str, body: Any, client: str) -> tuple[int, Any]:
+        """Status and object of the reply to a body.
+
+        Raises:
+            SakiyomiError: no worker can answer anything.
+        """
+        for _ in range(TOGETHER):
+            if (reply := await self._ask(path, body, client, alone=False)) is not None:
+                return reply
+        async with self._suspects:  # one at a time: others need workers, too
+            for _ in range(ALONE):
+                if (reply := await self._ask(path, body, client, alone=True)) is not None:
+                    return reply
+        message = f"{TOGETHER + ALONE} workers died while they answered this request, {ALONE} of them had no other"
+        return 500, {"error": {"message": message, "type": "server_error", "param": None, "code": "worker_died"}}
+
+    async def _ask(self, path: str, body: Any, client: str, *, alone: bool) -> tuple[int, Any] | None:
+        """The reply of a worker; None if it died."""
+        from ray.exceptions import RayActorError
+
+        worker = await self._take(alone)
+        actor = worker.actor
+        try:
+            reply: tuple[int, Any] = await actor.post.remote(path, body, client)
+        except RayActorError:
+            await self._lost(worker, actor)
+            return None
+        else:
+            worker.answered += 1
+            self._futile = 0
+            return reply
+        finally:
+            async with self._changed:
+                worker.running -= 1
+                worker.reserved = worker.reserved and not alone
+                self._changed.notify_all()
+
+    async def _take(self, alone: bool) -> _Worker:
+        """A worker that has room for one request, or that has none and gets no other one meanwhile."""
+        chosen: _Worker | None = None
+        async with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                there = [worker for worker in self._workers if worker.actor is not None]
+                if alone:
+                    if chosen is None and there:
+                        chosen = min(there, key=lambda worker: worker.running)
+                        chosen.reserved = True
+                    free = [chosen] if chosen is not None and chosen.actor and not chosen.running else []
+                else:
+                    free = [w for w in there if not w.reserved and w.running < self._options.lines]
+                    if not free:
+                        self._grow()
+                if free:
+                    worker = min(free, key=lambda worker: worker.running)
+                    worker.running += 1
+                    return worker
+                await self._changed.wait()
+
+    def _grow(self) -> None:
+        """Another worker, if there may be more and the cluster has room for it now."""
+        import ray
+
+        if self._starting or len(self._workers) >= self._count.most:
+            return
+        room = ray.available_resources()
+        if room.get("CPU", 0) >= self._options.cpus and room.get("GPU", 0) >= self._options.gpus:
+            self._add()
+
+    def _add(self) -> None:
+        worker = _Worker()
+        self._workers.append(worker)
+        self._start(worker)
+
+    def _start(self, worker: _Worker) -> None:
+        task = asyncio.ensure_future(self._begin(worker))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _begin(self, worker: _Worker) -> None:
+        """Have an actor in this place, which may take until there is room for it."""
+        from ray.exceptions import RayError
+
+        failure: Exception | None = None
+        actor = self._kind.remote()
+        self._actors.append(actor)
+        try:
+            version, failure = await actor.begin.remote(self._make)
+            check_version(version)
+        except LoadError as error:
+            failure = error
+        except RayError as error:
+            self._futile += 1
+            self.deaths += 1
+            if self._futile < FUTILE:
+                self._start(worker)
+                return
+            reason = str(error).strip().splitlines()[-1]
+            failure = LoadError(
+                f"{FUTILE} workers died before they answered anything ({type(error).__name__}: {reason:.200}); is "
+                "there memory for the model on each machine, and the same sakiyomi?"
+            )
+        async with self._changed:
+            if failure is not None:
+                self._failure = failure
+            else:
+                worker.actor, worker.answered = actor, 0
+            self._changed.notify_all()
+
+    async def _lost(self, worker: _Worker, actor: Any) -> None:
+        """A worker is gone: the first that notices has another one begin."""
+        async with self._changed:
+            if worker.actor is not actor:
+                return
+            worker.actor = None
+            self.deaths += 1
+            logger.warning("a worker died after %d replies; another one takes its place", worker.answered)
+            self._start(worker)

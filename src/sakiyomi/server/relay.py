@@ -1,0 +1,125 @@
+"""A reply that goes on where another server has left it: with the same text, names and numbers.
+
+Whoever stands before several servers notes which tokens each event of a stream had. If the server dies, another one is
+told of them. It verifies them as a draft, brings its own reply to where the client is, and goes on from there.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from sakiyomi.core.errors import DivergedError
+from sakiyomi.core.outputs import FinishReason, Step, TokenTrace
+from sakiyomi.core.text import TextStream
+from sakiyomi.engine.request import GIVEN
+from sakiyomi.server.jobs import Event, Job
+
+__all__ = ["Names", "Relay", "Replay", "Sent", "relayed"]
+
+Names = Callable[[int], str]
+"""Gives a fresh name of so many bytes, in hexadecimal digits."""
+
+
+class Sent(NamedTuple):
+    """What an event of a stream had in it.
+
+    Attributes:
+        choice: whose tokens; -1: of none, the stream is over.
+        tokens: so many.
+        over: nothing comes behind them.
+    """
+
+    choice: int
+    tokens: tuple[int, ...]
+    over: bool
+
+
+@dataclass
+class Relay:
+    """A request that may go on elsewhere.
+
+    Attributes:
+        seed: of its randomness where its body has none, and of the names in its reply.
+        created: when it came, in seconds.
+        given: what the client has of the reply already.
+        sent: what events had since it was taken last.
+    """
+
+    seed: int = field(default_factory=lambda: secrets.randbits(63))
+    created: int = field(default_factory=lambda: int(time.time()))
+    given: list[Sent] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Have the texts follow from the seed, and begin as they did before."""
+        for job in jobs:
+            seed = self.seed if job.params.seed is None else job.params.seed
+            job.params = replace(job.params, seed=seed, acceptance="coupled")
+            job.given = [token for sent in self.given if sent.choice == job.index for token in sent.tokens]
+
+    def names(self, of: str) -> Names:
+        """The same names whenever it is asked."""
+        draws = random.Random(f"{self.seed} {of}")
+        return lambda size: draws.randbytes(size).hex()
+
+    def take(self) -> list[Sent]:
+        """What events had since this was called last."""
+        taken, self.sent = self.sent, []
+        return taken
+
+
+def relayed(relay: Relay | None, of: str) -> Names:
+    """Names of a reply, or of a part of it."""
+    return secrets.token_hex if relay is None else relay.names(of)
+
+
+class Replay:
+    """The beginning of a reply, and what the engine's steps bring beyond it.
+
+    Args:
+        jobs: choices of the reply.
+        given: what the client has.
+        tokenizer: of the texts.
+    """
+
+    def __init__(self, jobs: Sequence[Job], given: Sequence[Sent], tokenizer: Any) -> None:
+        self._jobs, self._given = jobs, given
+        self._texts = [TextStream(tokenizer, job.params.stop) for job in jobs]
+        self._left = [len(job.given) for job in jobs]
+        self._coming = ["" for _ in jobs]
+        self._over = {sent.choice for sent in given if sent.over}
+
+    def events(self) -> Iterator[Event]:
+        """What the client has, as it came."""
+        for choice, tokens, over in self._given:
+            text = self._texts[choice].push(tokens)[0]
+            trace = tuple(TokenTrace(token, GIVEN) for token in tokens)
+            reason: FinishReason | None = "stop" if over else None
+            yield Event(self._jobs[choice], Step(text, tokens, trace, reason))
+
+    def rest(self, event: Event) -> Event | None:
+        """What of an event the client does not have; None: nothing.
+
+        Raises:
+            DivergedError: the text is another one.
+        """
+        choice, step = event.job.index, event.step
+        if choice in self._over or not self._left[choice] or step.error is not None:
+            return None if choice in self._over and step.error is None else event
+        had = min(self._left[choice], len(step.token_ids))
+        self._left[choice] -= had
+        self._coming[choice] += step.text
+        if self._left[choice]:
+            if step.finish_reason is not None:
+                raise DivergedError("the text ends before what was given of it does")
+            return None
+        text, begun = self._coming[choice], self._texts[choice].text
+        if not text.startswith(begun):
+            raise DivergedError(f"the text begins with {text[:80]!r}, and what was given of it with {begun[:80]!r}")
+        kept = replace(step, text=text[len(begun) :], token_ids=step.token_ids[had:], trace=step.trace[had:])
+        return replace(event, step=kept) if kept.token_ids or kept.text or event.over else None
