@@ -164,6 +164,7 @@ def _build(
     runner.take_backend()
     if quantize:
         with cache.lent(len(weights.text)) as slot:
+            runner.make_room(slot, len(weights.text), weights.judged_source)
             weights.judge(runner.score([SequenceRows(slot, 0, weights.text, prompt=True)]).logits)
     prove(runner)
     if exact:

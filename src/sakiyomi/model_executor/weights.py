@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sakiyomi.cache.cross_attention import Source
 from sakiyomi.cache.layer_state import Served, serve_modules
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.recurrent import Site
@@ -32,6 +33,7 @@ from sakiyomi.model_executor.attention import BackendNeeds, op
 from sakiyomi.model_executor.attention.latent import serve_latents
 from sakiyomi.model_executor.attention.own import serve_own
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
+from sakiyomi.model_executor.encoder_decoder.judged import Judged, judge_whole
 from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.prepared import Prepared
@@ -65,6 +67,7 @@ class _Given(NamedTuple):
     quantize: str | None
     text: list[int]
     latents: bool
+    judged: Judged | None
     forwards: list[tuple[str, weakref.ref[nn.Module], Any]]  # of the user's model, see ``_forwards``
 
 
@@ -121,8 +124,10 @@ class ModelWeights:
         recorded = isinstance(model, RecordedModel)
         self.module: Any = model if recorded else structural_copy(model).eval()
         self.encoder: Encoder | None = None
-        self.multimodal, before = False, 0
+        self.multimodal, before, judged = False, 0, None
         if getattr(model.config, "is_encoder_decoder", False):
+            if quantize and prepared is None:  # while it is whole
+                judged = judge_whole(self.module, text, quantize)
             self.module, self.encoder = split(self.module)
         elif not recorded and way is None:
             self.multimodal = set_aside(self.module, model)
@@ -143,7 +148,7 @@ class ModelWeights:
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
         forwards = [] if owned or recorded else _forwards(model)
-        self._given = _Given(owned, prepared, quantize, list(text), latents, forwards)
+        self._given = _Given(owned, prepared, quantize, list(text), latents, judged, forwards)
         self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self.packed: PackedWeights | None = None
@@ -201,7 +206,12 @@ class ModelWeights:
     @property
     def text(self) -> list[int]:
         """Token ids on which the quantization is judged."""
-        return self._given.text
+        return self._given.text if self._given.judged is None else self._given.judged.text
+
+    @property
+    def judged_source(self) -> Source | None:
+        """What an encoder reads while the quantization is judged; None: there is no encoder."""
+        return None if self._given.judged is None else self._given.judged.source
 
     @property
     def context_note(self) -> str:
@@ -343,8 +353,11 @@ class ModelWeights:
 
     def _choose_bits(self, kind: str) -> dict[int, int]:
         """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
+        if (judged := self._given.judged) is not None:
+            self._before = judged.logits
+            return judged.bits
         self.module.set_attn_implementation("eager")
-        errors, self._before = layer_errors(self.module, torch.tensor([self.text]), {kind, "int8"})
+        errors, self._before = layer_errors(self.module, {"input_ids": torch.tensor([self.text])}, {kind, "int8"})
         return choose_bits(kind, errors, self.module.get_output_embeddings())
 
     def check_quantized(self) -> None:
