@@ -318,7 +318,7 @@ def test_drafts_change_nothing_in_8_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_quantizing_is_judged_on_what_the_model_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no layer is rounded, logits through our cache are those of the whole model: no position or source is off."""
+    """Where no layer is rounded, logits through our cache are those of the whole model: no position is off."""
     from sakiyomi.model_executor.encoder_decoder import judged
 
     monkeypatch.setattr(judged, "choose_bits", lambda *_: {})
