@@ -1,4 +1,4 @@
-"""The tables of the article on Locret: systems as published, what fits, what 4 bits cost, and heads of another model."""
+"""The tables of the article on Locret: systems as published, what fits, 4 bits, and heads of another model."""
 
 from __future__ import annotations
 
