@@ -198,10 +198,28 @@ def test_tree_draws_a_round(pair: list[str]) -> None:
     assert first["path"], "the draft is the target: its first choice is right"
 
 
+def test_tree_as_a_picture(pair: list[str], tmp_path: Path) -> None:
+    """Every token of the tree stands in it; without a draft there are the predictions alone."""
+    pytest.importorskip("matplotlib")
+    arguments = ["tree", "Once upon a time", *pair, "--max-new-tokens", "8", "--json"]
+    whole, alone = tmp_path / "tree.svg", tmp_path / "places.svg"
+    result = runner.invoke(app, [*arguments, "--plot", str(whole)])
+    assert result.exit_code == 0, result.output
+    (drawn,) = json.loads(result.stdout.splitlines()[-1])["rounds"]
+    assert len(drawn["texts"]) == 12, "it drafts, whatever that costs"
+    shown = whole.read_text()
+    assert shown.count("last token") == 2 and "probability of the next token" in shown
+    without = runner.invoke(app, [*arguments, "--draft", "none", "--plot", str(alone)])
+    assert without.exit_code == 0, without.output
+    assert json.loads(without.stdout.splitlines()[-1])["rounds"] == []
+    assert "last token" not in alone.read_text()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--draft", "none"], "without a draft there is no tree"),
+        (["--draft", "none", "--top", "0"], "without a draft there is no tree"),
+        (["--plot", "tree.txt"], "ends in .png or .svg"),
         (["--rounds", "0"], "rounds is 0"),
         (["--top", "-1"], "top is -1"),
         (["--n", "2"], "n is 2"),

@@ -21,6 +21,7 @@ from sakiyomi.drafters.draft_length import (
     AutoSize,
     Costs,
     FixedSize,
+    Heuristic,
     Phase,
     Size,
     TokenValue,
@@ -79,6 +80,18 @@ def test_heuristic_starts_at_five_and_moves_by_two_up_one_down() -> None:
     for _ in range(20):
         policy.observe(policy.next(costs).depth, 0, 1.0)
     assert policy.next(costs).depth == 1
+
+
+def test_a_kept_length_is_the_next_requests_first() -> None:
+    """What transformers' assistant does; without being asked for it every request begins at five."""
+    kept = {"gamma": Heuristic(), "nodes": Heuristic()}
+    first = make_policy(SamplingParams(gamma="heuristic-kept"), kept=kept)
+    first.observe(5, 5, 0.1)
+    first.observe(7, 3, 0.1)
+    assert make_policy(SamplingParams(gamma="heuristic-kept"), kept=kept).next(costs) == Size(6, 6)
+    assert make_policy(SamplingParams(gamma="heuristic"), kept=kept).next(costs) == Size(5, 5)
+    tree = make_policy(SamplingParams(gamma=4, nodes="heuristic-kept"), kept=kept)
+    assert tree.next(costs) == Size(4, 5)
 
 
 def test_heuristic_nodes_grow_only_with_a_wholly_accepted_deepest_path() -> None:

@@ -12,24 +12,31 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
 
+import seq2seq_toys
 from medusa_toys import new_heads
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters import DRAFTERS
 from sakiyomi.drafters.medusa_heads.formats import write_heads
+from sakiyomi.drafters.ngram import NgramReader
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.figures import run as running
+from sakiyomi.evaluation.bench.figures.alphas import ORDERS, minima, model_rows, ngram_rows, runner_rows, tables_of
+from sakiyomi.evaluation.bench.figures.articles import ARTICLES
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.figures.page import Shown, page
+from sakiyomi.evaluation.bench.figures.races import OURS
 from sakiyomi.evaluation.bench.figures.ranks import draft_ranks
 from sakiyomi.evaluation.bench.figures.rivals import GreedyDraft
 from sakiyomi.evaluation.bench.figures.run import SECTIONS, run
 from sakiyomi.evaluation.bench.figures.section import THEMES, Section, picture
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.model_executor.loading import load_model
 from sakiyomi.sampling.verifiers import VERIFIERS
 from sakiyomi.theory import expected_tokens, guess_acceptance
 from toys import save_model, tiny_llama, tiny_tokenizer
@@ -93,7 +100,8 @@ def test_numbers_are_what_they_say(made: dict[str, Row]) -> None:
     assert {"bigram", "unigram", "its first 2 layers", "draft"} <= names
     assert {line["target"] for line in made["drafts"].lines} >= {"target"}
     ways = {line["name"] for line in made["temperature"].lines}
-    assert ways == {"plain", "sakiyomi", "sample and compare", "Medusa", "draft alone", "transformers assisted"}
+    ours = {"plain", "sakiyomi", "chain, +2/-1, ratio", "sample and compare", "Medusa", "draft alone"}
+    assert ways == ours | {"transformers assisted"}
     greedy = [line for line in made["temperature"].lines if not line["temperature"] and line["name"] != "draft alone"]
     assert all(line["equal"] for line in greedy)
 
@@ -114,6 +122,92 @@ def test_ranks_of_a_draft_that_is_the_target_are_all_the_first(toys: ReportConfi
     found = draft_ranks(llm.draft.model, prompts, texts)  # type: ignore[union-attr]
     assert found.places == 22
     assert found.accuracies()[0][0] == 1.0
+
+
+# ---------------------------------------------------------------- the theory
+
+
+def test_alpha_of_the_target_as_its_own_draft_is_one(toys: ReportConfig) -> None:
+    """Both ways to read rows, the engine's and transformers', agree; a row too far would show."""
+    llm = LLM(toys.target, draft="none", compile=False)
+    prompts, texts = [[5, 6, 7]], [[8, 9, 10, 11]]
+    ours, theirs = runner_rows(llm.target), model_rows(load_model(toys.target, dtype="auto", device="cpu").model)
+    assert minima(ours, theirs, prompts, texts, 1.0).alpha == pytest.approx(1, abs=1e-4)
+    assert minima(ours, theirs, prompts, texts, 0.0).alpha == 1
+
+
+def test_ngrams_have_a_whole_distribution() -> None:
+    """The one that their drafter ranks by: a bigram knows one token before, a unigram none."""
+    tables = tables_of([[1, 2, 3, 1, 2, 4, 1, 2, 3]], 8)
+    for name, order in ORDERS.items():
+        rows = ngram_rows(tables[name], 8)([1], [2, 3]).exp()
+        assert rows.sum(1).tolist() == pytest.approx([1, 1])
+        known = NgramReader(tables[name], 8).chances((2,) if order == 2 else (), 16)
+        assert {token: rows[1, token].item() for token in known} == pytest.approx(known)
+
+
+def test_the_formulas_and_the_proof(made: dict[str, Row]) -> None:
+    named = {line["name"]: line for line in made["formulas"].lines}
+    alpha, gamma = named["alpha"]["predicted"], made["formulas"].conditions["gamma"]
+    assert named["E"]["predicted"] == pytest.approx(expected_tokens(alpha, gamma))
+    assert named["E[X]"]["predicted"] == pytest.approx(named["E"]["predicted"])
+    assert named["reads of the target"]["measured"] == pytest.approx(1 / named["E"]["measured"])
+    plain, *others = made["traffic"].lines
+    assert plain["counted"] == pytest.approx(plain["predicted"], rel=0.05)
+    assert all(line["draft_weights_counted_bytes"] > 0 for line in others)
+    apart = {line["name"]: line["largest distance from p"] for line in made["lossless"].lines if "name" in line}
+    assert apart["ratio"] < 1e-5 < 0.02 < min(apart["resampled from the target"], apart["always accepted"])
+    for line in made["lossless"].lines[3:]:
+        assert line["accepted"] + line["recovered"] == pytest.approx(line["p"], abs=1e-5)
+
+
+def test_alphas_of_encoder_decoders(toys: ReportConfig, tmp_path: Path) -> None:
+    """T5, whose prompt is the encoder's; a causal pair beside it is a table of its own."""
+    for name, layers in (("large", 3), ("small", 1)):
+        model = seq2seq_toys.build("t5", layers=layers)
+        model.save_pretrained(tmp_path / "family" / name)
+        seq2seq_toys.TOKENIZER.save_pretrained(tmp_path / "family" / name)
+    config = dataclasses.replace(toys, out=str(tmp_path / "out"), sections=("alphas",), models=str(tmp_path / "family"))
+    (row,) = run(config)
+    assert row.error is None
+    pairs = {(line["target"], line["draft"]) for line in row.lines}
+    assert {("large", "small"), ("large", "bigram"), ("target", "draft")} <= pairs
+    assert not {("target", "small"), ("large", "draft")} & pairs
+    assert any("another tokenizer" in note for note in row.notes)
+    assert all(0 <= line[name] <= 1 for line in row.lines for name in ("T=0", "T=1"))
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_sizes_of_a_family_that_cannot_be_inflated(tmp_path: Path) -> None:
+    """OPT: its own checkpoints are measured, sizes that there are not are skipped with a line each."""
+    tokenizer = tiny_tokenizer()
+    for name, layers in (("large", 3), ("small", 2), ("draft", 1)):
+        torch.manual_seed(layers)
+        shape = {"vocab_size": len(tokenizer), "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64}
+        opt = OPTConfig(**shape, num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=128)
+        save_model(tmp_path / name, OPTForCausalLM(opt).eval(), tokenizer)
+    save_model(tmp_path / "other", tiny_llama(layers=1), seq2seq_toys.TOKENIZER)
+    config = ReportConfig(
+        str(tmp_path / "out"),
+        ("sizes",),
+        target=str(tmp_path / "small"),
+        draft=f"model:{tmp_path / 'draft'}",
+        sizes=(str(tmp_path / "large"), "134M", str(tmp_path / "other"), str(tmp_path / "none")),
+        repeats=1,
+        max_new_tokens=6,
+        count=1,
+        compile=False,
+    )
+    (row,) = run(config)
+    assert row.error is None
+    sizes = list(dict.fromkeys(line["parameters"] for line in row.lines))
+    assert len(sizes) == 2 and sizes == sorted(sizes)
+    assert {line["name"] for line in row.lines} == {"transformers plain", "transformers assisted", *OURS}
+    assert sum("is left out" in note for note in row.notes) == 3
+    assert any("another tokenizer" in note for note in row.notes)
+    assert all(line["equal"] for line in row.lines)
 
 
 # ---------------------------------------------------------------- what is kept
@@ -181,6 +275,12 @@ def test_refused_before_work(tmp_path: Path) -> None:
         ReportConfig("x", temperatures=(-1.0,))
     with pytest.raises(InputError, match="leave one"):
         ReportConfig("x", redraw=True, again=True)
+    with pytest.raises(InputError, match=r"no article 'x'; articles are ntt, medusa"):
+        ReportConfig("x", article="x")
+    with pytest.raises(InputError, match="leave out sections"):
+        ReportConfig("x", ("ranks",), article="ntt")
+    with pytest.raises(InputError, match="png or svg"):
+        ReportConfig("x", pictures="jpg")
 
 
 # ---------------------------------------------------------------- sections from elsewhere
@@ -228,8 +328,6 @@ def test_sample_and_compare_gives_the_targets_own_text(toys: ReportConfig) -> No
     (found,), (alone,) = rival.generate(prompt, params), plain.generate(prompt, params)
     assert found.token_ids == alone.token_ids
     ids = torch.tensor([[*prompt[0], *found.token_ids]])
-    from sakiyomi.model_executor.loading import load_model
-
     with torch.no_grad():
         p, q = (
             load_model(name, dtype="auto", device="cpu").model(ids).logits[0].double().softmax(-1)
@@ -293,6 +391,25 @@ def test_nothing_of_the_numbers_becomes_markup() -> None:
     assert not re.search(r"<(b|i|note|h|t|command|page)>", text)
     assert "<code>a &lt; b</code>" in text
     assert "<td>0.1235</td><td></td><td>yes</td>" in text
+
+
+# ---------------------------------------------------------------- articles
+
+
+def test_an_article_is_some_sections_in_its_order(toys: ReportConfig, made: dict[str, Row]) -> None:
+    assert all(set(one.sections) <= set(SECTIONS) for one in ARTICLES.values())
+    told: list[str] = []
+    drawn = dataclasses.replace(toys, sections=(), article="ntt", redraw=True, pictures="svg")
+    names = [row.name for row in run(drawn, told.append)]
+    assert names == [name for name in ARTICLES["ntt"].sections if name in made]
+    text = (Path(toys.out) / "index.html").read_text()
+    assert re.findall(r'<section id="([^"]+)"', text) == names
+    assert text.count("data:image/svg+xml;base64,") == 2 * len(names)
+    assert f"<h1>{ARTICLES['ntt'].title}, measured here</h1>" in text
+    assert "docs/articles/ntt.md" in text
+    once = (Path(toys.out) / "ranks.svg").read_bytes()
+    list(run(drawn))
+    assert (Path(toys.out) / "ranks.svg").read_bytes() == once
 
 
 # ---------------------------------------------------------------- the command

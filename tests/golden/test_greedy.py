@@ -145,7 +145,7 @@ def test_trees_drawn_chains_and_missing_drafts(name: str, skill: str) -> None:
             check_books(out, 3)
 
 
-@pytest.mark.parametrize("gamma", ["heuristic", "auto"])
+@pytest.mark.parametrize("gamma", ["heuristic", "heuristic-kept", "auto"])
 @pytest.mark.parametrize("skill", ["always", "sometimes", "never"])
 def test_gammas_that_move(skill: Skill, gamma: str) -> None:
     done = generate(llm_of("llama", skill), PROMPTS, params(gamma=gamma))
@@ -161,6 +161,15 @@ def test_the_heuristic_gamma_moves_as_documented() -> None:
         asked = [gammas[0] for gammas in drafter.asked]
         # The last one is cut by the room that is left.
         assert asked[: len(expected)][:-1] == expected[: len(asked)][:-1]
+
+
+def test_a_kept_gamma_goes_on_with_the_next_request() -> None:
+    drafter = Scripted(texts_of(PROMPTS, wanted("llama")), "never", VOCAB)
+    llm = LLM((model_of("llama"), TOKENIZER), drafter, compile=False)
+    for first in (5, 1):
+        drafter.asked.clear()
+        generate(llm, PROMPTS[:1], params(gamma="heuristic-kept"))
+        assert drafter.asked[0] == [first]
 
 
 def test_a_drafter_that_fails_changes_nothing_but_the_speed(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.cli.common import JsonOption, load
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sakiyomi.core.outputs import RoundTrace
     from sakiyomi.evaluation.predictions import Prediction
 
+DEPTH, NODES = 4, 12  # of the trees where nothing else is asked for
 WIDE = 1000  # columns: a deep tree is wrapped by the terminal, not cut
 
 
@@ -30,34 +31,45 @@ class TreeOptions:
         prompt: text to continue.
         rounds: how many rounds to draw, from the first one with draft tokens on.
         top: most probable tokens to show at each position of the prompt; 0: none.
+        plot: draw the predictions, the trees and their attention masks into this .png or .svg (needs matplotlib).
     """
 
     prompt: str = field(metadata={"argument": "PROMPT"})
     rounds: int = 1
     top: int = 3
+    plot: str | None = None
 
 
 def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
     """Draw draft trees.
 
-    The tree of a round: each token with p, the target's probability, and q, its drafter's; the accepted path, the
-    token that was rejected after it, and the target's own token.
+    What the target expects behind each token of the prompt. Then the tree of a round: each token with p, the target's
+    probability, and q, its drafter's; the accepted path, the token that was rejected after it, and the target's own
+    token. It drafts whether that pays or not: 12 nodes, 4 deep, if no gamma, tree or nodes are given.
     """
     at_least(options, rounds=1)
     if options.top < 0:
         raise InputError(f"top is {options.top}; expected 0 or more")
     if params.n > 1:
         raise InputError(f"n is {params.n}; one text is drawn: leave it out")
+    if options.plot is not None:
+        from sakiyomi.evaluation.bench.plot import check
+
+        check(options.plot)
     from sakiyomi.evaluation.predictions import predictions
 
+    if params.gamma == params.tree == params.nodes == "auto":
+        params = replace(params, gamma=DEPTH, nodes=NODES)
     llm = load(model)
-    if llm.draft is None:
-        raise InputError("without a draft there is no tree; give one, for instance --draft suffix or model:FOLDER")
+    if llm.draft is None and not options.top:
+        raise InputError("without a draft there is no tree, and with top 0 no prediction; give a draft or a top")
     tokens = llm.tokenizer(options.prompt)["input_ids"] if options.prompt else []
+    traces: Sequence[RoundTrace] = ()
     with progress("generating"):
-        result = llm.generate(options.prompt, params, rounds_trace=True)
+        if llm.draft is not None:
+            traces = llm.generate(options.prompt, params, rounds_trace=True).rounds_trace
         places = predictions(llm.target, tokens, options.top) if options.top else []
-    rounds = [traced for traced in result.rounds_trace if traced.tokens][: options.rounds]
+    rounds = [traced for traced in traces if traced.tokens][: options.rounds]
 
     def text(token: int) -> str:
         # A token alone: a space in front of it is part of it, and shown.
@@ -65,7 +77,14 @@ def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output:
 
     if not output.json:
         _show_places(places, text)
-        _show_rounds(rounds, text, len(result.rounds_trace))
+        if llm.draft is not None:
+            _show_rounds(rounds, text, len(traces))
+    if options.plot is not None:
+        from sakiyomi.evaluation.bench.figures.trees import draw, place_lines, tree_lines
+
+        if not places and not rounds:
+            raise InputError("no draft tokens were proposed, and with top 0 there is no prediction: nothing to draw")
+        draw(options.plot, place_lines(places, text), [tree_lines(traced, text) for traced in rounds])
     output.emit(
         {
             "target": model.target,
@@ -101,8 +120,8 @@ def _show_rounds(rounds: Sequence[RoundTrace], text: Any, passes: int) -> None:
     console = stdout()
     if not rounds:
         console.print(
-            f"no draft tokens were proposed in {passes} rounds: by the measured costs speculation does not pay here; "
-            "--gamma 4 forces it"
+            f"no draft tokens were proposed in {passes} rounds: the drafter had none, or with gamma auto they do not "
+            "pay here"
         )
     for traced in rounds:
         console.print()

@@ -40,14 +40,16 @@ class SamplingParams:
         seed: makes sampling reproducible; None: a new one for each request.
         stop: strings that end the text (one string counts as a list of one).
         stop_token_ids: tokens that end the text, besides the model's own end tokens.
-        gamma: draft tokens, or tree depth, per round: a number, "auto" (by measured costs) or "heuristic" (+2 / -1).
+        gamma: draft tokens, or tree depth, per round: a number, "auto" (by measured costs), "heuristic" (5 at first; +2
+            after a wholly accepted draft, else -1) or "heuristic-kept" (the same, and the next request begins where
+            the last one was).
         tree: shape of what a draft model proposes: "chain", "best-first" (the nodes most likely to be accepted),
             "ddtree" (the most probable ones by the draft alone), "dynamic" (the best few nodes of every level are
             expanded), "static" (the best shape for the acceptance measured by rank), or "auto": with gamma "auto" the
             tree that pays by measured costs, with a number a chain. A list fixes it:
             of counts, ``[1, 7, 6]`` for 7 first tokens and 6 behind each (the 1 stands for the target's own token), or
             of nodes, each the ranks on the way to it, ``[[0], [1], [0, 0]]``: Medusa's ``medusa_choices``.
-        nodes: most nodes of the tree: a number, "auto" (by measured costs) or "heuristic" (starts at 5; +2 / -1).
+        nodes: most nodes of the tree: a number, or a word as of gamma.
         repetition_penalty: above 1 makes tokens of prompt and text less probable, below 1 more.
         bad_words: words, or lists of token ids, that must not be generated.
         logit_bias: added to the logits of these tokens.
@@ -60,8 +62,9 @@ class SamplingParams:
         acceptance: rule by which draft tokens are accepted: "ratio", "coupled", "block" (a chain as a whole) or
             "traversal" (a tree as a whole), all lossless; "auto" chooses. "typical" is lossy: it accepts tokens that
             are probable enough.
-        epsilon, delta: thresholds of typical acceptance (arXiv 2401.10774, section 2.3.1): a token is accepted if
-            its probability is above the smaller of epsilon and delta x exp(-entropy).
+        epsilon, delta: thresholds of typical acceptance (arXiv 2401.10774, section 2.3.1), Medusa's posterior_threshold
+            and posterior_alpha: a token is accepted if its probability is above the smaller of epsilon and delta x
+            exp(-entropy).
 
     Raises:
         InputError: a value that makes no sense.
@@ -264,8 +267,8 @@ def _integer(name: str, value: Any, low: int, remedy: str, high: int | None = No
 def _dial(name: str, value: int | str, what: str) -> None:
     if not isinstance(value, str):
         _integer(name, value, 1, 'to generate without a draft pass draft="none"')
-    elif value not in ("auto", "heuristic"):
-        raise InputError(f'{name} is {value!r}; it is a number of {what}, "auto" or "heuristic"')
+    elif value not in ("auto", "heuristic", "heuristic-kept"):
+        raise InputError(f'{name} is {value!r}; it is a number of {what}, "auto", "heuristic" or "heuristic-kept"')
 
 
 def _number(name: str, value: Any, low: float, high: float, remedy: str, *, open_low: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol
@@ -154,7 +154,10 @@ class DraftLengthPolicy(Protocol):
 
 @dataclass(slots=True)
 class Heuristic:
-    """Two more after a wholly accepted draft, else one less, at least one (transformers' "heuristic" schedule)."""
+    """Two more after a wholly accepted draft, else one less, at least one.
+
+    Transformers' schedule "heuristic" where requests share one, "heuristic_transient" where each has its own.
+    """
 
     number: int = 5
 
@@ -383,9 +386,11 @@ def _number(dial: int | Heuristic | None, most: int) -> int:
     return dial if isinstance(dial, int) else dial.number
 
 
-def _dial(value: int | str) -> int | Heuristic | None:
+def _dial(value: int | str, kept: Heuristic | None) -> int | Heuristic | None:
     if isinstance(value, int):
         return value
+    if value == "heuristic-kept":
+        return kept or Heuristic()
     return Heuristic() if value == "heuristic" else None
 
 
@@ -414,21 +419,29 @@ class BoundedSize:
         self._policy.observe(drafted, accepted, seconds)
 
 
-def make_policy(params: SamplingParams, depth: int | None = None, *, bounded: bool = False) -> DraftLengthPolicy:
+def make_policy(
+    params: SamplingParams,
+    depth: int | None = None,
+    *,
+    bounded: bool = False,
+    kept: Mapping[str, Heuristic] | None = None,
+) -> DraftLengthPolicy:
     """The policy that ``gamma``, ``nodes`` and ``tree`` name; values were checked there.
 
     Args:
         params: of the request.
         depth: a tuned one.
         bounded: what is not left to "auto", which weighs costs by itself, is bounded by what others can bear.
+        kept: the schedules of gamma and nodes that an engine's requests share; None: the request begins anew.
     """
     if params.gamma == "auto" and params.tree in ("auto", "chain") and params.nodes == "auto" and not params.choices:
         return AutoSize(params.builder != "chain", depth)
-    fixed = _fixed(params)
+    fixed = _fixed(params, kept or {})
     return BoundedSize(fixed) if bounded else fixed
 
 
-def _fixed(params: SamplingParams) -> FixedSize:
+def _fixed(params: SamplingParams, kept: Mapping[str, Heuristic]) -> FixedSize:
     if params.choices:
         return FixedSize(max(map(len, params.choices)), len(params.choices), chain=False)
-    return FixedSize(_dial(params.gamma), _dial(params.nodes), chain=params.builder == "chain")
+    gamma, nodes = _dial(params.gamma, kept.get("gamma")), _dial(params.nodes, kept.get("nodes"))
+    return FixedSize(gamma, nodes, chain=params.builder == "chain")

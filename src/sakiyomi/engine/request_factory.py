@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
@@ -12,7 +12,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.core.text import TextStream
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.draft_length import FixedSize, make_policy
+from sakiyomi.drafters.draft_length import FixedSize, Heuristic, make_policy
 from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
 from sakiyomi.engine.request import Request, RequestOptions, RetainedSlot
 from sakiyomi.sampling.rng import RequestNoise
@@ -66,6 +66,9 @@ class RequestFactory:
     exact: bool
     depth: int | None
     ids: Iterator[int] = field(default_factory=itertools.count)
+    _lengths: Mapping[str, Heuristic] = field(
+        default_factory=lambda: {"gamma": Heuristic(), "nodes": Heuristic()}, init=False
+    )
 
     def make(
         self,
@@ -93,7 +96,9 @@ class RequestFactory:
         context = Context(next(self.ids), tokens, params, verifier.rule, noise, stops, source=asked.source)
         context.shares = shares and not self.exact
         sampler, text = Sampler(params, self.vocab_size), TextStream(self.tokenizer, params.stop)
-        policy = make_policy(params, depth, bounded=bounded) if drafted else FixedSize(0, 0, chain=True)
+        policy = (
+            make_policy(params, depth, bounded=bounded, kept=self._lengths) if drafted else FixedSize(0, 0, chain=True)
+        )
         last = min(len(tokens) + params.max_new_tokens, self.max_context)
         live = live or bool(params.stop)
         return Request(context, len(tokens), sampler, verifier, policy, text, last, live=live, shares=shares, **options)

@@ -87,9 +87,9 @@ class Speculation(Strict):
     """
 
     drafter: str = "auto"
-    gamma: Annotated[int, Field(ge=1, le=256), WHOLE] | Literal["auto", "heuristic"] = "auto"
+    gamma: Annotated[int, Field(ge=1, le=256), WHOLE] | Literal["auto", "heuristic", "heuristic-kept"] = "auto"
     tree: Literal["auto", "chain", "best-first", "ddtree", "dynamic", "static"] = "auto"
-    nodes: Annotated[int, Field(ge=1, le=1024), WHOLE] | Literal["auto", "heuristic"] = "auto"
+    nodes: Annotated[int, Field(ge=1, le=1024), WHOLE] | Literal["auto", "heuristic", "heuristic-kept"] = "auto"
 
 
 class JsonSchema(Strict):

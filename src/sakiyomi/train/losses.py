@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+TOPS = 5  # first guesses in which a label is looked for
 # Logits that `heads_loss` holds at a time, in numbers: 4 MiB in float32, which stays in the caches of a CPU.
 LOGITS_AT_ONCE = 1 << 20
 SMALLEST_NUMBER = 1e-37  # of float32, about: a probability that is 0 would have an infinite loss
@@ -66,7 +67,8 @@ def heads_loss(features: Tensor, head: Tensor, labels: Tensor, weights: Tensor) 
         weights: (K, n) float32, 0 where a position does not count.
 
     Returns:
-        The sum over heads of each one's weighted mean, and the plain means of each, (K), without gradient.
+        The sum over heads of each one's weighted mean, and plain means of each, (K, 1 + TOPS), without gradient: of the
+        loss in nats, then of whether the label is among the head's first 1, 2, ... guesses.
     """
     device = features.device.type
     if torch.is_autocast_enabled(device):
@@ -145,7 +147,9 @@ class _HeadsLoss(torch.autograd.Function):
         # In float32: a loss may be scaled behind it, for a precision in which small gradients vanish.
         grad_features = torch.empty_like(features, dtype=torch.float32)
         grad_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        total, means = features.new_zeros((), dtype=torch.float32), features.new_zeros(heads, dtype=torch.float32)
+        total = features.new_zeros((), dtype=torch.float32)
+        means = features.new_zeros(heads, 1 + TOPS, dtype=torch.float32)
+        tops = torch.arange(1, 1 + TOPS, device=features.device)
         scale = weights / (weights > 0).sum(1, keepdim=True).clamp_min(1)
         piece = max(1, LOGITS_AT_ONCE // wide.shape[1])
         with torch.autocast(features.device.type, enabled=False):
@@ -155,16 +159,19 @@ class _HeadsLoss(torch.autograd.Function):
                     right, share = labels[k, some, None], scale[k, some, None]
                     read = features[k, some]
                     grad = torch.softmax(read @ wide[k].T, 1, dtype=torch.float32)
-                    each = -grad.gather(1, right).clamp_min(SMALLEST_NUMBER).log()
+                    chance = grad.gather(1, right)
+                    each = -chance.clamp_min(SMALLEST_NUMBER).log()
                     total += (each * share).sum()
-                    means[k] += (each * (share > 0)).sum()
+                    means[k, 0] += (each * (share > 0)).sum()
+                    before = (grad > chance).sum(1, keepdim=True)  # guesses that the head prefers to the label
+                    means[k, 1:] += ((before < tops) & (share > 0)).sum(0)
                     # The gradient of the logits, but for the scale of each row, which is cheaper behind the product.
                     grad = grad.scatter_add_(1, right, torch.full_like(each, -1.0)).to(dtype)
                     grad_features[k, some] = (grad @ wide[k]) * share
                     if grad_head is not None:
                         into = grad_head[k] if head.dim() == 3 else grad_head
                         into.add_((grad.T @ (read * share.to(dtype))).float())
-        means /= (weights > 0).sum(1).clamp_min(1)
+        means /= (weights > 0).sum(1, keepdim=True).clamp_min(1)
         ctx.save_for_backward(grad_features, grad_head)
         ctx.dtype = dtype
         ctx.mark_non_differentiable(means)

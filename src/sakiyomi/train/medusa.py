@@ -142,7 +142,8 @@ class _Medusa(Recipe[MedusaConfig]):
             (folder / TUNED).unlink(missing_ok=True)  # of heads that are no longer there
             ranks = {name: rank_answers(heads, self.backbone, some) for name, some in self.texts.items()}
             accuracies = {name: found.accuracies() for name, found in ranks.items()}
-            drawn = plot_heads(self.log.curve(), accuracies, folder / "accuracy.png")
+            picture = folder / "accuracy.png"
+            drawn = plot_heads(self.log.curve(), accuracies, picture, tops=self.log.curve("top"))
         held = memory(config, self.target, heads, adapters, self.device)
         self.reporter.note(held["explained"])
         more = {

@@ -29,7 +29,7 @@ PIECE = 512  # positions whose logits over the vocabulary are held at a time
 def guess_loss(
     config: MedusaConfig, heads: MedusaHeads, hidden: Tensor, rows: Tensor, weight: Tensor, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Loss of the heads on a batch, and each head's own mean in nats.
+    """Loss of the heads on a batch, and each head's own means, see ``losses.heads_loss``.
 
     Args:
         config: of the run.
@@ -89,7 +89,7 @@ class Joint(nn.Module):
         return self
 
     def loss(self, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Loss of both on a batch, and each head's own mean in nats."""
+        """Loss of both on a batch, and each head's own means."""
         config, weight = self._config, self._backbone.weight
         ids = torch.where(rows < 0, ~rows, rows)[:, :-1]
         hidden = self._backbone(ids)

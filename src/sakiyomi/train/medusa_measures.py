@@ -44,7 +44,10 @@ class Answers:
 
 
 class HeadLog:
-    """The loss of each head at every step, in nats, a line each in a file that a resumed run goes on with.
+    """The means of each head at every step, a line each in a file that a resumed run goes on with.
+
+    A line has ``step``, ``loss`` (K) in nats and, where it is known, ``top`` (K, 5): the share of places whose token
+    was among a head's first 1, 2, ... 5 guesses.
 
     Args:
         path: of the file.
@@ -65,22 +68,26 @@ class HeadLog:
             self._file.close()
 
     def add(self, step: int, means: Tensor) -> None:
-        """The next step's."""
-        self._fresh.append([round(loss, 5) for loss in means.tolist()])
+        """The next step's: (K) losses, or (K, 1 + 5) with the shares behind them."""
+        rounded = [[round(value, 5) for value in each] for each in means.reshape(len(means), -1).tolist()]
+        self._fresh.append([loss for loss, *_ in rounded])
+        line: dict[str, Any] = {"step": step, "loss": self._fresh[-1]}
+        if means.dim() > 1:
+            line["top"] = [tops for _, *tops in rounded]
         with writing(self._path):
-            self._file.write(json.dumps({"step": step, "loss": self._fresh[-1]}) + "\n")
+            self._file.write(json.dumps(line) + "\n")
 
     def recent(self) -> list[float]:
-        """Means over the steps since this was asked last."""
+        """Mean losses over the steps since this was asked last."""
         found = np.mean(self._fresh, axis=0).tolist() if self._fresh else []
         self._fresh = []
         return list(found)
 
-    def curve(self, most: int = 200) -> list[tuple[int, list[float]]]:
-        """Means over so many steps that a curve has few points."""
+    def curve(self, key: str = "loss", most: int = 200) -> list[tuple[int, list[Any]]]:
+        """Means over so many steps that a curve has few points; ``key``: loss or top."""
         lines = self._path.read_text(encoding="utf-8").splitlines()
         # Steps behind the checkpoint that a run was resumed from were made again: the later line counts.
-        steps = {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
+        steps = {entry["step"]: entry[key] for entry in map(json.loads, lines) if key in entry}
         means = sorted(steps.items())
         size = max(1, -(-len(means) // most))
         pieces = [means[at : at + size] for at in range(0, len(means), size)]

@@ -44,6 +44,7 @@ def plot_heads(
     accuracies: Mapping[str, Sequence[Sequence[float]]],
     path: Path,
     what: str = "head",
+    tops: Sequence[tuple[int, Sequence[Sequence[float]]]] = (),
 ) -> bool:
     """Draw the loss of each head over the steps, and how often its first guesses hold the token that came.
 
@@ -52,6 +53,7 @@ def plot_heads(
         accuracies: by held-out file, of each head by rank.
         path: of the picture.
         what: has such a loss.
+        tops: steps, and of each head the share of training places whose token was among its first 1, 2, ... guesses.
 
     Returns:
         False where matplotlib is not installed; nothing is written then.
@@ -59,7 +61,15 @@ def plot_heads(
     figure = _figure()
     if figure is None:
         return False
-    left, right = figure.subplots(1, 2)
+    left, *middle, right = figure.subplots(1, 3 if tops else 2)
+    for axes in middle:
+        most = len(tops[0][1][0])
+        for head in range(len(tops[0][1])):
+            for at, style in ((0, "-"), (most - 1, ":")):
+                curve = [each[head][at] for _, each in tops]
+                axes.plot([step for step, _ in tops], curve, style, color=COLOURS[head % 6], linewidth=1.2)
+        axes.set(xlabel="step", ylim=(0, 1), title=f"training: first guess, first {most} (dots)")
+        axes.grid(alpha=0.3)
     for head in range(len(losses[0][1]) if losses else 0):
         curve = [each[head] for _, each in losses]
         left.plot([step for step, _ in losses], curve, color=COLOURS[head % 6], linewidth=1.2)

@@ -5,6 +5,7 @@ Ranks are measured along texts that the target wrote itself, so that the token t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -61,9 +62,19 @@ class Ranks:
         Args:
             paths: nodes of the tree; ancestors of a node are nodes too.
         """
+        return self.places / max(len(self._rounds(paths)), 1)
+
+    def accepted(self, paths: Paths) -> dict[tuple[int, ...], float]:
+        """For each node of a fixed tree the share of rounds in which it was accepted, counted as ``replay`` does."""
+        rounds = self._rounds(paths)
+        counts = Counter(path[: depth + 1] for path in rounds for depth in range(len(path)))
+        return {path: counts[path] / max(len(rounds), 1) for path in paths}
+
+    def _rounds(self, paths: Paths) -> list[tuple[int, ...]]:
+        """The accepted path of each round."""
         nodes = set(paths)
         deepest = max(map(len, nodes), default=0)
-        rounds = 0
+        found = []
         for text in self.texts:
             place = 0
             while place < len(text):
@@ -72,8 +83,8 @@ class Ranks:
                 while taken < deepest and path[: taken + 1] in nodes:
                     taken += 1
                 place += taken + 1
-                rounds += 1
-        return self.places / max(rounds, 1)
+                found.append(path[:taken])
+        return found
 
     def best(self, nodes: int, heads: int | None = None, width: int = LISTED) -> list[tuple[int, ...]]:
         """The tree of so many nodes with the most expected tokens, by products of the heads' accuracies.

@@ -68,13 +68,17 @@ class Meter:
             )
         return found
 
+    def passes(self) -> list[dict[str, float]]:
+        """Of the target, then of the draft if there is one: decoding passes, their rows, bytes of keys and values."""
+        return [{"passes": one.count, "rows": one.rows, "kv": one.read} for one in self._counts.values()]
+
 
 class _Passes:
-    """Of one model: decoding passes, their seconds, bytes of keys and values that they read; the most of any pass."""
+    """Of one model: decoding passes, their rows and seconds, bytes of keys and values read; the most of any pass."""
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
-        self.count = self.read = self.most = 0
+        self.count = self.rows = self.read = self.most = 0
         self.seconds = 0.0
 
     def add(self, plan: BatchPlan, seconds: float) -> None:
@@ -84,6 +88,7 @@ class _Passes:
         # A prompt's pass computes more than it reads, and an empty one was only timed.
         if plan.parts and not any(part.prompt for part in plan.parts):
             self.count, self.read, self.seconds = self.count + 1, self.read + held, self.seconds + seconds
+            self.rows += sum(len(part.tokens) for part in plan.parts)
 
 
 @functools.cache

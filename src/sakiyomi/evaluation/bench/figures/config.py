@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.figures.articles import article
 
-__all__ = ["ReportConfig"]
+__all__ = ["PICTURES", "ReportConfig"]
+
+PICTURES = ("png", "svg")
 
 
 @dataclass(frozen=True)
@@ -20,18 +24,23 @@ class ReportConfig:
 
     Attributes:
         out: folder of the page; index.html, a picture a section for light and for dark, and data/ with all numbers.
-        sections: sections to make (again for each), all if none is given: sizes, temperature, ranks, drafts, medusa,
-            tree, rounds, expected, operations, heads, memory, predicted.
+        sections: sections to make (again for each), all if none is given: places, sizes, temperature, ranks, drafts,
+            alphas, medusa, tree, several, rounds, expected, formulas, operations, traffic, lossless, heads,
+            sparse, threshold, memory, predicted.
+        article: make the sections of one article: ntt, medusa, theory, huggingface, locret.
         redraw: measure nothing: draw all pictures and the page again from the numbers in the folder.
         again: measure again what the folder has already. Otherwise sections that were measured with these settings are
             kept, so that an interrupted run continues.
+        pictures: png or svg.
         target: embedded name, folder or hub id.
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         heads: Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
-        sizes: for sections sizes and medusa, parameters (again for each) to which target and heads are inflated, a
-            function-preserving expansion, beside the target as it is; the models stay in the folder. none: no others.
+        sizes: for sections sizes and medusa, further targets (again for each) beside the target as it is: checkpoints
+            of one family (folder or hub id; heads in FOLDER/medusa), or numbers of parameters (134M) to which target
+            and heads are inflated, a function-preserving expansion that stays in the folder. none: no others.
         temperatures: for section temperature (again for each).
-        models: for section drafts, a folder of models of one tokenizer: the largest is a target, the others its drafts.
+        models: for sections drafts, alphas and several, a folder of models of one tokenizer: the largest is a target,
+            the others its drafts.
         predictions: for section predicted, what `tune --all --json` printed; measured here if not given.
         memory_target: for section memory, the model that answers long prompts.
         memory_lengths: for section memory, tokens of the prompts (again for each).
@@ -49,8 +58,10 @@ class ReportConfig:
 
     out: str = field(metadata={"argument": "OUT_FOLDER"})
     sections: tuple[str, ...] = ()
+    article: str | None = None
     redraw: bool = False
     again: bool = False
+    pictures: str = "png"
     target: str = DEFAULT
     draft: str = "auto"
     heads: str | None = None
@@ -78,10 +89,22 @@ class ReportConfig:
             raise InputError(f"temperatures is {self.temperatures}; expected one or more, none below 0")
         if self.redraw and self.again:
             raise InputError("redraw measures nothing and again measures anew; leave one of the two out")
+        if self.article is not None:
+            if self.sections:
+                raise InputError(f"article {self.article!r} is a list of sections; leave out sections, or the article")
+            article(self.article)
+        if self.pictures not in PICTURES:
+            raise InputError(f"pictures is {self.pictures!r}; expected {' or '.join(PICTURES)}")
 
     def bench(self, **changed: Any) -> BenchConfig:
         """The settings as rows of ``bench`` take them, some of them changed."""
         return BenchConfig(**{name: getattr(self, name) for name in (*COMMON, "heads")} | changed)
+
+    def wanted(self, known: Iterable[str]) -> tuple[str, ...]:
+        """The sections that are asked for; ``known``: all of them."""
+        if self.article is not None:
+            return article(self.article).sections
+        return self.sections or tuple(known)
 
     def asked(self, more: tuple[str, ...]) -> dict[str, Any]:
         """Settings that a section depends on, as JSON values: what it measured before counts while they are the same.

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.ngram_file import FileTables
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.bench.figures.alphas import COUNTED, family, minima, ngram_rows, runner_rows, tables_of
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_below, stacked
 from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of
 from sakiyomi.evaluation.bench.models import NearTies
@@ -20,7 +20,6 @@ from sakiyomi.evaluation.bench.runner import Spread
 from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.candidates import made
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.train.ngram import count_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["DRAFTS"]
 
 TEMPERATURES = (0.0, 1.0)
-COUNTED = 4  # texts behind each prompt that n-grams are counted in
-ORDERS = {"bigram": 2, "unigram": 1}
 EXITS = (4, 2)  # a target's first layers: a half, a quarter
 
 
@@ -49,7 +46,7 @@ def drafts(work: Work) -> Row:
     if config.models is None:
         notes.append("No folder of further checkpoints was given (--models): those lines are left out.")
     else:
-        models = _family(config.models)
+        models = family(config.models)
         target, others = models[0], models[1:]
         llm = load(config.bench(target=str(target)), "none", compile=config.compile)
         found, why = made([f"model:{folder}" for folder in others], llm.drafter, (), work.note)
@@ -60,19 +57,6 @@ def drafts(work: Work) -> Row:
     return Row("drafts", "alpha and speed-up by draft", lines, work.laps() | conditions, notes)
 
 
-def _family(name: str) -> list[Path]:
-    """Folders of models, the largest first.
-
-    Raises:
-        InputError: there are less than two.
-    """
-    folder = Path(name).expanduser()
-    found = [part.parent for part in folder.glob("*/config.json")]
-    if len(found) < 2:
-        raise InputError(f"models is {name!r}, which holds {len(found)} models; expected a folder of two or more")
-    return sorted(found, key=lambda part: sum(file.stat().st_size for file in part.glob("*.safetensors")), reverse=True)
-
-
 def _compared(
     work: Work, llm: LLM, loaded: Any, target: str, drafters: dict[str, Any], notes: list[str]
 ) -> list[dict[str, Any]]:
@@ -80,25 +64,33 @@ def _compared(
     prompts = [loaded.tokenizer(text).input_ids[: work.config.prompt_tokens] for text in work.config.bench().texts()]
     sizes = {name: drafter.model.weights.bytes for name, drafter in drafters.items()}
     work.note(f"drafts: {target} writes texts to count")
-    drafters = drafters | _counted(work, llm, prompts)
+    tables = _counted(work, llm, prompts)
+    rows = {name: runner_rows(drafter.model) for name, drafter in drafters.items()}
+    rows |= {name: ngram_rows(table, llm.vocab_size) for name, table in tables.items()}
+    drafters = drafters | {name: NgramDrafter(llm.vocab_size, table) for name, table in tables.items()}
     llm.wait()
     judge = NearTies(loaded.model, prompts)
     engines = {"plain": EngineView(llm), **{name: EngineView(llm, one, strict=True) for name, one in drafters.items()}}
     found: dict[float, Any] = {}
+    texts: dict[float, list[list[int]]] = {}
     for temperature in TEMPERATURES:
         params = work.params(temperature=temperature, seed=7, acceptance="ratio", tree="chain")
+        texts[temperature] = [EngineView(llm).generate([prompt], params)[0].token_ids for prompt in prompts]
         runs = {name: partial(lap, engine, prompts, params) for name, engine in engines.items()}
         what = f"drafts of {target}, T={temperature:g}"
         found[temperature] = work.row(what).race(runs, None if temperature else judge)
         notes += notes_of(f"{target}, T={temperature:g}", found[temperature])
     lines = []
     for at, name in enumerate(drafters, start=1):
-        line: dict[str, Any] = {"name": name, "target": target, "weight_bytes": sizes.get(name)}
+        guessed = name in tables
+        line: dict[str, Any] = {"name": name, "target": target, "weight_bytes": sizes.get(name), "guesses": guessed}
         for temperature, standings in found.items():
             plain, own = standings[0], standings[at]
             step = plain.median("score_ms") + plain.median("overhead_ms")
             t = f"{temperature:g}"
-            line |= {f"alpha, T={t}": own.median("alpha"), f"tau, T={t}": own.median("tau")}
+            known = minima(runner_rows(llm.target), rows[name], prompts, texts[temperature], temperature)
+            line |= {f"alpha, T={t}": known.alpha, f"first guess, T={t}": known.guess}
+            line |= {f"counted, T={t}": own.median("alpha"), f"tau, T={t}": own.median("tau")}
             line |= {f"speed-up, T={t}": line_of(own)["ratio"], f"A/A, T={t}": Spread.shown(standings)}
             if not temperature:
                 line["c"] = own.median("draft_ms") / work.config.gamma / step
@@ -106,21 +98,15 @@ def _compared(
     return lines
 
 
-def _counted(work: Work, llm: LLM, prompts: Sequence[list[int]]) -> dict[str, NgramDrafter]:
+def _counted(work: Work, llm: LLM, prompts: Sequence[list[int]]) -> dict[str, FileTables]:
     """Tables of what the target says at temperature 1 with other seeds than those that are measured."""
-    import numpy as np
-
     engine = EngineView(llm)
     texts = [
-        np.array(engine.generate([prompt], work.params(temperature=1.0, seed=100 + sample))[0].token_ids, np.int64)
+        engine.generate([prompt], work.params(temperature=1.0, seed=100 + sample))[0].token_ids
         for sample in range(COUNTED)
         for prompt in prompts
     ]
-    found = {}
-    for name, order in ORDERS.items():
-        tables = FileTables(order, count_tables(texts, order, llm.vocab_size))
-        found[name] = NgramDrafter(llm.vocab_size, tables)
-    return found
+    return tables_of(texts, llm.vocab_size)
 
 
 def _paint_drafts(row: Row, theme: Theme) -> Figure:
@@ -140,7 +126,11 @@ def _paint_drafts(row: Row, theme: Theme) -> Figure:
             beside = [place + 0.38 * (at - 0.5) for place in places]
             axes.barh(beside, values, height=0.36, color=theme.colours[at], label=f"T={temperature:g}")
             for place, value in zip(beside, values, strict=True):
-                axes.text(value, place, f" {value:.2f}", va="center", fontsize=8)
+                axes.text(value, place, f"  {value:.2f}", va="center", fontsize=8)
+            if key == "alpha":
+                counted = [line[f"counted, T={temperature:g}"] for line in row.lines]
+                label = "counted" if not at else None
+                axes.plot(counted, beside, "D", color=theme.ink, markersize=4, label=label)
         for target, place in heads.items():
             axes.text(0, place, f" target {target}", va="center", fontsize=9, style="italic")
         axes.set_yticks(places, [line["name"] for line in row.lines])
@@ -158,13 +148,17 @@ def _alt_drafts(row: Row) -> str:
         speed = line["speed-up, T=0"]
         fast = "" if speed is None else f", {speed:.2f} times plain"
         alphas = f"alpha {line['alpha, T=0']:.2f}, sampled {line['alpha, T=1']:.2f}"
+        alphas += f" (counted {line['counted, T=0']:.2f} and {line['counted, T=1']:.2f})"
         said.append(f"{line['name']} for {line['target']} {alphas}{fast}")
     return f"Bars of alpha and of speed-up at temperature 0 and 1, by draft: {'; '.join(said)}."
 
 
 DRAFTS = Section(
     "Alpha and speed-up by draft",
-    "A draft has to be right often and cost little. Chains of one length, by rejection sampling (the ratio rule). "
+    "A draft has to be right often and cost little. Bars of alpha: the mean of the sum of min(p, q) over the places of "
+    "a text of the target, its definition. Diamonds: accepted over judged tokens of chains of one length, by rejection "
+    "sampling (the ratio rule). n-grams propose their first guess, which is accepted with p of that guess, so that "
+    "what is counted of them is not their alpha. "
     "Bigrams and unigrams are counted in texts that the target wrote with other seeds; the first layers of a target "
     "are a draft without a second model. c in the table: a draft step in plain steps.",
     drafts,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sakiyomi.evaluation.bench.figures.articles import articles_of
 from sakiyomi.evaluation.bench.figures.section import Section
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
@@ -49,7 +50,8 @@ class Shown:
         row: the numbers; its error is shown in the place of a picture.
         command: that measures it again.
         machine: where it was measured.
-        pictures: PNG by theme; empty where there is nothing to draw.
+        pictures: by theme; empty where there is nothing to draw.
+        kind: of the pictures, png or svg.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Shown:
     command: str
     machine: Mapping[str, Any]
     pictures: Mapping[str, bytes]
+    kind: str = "png"
 
 
 def page(title: str, sections: Iterable[Shown]) -> str:
@@ -100,14 +103,17 @@ def _section(part: Shown) -> str:
         lines.append(f'<p class="skipped">Not measured: {html.escape(part.row.error)}</p>')
     if part.pictures:
         alt = html.escape(part.section.alt(part.row))
-        dark = f'<source srcset="{_data(part.pictures["dark"])}" media="(prefers-color-scheme: dark)">'
-        light = f'<img src="{_data(part.pictures["light"])}" alt="{alt}">'
+        images = {theme: _data(content, part.kind) for theme, content in part.pictures.items()}
+        dark = f'<source srcset="{images["dark"]}" media="(prefers-color-scheme: dark)">'
+        light = f'<img src="{images["light"]}" alt="{alt}">'
         lines.append(f"<figure><picture>{dark}{light}</picture><figcaption>{alt}</figcaption></figure>")
     notes = "\n".join(f"<li>{html.escape(note)}</li>" for note in part.row.notes)
     lines.append(f'<ul class="small">\n{notes}\n</ul>' if notes else "")
     if part.row.lines:
         lines.append(f'<details><summary>Numbers</summary><div class="wide">{_table(part.row)}</div></details>')
     lines.append(f'<p class="small">Command: <code>{html.escape(part.command)}</code></p>')
+    pages = ", ".join(f"<code>docs/articles/{name}.md</code>" for name in articles_of(part.name))
+    lines.append(f'<p class="small">A figure of {pages}</p>' if pages else "")
     known = condition_line({**part.row.conditions, **part.machine})
     lines.append(f'<p class="small">Conditions: {html.escape(known)}</p>' if known else "")
     return "\n".join([*filter(None, lines), "</section>"])
@@ -140,5 +146,6 @@ def _prose(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
-def _data(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+def _data(content: bytes, kind: str) -> str:
+    name = {"png": "png", "svg": "svg+xml"}[kind]
+    return f"data:image/{name};base64," + base64.b64encode(content).decode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import SakiyomiError
@@ -15,9 +16,9 @@ from sakiyomi.evaluation.bench.figures.rivals import GreedyDraft
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_below, stacked
 from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of
 from sakiyomi.evaluation.bench.frame import PairRow, peer_lap
+from sakiyomi.evaluation.bench.models import WAYS
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread
-from sakiyomi.evaluation.bench.speed import everybody
 from sakiyomi.evaluation.loading import load
 
 if TYPE_CHECKING:
@@ -25,37 +26,65 @@ if TYPE_CHECKING:
 
 __all__ = ["MEDUSA", "SIZES", "TEMPERATURE"]
 
+OURS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chain": {"tree": "chain"},
+    "chain, +2/-1": {"gamma": "heuristic", "tree": "chain"},
+    "tree, +2/-1": {"gamma": "auto", "tree": "best-first", "nodes": "heuristic"},
+    "auto": {"gamma": "auto"},
+}
+"""Ways of the pair by name, with what they ask for; plain asks for no draft. +2/-1 begins at 5 tokens, or 5 nodes."""
+
 
 def _by_size(
     what: str, work: Work, contenders: Callable[[PairRow, str | None], Sequence[Contender]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Lines and notes of a race at each size: the target as it is, and inflated.
+    """Lines and notes of a race at each size, the smallest first; a size that there is not is skipped with a line.
 
     Args:
         what: names the section.
         work: the report's.
         contenders: are made from the row of a size and the heads that go with it.
+
+    Raises:
+        SakiyomiError: no size could be measured.
     """
     lines: list[dict[str, Any]] = []
     notes: list[str] = []
+    failed: SakiyomiError | None = None
     for size in ("", *work.config.sizes):
-        row, heads = work.sized(what, size)
-        parameters = row.pair.target.model.num_parameters() / 1e6
-        name = f"{parameters:.3g}M"
-        found = row.race(contenders(row, heads), where=name)
+        try:
+            row, heads = work.sized(what, size)
+            parameters = row.pair.target.model.num_parameters() / 1e6
+            name = f"{parameters:.3g}M"
+            found = row.race(contenders(row, heads), where=name)
+        except SakiyomiError as error:
+            failed = error
+            notes.append(f"{size or work.config.target} is left out: {error.message}")
+            continue
         notes += notes_of(name, found)
         spread = Spread.shown(found)
         lines += [line_of(standing, size=name, parameters=parameters) | {"A/A": spread} for standing in found]
-    return lines, notes
+    if not lines:
+        assert failed is not None
+        raise failed
+    return sorted(lines, key=lambda line: line["parameters"]), notes
 
 
 def sizes(work: Work) -> Row:
-    """Greedy; transformers and ours, plain and with the draft model, on the target as it is and inflated."""
+    """Greedy; transformers plain and assisted, and our ways, on the target as it is and on further sizes."""
 
     def contenders(row: PairRow, heads: str | None) -> list[Contender]:
         llm = row.llm()
-        llm.wait()
-        return everybody(row, llm, peers=("plain", "assisted"))
+        judge = row.pair.judge(llm)
+        laps = {way: partial(peer_lap, row.pair.peer(way), row.pair.prompts, row.params()) for way in WAYS[:2]}
+        theirs = [Contender(f"transformers {way}", run, row.pair.judge()) for way, run in laps.items()]
+        ways = {name: (llm if more else EngineView(llm), more) for name, more in OURS.items()}
+        if heads is not None:
+            ways["Medusa"] = (EngineView(llm, llm.drafter(f"medusa:{heads}"), strict=True), {"gamma": "auto"})
+        runs = {name: row.run(way, **more) for name, (way, more) in ways.items()}
+        row.warm(runs, llm)
+        return [*theirs, *(Contender(name, run, judge) for name, run in runs.items())]
 
     lines, notes = _by_size("sizes", work, contenders)
     conditions = {**work.pair.names, **work.pair.dtypes, "gamma": work.config.gamma, **work.laps()}
@@ -69,11 +98,11 @@ def _ways(row: Row) -> list[str]:
 def _paint_sizes(row: Row, theme: Theme) -> Figure:
     figure, (axes,) = stacked(height=3.8)
     highest = 0.0
-    for at, (way, colour) in enumerate(zip(_ways(row), theme.colours, strict=False)):
+    for at, (way, colour) in enumerate(zip(_ways(row), cycle(theme.colours), strict=False)):
         own = [line for line in row.lines if line["name"] == way and line["ms_per_token"]]
-        style = "--" if way.startswith("transformers") else "-"
+        style = "--" if way.startswith("transformers") else ":" if way == "plain" else "-"
         # A little beside each other, so that no bar of laps hides another.
-        xs = [line["parameters"] * 1.015 ** (at - 1.5) for line in own]
+        xs = [line["parameters"] * 1.015 ** (at - 3) for line in own]
         ys = [line["ms_per_token"] for line in own]
         axes.plot(xs, ys, style, marker="o", markersize=5, color=colour, label=way)
         slowest = [1000 / line["low"] for line in own]
@@ -101,9 +130,11 @@ def _alt_sizes(row: Row) -> str:
 
 SIZES = Section(
     "Time against model size",
-    "Greedy text of one pair, the target as it is and expanded to larger sizes: an inflated model computes the same "
-    "function at the cost of the larger one, so that the draft is accepted as often. Plain and with the draft model, "
-    "ours and transformers' at the same gamma; outputs are compared in the same run.",
+    "Greedy text of one pair, and with further targets: checkpoints of the same family, or the same target expanded "
+    "(an inflated model computes the same function at the cost of the larger one, so that the draft is accepted as "
+    "often). Transformers plain and assisted at the same gamma; ours plain, with a chain of that gamma, with a chain "
+    "and a tree whose size grows by 2 after a wholly accepted draft and falls by 1 after any other, with what pays by "
+    "measured costs (auto), and with Medusa heads where there are any. Outputs are compared in the same run.",
     sizes,
     _paint_sizes,
     _alt_sizes,
@@ -180,6 +211,7 @@ def temperature(work: Work) -> Row:
     """All ways of generating at each temperature; the draft alone shows how fast unverified text could be."""
     config = work.config
     engines: dict[str, Any] = {"plain": work.engine(), "sakiyomi": work.engine(work.draft)}
+    engines["chain, +2/-1, ratio"] = engines["sakiyomi"]
     engines["sample and compare"] = EngineView(work.llm, GreedyDraft(work.llm.drafter(work.draft)), strict=True)
     notes: list[str] = []
     try:
@@ -230,6 +262,8 @@ def temperature(work: Work) -> Row:
 
 def _asking(name: str, auto: SamplingParams, gamma: int) -> SamplingParams:
     """Rivals have no length that adapts to the machine; that of transformers is set to the same."""
+    if name == "chain, +2/-1, ratio":
+        return replace(auto, gamma="heuristic", tree="chain", acceptance="ratio")
     if name == "sample and compare":
         return replace(auto, gamma=gamma, tree="chain", acceptance="coupled")
     return auto if name else replace(auto, gamma=gamma)
@@ -250,7 +284,7 @@ def _paint_temperature(row: Row, theme: Theme) -> Figure:
 
 def _alt_temperature(row: Row) -> str:
     said = []
-    for way in ("sakiyomi", "sample and compare", "transformers assisted"):
+    for way in ("sakiyomi", "chain, +2/-1, ratio", "sample and compare", "transformers assisted"):
         own = [line["ratio"] for line in row.lines if line["name"] == way and line["ratio"]]
         if own:
             said.append(
@@ -263,9 +297,11 @@ def _alt_temperature(row: Row) -> str:
 TEMPERATURE = Section(
     "Time against temperature",
     "The hotter the text, the less a draft knows of it. Ours drafts with the same temperature and noise as the target "
-    "(coupled sampling), and drafts only as far as that pays. Sample and compare: the draft is greedy, the "
-    "target samples, and equal tokens stay. All give the target's own distribution, the draft alone apart. Each "
-    "temperature is a race of its own: what all lines do together from one to the next is the machine's.",
+    "(coupled sampling), and drafts only as far as that pays. Chain, +2/-1, ratio: rejection sampling with a draft at "
+    "the same temperature, whose length grows by 2 after a whole draft and falls by 1 after any other. Sample and "
+    "compare: the draft is greedy, the target samples, and equal tokens stay. All give the target's own distribution, "
+    "the draft alone apart. Each temperature is a race of its own: what all lines do together from one to the next is "
+    "the machine's.",
     temperature,
     _paint_temperature,
     _alt_temperature,

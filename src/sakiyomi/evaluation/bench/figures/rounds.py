@@ -7,19 +7,30 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.outputs import RoundTrace
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, stacked
+from sakiyomi.evaluation.bench.figures.trees import (
+    mask_height,
+    paint_mask,
+    paint_places,
+    paint_tree,
+    panels_of,
+    place_lines,
+    places_height,
+    tree_height,
+    tree_lines,
+)
 from sakiyomi.evaluation.bench.figures.work import Work
-from sakiyomi.evaluation.bench.long.plot import drawable
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.predictions import predictions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ROUNDS", "TREE"]
+__all__ = ["PLACES", "ROUNDS", "TREE"]
 
 TEMPERATURES = (0.0, 1.0)
 NODES, DEPTH = 12, 4
-BEND = 0.5  # of the way between two columns
 SERIES = 60  # rounds that are drawn one by one
+GUESSES, PLACED = 3, 16  # predictions at a place, and places
 
 
 def rounds(work: Work) -> Row:
@@ -111,21 +122,7 @@ def tree(work: Work) -> Row:
         raise UnsupportedError("no round drafted anything; give a longer text (--max-new-tokens)")
     # The first of those that used most branches: it has something to show.
     chosen = max(found, key=lambda traced: (_off_first(traced), len(traced.path), len(traced.tokens)))
-    tokenizer = work.llm.tokenizer
-
-    def text(token: int) -> str:
-        return str(tokenizer.decode([token]))
-
-    accepted = set(chosen.path)
-    end = chosen.path[-1] if chosen.path else -1
-    lines: list[dict[str, Any]] = []
-    for node, (token, parent) in enumerate(zip(chosen.tokens, chosen.parents, strict=True)):
-        state = "accepted" if node in accepted else "refused" if parent in (*accepted, -1) else "not reached"
-        probs = {"p": chosen.target_probs[node], "q": chosen.draft_probs[node]}
-        lines.append({"node": node, "parent": parent, "text": text(token), **probs, "state": state})
-    lines.append(
-        {"node": len(lines), "parent": end, "text": text(chosen.token), "p": None, "q": None, "state": chosen.kind}
-    )
+    lines = tree_lines(chosen, work.text)
     conditions = work.conditions(round=chosen.round, nodes=NODES, depth=DEPTH, of_rounds=len(found))
     return Row("tree", "tokens of one round, with their probabilities", lines, conditions)
 
@@ -136,53 +133,10 @@ def _off_first(traced: RoundTrace) -> int:
 
 
 def _paint_tree(row: Row, theme: Theme) -> Figure:
-    places = _laid_out(row.lines)
-    most = max(y for _, y in places.values())
-    figure, (axes,) = stacked(height=0.9 + 0.42 * (most + 1))
-    axes.set_axis_off()
-    colours = {"accepted": theme.colours[2], "refused": theme.colours[1], "not reached": theme.faint}
-    for line in row.lines:
-        x, y = places[line["node"]]
-        above, beside = places.get(line["parent"], (-1, 0))
-        colour = colours.get(line["state"], theme.colours[0])
-        # Down in front of the column of boxes, so that no line runs behind one that it does not lead to.
-        way = ([above, x - BEND, x - BEND, x], [beside, beside, y, y])
-        main = line["state"] == "accepted"
-        axes.plot(*way, color=colour, linewidth=2 if main else 1, zorder=1.5 if main else 1)
-        shown = drawable(repr(line["text"]))
-        if line["p"] is not None:
-            shown += f"\np {line['p']:.2f}" + ("" if line["q"] is None else f" q {line['q']:.2f}")
-        box = {"boxstyle": "round,pad=0.25", "facecolor": theme.paper, "edgecolor": colour, "linewidth": 1.5}
-        axes.text(x, y, shown, ha="center", va="center", fontsize=8, color=theme.ink, bbox=box, zorder=2)
-    axes.plot(-1, places.get(-1, (0, 0))[1], "o", color=theme.ink)
-    axes.set(xlim=(-1.2, max(x for x, _ in places.values()) + 0.5), ylim=(most + 0.6, -0.8))
-    for state, colour in {**colours, "the target's own": theme.colours[0]}.items():
-        axes.plot([], [], color=colour, linewidth=3, label=state)
-    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.01))
+    figure, (upper, lower) = panels_of([tree_height(row.lines), mask_height(row.lines)])
+    paint_tree(upper, row.lines, theme)
+    paint_mask(lower, row.lines, theme)
     return figure
-
-
-def _laid_out(lines: Any) -> dict[int, tuple[float, float]]:
-    """(depth, row) of each node and of the root: a leaf has a row of its own, others stand beside their first child."""
-    below: dict[int, list[int]] = {}
-    for line in lines:
-        below.setdefault(line["parent"], []).append(line["node"])
-    places: dict[int, tuple[float, float]] = {}
-    row = 0
-
-    def place(node: int, depth: int) -> None:
-        nonlocal row
-        children = below.get(node, [])
-        if not children:
-            places[node] = (depth, row)
-            row += 1
-            return
-        for child in children:
-            place(child, depth + 1)
-        places[node] = (depth, places[children[0]][1])
-
-    place(-1, -1)
-    return places
 
 
 def _alt_tree(row: Row) -> str:
@@ -191,15 +145,50 @@ def _alt_tree(row: Row) -> str:
     return (
         f"A tree of {len(row.lines) - 1} draft tokens from left to right, each with p, the target's probability, and "
         f"q, the draft's; {len(path)} were accepted ({''.join(path)!r}), and the target's own token {own['text']!r} "
-        "follows."
+        "follows. Below, the mask of the pass: each token sees itself and those on the way to it."
     )
 
 
 TREE = Section(
     "A draft tree of one round",
-    "One round of a greedy text: what the draft proposed, best first, and what one pass of the target made of it. The "
-    "same for any prompt, as text: `sakiyomi tree PROMPT --tree best-first --nodes 12 --gamma 4`.",
+    "One round of a greedy text: what the draft proposed, best first, and what one pass of the target made of it. "
+    "Below, which token of that pass sees which: branches share what is before them and know nothing of each other. "
+    "The same for any prompt: `sakiyomi tree PROMPT --plot FILE`.",
     tree,
     _paint_tree,
     _alt_tree,
+)
+
+
+def places(work: Work) -> Row:
+    """The target's predictions behind the last tokens of the first prompt."""
+    found = predictions(work.llm.target, work.prompts[0], GUESSES)
+    lines = place_lines(found, work.text)[-PLACED:]
+    right = sum(line["then"] == line["guesses"][0][0] for line in lines[:-1])
+    conditions = work.conditions(places=len(lines), first_guess_right=f"{right} of {len(lines) - 1}")
+    return Row("places", "what the target expects behind each token of a prompt", lines, conditions)
+
+
+def _paint_places(row: Row, theme: Theme) -> Figure:
+    figure, (axes,) = panels_of([places_height(row.lines)])
+    paint_places(axes, row.lines, theme)
+    return figure
+
+
+def _alt_places(row: Row) -> str:
+    last = row.lines[-1]
+    (guess, prob), *_ = last["guesses"]
+    return (
+        f"A bar for each of {len(row.lines)} tokens of a prompt, in parts: the likeliest next tokens. Behind the last, "
+        f"{last['token']!r}, the target expects {guess!r} with probability {prob:.2f}."
+    )
+
+
+PLACES = Section(
+    "A prediction at every place",
+    "One pass over a prompt predicts the next token behind each of its tokens at once, and no prediction depends on "
+    "what stands after it. Generation uses the last one; verification of a draft uses all of them.",
+    places,
+    _paint_places,
+    _alt_places,
 )

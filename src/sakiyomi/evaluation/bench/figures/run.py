@@ -15,15 +15,20 @@ from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.core.files import whole_file
 from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import Note, silent
+from sakiyomi.evaluation.bench.figures.alphas import ALPHAS
+from sakiyomi.evaluation.bench.figures.articles import article
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.figures.drafts import DRAFTS
 from sakiyomi.evaluation.bench.figures.formulas import EXPECTED, OPERATIONS
+from sakiyomi.evaluation.bench.figures.medusa import SPARSE, THRESHOLD
 from sakiyomi.evaluation.bench.figures.others import MEMORY, PREDICTED
 from sakiyomi.evaluation.bench.figures.page import Shown, page
 from sakiyomi.evaluation.bench.figures.races import MEDUSA, SIZES, TEMPERATURE
 from sakiyomi.evaluation.bench.figures.ranks import HEADS, RANKS
-from sakiyomi.evaluation.bench.figures.rounds import ROUNDS, TREE
+from sakiyomi.evaluation.bench.figures.rounds import PLACES, ROUNDS, TREE
 from sakiyomi.evaluation.bench.figures.section import THEMES, Section, picture
+from sakiyomi.evaluation.bench.figures.several import SEVERAL
+from sakiyomi.evaluation.bench.figures.theory import FORMULAS, LOSSLESS, TRAFFIC
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.plot import check
 from sakiyomi.evaluation.bench.report import Row
@@ -31,16 +36,24 @@ from sakiyomi.evaluation.bench.report import Row
 __all__ = ["SECTIONS", "run"]
 
 SECTIONS: dict[str, Section] = {
+    "places": PLACES,
     "sizes": SIZES,
     "temperature": TEMPERATURE,
     "ranks": RANKS,
     "drafts": DRAFTS,
+    "alphas": ALPHAS,
     "medusa": MEDUSA,
     "tree": TREE,
+    "several": SEVERAL,
     "rounds": ROUNDS,
     "expected": EXPECTED,
+    "formulas": FORMULAS,
     "operations": OPERATIONS,
+    "traffic": TRAFFIC,
+    "lossless": LOSSLESS,
     "heads": HEADS,
+    "sparse": SPARSE,
+    "threshold": THRESHOLD,
     "memory": MEMORY,
     "predicted": PREDICTED,
 }
@@ -62,7 +75,7 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
     check(config.out, "out")
     folder = Path(config.out)
     kept = _kept(folder)
-    wanted = config.sections or tuple(SECTIONS)
+    wanted = config.wanted(SECTIONS)
     if config.redraw:
         wanted = tuple(name for name in wanted if name in kept)
         if not wanted:
@@ -76,8 +89,8 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
                 kept[name] = _measured(name, work)
                 _write(folder / "data" / f"{name}.json", json.dumps(kept[name], indent=1).encode())
             row = _row(kept[name])
-            _draw(folder, name, row)
-            _write(folder / "index.html", _page(folder, kept).encode())
+            _draw(folder, name, row, config.pictures)
+            _write(folder / "index.html", _page(folder, kept, config).encode())
             yield row
 
     return rows()
@@ -133,30 +146,34 @@ def _row(record: dict[str, Any]) -> Row:
     return Row(row["row"], row["title"], row["lines"], row["conditions"], row["notes"], row["error"])
 
 
-def _draw(folder: Path, name: str, row: Row) -> None:
+def _draw(folder: Path, name: str, row: Row, kind: str) -> None:
     for theme in THEMES:
-        path = _place(folder, name, theme.name)
+        path = _place(folder, name, theme.name, kind)
         if row.error is None:
-            _write(path, picture(SECTIONS[name], row, theme))
+            _write(path, picture(SECTIONS[name], row, theme, kind))
         else:
             path.unlink(missing_ok=True)
 
 
-def _place(folder: Path, name: str, theme: str) -> Path:
-    return folder / f"{name}{'' if theme == 'light' else '-' + theme}.png"
+def _place(folder: Path, name: str, theme: str, kind: str) -> Path:
+    return folder / f"{name}{'' if theme == 'light' else '-' + theme}.{kind}"
 
 
-def _page(folder: Path, kept: dict[str, dict[str, Any]]) -> str:
-    shown = []
-    for name, section in SECTIONS.items():
+def _page(folder: Path, kept: dict[str, dict[str, Any]], config: ReportConfig) -> str:
+    """Of all that the folder holds; where an article is asked for, its sections in its order."""
+    shown, kind = [], config.pictures
+    for name in config.wanted(SECTIONS) if config.article else SECTIONS:
         if name not in kept:
             continue
+        section = SECTIONS[name]
         row, record = _row(kept[name]), kept[name]
-        places = {theme.name: _place(folder, name, theme.name) for theme in THEMES}
-        pictures = {theme: path.read_bytes() for theme, path in places.items() if path.is_file()}
-        whole = row.error is None and len(pictures) == len(THEMES)
-        shown.append(Shown(name, section, row, record["command"], record["machine"], pictures if whole else {}))
-    return page("Reading ahead, measured here", shown)
+        places = {theme.name: _place(folder, name, theme.name, kind) for theme in THEMES}
+        if row.error is None and not all(path.is_file() for path in places.values()):
+            _draw(folder, name, row, kind)
+        pictures = {theme: path.read_bytes() for theme, path in places.items() if row.error is None}
+        shown.append(Shown(name, section, row, record["command"], record["machine"], pictures, kind))
+    title = article(config.article).title if config.article else "Reading ahead"
+    return page(f"{title}, measured here", shown)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -102,12 +102,13 @@ def legend_below(figure: Figure, axes: Any) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
 
-def picture(section: Section, row: Row, theme: Theme) -> bytes:
-    """The section as PNG."""
+def picture(section: Section, row: Row, theme: Theme, kind: str = "png") -> bytes:
+    """The section as PNG or SVG; an SVG keeps its words as words and is the same for the same numbers."""
     from matplotlib import rc_context
 
-    with rc_context(theme.settings()):
+    # Glyphs as outlines would be most of the file.
+    with rc_context(theme.settings() | {"svg.fonttype": "none", "svg.hashsalt": section.title}):
         figure = section.paint(row, theme)
         file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=DPI)
+        figure.savefig(file, format=kind, dpi=DPI, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()

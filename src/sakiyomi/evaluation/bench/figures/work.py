@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.embedded import MEDUSA_HEADS
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
@@ -20,6 +22,8 @@ from sakiyomi.evaluation.bench.inflate import inflate
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import race_notes
 from sakiyomi.evaluation.bench.runner import Lap, Standing
+
+COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters; anything else names a checkpoint
 
 __all__ = ["Work", "lap", "line_of", "notes_of"]
 
@@ -71,6 +75,10 @@ class Work:
             self._drafters[spec] = self.llm.drafter(spec)
         return self._drafters[spec]
 
+    def text(self, token: int) -> str:
+        """A token alone; a space in front of it is part of it."""
+        return str(self.llm.tokenizer.decode([token]))
+
     def engine(self, spec: str | None = None) -> EngineView:
         """The target with this drafter; None: without."""
         return EngineView(self.llm, None if spec is None else self.drafter(spec), strict=True)
@@ -95,14 +103,25 @@ class Work:
         return {"prompts": len(self.prompts), "max_new_tokens": config.max_new_tokens, "laps": config.repeats}
 
     def sized(self, what: str, size: str) -> tuple[PairRow, str | None]:
-        """The pair with the target inflated to so many parameters, and the heads that go with it, if there are any.
+        """The pair with a target of another size, and the heads that go with it, if there are any.
 
-        The model is written into the report's folder, and found there the next time.
+        Args:
+            what: names the row.
+            size: "" is the target as it is; else the checkpoint of a family, or a number of parameters to which the
+                target is inflated: that model is written into the report's folder, and found there the next time.
+
+        Raises:
+            SakiyomiError: there is no such size of this target.
         """
         config = self.config
         heads = config.heads or MEDUSA_HEADS.get(config.target)
         if not size:
             return self.row(what), heads
+        if not COUNT.fullmatch(size):
+            row, own_heads = self.row(what, target=size, draft=self.draft), Path(size).expanduser() / "medusa"
+            if row.pair.target.tokenizer.get_vocab() != self.pair.draft.tokenizer.get_vocab():
+                raise InputError(f"{size} has another tokenizer than the draft {self.draft}; give one of its family")
+            return row, str(own_heads) if own_heads.is_dir() else None
         # Of another target, or with other heads, it is another model.
         own = zlib.crc32(repr((config.target, heads)).encode())
         folder = Path(config.out) / "models" / f"{size}-{own:08x}"
