@@ -63,7 +63,7 @@ def _rouge() -> Score:
             max(found.score(right, text)["rougeL"].fmeasure for right in several)
             for text, several in zip(answers, references, strict=True)
         ]
-        return 100 * sum(best) / len(best)
+        return float(100 * sum(best) / len(best))
 
     return score
 
