@@ -164,7 +164,8 @@ def _build(
     runner.take_backend()
     if quantize:
         with cache.lent(len(weights.text)) as slot:
-            runner.make_room(slot, len(weights.text), weights.judged_source)
+            judged = weights.encoder.judged if weights.encoder is not None else None
+            runner.make_room(slot, len(weights.text), judged.source if judged is not None else None)
             weights.judge(runner.score([SequenceRows(slot, 0, weights.text, prompt=True)]).logits)
     prove(runner)
     if exact:

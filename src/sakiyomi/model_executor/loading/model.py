@@ -166,8 +166,7 @@ def load_model(
         final = wanted or _stored_dtype(config, checkpoint)
         reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
         loaded = _load(reader, tokenizer, quantize, offloaded, own)
-        packs = quantize and not has_encoder(config)  # its decoder is packed at every start
-        copy = copy_place(folder, quantize, final, beside=own) if packs else None
+        copy = copy_place(folder, quantize, final, beside=own) if quantize and not has_encoder(config) else None
     record = functools.partial(save_recording, folder, wanted, quantize, copy, tokenizer)
     return replace(loaded, record=record) if recorded else loaded
 

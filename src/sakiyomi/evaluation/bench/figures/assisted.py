@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +64,7 @@ ORACLE = Section(
 
 def batch(work: Work) -> Row:
     """Requests at once, 1 to 64, plain and speculative."""
-    row = work.row("batch")
-    return sweep(row)
+    return replace(sweep(work.row("batch")), name="batch")
 
 
 def _paint_batch(row: Row, theme: Theme) -> Figure:
