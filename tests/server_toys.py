@@ -115,3 +115,23 @@ def bombs() -> dict[str, dict[str, Any]]:
         "itself": {"$ref": "#"},
         "alternatives": {"anyOf": [{"type": "string", "pattern": f"^(x|y)*{i}$"} for i in range(400)]},
     }
+
+
+def small_pdf(words: str) -> bytes:
+    """A PDF of one page with these words."""
+    drawn = f"BT /F1 12 Tf 20 100 Td ({words}) Tj ET".encode()
+    parts = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 200 200] /Contents 4 0 R"
+        b" /Resources << /Font << /F1 5 0 R >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(drawn), drawn),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    found, places = b"%PDF-1.4\n", []
+    for number, part in enumerate(parts, 1):
+        places.append(len(found))
+        found += b"%d 0 obj\n%s\nendobj\n" % (number, part)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    end = b"trailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (len(parts) + 1, len(found))
+    return found + b"xref\n0 %d\n0000000000 65535 f \n%s%s" % (len(parts) + 1, table, end)

@@ -5,7 +5,11 @@ SAKIYOMI_SCREENSHOTS names a folder for pictures of every stage; SAKIYOMI_CHROMI
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import shlex
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +19,7 @@ import pytest
 
 from browser import Tab, chromium, tab
 from sakiyomi.server.app import Server
-from server_toys import running, toy_llm
+from server_toys import running, small_pdf, toy_llm
 
 PROGRAM = chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here; apt-get install chromium-headless-shell")
@@ -41,7 +45,7 @@ HALF = """window.real = fetch; window.half = (signal) => new Response(new Readab
   stream.enqueue(new TextEncoder().encode(`data: ${JSON.stringify({choices: [{trace}]})}\\n\\n`));
   if (signal) signal.onabort = () => stream.error(signal.reason); else stream.close();
 }})); void 0"""
-TOKENS = "[...document.querySelectorAll('.lanes:last-of-type .lane:first-child .token')]"
+TOKENS = "[...[...document.querySelectorAll('.lanes')].at(-1).firstElementChild.querySelectorAll('.token')]"
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +69,12 @@ def page(site: tuple[Server, str], browser: Tab) -> Iterator[Tab]:
     browser.dark(False)
     browser.open(f"{site[1]}/")
     browser.until(IDLE)
-    put(browser, max=12, temperature=0, gamma=3)
+    put(browser, max=12, temperature=0, gamma=3, view="written")
     yield browser
     assert [found for found in browser.problems if "status of 4" not in found] == []
-    assert browser.run("document.cookie + sessionStorage.length + Object.keys(localStorage)") in (
-        "0",
-        "0language",
-        "0theme",
-    )
-    browser.run("localStorage.clear()")
+    assert browser.run("document.cookie + sessionStorage.length") == "0"
+    assert set(browser.run("Object.keys(localStorage)")) <= {"language", "theme", "settings", "keep"}
+    browser.run("localStorage.clear(); window.store?.('readwrite', (place) => place.clear())")
 
 
 def put(page: Tab, **values: object) -> None:
@@ -164,11 +165,11 @@ def test_a_reply_comes_with_the_origin_of_every_token(page: Tab, site: tuple[Ser
 def test_the_next_turn_knows_the_first(page: Tab, site: tuple[Server, str]) -> None:
     send(page, "One")
     send(page, "Two")
-    assert page.run("turns.length") == 2
+    assert page.run("chat.turns.length") == 2
     messages = page.run("JSON.parse(JSON.stringify(body(null, {})[1].messages.map((message) => message.role)))")
     assert messages == ["user", "assistant", "user"]
     page.click("#clear")
-    assert page.run("turns.length + document.querySelectorAll('#talk .token').length") == 0
+    assert page.run("chat.turns.length + document.querySelectorAll('#talk .token').length") == 0
 
 
 def test_stop_ends_it_here_and_in_the_server(
@@ -205,7 +206,7 @@ def test_settings_are_what_is_asked_for(page: Tab) -> None:
     assert page.run("Math.max(...[...current.rounds.values()].map((round) => round.tokens.length))") == 2
     put(page, temperature=5)
     send(page, "A fox")
-    assert "out of range" in page.run("$('problem').textContent") and page.run("turns.length") == 1
+    assert "out of range" in page.run("$('problem').textContent") and page.run("chat.turns.length") == 1
 
 
 def test_a_reply_that_breaks_off_stays_and_is_asked_for_again(page: Tab) -> None:
@@ -214,11 +215,11 @@ def test_a_reply_that_breaks_off_stays_and_is_asked_for_again(page: Tab) -> None
     page.run("void (window.fetch = async () => half())")
     send(page, "A whole one")
     assert "ended before the reply was complete" in page.run("$('problem').textContent")
-    assert page.run("current.text + turns.length") == "Half1"
+    assert page.run("current.text + chat.turns.length") == "Half1"
     page.run("void (window.fetch = real)")
     page.click("#again")
     page.until("under === null && current.tokens === 5")
-    assert page.run("turns.length + document.querySelectorAll('.user').length") == 2
+    assert page.run("chat.turns.length + document.querySelectorAll('.user').length") == 2
 
 
 def test_a_race_ends_with_the_first_that_fails(page: Tab) -> None:
@@ -232,7 +233,7 @@ def test_a_race_ends_with_the_first_that_fails(page: Tab) -> None:
     send(page, "A race of one")
     assert "The server failed (500)" in page.run("$('problem').textContent")
     page.until("!current.box.classList.contains('busy')")
-    assert page.run("current.text + turns.length") == "Half1"
+    assert page.run("current.text + chat.turns.length") == "Half1"
 
 
 def test_clicks_and_keys_that_come_too_early_do_no_harm(page: Tab) -> None:
@@ -245,7 +246,7 @@ def test_clicks_and_keys_that_come_too_early_do_no_harm(page: Tab) -> None:
     page.click("#prompt")
     page.type("The next one")
     page.press("Enter")
-    assert page.run("under !== null && turns.length === 1 && $('prompt').value === 'The next one'")
+    assert page.run("under !== null && chat.turns.length === 1 && $('prompt').value === 'The next one'")
     page.press("Escape")
     page.until("under === null")
     assert page.run("$('status').textContent === 'Stopped after 1 tokens.' && $('prompt').value === 'The next one'")
@@ -258,10 +259,10 @@ def test_a_reader_who_scrolls_up_is_left_there(
     put(page, max=3500)
     page.size(390, 600, phone=True)
     send(page, "Go on", wait=False)
-    page.until("current && current.tokens > 250 && scrollY > 50")
+    page.until("current && current.tokens > 250 && scrollY > 50", 120)
     page.run("new Promise((done) => { onscroll = done; scrollTo(0, 0); })")
     found = page.run("current.tokens")
-    page.until(f"current.tokens > {found} + 100 || under === null")
+    page.until(f"current.tokens > {found} + 100 || under === null", 120)
     assert page.run("scrollY") == 0
     page.run("under?.abort()")
     page.until("under === null")
@@ -311,11 +312,22 @@ def test_a_screen_reader_hears_two_things_of_a_reply(page: Tab) -> None:
     assert {"banner", "main", "complementary", "log", "form"} <= {node["role"] for node in values}
     page.run("$('language').focus()")
     order = []
-    for _ in range(14):
+    for _ in range(27):
         page.press("Tab")
         order.append(page.run("document.activeElement.id || document.activeElement.className.split(' ')[0]"))
-    start = ["theme", "talk", "token", "prompt", "send", "clear", "tree"]
-    assert order == [*start, "", "drafter", "gamma", "race", "temperature", "seed", "max"]  # "": settings are folded
+    shelf = ["new", "search", "", "drop", "export", "import", "keep"]
+    start = ["theme", *shelf, "talk", "", "", "token", "", "", "prompt", "send", "attach", "clear", "tree"]
+    assert order == [
+        *start,
+        "",
+        "drafter",
+        "gamma",
+        "race",
+        "temperature",
+        "max",
+        "seed",
+        "system",
+    ]
 
 
 @pytest.mark.parametrize("race", ["once", "turn"])
@@ -341,11 +353,11 @@ def test_errors_say_what_to_do_and_lose_nothing(page: Tab) -> None:
     send(page, "Too much")
     assert page.run("$('problem').textContent").startswith("The conversation and the new tokens do not fit")
     assert "max_completion_tokens is 5000" in page.run("$('detail').textContent")
-    assert page.run("$('prompt').value") == "Too much" and page.run("turns.length") == 0
+    assert page.run("$('prompt').value") == "Too much" and page.run("chat.turns.length") == 0
     shoot(page, "error")
     put(page, max=5)
     page.click("#again")
-    page.until("under === null && turns.length === 1")
+    page.until("under === null && chat.turns.length === 1")
     assert page.run("$('error').hidden")
     page.run("void (window.fetch = () => Promise.reject(new TypeError('gone')))")
     send(page, "Nobody there")
@@ -367,7 +379,7 @@ def test_a_key_is_asked_for(browser: Tab) -> None:
         browser.press("Enter")
         browser.until("card !== null && $('keyform').hidden && $('error').hidden")
         assert browser.run("$('race').disabled")  # there is no drafter
-        assert browser.run("Object.keys(localStorage).length") == 0
+        assert browser.run("Object.keys(localStorage).length") == 0  # the key least of all
 
 
 def test_dark_and_light_follow_the_system_or_the_choice(page: Tab) -> None:
@@ -408,3 +420,207 @@ def test_it_speaks_japanese_and_fits_a_phone(page: Tab, site: tuple[Server, str]
         assert page.run("$('send').textContent") == "Send"
     finally:
         page.call("Emulation.setUserAgentOverride", userAgent="", acceptLanguage="en-US")
+
+
+MARKDOWN = """<think>First, *think*.</think>## A title
+
+Some **bold** words, `code`, [a link](https://example.org/) and 2*3*4.
+
+- one
+  - inner
+1. first
+
+> said
+
+| a | b |
+|---|---|
+| 1 | `x|y` |
+
+```python
+def f():  # why
+    return "s"
+```
+"""
+
+
+def restore(page: Tab, reply: str, user: str = "Show") -> None:
+    """A conversation of one turn, as it would be read from the browser's store, with tokens of five characters."""
+    entries = [
+        {"text": reply[i : i + 5], "status": "accepted" if i % 2 else "plain", "source": "model", "round": i}
+        for i in range(0, len(reply), 5)
+    ]
+    turn = {"user": user, "reply": reply, "entries": entries}
+    page.run(
+        f"(async () => {{ const one = {{...fresh(), title: {json.dumps(user)}, turns: [turnOf({json.dumps(turn)})]}};"
+        " await keep(one); $('view').value = 'formatted'; enter(one); })()"
+    )
+
+
+def test_markdown_is_formatted_and_every_token_keeps_its_origin(page: Tab) -> None:
+    restore(page, MARKDOWN)
+    names = ["details", "h4", "strong", "p code", "li li", "ol li", "blockquote", "td code", "pre"]
+    names += [".c-word", ".c-comment", ".c-string"]
+    texts = "document.querySelector('.reply ' + name)?.textContent"
+    found = page.run(f"Object.fromEntries({names}.map((name) => [name, {texts}]))")
+    assert found == {
+        "details": "ThoughtsFirst, *think*.", "h4": "A title", "strong": "bold", "p code": "code", "li li": "inner",
+        "ol li": "first", "blockquote": "said", "td code": "x|y", "pre": 'def f():  # why\n    return "s"\n',
+        ".c-word": found[".c-word"], ".c-comment": found[".c-comment"], ".c-string": found[".c-string"],
+    }  # fmt: skip
+    assert found[".c-word"] and found[".c-comment"] and found[".c-string"]
+    assert page.run("document.querySelector('.reply a').rel") == "noopener noreferrer"
+    shown = "[...document.querySelectorAll('.reply .token')]"
+    assert page.run(f"{shown}.every((token) => about.get(token).token.text.includes(token.textContent))")
+    assert len(set(page.run(f"{shown}.map((token) => token.classList[1])"))) == 2
+    shoot(page, "markdown")
+    page.run("$('view').value = 'written'; $('view').dispatchEvent(new Event('change'))")
+    assert page.run("document.querySelector('.reply').textContent") == MARKDOWN
+    assert page.run("current === null && chat.turns[0].reply.replace(THOUGHT, '').startsWith('## A title')")
+
+
+def test_blocks_that_are_done_are_not_made_again(page: Tab) -> None:
+    """While a text is written only its last blocks change, and the outcome is that of the whole text."""
+    script = f"""(() => {{
+      const text = {json.dumps(MARKDOWN)}, lane = new Lane($("turns"), ""), whole = new Lane($("turns"), "");
+      $("view").value = "formatted";
+      let kept = null, made = 0;
+      for (let i = 0; i < text.length; i += 3) {{
+        lane.take({{text: text.slice(i, i + 3), status: "plain", round: i}});
+        whole.take({{text: text.slice(i, i + 3), status: "plain", round: i}});
+        lane.write();
+        const title = lane.body.children[1];
+        if (i > 100 && title !== kept) {{ kept = title; made++; }}
+      }}
+      whole.write();
+      return [made, lane.body.textContent === whole.body.textContent, lane.body.children.length];
+    }})()"""
+    assert page.run(script) == [1, True, 7]
+
+
+def test_conversations_are_kept_found_and_deleted(page: Tab, site: tuple[Server, str]) -> None:
+    send(page, "A fox")
+    words = page.run("chat.turns[0].reply")
+    page.click("#new")
+    send(page, "An owl")
+    titles = "[...document.querySelectorAll('#chats li button:first-child')].map((each) => each.textContent)"
+    assert page.run(titles) == ["An owl", "A fox"]
+    page.open(f"{site[1]}/?again")
+    page.until(IDLE)
+    page.until(f"{titles}.length === 2")
+    page.run("document.querySelectorAll('#chats li button')[2].click()")
+    assert page.run("document.querySelector('.reply').textContent") == words
+    kinds = page.run("[...document.querySelectorAll('.reply .token')].map((token) => token.classList[1])")
+    assert "accepted" in kinds  # colours and probabilities are kept, too
+    put(page, max=12, temperature=0)
+    send(page, "And then?")
+    assert (
+        page.run("JSON.stringify(body(null, {})[1].messages.map((each) => each.role))") == '["user","assistant","user"]'
+    )
+    page.run("$('search').value = 'owl'; $('search').dispatchEvent(new Event('input'))")
+    assert page.run(titles) == ["An owl"]
+    page.run("window.confirm = () => true; document.querySelector('#chats .drop').click()")
+    page.until("chats.size === 1")
+    page.run("$('search').value = ''; $('search').dispatchEvent(new Event('input'))")
+    assert page.run(titles) == ["A fox"]
+    page.run("$('keep').click()")
+    assert (
+        page.run("new Promise((done) => setTimeout(done, 50)).then(() => store('readonly', (place) => place.count()))")
+        == 0
+    )
+    page.run("$('keep').click()")
+    page.until("store('readonly', (place) => place.count()).then((count) => count === 1)")
+
+
+def test_conversations_go_out_and_come_back(page: Tab) -> None:
+    restore(page, "A **reply**", user="Kept")
+    page.run("window.given = ''; download = (name, kind, words) => { given = words; }; give()")
+    page.run("window.confirm = () => true; document.querySelector('#chats .drop').click()")
+    page.until("chats.size === 0")
+    page.run("takeIn(new File([given], 'kept.json'))")
+    assert page.run("[...chats.values()].map((one) => one.turns[0].reply)") == ["A **reply**"]
+    for wrong in ("{", "[]", '{"form": "sakiyomi-conversations", "conversations": [{"id": 1}]}'):
+        page.run(f"takeIn(new File([{json.dumps(wrong)}], 'wrong.json'))")
+        assert page.run("$('problem').textContent").startswith("wrong.json holds no conversations")
+    assert page.run("chats.size") == 1
+
+
+def test_messages_are_edited_and_replies_made_again(page: Tab) -> None:
+    send(page, "One")
+    send(page, "Two")
+    page.run("document.querySelectorAll('.user .acts button')[0].click()")
+    page.run("document.querySelector('.edit textarea').select()")
+    page.type("Three")
+    page.press("Enter")
+    page.until("under === null && chat.turns.length === 1")
+    assert page.run("chat.turns[0].user + document.querySelectorAll('.user').length") == "Three1"
+    first = page.run("chat.turns[0].reply")
+    page.run("document.querySelector('#turns > .acts button').click()")
+    page.until("under === null")
+    assert page.run("chat.turns.length") == 1 and page.run("chat.turns[0].reply") == first  # greedy: the same
+    send(page, "Four")
+    page.run("window.real = fetch; window.fetch = () => Promise.reject(new TypeError('gone'))")
+    page.run("document.querySelectorAll('.user .acts button')[0].click()")
+    page.press("Enter")
+    page.until("under === null && !$('error').hidden")
+    page.run("window.fetch = real; void 0")
+    # Nothing came of it: what was there is there again.
+    assert page.run("chat.turns.map((turn) => turn.user)") == ["Three", "Four"]
+    assert page.run("[...document.querySelectorAll('.user > p')].map((each) => each.textContent)") == ["Three", "Four"]
+
+
+def test_files_go_with_a_message(page: Tab) -> None:
+    page.run("attach(new File(['red and blue'], 'colours.txt', {type: 'text/plain'}))")
+    pdf = base64.b64encode(small_pdf("Words of a PDF")).decode()
+    data = f"Uint8Array.from(atob('{pdf}'), (each) => each.charCodeAt(0))"
+    page.run(f"attach(new File([{data}], 'a.pdf', {{type: 'application/pdf'}}))")
+    assert page.run("attached.map((file) => file.text.trim())") == ["red and blue", "Words of a PDF"]
+    page.run("attach(new File([new Uint8Array([0, 255, 254])], 'noise.bin'))")
+    assert page.run("$('problem').textContent") == "noise.bin cannot be read as text."
+    page.run("attach(new File(['x'], 'cat.png', {type: 'image/png'}))")
+    assert page.run("$('problem').textContent").startswith("toy reads no images")
+    page.run("attach(new File(['%PDF-1.4 broken'], 'b.pdf'))")
+    assert "this PDF cannot be read" in page.run("$('detail').textContent")
+    assert page.run("document.querySelectorAll('#files li').length") == 2
+    page.run("document.querySelectorAll('#files button')[1].click()")
+    send(page, "Which colours?")
+    assert page.run("attached.length") == 0
+    said = page.run("body(null, {})[1].messages[0].content")
+    assert said == "colours.txt:\nred and blue\n\nWhich colours?"
+    shoot(page, "files")
+
+
+def test_samplers_and_system_prompt_are_sent(page: Tab, site: tuple[Server, str]) -> None:
+    put(page, system="Be brief.", top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
+        frequency_penalty=0.3, stops="END", temperature=0.5)  # fmt: skip
+    send(page, "A fox")
+    asked = json.loads(page.run("JSON.stringify(body(3, {})[1])"))
+    wanted = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
+              "frequency_penalty": 0.3, "stop": ["END"], "temperature": 0.5, "seed": 3}  # fmt: skip
+    assert wanted.items() <= asked.items()
+    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert page.run("$('context-text').textContent").endswith("of 4,096 tokens of the context")
+    page.until("$('slots').textContent === '0 running, 0 waiting'")
+    command = page.run("asCode('curl')")
+    found = json.loads(subprocess.run([*shlex.split(command), "-s"], capture_output=True, check=True).stdout)
+    assert found["choices"][0]["message"]["role"] == "assistant"
+    compile(page.run("asCode('python')"), "copied", "exec")
+    put(page, drafter="off")
+    page.run("$('settings').dispatchEvent(new Event('change'))")
+    assert page.run("$('idle').textContent").startswith("Nothing is drafted: speculation is off")
+    page.open(f"{site[1]}/?settings")
+    page.until(IDLE)
+    assert page.run("$('top_k').value + $('stops').value") == "5END"  # settings stay in the browser
+    page.run("$('defaults').click()")
+    assert page.run("$('top_k').value + $('stops').value + $('drafter').value") == "0auto"
+
+
+def test_the_list_is_a_drawer_on_a_phone(page: Tab, site: tuple[Server, str]) -> None:
+    page.size(390, 800, phone=True)
+    page.open(f"{site[1]}/?phone")
+    page.until(IDLE)
+    assert page.run("$('shelf').hidden")
+    page.click("#shelf-toggle")
+    assert page.run("document.activeElement.id") == "search"
+    shoot(page, "drawer")
+    page.press("Escape")
+    assert page.run("$('shelf').hidden && document.activeElement.id === 'shelf-toggle'")

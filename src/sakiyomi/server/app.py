@@ -20,6 +20,7 @@ from sakiyomi.server import errors
 from sakiyomi.server.bodies import BodyReader, is_long
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, ErrorReply, api_error
+from sakiyomi.server.extract import pdf_text
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.jobs import Call, Job, JobState
 from sakiyomi.server.logs import failure
@@ -86,6 +87,7 @@ class Server:
         # What takes long to read waits for its own kind alone.
         self._threads = ThreadPoolExecutor(BODY_THREADS, "bodies")
         self._long = ThreadPoolExecutor(1, "long-bodies")
+        self.extracting = asyncio.Semaphore(BODY_THREADS)
 
     async def read(self, made: Callable[[Any], T], body: Any) -> T:
         """What a thread makes of a body, while the event loop serves others."""
@@ -334,6 +336,13 @@ def _add_interfaces(app: FastAPI, server: Server) -> None:
         tokens = await server.read(server.bodies.tokenize, body)
         named = [server.names(token)[0] for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": server.llm.max_context, "tokens": tokens, "token_strs": named}
+
+    pdf = {"required": True, "content": {"application/pdf": {"schema": {"type": "string", "format": "binary"}}}}
+
+    @app.post("/extract", openapi_extra={"requestBody": pdf})
+    async def extract(request: Request) -> dict[str, Any]:
+        """The text of a PDF."""
+        return await pdf_text(await request.body(), server.extracting)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:

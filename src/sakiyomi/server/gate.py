@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, reply_to
+from sakiyomi.server.extract import EXTRACT_BYTES
 from sakiyomi.server.logs import failure
 
 __all__ = ["Gate"]
@@ -26,7 +27,7 @@ logger = logging.getLogger("sakiyomi.server")
 BODY_SECONDS = 60.0  # a body that has not come by then is not waited for
 LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 26  # how long, and how far, a body that is refused is read on
 REFUSALS, REFUSAL_PAUSE = 10, 0.5  # refusals of a client in a second, beyond which each waits so many seconds
-GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize")
+GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/extract")
 
 
 class Gate:
@@ -117,13 +118,13 @@ class Gate:
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
         """The whole body, at most as large as it may be, and what then gives it to the handler."""
-        most = self._max_body
+        most = max(self._max_body, EXTRACT_BYTES) if scope["path"] == "/extract" else self._max_body
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length[:18]) > most:
             if "expect" not in headers:  # whose body has not been sent yet
                 await _discard(receive)
-            raise self._too_large(length)
+            raise self._too_large(length, most)
         parts: list[bytes] = []
         size = 0
         try:
@@ -136,7 +137,7 @@ class Gate:
                     size += len(parts[-1])
                     if size > most:
                         await _discard(receive)
-                        raise self._too_large("more")
+                        raise self._too_large("more", most)
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
@@ -148,10 +149,11 @@ class Gate:
 
         return replayed
 
-    def _too_large(self, size: str) -> ApiError:
+    @staticmethod
+    def _too_large(size: str, most: int) -> ApiError:
         return ApiError(
             413,
-            f"the body has {size} bytes, {self._max_body} are taken; send less",
+            f"the body has {size} bytes, {most} are taken; send less",
             code="body_too_large",
             headers={"connection": "close"},
         )

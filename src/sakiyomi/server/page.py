@@ -1,4 +1,4 @@
-"""The web page at ``/``: one file, and headers that let it do nothing but talk to this server.
+"""The web page at ``/``: one document made of the files in ``web/``, and headers that let it talk to this server alone.
 
 It is a client like any other. What it draws is what ``trace: true`` gives to everybody.
 """
@@ -12,10 +12,31 @@ from importlib.resources import files
 
 from starlette.responses import Response
 
-__all__ = ["page", "policy"]
+__all__ = ["document", "page", "policy"]
+
+SCRIPTS = "base", "markdown", "lanes", "tree", "chats", "talk"
+"""Parts of the one script, in this order."""
 
 # A block without attributes: data blocks (type="application/json") do not run and need no permission.
 _BLOCK = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+
+
+def document() -> str:
+    """The page as it is sent: markup with style, texts and script in it."""
+    folder = files("sakiyomi.server").joinpath("web")
+
+    def read(name: str) -> str:
+        return folder.joinpath(name).read_text(encoding="utf-8")
+
+    parts = {
+        "style": f"<style>\n{read('style.css')}</style>",
+        "texts": f'<script type="application/json" id="texts">\n{read("texts.json")}</script>',
+        "script": "<script>\n" + "\n".join(read(f"{name}.js") for name in SCRIPTS) + "</script>",
+    }
+    html = read("index.html")
+    for name, text in parts.items():
+        html = html.replace(f"<!-- {name} -->", text)
+    return html
 
 
 def policy(html: str) -> str:
@@ -45,7 +66,7 @@ def policy(html: str) -> str:
 
 def page() -> Response:
     """The page with its headers, read once."""
-    html = files("sakiyomi.server").joinpath("index.html").read_text(encoding="utf-8")
+    html = document()
     return Response(
         html,
         media_type="text/html",
