@@ -106,7 +106,7 @@ def test_messages_tell_the_way_out() -> None:
         SamplingParams(temperature=-1.0)
 
 
-@pytest.mark.parametrize("gamma", [1, 64, "auto", "heuristic"])
+@pytest.mark.parametrize("gamma", [1, 64, "auto", "heuristic", "heuristic-kept"])
 def test_good_gammas(gamma: int | str) -> None:
     assert SamplingParams(gamma=gamma).gamma == gamma
 

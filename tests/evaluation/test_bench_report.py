@@ -396,6 +396,16 @@ def test_nothing_of_the_numbers_becomes_markup() -> None:
 # ---------------------------------------------------------------- articles
 
 
+@pytest.mark.parametrize("name", ["ntt", "medusa", "theory"])
+def test_the_page_of_an_article_has_all_of_its_figures(name: str) -> None:
+    folder = Path(__file__).parents[2] / "docs" / "articles"
+    for own in (folder / f"{name}.md", folder / f"{name}.{'ja' if name == 'ntt' else 'zh'}.md"):
+        text = own.read_text(encoding="utf-8")
+        assert all(f"`{section}`" in text for section in ARTICLES[name].sections)
+        pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+        assert len(pictures) >= 4 and all((folder / picture).is_file() for picture in pictures)
+
+
 def test_an_article_is_some_sections_in_its_order(toys: ReportConfig, made: dict[str, Row]) -> None:
     assert all(set(one.sections) <= set(SECTIONS) for one in ARTICLES.values())
     told: list[str] = []

@@ -66,8 +66,8 @@ def plot_heads(
         most = len(tops[0][1][0])
         for head in range(len(tops[0][1])):
             for at, style in ((0, "-"), (most - 1, ":")):
-                curve = [each[head][at] for _, each in tops]
-                axes.plot([step for step, _ in tops], curve, style, color=COLOURS[head % 6], linewidth=1.2)
+                shares = [each[head][at] for _, each in tops]
+                axes.plot([step for step, _ in tops], shares, style, color=COLOURS[head % 6], linewidth=1.2)
         axes.set(xlabel="step", ylim=(0, 1), title=f"training: first guess, first {most} (dots)")
         axes.grid(alpha=0.3)
     for head in range(len(losses[0][1]) if losses else 0):
@@ -77,9 +77,9 @@ def plot_heads(
     left.grid(alpha=0.3)
     for style, (name, levels) in zip(("-", "--", ":", "-."), accuracies.items(), strict=False):
         for head, chances in enumerate(levels):
-            tops = [sum(chances[:top]) for top in range(1, 9)]
+            held = [sum(chances[:top]) for top in range(1, 9)]
             label = f"{what} {head + 1}, {name}"
-            right.plot(range(1, 9), tops, style, color=COLOURS[head % 6], label=label, linewidth=1.4)
+            right.plot(range(1, 9), held, style, color=COLOURS[head % 6], label=label, linewidth=1.4)
     right.set(xlabel="first guesses", ylabel="hold the token that came", ylim=(0, 1), title="held-out answers")
     right.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)

@@ -55,7 +55,7 @@ class ReportConfig:
         prompt_tokens: prompts are cut to this many tokens.
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
-        count: most prompts that are used.
+        count: most prompts that are used; sections sizes, medusa and temperature, which race many ways, use two.
         compile: wait for compiled graphs and use them; otherwise everything runs eagerly.
     """
 
@@ -69,7 +69,7 @@ class ReportConfig:
     draft: str = "auto"
     heads: str | None = None
     sizes: tuple[str, ...] = ("60M", "134M")
-    temperatures: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+    temperatures: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)
     models: str | None = None
     predictions: str | None = None
     tasks: tuple[str, ...] = ()

@@ -129,8 +129,7 @@ def _paint_drafts(row: Row, theme: Theme) -> Figure:
                 axes.text(value, place, f"  {value:.2f}", va="center", fontsize=8)
             if key == "alpha":
                 counted = [line[f"counted, T={temperature:g}"] for line in row.lines]
-                label = "counted" if not at else None
-                axes.plot(counted, beside, "D", color=theme.ink, markersize=4, label=label)
+                axes.plot(counted, beside, "D", color=theme.ink, markersize=4, label=None if at else "counted")
         for target, place in heads.items():
             axes.text(0, place, f" target {target}", va="center", fontsize=9, style="italic")
         axes.set_yticks(places, [line["name"] for line in row.lines])

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.ranks import written
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, stacked
 from sakiyomi.evaluation.bench.figures.trees import laid_out, panels_of
 from sakiyomi.evaluation.bench.figures.work import Work
-from sakiyomi.evaluation.bench.medusa import EPSILONS, typical
+from sakiyomi.evaluation.bench.medusa import EPSILONS, WARM, typical
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.tuning.medusa_search import ranks_of
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.features import HEAD
+from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.sampling.verifiers.typical import threshold as limit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,12 +30,32 @@ NODES = 31
 
 
 def threshold(work: Work) -> Row:
-    """The row ``typical`` of the benchmark, with epsilon in each line; None: lossless."""
+    """The row ``typical`` of the benchmark, with epsilon in each line (None: lossless) and guesses that it takes."""
     work.medusa  # noqa: B018 - refuse before anything is loaded
     row = typical(work.row("threshold"))
-    epsilons = (None, None, *EPSILONS)
-    lines = [{**line, "epsilon": epsilon} for line, epsilon in zip(row.lines, epsilons, strict=True)]
+    epsilons, taken = (None, None, *EPSILONS), _taken(work)
+    lines = [{**line, "epsilon": at, "taken": taken.get(at)} for line, at in zip(row.lines, epsilons, strict=True)]
     return Row("threshold", row.title, lines, row.conditions, row.notes)
+
+
+@torch.inference_mode()
+def _taken(work: Work) -> dict[float | None, float]:
+    """By epsilon, the share of places of one and the same text at which the first head's first guess is typical."""
+    target, params = work.llm.target, work.params(temperature=WARM, seed=7, gamma="auto")
+    drafter: MedusaDrafter = work.drafter(work.medusa)
+    sampler = Sampler(params, work.llm.vocab_size)
+    rows = []
+    for prompt in work.prompts:
+        ids = [*prompt, *work.engine().generate([prompt], params)[0].token_ids]
+        with target.cache.lent(len(ids)) as slot:
+            found = target.score([SequenceRows(slot, 0, ids, prompt=True)])
+            # Behind the token at i the head guesses that at i + 2, which the target expects behind i + 1.
+            guesses = drafter.guesser(found.features[HEAD][len(prompt) - 1 : -2])[0].argmax(-1).tolist()
+            rows += list(zip(sampler.probs(found.logits[len(prompt) : -1]).numpy(), guesses, strict=True))
+    return {
+        epsilon: sum(float(row[guess]) > limit(row, epsilon, math.sqrt(epsilon)) for row, guess in rows) / len(rows)
+        for epsilon in EPSILONS
+    }
 
 
 def _paint_threshold(row: Row, theme: Theme) -> Figure:
@@ -39,13 +67,11 @@ def _paint_threshold(row: Row, theme: Theme) -> Figure:
     upper.axhline(1.0, color=theme.faint, linewidth=1)
     upper.set(ylabel="speed over plain", ylim=(0, None))
     upper.legend(loc="lower right")
-    curve(lower, lossy, "epsilon", "TV", color=theme.colours[1])
-    lower.axhline(0.0, color=theme.colours[2], linestyle="--")
-    lower.set(
-        xlabel="posterior_threshold (epsilon), stricter to the right",
-        ylabel="distance from the target",
-        ylim=(-0.02, 1),
-    )
+    curve(lower, lossy, "epsilon", "TV", color=theme.colours[1], label="distance from the target")
+    curve(lower, lossy, "epsilon", "taken", "s--", color=theme.colours[0], label="first guesses taken, one text")
+    lower.axhline(0.0, color=theme.faint, linewidth=1)
+    lower.set(xlabel="posterior_threshold (epsilon), stricter to the right", ylabel="share", ylim=(-0.02, 1.02))
+    lower.legend(loc="upper right")
     for axes in (upper, lower):
         axes.set_xscale("log")
         axes.set_xticks([line["epsilon"] for line in lossy], [f"{line['epsilon']:g}" for line in lossy])
@@ -55,7 +81,8 @@ def _paint_threshold(row: Row, theme: Theme) -> Figure:
 
 def _alt_threshold(row: Row) -> str:
     said = [
-        f"{line['epsilon']:g}: {line['tau']:.2f} tokens a pass, distance {line['TV']:.2f}"
+        f"{line['epsilon']:g}: {line['tau']:.2f} tokens a pass, distance {line['TV']:.2f}, "
+        f"{100 * line['taken']:.0f} % of first guesses taken"
         for line in row.lines
         if line["epsilon"] is not None
     ]
@@ -66,8 +93,10 @@ THRESHOLD = Section(
     "Speed against the threshold of typical acceptance",
     "A candidate token is taken where its probability is above the smaller of epsilon (Medusa's posterior_threshold) "
     "and delta x exp(-entropy) (delta: posterior_alpha, here the root of epsilon). The higher the threshold, the "
-    "stricter. Typical acceptance is lossy: below, the mean distance (total variation, 0 to 1) between the "
-    "distribution that a token came from and the target's own; lossless acceptance of the same heads has none.",
+    "stricter: dashed, how many of the first head's first guesses are taken along one and the same text. Above, speed; "
+    "each threshold writes its own text there. Typical acceptance is lossy: the full curve below is the mean distance "
+    "(total variation, 0 to 1) between the distribution that a token came from and the target's own; lossless "
+    "acceptance of the same heads has none.",
     threshold,
     _paint_threshold,
     _alt_threshold,

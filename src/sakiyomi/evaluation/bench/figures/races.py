@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MEDUSA", "SIZES", "TEMPERATURE"]
 
+RACED = 2  # prompts of races with many contenders, so that an article's figures take minutes
 OURS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chain": {"tree": "chain"},
@@ -77,17 +78,18 @@ def sizes(work: Work) -> Row:
     def contenders(row: PairRow, heads: str | None) -> list[Contender]:
         llm = row.llm()
         judge = row.pair.judge(llm)
-        laps = {way: partial(peer_lap, row.pair.peer(way), row.pair.prompts, row.params()) for way in WAYS[:2]}
+        prompts = row.pair.prompts[:RACED]
+        laps = {way: partial(peer_lap, row.pair.peer(way), prompts, row.params()) for way in WAYS[:2]}
         theirs = [Contender(f"transformers {way}", run, row.pair.judge()) for way, run in laps.items()]
         ways = {name: (llm if more else EngineView(llm), more) for name, more in OURS.items()}
         if heads is not None:
             ways["Medusa"] = (EngineView(llm, llm.drafter(f"medusa:{heads}"), strict=True), {"gamma": "auto"})
-        runs = {name: row.run(way, **more) for name, (way, more) in ways.items()}
+        runs = {name: row.run(way, prompts=prompts, **more) for name, (way, more) in ways.items()}
         row.warm(runs, llm)
         return [*theirs, *(Contender(name, run, judge) for name, run in runs.items())]
 
     lines, notes = _by_size("sizes", work, contenders)
-    conditions = {**work.pair.names, **work.pair.dtypes, "gamma": work.config.gamma, **work.laps()}
+    conditions = {**work.pair.names, **work.pair.dtypes, "gamma": work.config.gamma, **work.laps(RACED)}
     return Row("sizes", "milliseconds a token, greedy, by size of the target", lines, conditions, notes)
 
 
@@ -151,7 +153,7 @@ def medusa(work: Work) -> Row:
         llm = row.llm(f"medusa:{heads}")
         llm.wait()
         runs = {
-            name: partial(lap, way, row.pair.prompts, params)
+            name: partial(lap, way, row.pair.prompts[:RACED], params)
             for name, way in (("plain", EngineView(llm)), ("Medusa", llm))
         }
         runs["Medusa"]()  # graphs of all sizes that it meets
@@ -160,7 +162,7 @@ def medusa(work: Work) -> Row:
         return [Contender(name, run, judge) for name, run in runs.items()]
 
     lines, notes = _by_size("medusa", work, contenders)
-    conditions = work.pair.names | {"draft": work.medusa, "gamma": "auto", **work.laps()}
+    conditions = work.pair.names | {"draft": work.medusa, "gamma": "auto", **work.laps(RACED)}
     title = "tokens/s, greedy, plain and with Medusa heads, by size of the target"
     return Row("medusa", title, lines, conditions, notes)
 
@@ -222,17 +224,16 @@ def temperature(work: Work) -> Row:
     alone = load(config.bench(target=draft), "none", compile=config.compile)
     alone.wait()
     engines["draft alone"] = alone
-    peer, judge = work.pair.peer("assisted"), work.pair.judge(work.llm)
+    peer, judge, prompts = work.pair.peer("assisted"), work.pair.judge(work.llm), work.prompts[:RACED]
     lines: list[dict[str, Any]] = []
     slower: list[str] = []
     ratios: dict[float, float] = {}
     for degrees in sorted(config.temperatures):
         auto = work.params(temperature=degrees, seed=7, gamma="auto")
         runs: Mapping[str, Callable[[], Lap]] = {
-            name: partial(lap, engine, work.prompts, _asking(name, auto, config.gamma))
-            for name, engine in engines.items()
+            name: partial(lap, engine, prompts, _asking(name, auto, config.gamma)) for name, engine in engines.items()
         }
-        runs = {**runs, "transformers assisted": partial(peer_lap, peer, work.prompts, _asking("", auto, config.gamma))}
+        runs = {**runs, "transformers assisted": partial(peer_lap, peer, prompts, _asking("", auto, config.gamma))}
         # Sampled text is anybody's own; greedy text is compared, but for the draft's.
         contenders = [
             Contender(name, run, judge if not degrees and name != "draft alone" else None) for name, run in runs.items()
@@ -256,7 +257,8 @@ def temperature(work: Work) -> Row:
             f"sakiyomi is slower than plain {where}, by more than two equal things differ; its least is "
             f"{ratios[least]:.2f} times plain, at temperature {least:g}",
         )
-    conditions = work.conditions(gamma=f"auto; {config.gamma} of transformers and of sample and compare")
+    gamma = f"auto; {config.gamma} of transformers and of sample and compare"
+    conditions = work.conditions(gamma=gamma, **work.laps(RACED))
     return Row("temperature", "tokens/s by temperature", lines, conditions, notes)
 
 

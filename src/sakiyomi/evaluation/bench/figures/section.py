@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.evaluation.bench.draw import NARROW, panels
+from sakiyomi.evaluation.bench.draw import NARROW, drawn, panels
 from sakiyomi.evaluation.bench.report import Row
 
 if TYPE_CHECKING:
@@ -108,7 +107,4 @@ def picture(section: Section, row: Row, theme: Theme, kind: str = "png") -> byte
 
     # Glyphs as outlines would be most of the file.
     with rc_context(theme.settings() | {"svg.fonttype": "none", "svg.hashsalt": section.title}):
-        figure = section.paint(row, theme)
-        file = io.BytesIO()
-        figure.savefig(file, format=kind, dpi=DPI, metadata={"Date": None} if kind == "svg" else None)
-    return file.getvalue()
+        return drawn(section.paint(row, theme), kind, DPI)

@@ -150,11 +150,17 @@ def traffic_of(work: Work) -> Row:
             if part:
                 counted[f"{before}weights"] = part["passes"] * (model.weights.bytes or 0) / committed
                 counted[f"{before}kv"] = part["kv"] / committed
-        own = sizes if gamma else {name: sizes[name] for name in ("weights", "kv")}
-        predicted = traffic(expected_tokens(alpha, gamma), gamma, **own)
-        line = {"gamma": gamma, "tau": found.figures["tau"]}
-        for part in PARTS:
-            line |= {f"{part}_predicted_bytes": getattr(predicted, part), f"{part}_counted_bytes": counted[part]}
+        predicted = traffic(
+            expected_tokens(alpha, gamma),
+            gamma,
+            weights=sizes["weights"],
+            kv=sizes["kv"],
+            draft_weights=sizes["draft_weights"],
+            draft_kv=sizes["draft_kv"],
+        )
+        line: dict[str, Any] = {"gamma": gamma, "tau": found.figures["tau"]}
+        for kind in PARTS:
+            line |= {f"{kind}_predicted_bytes": getattr(predicted, kind), f"{kind}_counted_bytes": counted[kind]}
         total = sum(counted.values())
         lines.append(line | {"predicted": predicted.total, "counted": total, "off by": total / predicted.total - 1})
     return Row("traffic", "bytes read a token, by gamma", lines, work.conditions(alpha=alpha, temperature=0))
@@ -175,7 +181,7 @@ def _paint_traffic(row: Row, theme: Theme) -> Figure:
             axes.text(place + 0.4 * (at - 0.5), below, f"{below:.3g}", ha="center", va="bottom", fontsize=8)
     labels = ["plain" if not line["gamma"] else f"gamma {line['gamma']}" for line in row.lines]
     axes.set_xticks(range(len(labels)), labels)
-    axes.set(ylabel="MB read a token; hatched: predicted, full: counted")
+    axes.set(ylabel="MB read a token", title="left, hatched: predicted; right: counted")
     axes.grid(visible=False, axis="x")
     legend_below(figure, axes)
     return figure

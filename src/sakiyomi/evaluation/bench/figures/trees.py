@@ -114,15 +114,15 @@ def paint_mask(axes: Any, lines: Lines, theme: Theme) -> None:
     cells = [
         [2 if column in row else 1 if column <= at else 0 for column in range(len(seen))] for at, row in enumerate(seen)
     ]
-    colours = ListedColormap([theme.paper, _between(theme.paper, theme.faint), theme.colours[0]])
-    axes.pcolormesh(cells, cmap=colours, vmin=0, vmax=2, edgecolors=theme.faint, linewidth=0.4)
+    colours = (theme.paper, _between(theme.paper, theme.faint), theme.colours[0])
+    axes.pcolormesh(cells, cmap=ListedColormap(colours), vmin=0, vmax=2, edgecolors=theme.faint, linewidth=0.4)
     names = ["last token", *(drawable(repr(line["text"])) for line in nodes)]
     axes.set_xticks([at + 0.5 for at in range(len(names))], names, rotation=90, fontsize=8)
     axes.set_yticks([at + 0.5 for at in range(len(names))], names, fontsize=8)
     axes.set(xlabel="is seen (with all of the text before)", ylabel="token of the pass", ylim=(len(names), 0))
     axes.set_aspect("equal")
     axes.grid(visible=False)
-    for colour, label in zip(colours.colors[1:], ("not seen, though before it", "seen"), strict=True):
+    for colour, label in zip(colours[1:], ("not seen, though before it", "seen"), strict=True):
         axes.plot([], [], "s", color=colour, label=label)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
 
@@ -178,11 +178,12 @@ def draw(path: str | Path, places: Lines, rounds: Sequence[Lines]) -> None:
         save(figure, path)
 
 
-def _between(paper: str, faint: str) -> tuple[float, ...]:
+def _between(paper: str, faint: str) -> str:
     """A colour nearer to the paper than to the grid."""
-    from matplotlib.colors import to_rgb
+    from matplotlib.colors import to_hex, to_rgb
 
-    return tuple(0.6 * one + 0.4 * other for one, other in zip(to_rgb(paper), to_rgb(faint), strict=True))
+    red, green, blue = (0.6 * one + 0.4 * other for one, other in zip(to_rgb(paper), to_rgb(faint), strict=True))
+    return to_hex((red, green, blue))
 
 
 def laid_out(lines: Lines) -> dict[int, tuple[float, float]]:

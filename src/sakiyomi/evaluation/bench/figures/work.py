@@ -97,10 +97,10 @@ class Work:
         found = {**self.pair.names, **self.pair.dtypes, "graphs": self.llm.target.mode}
         return found | self.laps() | more
 
-    def laps(self) -> dict[str, Any]:
-        """How many texts, and how long."""
+    def laps(self, most: int | None = None) -> dict[str, Any]:
+        """How many texts, and how long; ``most``: no more prompts than that."""
         config = self.config
-        return {"prompts": len(self.prompts), "max_new_tokens": config.max_new_tokens, "laps": config.repeats}
+        return {"prompts": len(self.prompts[:most]), "max_new_tokens": config.max_new_tokens, "laps": config.repeats}
 
     def sized(self, what: str, size: str) -> tuple[PairRow, str | None]:
         """The pair with a target of another size, and the heads that go with it, if there are any.
