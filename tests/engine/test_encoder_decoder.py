@@ -302,3 +302,30 @@ def test_a_pass_without_positions_is_compiled_too(monkeypatch: pytest.MonkeyPatc
     llm = LLM((model_of("t5"), TOKENIZER), "none", compile=True)
     assert llm.target.recorded(4) and llm.target.mode in ("compiled", "eager")
     assert tokens(llm, sources("t5"), params()) == wanted("t5")
+
+
+# ------------------------------------------------------------ weights in 8 bits
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_drafts_change_nothing_in_8_bits(name: str) -> None:
+    plain = llm_of(name, quantize="int8")
+    report = plain.target.weights.quantization
+    assert report is not None and report.layers > 20 and not report.kept
+    expected = tokens(plain, sources(name), params())
+    assert tokens(llm_of(name, "other", quantize="int8"), sources(name), params(gamma=3)) == expected
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_quantizing_is_judged_on_what_the_model_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no layer is rounded, logits through our cache are those of the whole model: no position is off."""
+    from sakiyomi.model_executor.encoder_decoder import judged
+
+    monkeypatch.setattr(judged, "choose_bits", lambda *_: {})
+    report = llm_of(name, quantize="int8").target.weights.quantization
+    assert report is not None and report.layers == 0 and len(report.kept) > 20
+    assert report.agreement == 1.0 and report.divergence < 1e-4
+
+
+def test_the_target_in_8_bits_drafts_for_itself() -> None:
+    assert tokens(llm_of("bart", "self-int8"), sources("bart"), params(gamma=4)) == wanted("bart")

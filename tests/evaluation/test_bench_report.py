@@ -43,7 +43,7 @@ from toys import save_model, tiny_llama, tiny_tokenizer
 
 pytest.importorskip("matplotlib")
 
-PAIRED = [name for name in SECTIONS if name not in ("memory", "predicted")]
+PAIRED = [name for name in SECTIONS if name not in ("memory", "predicted", "tasks", "locret", "kept")]
 
 
 @pytest.fixture(scope="module")
@@ -451,3 +451,35 @@ def test_on_the_command_line(toys: ReportConfig, tmp_path: Path) -> None:
     assert "cannot be read" in failed.output
     refused = CliRunner().invoke(app, ["bench", "report", out, "--sections", "nothing"])
     assert refused.exit_code != 0
+
+
+def test_tasks_come_from_files_or_from_the_pair(toys: ReportConfig, tmp_path: Path) -> None:
+    line = {
+        "name": "sakiyomi plain",
+        "way": "int8",
+        "temperature": 0.0,
+        "seconds_per_answer": 1.5,
+        "over_assisted": 2.0,
+    }
+    row = {"row": "speech", "lines": [line], "notes": [], "error": None}
+    (tmp_path / "speech.txt").write_text("a table\n" + json.dumps({"rows": [row]}) + "\n")
+    asked = dataclasses.replace(
+        toys, out=str(tmp_path / "a"), sections=("tasks",), tasks=(str(tmp_path / "speech.txt"),)
+    )
+    (given,) = run(asked)
+    assert given.error is None and given.lines == [{"task": "speech", **line}]
+    assert "2.0 times transformers' assisted" in SECTIONS["tasks"].alt(given)
+    (tmp_path / "bad.txt").write_text("a table\n")
+    (refused,) = run(dataclasses.replace(asked, tasks=(str(tmp_path / "bad.txt"),)))
+    assert "bench tasks --json" in (refused.error or "")
+
+
+def test_systems_and_what_they_kept_are_drawn(toys: ReportConfig, tmp_path: Path) -> None:
+    lengths = ("512",)
+    asked = dataclasses.replace(toys, out=str(tmp_path), sections=("locret", "kept"), memory_lengths=lengths, count=1)
+    rows = {row.name: row for row in run(asked)}
+    assert {name: row.error for name, row in rows.items()} == {"locret": None, "kept": None}
+    assert [line["name"] for line in rows["locret"].lines][-1] == "Locret"
+    shares = [sum(line["kept"]) / len(line["kept"]) for line in rows["kept"].lines]
+    assert len(shares) == 8 and all(0.1 < share < 0.25 for share in shares)
+    assert (tmp_path / "kept.png").is_file() and "eads" in SECTIONS["kept"].alt(rows["kept"])

@@ -265,7 +265,7 @@ def test_a_layer_with_outliers_keeps_its_weights() -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0] *= 3000.0
         model.model.layers[0].mlp.down_proj.weight[:, 0] = 0.0
-    errors, logits = layer_errors(model, torch.tensor([prompt(50)]))
+    errors, logits = layer_errors(model, {"input_ids": torch.tensor([prompt(50)])})
     assert logits.shape == (50, VOCAB)
     assert errors[id(model.model.layers[0].mlp.down_proj)]["int8"] > 4 * QUANTIZATIONS["int8"].most
     llm = LLM((model, TOKENIZER), "none", quantize="int8", compile=False)
@@ -307,7 +307,7 @@ def test_errors_are_those_of_the_kernels() -> None:
     model = tiny_llama(vocab=VOCAB, dim=64)
     ids = torch.tensor([prompt(64)])
     layer = model.model.layers[0].mlp.down_proj
-    errors, _ = layer_errors(model, ids, ("int8", "int4"))
+    errors, _ = layer_errors(model, {"input_ids": ids}, ("int8", "int4"))
     seen: list[Tensor] = []
     with torch.no_grad():
         hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][:, ::4].contiguous()))

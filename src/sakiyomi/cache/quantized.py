@@ -43,6 +43,7 @@ class Packing:
         choices: bits that there are.
         with_policies: whether it goes with a policy that drops pairs.
         fitted: whether it is fitted to a model, on a text.
+        published: the residual that the option ``paper`` means (transformers' own default); None: there is none.
     """
 
     bits: int
@@ -50,6 +51,7 @@ class Packing:
     choices: ClassVar[tuple[int, ...]] = BITS
     with_policies: ClassVar[bool] = True
     fitted: ClassVar[bool] = False
+    published: ClassVar[int | None] = 128
 
     def storage(self, shapes: Sequence[LayerShape], max_slots: int, limits: Sequence[int] | None = None) -> QuantizedKV:
         """Where columns are quantized in this way, see ``QuantizedKV``."""
@@ -64,6 +66,8 @@ class Packing:
         """The residual that a spec's options say, the default if they say nothing; None: they say something else."""
         if not options:
             return cls(8).residual
+        if options == "paper":
+            return cls.published
         key, _, value = options.partition("=")
         return int(value) if key == "residual" and value.isdecimal() else None
 

@@ -42,6 +42,7 @@ class LeveledPacking(Packing):
     choices: ClassVar[tuple[int, ...]] = (4, 3, 2)
     with_policies: ClassVar[bool] = False
     fitted: ClassVar[bool] = True
+    published: ClassVar[int | None] = None
 
     def storage(self, shapes: Sequence[LayerShape], max_slots: int, limits: Sequence[int] | None = None) -> QuantizedKV:
         """Where columns are quantized in this way."""

@@ -12,8 +12,10 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import readable
 from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, InflateConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
+from sakiyomi.evaluation.bench.locret.config import LocretConfig
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
+from sakiyomi.evaluation.bench.tasks.config import TasksConfig
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,41 @@ def _check(picture: PlotOption) -> None:
 
     if picture.plot is not None:
         plot.check(picture.plot)
+
+
+def tasks(config: TasksConfig, picture: PlotOption, output: JsonOption) -> None:
+    """Measure a pair on its own tasks.
+
+    Speech, summaries, translation, code and chat, by dtype (int8 and weights on the disk too) and temperature: plain
+    and drafted, ours and transformers', with the score of the answers.
+    """
+
+    def start(note: Note) -> Started:
+        from sakiyomi.evaluation.bench.tasks.plot import draw
+        from sakiyomi.evaluation.bench.tasks.run import run
+
+        _check(picture)
+        return run(config, note), draw
+
+    measured(start, output, picture.plot)
+
+
+def locret(config: LocretConfig, pictures: PlotFolderOption, output: JsonOption) -> None:
+    """Make the tables of the article on Locret.
+
+    What fits in which memory on paper; then every system, as published, on the same prompts: memory and score, speed,
+    keys and values in 4 bits, the combination with LoCoCo. With --plot also what each kept of one prompt.
+    """
+
+    def start(note: Note) -> Started:
+        from sakiyomi.evaluation.bench.locret.run import run
+        from sakiyomi.evaluation.bench.long import plot
+
+        if pictures.plot is not None:
+            plot.check(pictures.plot)
+        return run(config, note, pictures=pictures.plot), plot.draw
+
+    measured(start, output, pictures.plot)
 
 
 def compare(config: CompareConfig, output: JsonOption) -> None:

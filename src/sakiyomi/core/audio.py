@@ -1,4 +1,4 @@
-"""Sounds for speech models: samples of one channel, read from WAV files by the standard library."""
+"""Sounds for speech models: samples of one channel; WAV files are read by the standard library, others by soundfile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import wave
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from sakiyomi.core.errors import InputError, LoadError
 __all__ = ["Audio"]
 
 Samples = NDArray[np.float32]
+_PAUSE = 0.2  # seconds
+CONVERT = "convert it, for instance: ffmpeg -i FILE -ac 1 -c:a pcm_s16le sound.wav"
 _WIDTH = 24  # zero crossings of the resampling filter on each side
 _DECODERS: dict[int, Callable[[bytes], NDArray[Any]]] = {
     1: lambda data: (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 2**7,
@@ -68,20 +70,23 @@ class Audio:
         return f"Audio({len(self.samples)} samples, sampling_rate={self.sampling_rate}{told})"
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], *, language: str | None = None, task: str | None = None) -> Audio:
-        """The sound in a WAV file of whole numbers (8, 16, 24 or 32 bits); of several channels the mean.
+    def read(
+        cls, path: str | os.PathLike[str] | BinaryIO, *, language: str | None = None, task: str | None = None
+    ) -> Audio:
+        """The sound in a WAV file of whole numbers (8 to 32 bits), or in another file of soundfile's (FLAC, Ogg).
+
+        Of several channels the mean.
 
         Args:
-            path: of the file.
+            path: of the file, or an open one.
             language, task: see ``Audio``.
 
         Raises:
-            LoadError: there is no such file, it is no WAV file, it is empty or damaged, or has other samples.
+            LoadError: there is no such file, it is empty or damaged, of another kind, or soundfile is not installed.
         """
-        name = os.fspath(path)
-        remedy = "convert it, for instance: ffmpeg -i FILE -ac 1 -c:a pcm_s16le sound.wav"
+        name = os.fspath(path) if isinstance(path, str | os.PathLike) else "the sound"
         try:
-            with wave.open(name, "rb") as file:
+            with wave.open(name if isinstance(path, str | os.PathLike) else path, "rb") as file:
                 channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
                 data = file.readframes(file.getnframes())
         except FileNotFoundError:
@@ -90,10 +95,10 @@ class Audio:
             raise LoadError(f"{name!r} cannot be read ({error.strerror}); check the path") from None
         except (wave.Error, EOFError) as error:
             reason = str(error) or "it ends before it begins"
-            raise LoadError(f"{name!r} is no WAV file of whole numbers ({reason}); {remedy}") from None
+            return cls(*_other_file(path, name, reason), language, task)
         decode = _DECODERS.get(width)
         if decode is None:
-            raise LoadError(f"{name!r} has samples of {8 * width} bits; expected 8, 16, 24 or 32; {remedy}")
+            raise LoadError(f"{name!r} has samples of {8 * width} bits; expected 8, 16, 24 or 32; {CONVERT}")
         if rate < 1:
             raise LoadError(f"{name!r} has {rate} samples a second; the file is damaged")
         data = data[: len(data) // (width * channels) * width * channels]
@@ -112,12 +117,52 @@ class Audio:
             return self
         return replace(self, samples=_resample(self.samples, self.sampling_rate, rate), sampling_rate=rate)
 
-    def split(self, seconds: float) -> list[Audio]:
-        """Parts of so many seconds, the last one shorter."""
+    def split(self, seconds: float, *, at_silences: bool = False) -> list[Audio]:
+        """Parts of so many seconds, the last one shorter.
+
+        Args:
+            seconds: of a part, at most.
+            at_silences: cut in the middle of the quietest fifth of a second in the last half of each part, so that no
+                word is cut where somebody pauses.
+        """
         count = int(seconds * self.sampling_rate)
         if count < 1:
             raise InputError(f"seconds is {seconds!r}; expected a part of at least one sample")
-        return [replace(self, samples=self.samples[i : i + count]) for i in range(0, len(self.samples), count)]
+        cuts = [0]
+        while len(self.samples) - cuts[-1] > count:
+            part = self.samples[cuts[-1] : cuts[-1] + count]
+            cuts.append(cuts[-1] + (_quietest(part, self.sampling_rate) if at_silences else count))
+        ends = [*cuts[1:], len(self.samples)]
+        return [replace(self, samples=self.samples[begin:end]) for begin, end in zip(cuts, ends, strict=True)]
+
+
+def _quietest(samples: Samples, rate: int) -> int:
+    """The middle of the quietest window in the last half of a sound; of equal ones the last."""
+    half = samples[len(samples) // 2 :]
+    window = max(1, min(len(half), int(_PAUSE * rate)))
+    sums = np.concatenate([[0.0], np.cumsum(half.astype(np.float64) ** 2)])
+    loudness = sums[window:] - sums[:-window]
+    return max(1, len(samples) - window // 2 - int(loudness[::-1].argmin()))
+
+
+def _other_file(path: str | os.PathLike[str] | BinaryIO, name: str, reason: str) -> tuple[Samples, int]:
+    """Samples and rate of a file that is no WAV file of whole numbers."""
+    try:
+        import soundfile
+    except ImportError:
+        raise LoadError(
+            f"{name!r} is no WAV file of whole numbers ({reason}); pip install 'sakiyomi[tasks]' for other kinds, or "
+            f"{CONVERT}"
+        ) from None
+    try:
+        if not isinstance(path, str | os.PathLike):
+            path.seek(0)
+        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (soundfile.SoundFileError, OSError) as error:
+        raise LoadError(f"{name!r} is no sound file that can be read ({error}); {CONVERT}") from None
+    if not len(samples):
+        raise LoadError(f"{name!r} has no samples; give a file with a sound")
+    return samples.mean(1), int(rate)
 
 
 def _three_bytes(data: bytes) -> NDArray[Any]:

@@ -8,7 +8,7 @@ rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -118,7 +118,7 @@ def check_quantization(what: str, dtype: torch.dtype) -> None:
 
 
 def layer_errors(
-    model: nn.Module, ids: Tensor, kinds: Collection[str] = ("int8",)
+    model: nn.Module, inputs: Mapping[str, Tensor], kinds: Collection[str] = ("int8",)
 ) -> tuple[dict[int, dict[str, float]], Tensor]:
     """Relative error that roundings make in each linear layer's output, by the layer's id, and the logits (T, V).
 
@@ -126,7 +126,7 @@ def layer_errors(
 
     Args:
         model: not packed yet, with an attention of transformers' own; its weights may be on disk (see ``present``).
-        ids: (1, T) token ids.
+        inputs: of its forward: (1, T) token ids; with an encoder, a source and what the decoder reads.
         kinds: of ``QUANTIZATIONS``.
     """
     errors: dict[int, dict[str, float]] = {}
@@ -156,7 +156,7 @@ def layer_errors(
                 hooks.enter_context(layer.register_forward_hook(measure))
             elif is_experts(layer):
                 hooks.enter_context(layer.register_forward_hook(measure_experts, with_kwargs=True))
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+        logits: Tensor = model(**inputs, use_cache=False).logits[0]
     return errors, logits
 
 

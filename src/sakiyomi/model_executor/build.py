@@ -172,6 +172,8 @@ def _build(
     runner.take_backend()
     if quantize:
         with cache.lent(len(weights.text)) as slot:
+            judged = weights.encoder.judged if weights.encoder is not None else None
+            runner.make_room(slot, len(weights.text), judged.source if judged is not None else None)
             weights.judge(runner.score([SequenceRows(slot, 0, weights.text, prompt=True)]).logits)
     prove(runner)
     if exact:

@@ -192,7 +192,7 @@ class ModelRunner(Session):
             )
         self._proven = True
 
-    def first_logits(self, source: Source, tokens: Sequence[int]) -> Tensor:
+    def first_logits(self, source: Source | None, tokens: Sequence[int]) -> Tensor:
         """Logits (V,) of what follows these tokens where nothing was written yet."""
         with self.lock, self.cache.lent(len(tokens)) as slot:
             self.make_room(slot, len(tokens), source)

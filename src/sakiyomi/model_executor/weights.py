@@ -32,6 +32,7 @@ from sakiyomi.model_executor.attention import BackendNeeds, op
 from sakiyomi.model_executor.attention.latent import serve_latents
 from sakiyomi.model_executor.attention.own import serve_own
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
+from sakiyomi.model_executor.encoder_decoder.judged import judge_whole
 from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.prepared import Prepared
@@ -123,7 +124,9 @@ class ModelWeights:
         self.encoder: Encoder | None = None
         self.multimodal, before = False, 0
         if getattr(model.config, "is_encoder_decoder", False):
+            judged = judge_whole(self.module, text, quantize) if quantize and prepared is None else None
             self.module, self.encoder = split(self.module)
+            self.encoder.judged = judged
         elif not recorded and way is None:
             self.multimodal = set_aside(self.module, model)
             before = take_positions(self.module)
@@ -201,7 +204,8 @@ class ModelWeights:
     @property
     def text(self) -> list[int]:
         """Token ids on which the quantization is judged."""
-        return self._given.text
+        judged = self.encoder.judged if self.encoder is not None else None
+        return self._given.text if judged is None else judged.text
 
     @property
     def context_note(self) -> str:
@@ -324,7 +328,9 @@ class ModelWeights:
         given, table = self._given, PackedWeights.create() if self.packable else None
         if table is None or not (given.owned or _has_room(self.module, self.device)):
             return None
-        bits = self._choose_bits(given.quantize) if given.quantize else None
+        bits = None
+        if given.quantize:
+            bits, self._before = _choose_bits(self.module, self.encoder, given.quantize, self.text)
         assert self._probed is not None
         self.siblings = _pack(self.module, table, self._probed, free=given.owned, bits=bits)
         self._probed = None
@@ -339,12 +345,6 @@ class ModelWeights:
         """
         root = "" if self.encoder is None else "inner."
         self.generation += _take_patches(self.module, root, self._given.forwards)
-
-    def _choose_bits(self, kind: str) -> dict[int, int]:
-        """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
-        self.module.set_attn_implementation("eager")
-        errors, self._before = layer_errors(self.module, torch.tensor([self.text]), {kind, "int8"})
-        return choose_bits(kind, errors, self.module.get_output_embeddings())
 
     def check_quantized(self) -> None:
         """Raise where quantizing was asked for and the kernels do not serve the model.
@@ -367,6 +367,15 @@ class ModelWeights:
         kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
         counts = len(layers) - len(kept), kept, agreement, divergence, len(self.text)
         self.quantization = QuantizationReport(str(self._given.quantize), *counts)
+
+
+def _choose_bits(module: Any, encoder: Encoder | None, kind: str, text: Sequence[int]) -> tuple[dict[int, int], Tensor]:
+    """Bits of the linear layers' weights, by their id, and the model's logits on the text."""
+    if encoder is not None and encoder.judged is not None:
+        return encoder.judged.bits, encoder.judged.logits
+    module.set_attn_implementation("eager")
+    errors, logits = layer_errors(module, {"input_ids": torch.tensor([text])}, {kind, "int8"})
+    return choose_bits(kind, errors, module.get_output_embeddings()), logits
 
 
 def _take_patches(module: Any, root: str, forwards: list[tuple[str, weakref.ref[nn.Module], Any]]) -> bool:

@@ -7,9 +7,9 @@ what rows of committed tokens left behind. So a drafted text keeps the same pair
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -106,6 +106,9 @@ class Policy:
     reread_tokens: ClassVar[int] = 0
     """Where pairs are recalled: so many of a prompt's last tokens, as far as they always stay, are read a second time,
     on pairs that they have chosen themselves."""
+
+    published: ClassVar[Mapping[str, Any]] = {}
+    """What the option ``paper`` sets: the method as its authors ran it, counts as shares of their budget."""
 
     sinks: int = 4
     local: int = 16

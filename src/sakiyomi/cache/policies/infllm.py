@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,17 +33,27 @@ class InfLLM(Looking):
     Attributes:
         block: tokens of one.
         representatives: keys of a block.
+        ranking: of blocks: "most", as above, or "mean": the paper's product of mean query and mean representative,
+            summed over the heads of a layer.
     """
 
     name: ClassVar[str] = "infllm"
     recalls: ClassVar[bool] = True
     interval: ClassVar[int] = 16
     reread_tokens: ClassVar[int] = 16
+    published: ClassVar[Mapping[str, Any]] = {
+        "sinks": 128,
+        "block": 128,
+        "representatives": 4,
+        "recent": 2048 / 4224,
+        "ranking": "mean",
+    }
 
     sinks: int = 16
     block: int = 16
     representatives: int = 8
     recent: float = 0.25
+    ranking: Literal["most", "mean"] = "most"
 
     def least_of(self, budget: int) -> int:
         """A block too."""
@@ -67,6 +78,11 @@ class InfLLM(Looking):
             .float()
             .view(-1, view.all_heads, view.observations.shape[1] // view.all_heads // dim, dim)
         )
-        looks = (rows[:, view.heads].permute(1, 0, 2, 3).flatten(1, 2) @ some.mT).softmax(2)
-        relevance = looks.unflatten(2, (blocks, several)).sum(3).amax((0, 1)).repeat_interleave(self.block)
-        return F.pad(relevance, (0, n - len(relevance)), value=1.0).expand(heads, -1)
+        if self.ranking == "mean":
+            means = some.unflatten(1, (blocks, several)).mean(2)
+            relevance = (rows[:, view.heads].mean((0, 2))[:, None] * means).sum((0, 2))
+        else:
+            looks = (rows[:, view.heads].permute(1, 0, 2, 3).flatten(1, 2) @ some.mT).softmax(2)
+            relevance = looks.unflatten(2, (blocks, several)).sum(3).amax((0, 1))
+        relevance = relevance.repeat_interleave(self.block)
+        return F.pad(relevance, (0, n - len(relevance)), value=torch.inf).expand(heads, -1)

@@ -8,8 +8,9 @@ goes on from. Dropping goes on while text is generated, with the same heads: the
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,14 @@ class Locret(Policy):
 
     name: ClassVar[str] = "locret"
     needs_queries: ClassVar[bool] = True
+    published: ClassVar[Mapping[str, Any]] = {
+        "sinks": 0,
+        "local": 0,
+        "ends": 0.0,
+        "recent": 100 / 6000,
+        "stabilizers": 2500 / 6000,
+        "where": "prompt",
+    }
 
     file: str = ""
     ends: float = 0.1

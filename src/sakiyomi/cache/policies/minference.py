@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,7 @@ class MInference(Sparse):
     """
 
     name: ClassVar[str] = "minference"
+    published: ClassVar[Mapping[str, Any]] = {"pattern": "vertical-slash", "vertical": 1000, "slash": 6096}
 
     pattern: Pattern = "vertical-slash"
     vertical: int = 256

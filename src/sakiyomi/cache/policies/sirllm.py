@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class SirLLM(Policy):
 
     name: ClassVar[str] = "sirllm"
     needs_log_probs: ClassVar[bool] = True
+    published: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 1000 / 17388, "positions": "reassigned"}
     recent: float = 0.15
 
     def score(self, view: View) -> Tensor:

@@ -70,8 +70,17 @@ _NAMES = sorted((name for kind in _KINDS.values() for name in kind), key=len, re
 # A file's name may have a plus, too: parts begin with a name that is known, or look like a part.
 _BREAK = re.compile(rf"\+(?=(?:{'|'.join(map(re.escape, [*_NAMES, 'full', *PACKINGS]))})(?:[+:\[-]|$))")
 _PART = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<file>[^\[\]]+))?(\[(?P<options>[^\[\]]*)\])?")
-_CHOICES = {"positions": ("kept", "reassigned"), "where": ("both", "prompt"), "pattern": PATTERNS}
+_CHOICES = {
+    "ranking": ("most", "mean"),
+    "positions": ("kept", "reassigned"),
+    "where": ("both", "prompt"),
+    "pattern": PATTERNS,
+}
 _SHARES = ("ends", "recent", "stabilizers", "floor")
+
+
+PAPER = "paper"
+"""The option that sets others as a method was published."""
 
 
 class CacheSpec(NamedTuple):
@@ -87,9 +96,10 @@ def read_cache(spec: str) -> CacheSpec:
     """What a cache spec says.
 
     Args:
-        spec: "full", or at most one of each, joined by "+": a policy, ``name:file[option=value,...]``; beside it
-            ``lococo:FOLDER`` (alone: beside ``h2o``, as in its paper); ``quant-4[residual=64]``, with 8, 4 or 2 bits,
-            or ``kvquant-4``, with 4, 3 or 2; ``minference[...]``; ``offload:FOLDER``, only beside that one.
+        spec: "full", or at most one of each, joined by "+": a policy, ``name:file[option=value,...]``, where the option
+            ``paper`` sets others as its authors have them; beside it ``lococo:FOLDER`` (alone: beside ``h2o``, as in
+            its paper); ``quant-4[residual=64]``, with 8, 4 or 2 bits, or ``kvquant-4``, with 4, 3 or 2;
+            ``minference[...]``; ``offload:FOLDER``, only beside that one.
 
     Raises:
         InputError: it is none of that.
@@ -141,6 +151,7 @@ def _make(spec: str, make: Callable[..., Any], match: re.Match[str]) -> Any:
     name = match["name"]
     known = {field.name: field for field in dataclasses.fields(make) if field.init}  # type: ignore[arg-type]
     options: dict[str, Any] = {}
+    published: Mapping[str, Any] = getattr(make, "published", {})
     if match["file"]:
         if "file" not in known:
             raise InputError(f"cache={spec!r}: {name} takes no file; leave {match['file']!r} out")
@@ -149,6 +160,9 @@ def _make(spec: str, make: Callable[..., Any], match: re.Match[str]) -> Any:
         raise InputError(f"cache={spec!r}; expected {name}:FOLDER with what `sakiyomi train {name}` made")
     for entry in filter(None, (match["options"] or "").split(",")):
         key, _, value = entry.partition("=")
+        if entry == PAPER and published:
+            options |= published
+            continue
         if key not in known or key == "file":
             raise InputError(f"cache={spec!r}: {name} has no option {key!r}; it has {', '.join(known)}")
         options[key] = _value(spec, known[key], value)

@@ -52,6 +52,12 @@ HEADS = {
     "grown_to_bytes": ("grown MB to", 1e-6),
     "resident_growth_bytes": ("grown MB", 1e-6),
     "tokens_held": ("tokens", 1),
+    "seconds_per_answer": ("s/answer", 1),
+    "over_assisted": ("x assisted", 1),
+    "word_error_rate": ("WER", 1),
+    "rouge_l": ("ROUGE-L", 1),
+    "bleu": ("BLEU", 1),
+    "chrf": ("chrF", 1),
 }
 """Short heads of columns, and what their values are multiplied by, so that a table fits in 120 columns."""
 JSON_ONLY = {"tokens", "latency_seconds", "plain_low", "plain_high", "speculative_low", "speculative_high", "weights"}

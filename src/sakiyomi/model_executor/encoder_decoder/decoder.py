@@ -17,6 +17,7 @@ from sakiyomi.cache.cross_attention import Source
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.model_executor.attention.op import CROSS
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
+from sakiyomi.model_executor.encoder_decoder.judged import Judged
 from sakiyomi.model_executor.structural_copy import structural_copy
 
 __all__ = ["Decoder", "DecoderConfig", "Encoder", "split"]
@@ -173,7 +174,10 @@ class Encoder:
 
     Attributes:
         shapes: of what cross-attention reads, a layer each.
+        judged: what was measured of the whole model, where it is to be quantized; None: nothing was.
     """
+
+    judged: Judged | None = None
 
     def __init__(self, module: nn.Module, crosses: list[_CrossAttention], limit: int | None) -> None:
         self._module, self._crosses, self.limit = module, crosses, limit

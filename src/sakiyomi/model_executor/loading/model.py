@@ -138,7 +138,7 @@ def load_model(
         config = read_config(folder, trust_remote_code=trust_remote_code)
         check_supported(config, name, encoder_decoder=encoder_decoder)
         if has_encoder(config):
-            _check_encoder(name, quantize, offload)
+            _check_encoder(name, quantize, offload, place)
         fits(config)
         return config
 
@@ -167,7 +167,7 @@ def load_model(
         final = wanted or _stored_dtype(config, checkpoint)
         reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
         loaded = _load(reader, tokenizer, quantize, offloaded, own)
-        copy = copy_place(folder, quantize, final, beside=own) if quantize else None
+        copy = copy_place(folder, quantize, final, beside=own) if quantize and not has_encoder(config) else None
     record = functools.partial(save_recording, folder, wanted, quantize, copy, tokenizer) if recorded else None
     return replace(loaded, extractor=read_extractor(folder, config), record=record)
 
@@ -185,7 +185,9 @@ def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload
     """Read the weights, if they fit; ``own``: the folder is the user's, and takes a packed copy."""
     if quantize and hasattr(reader.config, "quantization_config"):
         raise InputError(f"quantize={quantize!r}: {reader.name!r} is quantized already; leave quantize at None")
-    if quantize and offload is None:
+    if quantize and has_encoder(reader.config):
+        check_quantization(f"quantize={quantize!r}", reader.dtype)
+    elif quantize and offload is None:
         load = _to_be_quantized if reader.device.type == "cpu" else _by_torchao
         return load(reader, tokenizer, quantize, own)
     if offload is not None:
@@ -197,12 +199,12 @@ def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload
     return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=owned)
 
 
-def _check_encoder(name: str, quantize: str | None, offload: object) -> None:
+def _check_encoder(name: str, quantize: str | None, offload: object, device: torch.device) -> None:
     """Refuse what an encoder-decoder model cannot have."""
-    if quantize:
+    if quantize and device.type != "cpu":
         raise UnsupportedError(
-            f"quantize={quantize!r}: {name!r} is an encoder-decoder model, which this version does not quantize; leave "
-            "quantize at None, or pass dtype='bfloat16'"
+            f"quantize={quantize!r}: {name!r} is an encoder-decoder model, which this version quantizes on the CPU "
+            "alone; pass device='cpu', or dtype='bfloat16'"
         )
     if offload is not None:
         raise UnsupportedError(
@@ -327,7 +329,7 @@ def _from_pair(
     check_adapter(model, name)
     check_supported(model.config, name, type(model), encoder_decoder=encoder_decoder)
     if has_encoder(model.config):
-        _check_encoder(name, quantize, None)
+        _check_encoder(name, quantize, None, model.device)
         if is_offloaded(model):
             raise UnsupportedError(
                 f"the weights of the loaded encoder-decoder model {name!r} are not all in memory, where this version "

@@ -38,8 +38,8 @@ ARTICLES: dict[str, Article] = {
         "The theory of speculative decoding, after Leviathan et al.",
         ("formulas", "operations", "traffic", "alphas", "drafts", "expected", "rounds", "lossless"),
     ),
-    "huggingface": Article("Hugging Face: assisted generation", ("temperature", "sizes")),
-    "locret": Article("Locret: retaining heads for long contexts", ("memory",)),
+    "huggingface": Article("Hugging Face: assisted generation", ("batch", "oracle", "tasks", "temperature", "sizes")),
+    "locret": Article("Locret: retaining heads for long contexts", ("locret", "kept", "memory")),
 }
 
 

@@ -26,7 +26,7 @@ class ReportConfig:
         out: folder of the page; index.html, a picture a section for light and for dark, and data/ with all numbers.
         sections: sections to make (again for each), all if none is given: places, sizes, temperature, ranks, drafts,
             alphas, medusa, tree, several, rounds, expected, formulas, operations, traffic, lossless, heads,
-            sparse, threshold, memory, predicted.
+            sparse, threshold, oracle, batch, tasks, memory, locret, kept, predicted.
         article: make the sections of one article: ntt, medusa, theory, huggingface, locret.
         redraw: measure nothing: draw all pictures and the page again from the numbers in the folder.
         again: measure again what the folder has already. Otherwise sections that were measured with these settings are
@@ -42,8 +42,11 @@ class ReportConfig:
         models: for sections drafts, alphas and several, a folder of models of one tokenizer: the largest is a target,
             the others its drafts.
         predictions: for section predicted, what `tune --all --json` printed; measured here if not given.
-        memory_target: for section memory, the model that answers long prompts.
-        memory_lengths: for section memory, tokens of the prompts (again for each).
+        tasks: for section tasks, files of what `bench tasks --json` printed (again for each); the pair's own prompts,
+            as chat, if none is given.
+        memory_target: for sections memory, locret and kept, the model that answers long prompts.
+        memory_lengths: for sections memory, locret and kept (of these two the last counts), tokens of the prompts
+            (again for each).
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         gamma: draft tokens a round, where it is not "auto" or what the section varies.
@@ -69,6 +72,7 @@ class ReportConfig:
     temperatures: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)
     models: str | None = None
     predictions: str | None = None
+    tasks: tuple[str, ...] = ()
     memory_target: str = "retriever"
     memory_lengths: tuple[str, ...] = ("1024", "4096")
     dtype: str = "auto"

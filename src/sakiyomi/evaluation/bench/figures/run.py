@@ -17,9 +17,11 @@ from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.figures.alphas import ALPHAS
 from sakiyomi.evaluation.bench.figures.articles import article
+from sakiyomi.evaluation.bench.figures.assisted import BATCH, ORACLE, TASKS
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.figures.drafts import DRAFTS
 from sakiyomi.evaluation.bench.figures.formulas import EXPECTED, OPERATIONS
+from sakiyomi.evaluation.bench.figures.locret import KEPT, LOCRET
 from sakiyomi.evaluation.bench.figures.medusa import SPARSE, THRESHOLD
 from sakiyomi.evaluation.bench.figures.others import MEMORY, PREDICTED
 from sakiyomi.evaluation.bench.figures.page import Shown, page
@@ -54,7 +56,12 @@ SECTIONS: dict[str, Section] = {
     "heads": HEADS,
     "sparse": SPARSE,
     "threshold": THRESHOLD,
+    "oracle": ORACLE,
+    "batch": BATCH,
+    "tasks": TASKS,
     "memory": MEMORY,
+    "locret": LOCRET,
+    "kept": KEPT,
     "predicted": PREDICTED,
 }
 

@@ -28,6 +28,8 @@ class LongConfig:
             prompt in one pass. With +query-first a system's prompts have the question in front of the text too.
         budgets: for systems that have one: KV pairs (512), or a share of the context (1/8).
         tasks: made tasks, with right answers.
+        filler: file of texts (.jsonl or .txt, .gz allowed) in whose sentences made tasks hide what they ask for; a few
+            sentences over and over if not given.
         lengths: tokens of a prompt, question included.
         count: prompts of each task, length and seed; with a file, questions that each seed draws.
         seeds: each makes its own prompts; the spread is over them.
@@ -54,6 +56,7 @@ class LongConfig:
     systems: tuple[str, ...] = ("full", "h2o", "snapkv", "streaming")
     budgets: tuple[str, ...] = ("1/8",)
     tasks: tuple[str, ...] = ("passkey",)
+    filler: str | None = None
     lengths: tuple[str, ...] = ("1024", "4096")
     count: int = 8
     seeds: tuple[str, ...] = ("0", "1", "2")
@@ -85,6 +88,8 @@ class LongConfig:
             raise InputError(f"format is {self.format!r}; expected {', '.join(FORMATS)}")
         if (self.questions is None) != (self.format is None):
             raise InputError(f"questions and format go together: --questions FILE --format {'|'.join(FORMATS)}")
+        if self.filler is not None and self.questions is not None:
+            raise InputError("filler is for made tasks, and questions come from a file; leave one of the two out")
         if self.templates is not None and self.format != "longbench":
             raise InputError("templates belong to questions of format longbench; leave them out")
         for budget in self.budgets:

@@ -5,6 +5,7 @@ Made once for all systems. Knows a tokenizer and no model.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ from sakiyomi.evaluation.bench.long.files import Item
 from sakiyomi.evaluation.bench.long.infinitebench import read_infinitebench
 from sakiyomi.evaluation.bench.long.leval import read_leval
 from sakiyomi.evaluation.bench.long.longbench import read_longbench
-from sakiyomi.train.long_tasks import TASKS, Example, Task
+from sakiyomi.train.long_tasks import TASKS, Example, Task, read_filler
 
-__all__ = ["FromFile", "FromTasks", "Question", "Source", "check_tasks", "made", "middle_cut", "source"]
+__all__ = ["FromFile", "FromTasks", "Question", "Source", "made", "middle_cut", "source", "tasks_of"]
 
 READERS: dict[str, Callable[[Path, Path | None], Iterator[Item]]] = {
     "leval": read_leval,
@@ -74,8 +75,7 @@ class FromTasks:
     """
 
     def __init__(self, config: LongConfig, tokenizer: Any) -> None:
-        check_tasks(config.tasks)
-        self._tasks = [(name, TASKS[name]) for name in config.tasks]
+        self._tasks = tasks_of(config)
         self._config, self._tokenizer = config, tokenizer
 
     def questions(self, length: int) -> list[Question]:
@@ -83,7 +83,7 @@ class FromTasks:
         return [
             made(name, task, seed, length, place, self._config, self._tokenizer)
             for seed in self._config.numbers("seeds", least=0)
-            for name, task in self._tasks
+            for name, task in self._tasks.items()
             for place in range(self._config.count)
         ]
 
@@ -167,12 +167,20 @@ def source(config: LongConfig, tokenizer: Any) -> Source:
     return FromTasks(config, tokenizer) if config.questions is None else FromFile(config, tokenizer)
 
 
-def check_tasks(names: Sequence[str]) -> None:
-    """Refuse names of tasks that are not known.
+def tasks_of(config: LongConfig) -> dict[str, Task]:
+    """The made tasks that are asked for, with the text that they hide things in.
 
     Raises:
-        InputError: there is one.
+        InputError: one is not known, or hides nothing.
+        LoadError: the filler cannot be read.
     """
-    for name in names:
+    filler = None if config.filler is None else read_filler([Path(config.filler).expanduser()])
+    found: dict[str, Task] = {}
+    for name in config.tasks:
         if name not in TASKS:
             raise InputError(f"there is no task {name!r}; tasks are {', '.join(TASKS)}")
+        task: Any = TASKS[name]
+        if filler is not None and not hasattr(task, "filler"):
+            raise InputError(f"task {name!r} has no text around what it asks for; leave filler out")
+        found[name] = task if filler is None else dataclasses.replace(task, filler=filler)
+    return found

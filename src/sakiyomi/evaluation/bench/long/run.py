@@ -20,13 +20,12 @@ from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.loader import Loader
 from sakiyomi.evaluation.bench.long.plot import kept_map
 from sakiyomi.evaluation.bench.long.process import apart
-from sakiyomi.evaluation.bench.long.questions import Question, check_tasks, made, source
+from sakiyomi.evaluation.bench.long.questions import Question, made, source, tasks_of
 from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, System, systems
 from sakiyomi.evaluation.bench.long.table import Perform, growth, reasons, table
 from sakiyomi.evaluation.bench.long.work import work
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
-from sakiyomi.train.long_tasks import TASKS
 
 __all__ = ["run"]
 
@@ -59,7 +58,7 @@ def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures
         read_books(config)
         made_rows["books"] = lambda: _books(config, found, tokenizer, perform, note)
     if config.turns:
-        check_tasks(config.tasks)
+        tasks_of(config)
         made_rows["turns"] = lambda: _turns(config, found, tokenizer, perform, note)
 
     def rows() -> Iterator[Row]:
@@ -166,9 +165,10 @@ def _books(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
 
 def _turns(config: LongConfig, found: Sequence[System], tokenizer: Any, perform: Perform, note: Note) -> Row:
     """One conversation a seed, each system the same ones."""
+    tasks = tasks_of(config)
     given: dict[int, list[Question]] = {
         seed: [
-            made(name, TASKS[name], seed, config.turn_tokens, place, config, tokenizer)
+            made(name, tasks[name], seed, config.turn_tokens, place, config, tokenizer)
             for place in range(config.turns)
             for name in (config.tasks[place % len(config.tasks)],)
         ]

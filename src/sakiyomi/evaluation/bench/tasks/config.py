@@ -1,0 +1,105 @@
+"""What `sakiyomi bench tasks` measures: the home of these defaults. Imports no torch: the command line reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sakiyomi.core.checks import at_least
+from sakiyomi.core.embedded import DEFAULT
+from sakiyomi.core.errors import InputError
+from sakiyomi.evaluation.bench.config import BenchConfig
+
+__all__ = ["KINDS", "WAYS", "TasksConfig"]
+
+KINDS = ("speech", "summaries", "translation", "code", "chat")
+"""What a pair is asked to do; all but chat are scored."""
+WAYS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantize": "int8"},
+    "offload": {"dtype": "auto", "offload": "disk"},
+}
+"""How the weights of a target lie, as arguments of ``LLM``."""
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """Which pair, on which data, and how its weights lie.
+
+    Attributes:
+        data: KIND=FILE, again for each: speech, summaries, translation, code or chat, and a .jsonl (.gz allowed) or a
+            folder that `datasets` saved; a line has source (a text) or audio (a sound file), and reference (a text, or
+            a list of them).
+        target: embedded name, folder or hub id.
+        draft: auto (tales-draft, for tales alone), or model:FOLDER.
+        columns: other names of a file's fields (again for each): source=article, reference=highlights.
+        ways: float32, bfloat16, int8 (its weights; rows in bfloat16) and offload (weights on the disk), again for each.
+        temperatures: 0 (greedy) and others (again for each).
+        language: of the sounds, by name or code; the model detects it if it is not given.
+        device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
+        gamma: draft tokens a round of every contender but the one that chooses by itself.
+        repeats: measured laps; one lap before them warms up.
+        max_new_tokens: new tokens of an answer, or of a part of a sound.
+        count: most questions of each file.
+        peers: measure transformers too.
+    """
+
+    data: tuple[str, ...] = field(default=(), metadata={"argument": "KIND=FILE"})
+    target: str = DEFAULT
+    draft: str = "auto"
+    columns: tuple[str, ...] = ()
+    ways: tuple[str, ...] = tuple(WAYS)
+    temperatures: tuple[float, ...] = (0.0,)
+    language: str | None = None
+    device: str = "auto"
+    gamma: int = 4
+    repeats: int = 3
+    max_new_tokens: int = 128
+    count: int = 8
+    peers: bool = True
+
+    def __post_init__(self) -> None:
+        at_least(self, gamma=1, repeats=1, max_new_tokens=1, count=1)
+        unknown = [way for way in self.ways if way not in WAYS]
+        if unknown or not self.ways:
+            raise InputError(f"ways is {', '.join(unknown) or 'empty'}; expected some of {', '.join(WAYS)}")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise InputError(f"temperatures is {self.temperatures}; expected one or more, none below 0")
+        self.files()
+        self.names()
+
+    def files(self) -> dict[str, Path]:
+        """The file of each kind.
+
+        Raises:
+            InputError: a kind is not known, named twice, or there is none.
+        """
+        found: dict[str, Path] = {}
+        for text in self.data:
+            kind, _, path = text.partition("=")
+            if kind not in KINDS or not path or kind in found:
+                raise InputError(f"data is {text!r}; expected KIND=FILE with each of {', '.join(KINDS)} at most once")
+            found[kind] = Path(path).expanduser()
+        if not found:
+            raise InputError("no data is given; expected one or more, for instance: summaries=articles.jsonl")
+        return found
+
+    def names(self) -> dict[str, str]:
+        """What the fields of a line are called.
+
+        Raises:
+            InputError: there is no such field.
+        """
+        found = {name: name for name in ("source", "audio", "reference")}
+        for text in self.columns:
+            name, _, own = text.partition("=")
+            if name not in found or not own:
+                raise InputError(f"columns is {text!r}; expected source=NAME, audio=NAME or reference=NAME")
+            found[name] = own
+        return found
+
+    @property
+    def draft_model(self) -> str:
+        """Name of the draft model, which transformers has to load too, see ``BenchConfig``."""
+        return BenchConfig(target=self.target, draft=self.draft).draft_model

@@ -1,0 +1,129 @@
+"""Questions with their right answers, from a .jsonl or a folder of ``datasets``: texts, or sounds in parts."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sakiyomi.core.audio import Audio
+from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.evaluation.bench.long.files import read_object, read_rows
+
+__all__ = ["Question", "read_questions"]
+
+SLOWEST = 8000
+"""Samples a second below which speech cannot be told: a telephone has as many."""
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""Of a folder that ``datasets`` saved, and of one with several of them."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One line of a file.
+
+    Attributes:
+        prompts: what the model is given; of a long sound the parts, one after the other.
+        references: right answers; none: the task has no score.
+    """
+
+    prompts: tuple[str | Audio, ...]
+    references: tuple[str, ...]
+
+
+def read_questions(
+    kind: str, path: Path, names: Mapping[str, str], count: int, *, language: str | None, seconds: float | None
+) -> list[Question]:
+    """The first questions of a file.
+
+    Args:
+        kind: of ``config.KINDS``.
+        path: of a .jsonl, or of a folder that ``datasets`` saved.
+        names: what the fields ``source``, ``audio`` and ``reference`` are called there.
+        count: most of them.
+        language: of the sounds.
+        seconds: most that the model hears at once; longer sounds are cut at silences. None: it reads text.
+
+    Raises:
+        LoadError: the file, or a sound, cannot be read, or a line has nothing to ask.
+        InputError: it holds nothing, has no references, or sounds that no speech can be told from.
+        UnsupportedError: it is a folder, and pyarrow is not installed.
+    """
+    rows = _saved(path) if path.is_dir() else read_rows(path, needs=())
+    found = []
+    for number, row in enumerate(islice(rows, count), start=1):
+        where = f"row {number} of {str(path)!r}"
+        references = _references(row.get(names["reference"]), where)
+        if not references and kind != "chat":
+            raise InputError(
+                f"{where} has no {names['reference']!r}, by which {kind} are scored; add a text or a list of texts, or "
+                "name the field with --columns reference=NAME"
+            )
+        prompts: tuple[str | Audio, ...]
+        if kind == "speech":
+            prompts = _sound(row.get(names["audio"]), path, where, language, seconds)
+        else:
+            source = row.get(names["source"])
+            if not isinstance(source, str) or not source:
+                raise LoadError(
+                    f"{where} has no text as {names['source']!r}; name the field with --columns source=NAME"
+                )
+            prompts = (source,)
+        found.append(Question(prompts, references))
+    if not found:
+        raise InputError(f"there is no question in {str(path)!r}; expected one or more")
+    return found
+
+
+def _references(value: Any, where: str) -> tuple[str, ...]:
+    several = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(text, str) for text in several):
+        raise LoadError(f"the reference of {where} is {value!r:.60}; expected a text or a list of texts")
+    return tuple(text for text in several if text.strip())
+
+
+def _sound(value: Any, path: Path, where: str, language: str | None, seconds: float | None) -> tuple[Audio, ...]:
+    """The parts of a sound: of a file beside the questions, or as ``datasets`` holds it."""
+    if isinstance(value, dict) and (value.get("bytes") or value.get("path")):
+        sound = Audio.read(io.BytesIO(value["bytes"]) if value.get("bytes") else value["path"], language=language)
+    elif isinstance(value, str) and value:
+        sound = Audio.read(path.parent / value, language=language)
+    else:
+        raise LoadError(f"{where} names no sound file; expected its path, or name the field with --columns audio=NAME")
+    if sound.sampling_rate < SLOWEST:
+        raise InputError(
+            f"the sound of {where} has {sound.sampling_rate} samples a second; speech needs {SLOWEST} or more: "
+            "record it anew, or correct the rate in the file"
+        )
+    if seconds is None:
+        raise InputError(f"{where} is a sound, and the target reads text; load a speech model (whisper)")
+    return tuple(sound.split(seconds, at_silences=True))
+
+
+def _saved(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a folder that ``datasets`` saved, as they are stored: sounds in their own files' bytes."""
+    if (path / SPLITS).is_file():
+        splits = read_object(path / SPLITS).get("splits", [])
+        if len(splits) != 1:
+            raise InputError(f"{str(path)!r} has the splits {', '.join(splits)}; give the folder of one of them")
+        path = path / splits[0]
+    if not (path / STATE).is_file():
+        raise LoadError(f"{str(path)!r} is no folder that datasets saved (save_to_disk); give one, or a .jsonl")
+    try:
+        from pyarrow import ArrowInvalid, ipc
+    except ImportError:
+        raise UnsupportedError(
+            f"{str(path)!r} is a folder of datasets, which pyarrow reads; pip install 'sakiyomi[tasks]', "
+            "or give a .jsonl"
+        ) from None
+    for part in read_object(path / STATE).get("_data_files", []):
+        file = path / part["filename"]
+        try:
+            with file.open("rb") as stream:
+                for batch in ipc.open_stream(stream):
+                    yield from batch.to_pylist()
+        except (OSError, ArrowInvalid) as error:
+            raise LoadError(f"{str(file)!r} cannot be read ({error}); save the dataset again") from None

@@ -1,0 +1,67 @@
+"""What quantizing makes of an encoder-decoder model, measured while it is whole: on a source and a text behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sakiyomi.cache.cross_attention import Source
+from sakiyomi.kernels.quantization import choose_bits, layer_errors
+from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
+
+__all__ = ["Judged", "judge_whole"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What was measured.
+
+    Attributes:
+        source: what the encoder read.
+        text: token ids that the decoder read.
+        bits: see ``choose_bits``.
+        logits: (len(text), V) of the model's own weights.
+    """
+
+    source: Source
+    text: list[int]
+    bits: dict[int, int]
+    logits: Tensor
+
+
+def judge_whole(model: Any, text: Sequence[int], kind: str) -> Judged:
+    """Measure the layers of a whole model.
+
+    A text is read by encoder and decoder alike, as far as they have positions. A speech model hears noise, since a text
+    has no sound.
+
+    Args:
+        model: a structural copy of the user's model; its attention is left switched.
+        text: token ids.
+        kind: "int8" or "int4".
+
+    Raises:
+        UnsupportedError: its family is not supported.
+    """
+    config, family = model.config, family_of(model.config)
+    own = list(text)[: int(getattr(config, family.limit))] if family.limit else list(text)
+    source = _source(config, family, text, model.dtype)
+    model.set_attn_implementation("eager")
+    inputs = source.inputs | {"decoder_input_ids": torch.tensor([own])}
+    errors, logits = layer_errors(model, inputs, {kind, "int8"})
+    return Judged(source, own, choose_bits(kind, errors, model.get_output_embeddings()), logits)
+
+
+def _source(config: Any, family: Family, text: Sequence[int], dtype: torch.dtype) -> Source:
+    limit = family.source_positions(config)
+    if not family.takes_audio:
+        ids = list(text)[:limit]
+        return Source({"input_ids": torch.tensor([ids])}, len(ids))
+    assert limit is not None, "a speech model has positions"
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, int(config.num_mel_bins), 2 * limit, generator=generator).to(dtype)
+    return Source({"input_features": noise}, limit)
