@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sakiyomi.core.draft_specs import SPECULATORS
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.trained import write_trained
 from sakiyomi.drafters.block_heads.formats import BlockFile
 from sakiyomi.drafters.eagle_heads.formats import EagleFile
-from sakiyomi.drafters.head_files import SPECULATORS
 from sakiyomi.drafters.head_model import decoder_config
 
 __all__ = ["write_speculators"]

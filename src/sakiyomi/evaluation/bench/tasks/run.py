@@ -115,8 +115,8 @@ class _Task:
         for way, pair in self.pairs.items():
             try:
                 questions = self._questions(pair.llm)
-            except (UnsupportedError, MemoryLimitError) as error:
-                notes.append(f"{way} is left out: {error}")
+            except (UnsupportedError, MemoryLimitError) as refusal:
+                notes.append(f"{way} is left out: {refusal}")
                 continue
             for heat in self.config.temperatures:
                 where = f"{way}, temperature {heat:g}"
