@@ -240,7 +240,7 @@ def test_a_full_context(say: Callable[..., Result]) -> None:
         (["--n", "2"], 2, "one reply"),
         (["--logprobs", "2"], 2, "generate --json"),
         (["--temperature", "-1"], 2, "temperature is -1.0"),
-        (["--target", "elsewhere"], 2, "given twice"),
+        (["--target", "tales-draft"], 2, "given twice"),
         (["--template", "none", "--system", "be nice"], 2, "without a chat template"),
         (["--system", "be \udcff"], 2, "no Unicode text"),
         (["--template", "/nowhere/template"], 1, "/nowhere/template"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import wave
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,13 @@ def test_a_sound_is_cut_into_parts() -> None:
         sound.split(0)
 
 
-def test_files_that_are_no_sound_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "soundfile"])
+def test_files_that_are_no_sound_are_refused(others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if others:
+        pytest.importorskip("soundfile")
+    else:
+        monkeypatch.setitem(sys.modules, "soundfile", None)
+    kind = "no sound file" if others else "no WAV file"
     text, empty, cut = tmp_path / "text.wav", tmp_path / "empty.wav", tmp_path / "cut.wav"
     text.write_text("this is no sound")
     empty.write_bytes(b"")
@@ -90,10 +97,10 @@ def test_files_that_are_no_sound_are_refused(tmp_path: Path) -> None:
     whole[20] = 3  # the format: floats
     floats.write_bytes(whole)
     for path, words in (
-        (text, "no WAV file"),
-        (empty, "no WAV file"),
-        (cut, "no WAV file"),
-        (floats, "no WAV file"),
+        (text, kind),
+        (empty, kind),
+        (cut, kind),
+        (floats, kind),
         (silent, "no samples"),
         (tmp_path, "cannot be read"),
         (tmp_path / "none.wav", "no file"),

@@ -149,7 +149,7 @@ def test_the_error_of_a_stack_is_that_of_its_experts() -> None:
     with torch.no_grad():  # the weights of one input outgrow the others, and no output shows it
         stack[:, :, 0] *= 3000
         layer.post_attention_layernorm.weight[0] /= 3000
-    errors, _ = layer_errors(model, torch.tensor([prompt(40, 1)]), ("int8", "int4"))
+    errors, _ = layer_errors(model, {"input_ids": torch.tensor([prompt(40, 1)])}, ("int8", "int4"))
     bits = choose_bits("int4", errors, model.lm_head)
     other = model.model.layers[1].mlp.experts
     assert errors[id(other.gate_up_proj)]["int8"] < errors[id(other.gate_up_proj)]["int4"]

@@ -103,6 +103,8 @@ def tasks(config: TasksConfig, picture: PlotOption, output: JsonOption) -> None:
 
     Speech, summaries, translation, code and chat, by dtype (int8 and weights on the disk too) and temperature: plain
     and drafted, ours and transformers', with the score of the answers.
+
+    Example: sakiyomi bench tasks summaries=articles.jsonl --target FOLDER --draft model:FOLDER
     """
 
     def start(note: Note) -> Started:
@@ -120,6 +122,8 @@ def locret(config: LocretConfig, pictures: PlotFolderOption, output: JsonOption)
 
     What fits in which memory on paper; then every system, as published, on the same prompts: memory and score, speed,
     keys and values in 4 bits, the combination with LoCoCo. With --plot also what each kept of one prompt.
+
+    Example: sakiyomi bench locret --target retriever --heads retriever-retaining
     """
 
     def start(note: Note) -> Started:

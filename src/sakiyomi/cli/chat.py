@@ -14,6 +14,7 @@ from sakiyomi.cli.output import legend, note, stdout
 from sakiyomi.cli.talk import Chat, check
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.preflight import check_target
 from sakiyomi.engine.config import LLMConfig
 
 __all__ = ["MAX_NEW_TOKENS", "chat"]
@@ -51,6 +52,7 @@ def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output:
         if model.target not in (LLMConfig.target, options.name):
             raise InputError(f"the target is given twice, {options.name!r} and --target {model.target!r}; give one")
         model = dataclasses.replace(model, target=options.name)
+        check_target(model.target, allow_pickle=model.allow_pickle, trust_remote_code=model.trust_remote_code)
     check(params)
     from sakiyomi.engine.chat_template import Dialogue, read_template
 

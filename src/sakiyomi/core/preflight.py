@@ -20,6 +20,8 @@ from sakiyomi.core.params import QUANTIZATIONS
 
 __all__ = ["check_drafts", "check_prompts", "check_settings", "check_target"]
 
+PUBLISHED = "official"
+"""Heads that were published for a target, in the place of a folder."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -44,7 +46,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         check_drafts(several, **trust)
     if isinstance(target := settings.get("target"), str) and target:
         check_target(target, **trust)
-    if isinstance(heads := settings.get("heads"), str) and not folder_of(heads).is_dir():
+    heads = settings.get("heads")
+    if isinstance(heads, str) and heads != PUBLISHED and not folder_of(heads).is_dir():
         raise LoadError(f"there is no folder {heads!r} with heads; check the path")
 
 

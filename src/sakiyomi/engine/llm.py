@@ -48,8 +48,7 @@ class LLM:
             to measure what a draft could bring), drafts from text ("prompt-lookup", "suffix", "ngram"), a Drafter
             object, or several: joined by "+", or in a list. A folder alone says by its files what it holds. "auto" uses
             what ``sakiyomi tune`` found for this target on this machine (``profile``), else ``tales-draft`` for
-            ``tales``, else the head in the target's own folder `eagle`, `block` or `medusa`, else
-            "suffix+prompt-lookup".
+            ``tales``, else a head in the target's own folder (`eagle`, `block`, `medusa`), else suffix+prompt-lookup.
         cache: which keys and values the cache keeps: "full", or the name of a policy (see ``docs/policies.md``), with
             options as ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2"
             (all but the last tokens; ``"quant-4[residual=64]"``), with levels fitted to the model: "kvquant-4",
