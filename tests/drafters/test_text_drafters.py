@@ -275,7 +275,7 @@ def test_coupled_ngrams_choose_by_the_noise_of_the_position() -> None:
 
 
 def around() -> DrafterContext:
-    loaded = type("Loaded", (), {"name": "toy", "tokenizer": None})()
+    loaded = type("Loaded", (), {"name": "toy", "tokenizer": None, "folder": None})()
     return DrafterContext(loaded, None, V)
 
 

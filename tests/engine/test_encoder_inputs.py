@@ -240,7 +240,7 @@ def test_wrong_files_and_targets_on_the_command_line(root: Path, tmp_path: Path)
     text.write_text("no sound")
     for arguments, words in (
         (["--target", "tales"], "no file was given"),
-        ([str(text), "--target", "tales"], "no WAV file"),
+        ([str(text), "--target", "tales"], "text.wav' is no "),
         ([str(tmp_path / "none.wav"), "--target", "tales"], "no file"),
         ([str(wav)], "--target"),
         ([str(wav), "--target", str(folder_of("bart", root))], "reads text"),

@@ -644,7 +644,7 @@ def test_the_command(tmp_path: Path) -> None:
     [
         ("--lengths none", 2, "lengths is none"),
         ("--format leval", 2, "go together"),
-        ("--target /nowhere/at/all", 1, "no tokenizer"),
+        ("--target /nowhere/at/all", 1, "no folder"),
         ("--dtype int3", 2, "dtype is 'int3'"),
         ("--target tales --books /nowhere/books.jsonl", 1, "/nowhere/books.jsonl"),
         ("--target tales --turns 2 --tasks nonesuch", 2, "there is no task"),

@@ -82,7 +82,7 @@ def test_the_search_weighs_tau_against_rounds() -> None:
         ({"prompts": 0}, InputError, "prompts is 0"),
         ({"new_tokens": 1}, InputError, "new_tokens is 1"),
         ({"max_nodes": 63}, InputError, "no tree has more than 31"),
-        ({"heads": "/nowhere"}, LoadError, "no folder"),
+        ({"heads": "/nowhere"}, LoadError, "no such folder"),
         ({"valid": "/nowhere.jsonl"}, LoadError, "nowhere"),
         ({"new_tokens": 125}, InputError, "no prompt of 8 to"),
     ],

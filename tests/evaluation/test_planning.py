@@ -127,7 +127,7 @@ def test_commands_of_the_guide(command: str, tmp_path: Path, monkeypatch: pytest
     if words[0] == "plan":
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
-        assert ("times plain" in done.stdout) != ("do not speculate" in done.stdout)
+        assert ("best gamma" in done.stdout) != ("do not speculate" in done.stdout)
     else:
         found: Any = get_command(app)
         while words and words[0] in getattr(found, "commands", {}):

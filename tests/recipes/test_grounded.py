@@ -121,9 +121,8 @@ def test_what_cannot_run_the_pair_is_left_out(
         grounded(bench_config(pairs["tones"], peers=False), silent)
 
 
-def test_a_folder_without_examples_is_refused_by_the_command(tmp_path: Path) -> None:
-    arguments = ["--target", str(tmp_path), "--draft", f"model:{tmp_path}"]
-    result = CliRunner().invoke(app, arguments)
+def test_a_folder_without_examples_is_refused_by_the_command() -> None:
+    result = CliRunner().invoke(app, ["--target", "tales", "--draft", "model:tales-draft"])
     assert result.exit_code == 1
     assert "held_out.jsonl" in result.output
 

@@ -357,11 +357,12 @@ def test_acceptance_that_fell_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
     def counted(chosen: Tau | None) -> str:
         none = dict.fromkeys(("running", "waiting", "cache_used", "cache_bytes"), lambda: 0.0)
-        metrics = Metrics("toy", **none, chosen=chosen)
+        metrics = Metrics("toy", **none, blocks=1, chosen=chosen)
         job = SimpleNamespace(request=SimpleNamespace(stats=SimpleNamespace(drafted=0)), first=True, last=0.0)
         job.drafted_before = 0
         for number in range(2 * WINDOW):
-            step = SimpleNamespace(token_ids=[1] * (1 + number % 3), trace=[], finish_reason=None)
+            trace = [SimpleNamespace(source="target", status="plain")] * (1 + number % 3)
+            step = SimpleNamespace(token_ids=[1] * len(trace), trace=trace, finish_reason=None)
             metrics.step(cast(Job, job), cast(Step, step), 1.0)
         return metrics.page().decode()
 

@@ -29,8 +29,8 @@ def test_every_path_keeps_to_its_document(mode: GenerationMode) -> None:
         document = schemathesis.openapi.from_url(f"{url}/openapi.json")
         for found in document.get_all_operations():
             operation = found.ok()
-            if mode is GenerationMode.NEGATIVE and operation.method != "post":
-                continue  # they take everything
+            if mode is GenerationMode.NEGATIVE and (operation.method != "post" or operation.path == "/extract"):
+                continue  # they take everything, or no JSON
 
             @given(case=operation.as_strategy(generation_mode=mode))
             @settings(**HOW)
@@ -65,7 +65,7 @@ def test_every_body_with_a_bomb_in_it_is_served_or_refused() -> None:
         document = schemathesis.openapi.from_url(f"{url}/openapi.json")
         for found in document.get_all_operations():
             operation = found.ok()
-            if operation.method != "post":
+            if operation.method != "post" or operation.path == "/extract":
                 continue
 
             @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE), harm=st.sampled_from([*HARM]))

@@ -74,13 +74,13 @@ class MergedDrafter(Drafter):
     """
 
     kind: DraftKind = "merged"
-    runs_model = True
 
     def __init__(self, members: Sequence[Drafter | Proposer], *, strict: bool = False) -> None:
         self.members, self._strict = [as_drafter(member) for member in members], strict
         self._without: dict[int, set[str]] = {}  # by request: members that failed
         self._faulty: set[str] = set()
         self.name = "+".join(member.name for member in self.members)
+        self.runs_model = any(member.runs_model for member in self.members)
         asked = [member.hidden_states for member in self.members if member.hidden_states is not None]
         if asked:
             layers = tuple(sorted({layer for each in asked for layer in each.layers}))

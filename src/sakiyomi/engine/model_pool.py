@@ -66,9 +66,17 @@ class ModelPool:
         self.models = [self.target]
 
     def _lead(
-        self, folder: Path, quantize: str | None, offload: object, *, eviction: object, exact: bool, offloaded: object
+        self,
+        folder: Path,
+        quantize: str | None,
+        offload: object,
+        *,
+        eviction: object,
+        exact: bool,
+        offloaded: object,
+        max_context: int | None,
     ) -> tuple[Loaded, ModelRunner]:
-        """The first stage of a model in stages."""
+        """The first stage of a model in stages, which has the context that it has, whatever was asked for."""
         if quantize or offload or eviction or exact or offloaded:
             raise UnsupportedError(
                 f"{folder} is a model in stages, which runs with cache='full', without exact, and as it was cut: leave "
