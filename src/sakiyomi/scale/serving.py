@@ -45,6 +45,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """One replica a rank, the best first; a request that names its replica has that one alone, if it is there."""
+        await asyncio.sleep(0)  # Serve asks again at once where a replica is not free: others have to come to their turn
         asked = {} if pending_request is None else pending_request.kwargs
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if (named := by_name.get(asked.get("replica", ""))) is not None:
@@ -145,7 +146,7 @@ class Front:
             except (TimeoutError, RayActorError):
                 return None
 
-        found = await asyncio.gather(*map(one, names))
+        found = [await one(name) for name in names]  # together, Serve gives one's place to another and tries for ever
         return list({each["replica"]: each for each in found if each is not None}.values())
 
 
