@@ -324,7 +324,7 @@ def test_heads_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.
         llm_of(f"medusa:{heads_folder(tmp_path, fitted=False)}").generate(PROMPTS, params(tree=[1, 1, 1, 1, 1]))
     with pytest.raises(InputError, match="names no heads"):
         llm_of("medusa:")
-    with pytest.raises(LoadError, match="no folder"):
+    with pytest.raises(LoadError, match="no such folder"):
         llm_of(f"medusa:{tmp_path / 'nowhere'}")
 
 
