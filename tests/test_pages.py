@@ -1,0 +1,65 @@
+"""Pages say what is there: links lead somewhere, commands are taken, named tests exist, the site has each page."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from typer.main import get_command
+
+from sakiyomi.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+ASKED = (DOCS / "asked-elsewhere.md").read_text(encoding="utf-8")
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def is_taken(command: str) -> None:
+    """The command line parses it: commands, flags, values. Nothing runs."""
+    words = shlex.split(command, comments=True)[1:]
+    at, context = get_command(app), None
+    while words and words[0] in getattr(at, "commands", {}):
+        at, word = at.commands[words[0]], words.pop(0)
+        context = typer.Context(at, info_name=word, parent=context)
+    at.make_context(command, words, parent=context)
+
+
+def commands(page: Path) -> list[str]:
+    blocks = re.findall(r"^```(.*?)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    code = "\n".join(text for kind, text in blocks if (kind or "sh").split()[0] in ("sh", "bash"))
+    lines = code.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("sakiyomi ") and not re.search(r"[|<>]|\.\.\.", line)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ("cli.md", "log.md")], ids=named)
+def test_commands_are_taken(page: Path) -> None:
+    for command in commands(page):
+        try:
+            is_taken(command)
+        except Exception as error:
+            pytest.fail(f"{command}: {error}")
+
+
+def rows() -> list[list[str]]:
+    lines = [line for line in ASKED.splitlines() if line.startswith("| ")][1:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
+def test_what_was_asked_elsewhere_has_a_command_and_a_test(row: list[str]) -> None:
+    asked, where, _, command, test = row
+    assert asked and re.search(r"#\d+", where)
+    command, (file, _, name) = command.strip("`"), test.strip("`").partition("::")
+    if command.startswith("sakiyomi "):
+        is_taken(command)
+    else:
+        assert (ROOT / command.split()[1]).exists()
+    assert re.search(rf"^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
