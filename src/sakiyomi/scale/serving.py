@@ -45,7 +45,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """One replica a rank, the best first; a request that names its replica has that one alone, if it is there."""
-        await asyncio.sleep(0)  # Serve asks again at once where a replica is not free: others have to come to their turn
+        await asyncio.sleep(0)  # Serve asks again at once where a replica is not free, and others wait
         asked = {} if pending_request is None else pending_request.kwargs
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if (named := by_name.get(asked.get("replica", ""))) is not None:

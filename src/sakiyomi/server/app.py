@@ -381,7 +381,10 @@ def _add_interfaces(app: FastAPI, server: Server) -> None:
         named = [server.names(token)[0] for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": server.llm.max_context, "tokens": tokens, "token_strs": named}
 
-    pdf = {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+    pdf = {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
 
     @app.post("/extract", openapi_extra={"requestBody": pdf})
     async def extract(request: Request) -> dict[str, Any]:
