@@ -211,14 +211,19 @@ def test_requests_are_read_in_front(llms: list[Any]) -> None:
             [
                 ("/v1/completions", {"prompt": "x", "model": "nobody"}),
                 ("/tokenize", {"prompt": "Number"}),
-                *((path, {}) for path in ("/v1/models", "/v1/models/nobody", "/health", "/metrics", "/replicas", "/")),
+                ("/v1/embeddings", {"input": ["Number", "one"]}),
+                *(
+                    (path, {})
+                    for path in ("/v1/models", "/v1/models/nobody", "/health", "/metrics", "/replicas", "/", "/docs")
+                ),
             ],
         )
 
     found = asyncio.run(behind(llms, run))
-    assert [reply.status_code for reply in found] == [400, 400, 404, 404, 200, 200, 404, 200, 200, 200, 200]
-    assert found[7].json()["replicas"] == 2 and "<td>s1" in found[9].text
-    samples = [s for family in text_string_to_metric_families(found[8].text) for s in family.samples]
+    assert [reply.status_code for reply in found] == [400, 400, 404, 404, 200, 200, 200, 404, 200, 200, 200, 200, 200]
+    assert len(found[5].json()["data"]) == 2 and "/v1/embeddings" in found[12].text
+    assert found[8].json()["replicas"] == 2 and "<td>s1" in found[10].text
+    samples = [s for family in text_string_to_metric_families(found[9].text) for s in family.samples]
     assert {sample.labels["replica"] for sample in samples} == {"s0", "s1"}
 
 

@@ -428,7 +428,6 @@ def test_what_a_template_knows_besides_goes_into_it() -> None:
         ("GET", "/v1/nothing", 404, "lists all paths"),
         ("GET", "/v1/completions", 405, "takes POST, not GET"),
         ("POST", "/v1/completions/", 404, "no '/v1/completions/'"),
-        ("POST", "/v1/embeddings", 404, "no embeddings"),
         ("POST", "/api/chat", 404, "Ollama"),
         ("POST", "/completion", 404, "/v1/completions"),
     ],

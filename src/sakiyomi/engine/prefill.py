@@ -84,7 +84,7 @@ class Prefill:
 
     def needs_all_rows(self, batch: Batch) -> bool:
         """Whether logits of all rows of these chunks are wanted, and not of the last ones alone."""
-        wanted = any(request.wants_prompt_logprobs for request in batch.requests)
+        wanted = any(r.wants_prompt_logprobs or r.states is not None for r in batch.requests)
         return wanted or self.target.eviction.needs_log_probs
 
     def take(
@@ -140,6 +140,8 @@ class Prefill:
             try:
                 if request.wants_prompt_logprobs:
                     request.add_prompt_logprobs(logits, at)
+                if request.states is not None:
+                    request.states.append(output.features[HEAD][first : first + count].float().sum(0))
                 if self.target.eviction.needs_log_probs:
                     self.target.eviction.add_prompt_log_probs(request.slot, logits, request.tokens, at, at + count)
             except Exception as error:

@@ -77,6 +77,7 @@ class RequestOptions(TypedDict, total=False):
     keep_logits: bool
     outbox: deque[Step] | None
     place: RetainedSlot | None
+    states: list[Tensor] | None
 
 
 @dataclass(eq=False)
@@ -95,6 +96,8 @@ class Request:
         outbox: also gets every step; whoever runs the rounds, the one who waits finds them here.
         place: of the conversation that it belongs to; takes the slot over when the request is over.
         prompt_logprobs: of the prompt's tokens so far, if they were asked for.
+        states: gets a sum for each chunk of the prompt, (hidden,) float32: of what the head of the target read for its
+            tokens; None: nobody wants them.
         shares: what others have read of its prompt's beginning is not computed again, and they may copy from it.
         error: what ended the request, if it was not its text: a processor of the user's that raised, its removal.
         slot: place in the target's cache; None while waiting.
@@ -115,6 +118,7 @@ class Request:
     live: bool = True
     outbox: deque[Step] | None = None
     place: RetainedSlot | None = None
+    states: list[Tensor] | None = None
     shares: bool = True
     slot: int | None = None
     cached: int = 0

@@ -89,7 +89,8 @@ class RequestFactory:
         """A request that has no slot yet. Takes and raises what ``Engine.submit`` does."""
         asked = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, as_params(params))
         tokens, params = asked.tokens, asked.params
-        shares = shares and not self._scored(asked, options.get("place"))
+        scored = self._scored(asked, options.get("place"))
+        shares = shares and not scored and options.get("states") is None
         depth = self.depth if params.gamma == params.tree == params.nodes == "auto" else None
         if depth is not None:
             params = replace(params, tree="chain")

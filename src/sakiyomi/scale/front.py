@@ -28,9 +28,10 @@ from sakiyomi.server.gate import Gate
 from sakiyomi.server.messages import CountRequest, MessagesRequest
 from sakiyomi.server.metrics import CONTENT_TYPE
 from sakiyomi.server.page import page
+from sakiyomi.server.reference import reference
 from sakiyomi.server.relay import Relay
 from sakiyomi.server.responses import ResponsesRequest
-from sakiyomi.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from sakiyomi.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from sakiyomi.server.stream import event
 
 __all__ = ["Asked", "Replicas", "follow", "make_front", "merged_metrics"]
@@ -119,6 +120,12 @@ def make_front(replicas: Replicas, config: ServerConfig) -> FastAPI:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_interfaces(app, replicas)
     _add_pages(app, replicas)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        """Every path with its fields."""
+        return reference(app.openapi(), str(request.base_url).rstrip("/"), keyed=bool(config.keys))
+
     return app
 
 
@@ -141,6 +148,7 @@ def _add_interfaces(app: FastAPI, replicas: Replicas) -> None:
     add("/v1/responses", ResponsesRequest)
     add("/v1/messages", MessagesRequest)
     add("/v1/messages/count_tokens", CountRequest)
+    add("/v1/embeddings", EmbeddingsRequest)
     add("/tokenize", TokenizeRequest)
     add("/detokenize", DetokenizeRequest)
 

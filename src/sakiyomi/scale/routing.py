@@ -32,7 +32,7 @@ def affinity_key(body: Mapping[str, Any], session: str = "") -> str:
     if session:
         return session
     turns = body.get("messages") or body.get("input")
-    if isinstance(turns, list):
+    if isinstance(turns, list) and any(isinstance(turn, Mapping) for turn in turns):
         turns = [turn for turn in turns if isinstance(turn, Mapping)]
         first = [next((t.get("content") for t in turns if t.get("role") == role), None) for role in ("system", "user")]
         return json.dumps([body.get("system") or body.get("instructions"), *first], sort_keys=True, default=str)

@@ -19,6 +19,7 @@ from sakiyomi.core.version import __version__
 from sakiyomi.server import errors
 from sakiyomi.server.bodies import BodyReader, is_long
 from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.embeddings import EmbeddingsStyle, asked, embedding_jobs
 from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.extract import pdf_text
 from sakiyomi.server.gate import Gate
@@ -28,6 +29,7 @@ from sakiyomi.server.logs import failure
 from sakiyomi.server.messages import CountRequest, MessagesRequest, MessagesStyle
 from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
 from sakiyomi.server.page import page
+from sakiyomi.server.reference import reference
 from sakiyomi.server.relay import Relay, Replay, Sent, relayed
 from sakiyomi.server.replies import ChatStyle, CompletionStyle, Piece, Sample, Style, usage
 from sakiyomi.server.responses import ResponsesRequest, ResponsesStyle
@@ -36,6 +38,7 @@ from sakiyomi.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingsRequest,
     StreamOptions,
     TokenizeRequest,
 )
@@ -308,6 +311,11 @@ def make_app(server: Server) -> FastAPI:
         """The web page."""
         return front
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        """Every path with its fields."""
+        return reference(app.openapi(), str(request.base_url).rstrip("/"), keyed=bool(server.config.keys))
+
     _add_interfaces(app, server)
 
     @app.get("/v1/models")
@@ -373,6 +381,13 @@ def _add_interfaces(app: FastAPI, server: Server) -> None:
         """How many tokens such messages are."""
         (job,) = await server.read(server.bodies.chat, body.chat(server.bodies.template))
         return {"input_tokens": len(job.prompt)}
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
+        """Vectors of texts: the mean of what the model's head reads for their tokens."""
+        style = functools.partial(EmbeddingsStyle, packed=body.encoding_format == "base64")
+        read = functools.partial(embedding_jobs, server.llm, server.bodies, body)
+        return await server.answer(request, asked(body), read, style)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

@@ -148,7 +148,6 @@ def _cut(value: Any) -> str:
 
 
 ELSEWHERE = {
-    "/v1/embeddings": "this server generates text and has no embeddings",
     "/api/": "that is Ollama's API; this server has OpenAI's, with /v1/chat/completions",
     "/completion": "that is llama.cpp's API; this server has /v1/completions",
 }
@@ -174,9 +173,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
         path, status = request.scope["path"], error.status_code
-        hint = next(
-            (text for begin, text in ELSEWHERE.items() if path.startswith(begin)), "/openapi.json lists all paths"
-        )
+        hint = next((text for begin, text in ELSEWHERE.items() if path.startswith(begin)), "/docs lists all paths")
         packed = request.headers.get("content-encoding")
         why = (
             f"it is compressed with {packed!r:.40}; send it uncompressed"

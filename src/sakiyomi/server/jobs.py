@@ -17,6 +17,8 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.request import Request
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sakiyomi.cache.cross_attention import Source
     from sakiyomi.server.tools import ToolFormat
 
@@ -55,6 +57,7 @@ class Job:
         reasoning: whether its text begins inside thoughts; None: thoughts are not told apart.
         echo: what comes before its text in the reply: the prompt.
         unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
+        states: takes sums of the prompt's hidden states, see ``Request``; None: they are not wanted.
         source: images in the prompt, as the model reads them; None: there are none.
         given: tokens that its text begins with, as another server has written them.
     """
@@ -78,6 +81,7 @@ class Job:
     reasoning: bool | None = None
     echo: str | None = None
     unwritten: bool = False
+    states: list[Tensor] | None = None
     source: Source | None = None
     given: Sequence[int] = ()
 

@@ -12,11 +12,12 @@ from importlib.resources import files
 
 from starlette.responses import Response
 
-__all__ = ["document", "page", "policy"]
+__all__ = ["as_page", "document", "page", "policy"]
 
 SCRIPTS = "base", "markdown", "lanes", "tree", "chats", "talk"
 """Parts of the one script, in this order."""
 
+_NONE = "'none'"
 # A block without attributes: data blocks (type="application/json") do not run and need no permission.
 _BLOCK = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
@@ -52,7 +53,7 @@ def policy(html: str) -> str:
     return "; ".join(
         [
             "default-src 'none'",
-            f"script-src {' '.join(hashes['script'])}",
+            f"script-src {' '.join(hashes['script'] or [_NONE])}",
             f"style-src {' '.join(hashes['style'])}",
             "connect-src 'self'",
             "img-src data:",
@@ -66,7 +67,11 @@ def policy(html: str) -> str:
 
 def page() -> Response:
     """The page with its headers, read once."""
-    html = document()
+    return as_page(document())
+
+
+def as_page(html: str) -> Response:
+    """A document as a reply, with the headers of our pages."""
     return Response(
         html,
         media_type="text/html",

@@ -13,6 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sakiyomi.core.outputs import PromptToken, Stats, TokenTrace
 from sakiyomi.core.text import TextStream
 from sakiyomi.server.errors import ApiError
@@ -42,6 +45,7 @@ class Piece:
     echo: str | None = None
     prompt: list[PromptToken] = field(default_factory=list)
     thoughts: str = ""
+    mean: Tensor | None = None
 
     def add(self, other: Piece) -> None:
         """Go on with the next one."""
@@ -50,6 +54,7 @@ class Piece:
         self.tokens += other.tokens
         self.calls += other.calls
         self.trace += other.trace
+        self.mean = other.mean
         self.finish_reason, self.stop = other.finish_reason, other.stop
         self.echo = other.echo if self.echo is None else self.echo
         self.prompt = self.prompt or other.prompt
@@ -86,6 +91,8 @@ class Sample:
             piece.stop = self._job.request.text.matched
         if self._job.unwritten:
             piece.text, piece.tokens, piece.finish_reason = "", [], "length"
+            if self._job.states:
+                piece.mean = torch.stack(self._job.states).sum(0) / len(self._job.prompt)
             return piece
         text, over = step.text, step.finish_reason is not None
         if (marked := self._marked) is not None:

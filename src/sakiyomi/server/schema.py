@@ -17,6 +17,7 @@ __all__ = [
     "CompletionRequest",
     "Count",
     "DetokenizeRequest",
+    "EmbeddingsRequest",
     "FunctionTool",
     "ImagePart",
     "Message",
@@ -189,6 +190,18 @@ class CompletionRequest(Ask):
     add_special_tokens: Literal[True] = True
     suffix: None = None
     best_of: Literal[1] | None = None
+
+
+class EmbeddingsRequest(Strict):
+    """Body of ``/v1/embeddings``."""
+
+    model: str | None = None
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = Field(
+        "float", description="base64: of float32, little end first."
+    )
+    dimensions: Count | None = Field(None, description="The model's own number: its states are not made to be cut.")
+    user: str | None = Field(None, max_length=512, description="Written to the log, and used for nothing else.")
 
 
 class TextPart(Strict):

@@ -238,6 +238,7 @@ class Worker:
                 shares=self._reuse,
                 drafted=job.drafted,
                 given=job.given,
+                states=job.states,
                 bounded=True,
             )
         except Exception as error:

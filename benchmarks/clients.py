@@ -1,0 +1,130 @@
+"""Whether clients work unchanged: litellm and llm, each against a live ``sakiyomi serve`` with the embedded pair.
+
+    pip install litellm llm            # into an environment of their own, if you like: this script installs nothing
+    python benchmarks/clients.py       # both that are there; --python OTHER/bin/python where they are elsewhere
+
+Each says the same greedy text as the server's own paths give, whole and streamed. One line a client; 1 is the status if
+one fails, or none is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PROMPT, TOKENS = "The fox said", 16
+
+LITELLM = """
+import json, sys
+from importlib.metadata import version
+import litellm
+url, prompt, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+how = dict(api_base=url + "/v1", api_key="none", temperature=0, max_tokens=tokens)
+said = [{"role": "user", "content": prompt}]
+chat = litellm.completion("openai/tales", said, **how).choices[0].message.content
+parts = litellm.completion("openai/tales", said, stream=True, **how)
+streamed = "".join(part.choices[0].delta.content or "" for part in parts)
+plain = litellm.text_completion(model="text-completion-openai/tales", prompt=prompt, **how).choices[0].text
+vector = litellm.embedding("openai/tales", [prompt], api_base=how["api_base"], api_key="none").data[0]["embedding"]
+print(json.dumps({"version": version("litellm"), "chat": chat, "streamed": streamed, "plain": plain,
+                  "width": len(vector)}))
+"""
+
+LLM = """
+import json, sys
+from importlib.metadata import version
+import llm
+prompt, tokens = sys.argv[2], int(sys.argv[3])
+model = llm.get_model("tales-here")
+chat = model.prompt(prompt, stream=False, temperature=0, max_tokens=tokens).text()
+streamed = "".join(model.prompt(prompt, stream=True, temperature=0, max_tokens=tokens))
+print(json.dumps({"version": version("llm"), "chat": chat, "streamed": streamed}))
+"""
+CLIENTS = {"litellm": LITELLM, "llm": LLM}
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """A server of the embedded pair on a free port; its address."""
+    command = [sys.executable, "-m", "sakiyomi", "serve", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"at (http://\S+)", line):
+                yield found[1]
+                return
+        raise SystemExit("the server did not start")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def ask(url: str, path: str, body: dict[str, object]) -> dict[str, object]:
+    """The reply of one of the server's own paths."""
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as reply:
+        return dict(json.load(reply))
+
+
+def wanted(url: str) -> dict[str, object]:
+    """What clients have to say, by the server's own paths."""
+    how = {"temperature": 0, "max_tokens": TOKENS}
+    chat = ask(url, "/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], **how})
+    plain = ask(url, "/v1/completions", {"prompt": PROMPT, **how})
+    vectors = ask(url, "/v1/embeddings", {"input": PROMPT})
+    text = chat["choices"][0]["message"]["content"]  # type: ignore[index]
+    width = len(vectors["data"][0]["embedding"])  # type: ignore[index]
+    return {"chat": text, "streamed": text, "plain": plain["choices"][0]["text"], "width": width}  # type: ignore[index]
+
+
+def run(python: str, name: str, url: str, expected: dict[str, object]) -> bool | None:
+    """Whether a client says what is expected; None: it is not installed."""
+    if subprocess.run([python, "-c", f"import {name}"], capture_output=True, check=False).returncode:
+        print(f"{name}: not installed; pip install {name}")
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        lines = f'- model_id: tales-here\n  model_name: tales\n  api_base: "{url}/v1"\n'
+        Path(folder, "extra-openai-models.yaml").write_text(lines, encoding="utf-8")
+        settings = {
+            **os.environ,
+            "LLM_USER_PATH": folder,
+            "OPENAI_API_KEY": "none",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        }
+        command = [python, "-c", CLIENTS[name], url, PROMPT, str(TOKENS)]
+        done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False, timeout=300)
+    if done.returncode:
+        print(f"{name}: failed\n{done.stderr[-2000:]}")
+        return False
+    found = json.loads(done.stdout.splitlines()[-1])
+    version = found.pop("version")
+    wrong = [
+        f"{key} is {value!r}, expected {expected[key]!r}" for key, value in found.items() if value != expected[key]
+    ]
+    print(f"{name} {version}: " + ("; ".join(wrong) or f"as it is, {', '.join(found)} equal"))
+    return not wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has the clients")
+    options = parser.parse_args()
+    with served() as url:
+        expected = wanted(url)
+        results = [run(options.python, name, url, expected) for name in CLIENTS]
+    return 0 if True in results and False not in results else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""``/v1/embeddings``: of each text the mean of what the head of the model reads, the hidden states of the last layer.
+
+A text is a request like any other, which ends with its prompt: it waits for its turn and shares passes.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.server.bodies import BodyReader
+from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.jobs import Job
+from sakiyomi.server.replies import Piece, Style
+from sakiyomi.server.schema import CompletionRequest, EmbeddingsRequest, Speculation
+
+if TYPE_CHECKING:
+    from sakiyomi.engine.llm import LLM
+
+__all__ = ["EmbeddingsStyle", "asked", "embedding_jobs"]
+
+
+def asked(body: EmbeddingsRequest) -> CompletionRequest:
+    """The request for one token behind each text, which the engine is given."""
+    return CompletionRequest(
+        model=body.model,
+        prompt=body.input,
+        max_tokens=1,
+        temperature=0.0,
+        user=body.user,
+        speculation=Speculation(drafter="off"),
+    )
+
+
+def embedding_jobs(llm: LLM, bodies: BodyReader, body: EmbeddingsRequest, request: CompletionRequest) -> list[Job]:
+    """Jobs of a request for embeddings, one for each text.
+
+    Args:
+        llm: the server's.
+        bodies: reads the request.
+        body: as it came.
+        request: ``asked`` of it.
+
+    Raises:
+        ApiError: it cannot be met.
+    """
+    if llm.target.eviction.chunked:
+        raise bad_request(
+            "the server's cache evicts, so that texts have no embeddings; start it with --cache full",
+            code="unsupported_value",
+        )
+    width = int(llm.target.config.hidden_size)
+    if body.dimensions not in (None, width):
+        raise bad_request(
+            f"dimensions is {body.dimensions}, and this model's embeddings have {width}, which are not made to be cut; "
+            "leave it out",
+            "dimensions",
+            code="unsupported_value",
+        )
+    try:
+        jobs = bodies.completion(request)
+    except ApiError as error:
+        error.param = "input" if error.param in ("prompt", "max_tokens", "n") else error.param
+        raise
+    for job in jobs:
+        job.unwritten, job.states = True, []
+    return jobs
+
+
+class EmbeddingsStyle(Style):
+    """Of ``/v1/embeddings``; ``packed``: vectors are base64."""
+
+    def __init__(self, *args: Any, packed: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._packed = packed
+
+    def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
+        """The reply."""
+        data = [{"object": "embedding", "index": p.index, "embedding": self._vector(p)} for p in pieces]
+        counts = dict.fromkeys(("prompt_tokens", "total_tokens"), figures["prompt_tokens"])
+        return {"object": "list", "data": data, "model": self._head["model"], "usage": counts}
+
+    def _vector(self, piece: Piece) -> list[float] | str:
+        assert piece.mean is not None
+        if self._packed:
+            return base64.b64encode(piece.mean.cpu().numpy().astype("<f4").tobytes()).decode()
+        return list(piece.mean.tolist())
+
+    def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
+        """Nothing: vectors come at once."""
+        return iter(())
+
+    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+        """Nothing."""
+        return iter(())
