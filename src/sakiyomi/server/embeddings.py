@@ -23,14 +23,8 @@ __all__ = ["EmbeddingsStyle", "asked", "embedding_jobs"]
 
 def asked(body: EmbeddingsRequest) -> CompletionRequest:
     """The request for one token behind each text, which the engine is given."""
-    return CompletionRequest(
-        model=body.model,
-        prompt=body.input,
-        max_tokens=1,
-        temperature=0.0,
-        user=body.user,
-        speculation=Speculation(drafter="off"),
-    )
+    alone = {"max_tokens": 1, "temperature": 0.0, "speculation": Speculation(drafter="off")}
+    return CompletionRequest.model_validate({"model": body.model, "prompt": body.input, "user": body.user, **alone})
 
 
 def embedding_jobs(llm: LLM, bodies: BodyReader, body: EmbeddingsRequest, request: CompletionRequest) -> list[Job]:
