@@ -150,6 +150,14 @@ def test_calls_that_may_be(api: OpenAI) -> None:
 # such a template. Llama's says that there is one call a reply.
 GO, LOOK = '{"name": "go", "arguments": {"to": "sea"}}', '{"name": "look", "arguments": {"far": true}}'
 LLAMA = GO.replace("arguments", "parameters")
+
+
+def section(begin: str, end: str, call: str) -> tuple[str, str, str]:
+    """One call and two between marks of their own, and a template that writes such calls."""
+    one, two = call.format("go", '{"to": "sea"}'), call.format("look", '{"far": true}')
+    return begin + one + end, begin + one + two + end, repr(begin + call.format("' + name + '", "' + arguments + '"))
+
+
 WRITTEN = {
     "Mistral since 2025": (go := '[TOOL_CALLS]go[ARGS]{"to": "sea"}', go + '[TOOL_CALLS]look[ARGS]{"far": true}',
                            "'[TOOL_CALLS]' + name + '[ARGS]' + arguments"),
@@ -160,6 +168,12 @@ WRITTEN = {
                    "<|tool_call|> <|/tool_call|>"),
     "Phi 4 mini by vLLM's template": (f"functools[{GO}]", f"functools[{GO}, {LOOK}]", "formatted as functools[...]"),
     "Nemotron": (f"<TOOLCALL>[{GO}]</TOOLCALL>", f"<TOOLCALL>[{GO}, {LOOK}]</TOOLCALL>", "<TOOLCALL>["),
+    "DeepSeek V3, R1": section("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"),
+    "DeepSeek V3.1": section("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+    "Kimi K2": section("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>functions.{}:3<|tool_call_argument_begin|>{}<|tool_call_end|>"),
     "Hermes, Qwen": (go := f"<tool_call>\n{GO}\n</tool_call>", go + f"\n<tool_call>\n{LOOK}\n</tool_call>",
                      "<tool_call></tool_call>"),
 }  # fmt: skip
@@ -167,7 +181,7 @@ FORMS = {form.models: form for form in FORMATS}
 
 
 def marks_of(form: ToolFormat) -> list[str]:
-    return [mark for mark in (form.opening, form.closing, form.divider, form.lead) if mark]
+    return [mark for mark in form.marks if "```" not in mark]
 
 
 def test_every_way_of_writing_is_known_by_its_template() -> None:
@@ -266,6 +280,24 @@ def test_a_client_calls_with_models_whose_marks_are_special_tokens(models: str) 
         said = [*SAID, whole.message.model_dump(exclude_none=True)]
         said += [{"role": "tool", "tool_call_id": call.id, "content": "Done."} for call in whole.message.tool_calls]
         assert chat(api, messages=said, tools=TOOLS, max_tokens=4).usage.prompt_tokens > 0
+
+
+@pytest.mark.parametrize(("sign", "wanted"), [("<｜tool▁calls▁begin｜>", '{"to":"sea"}'), ("", "{'to': 'sea'}")])
+def test_arguments_of_earlier_calls_are_what_the_template_takes(sign: str, wanted: str) -> None:
+    template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}{% endfor %}"
+    reader = BodyReader(toy_llm("none", template=f"{template}{{#{sign}#}}"), ServerConfig(served_name="toy"))
+    call = {"id": "x", "function": {"name": "go", "arguments": '{"to":"sea"}'}}
+    asked = {"messages": [*SAID, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    (job,) = reader.chat(ChatRequest.model_validate(asked))
+    assert job.prompt == tiny_tokenizer()(wanted)["input_ids"]
+
+
+def test_kimis_calls_have_the_ids_that_its_template_takes_back() -> None:
+    text = WRITTEN["Kimi K2"][1]
+    assert [call["id"] for call in ToolReader(FORMS["Kimi K2"]).push(text, True)[1]] == [
+        "functions.go:3",
+        "functions.look:3",
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])

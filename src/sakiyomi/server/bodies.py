@@ -37,7 +37,7 @@ from sakiyomi.server.schema import (
     TokenizeRequest,
     ToolCall,
 )
-from sakiyomi.server.tools import ToolFormat, tool_format
+from sakiyomi.server.tools import ToolFormat, takes_texts, tool_format
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -132,7 +132,7 @@ class BodyReader:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         self._check_count(body.n or 1)
-        messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+        messages = [_plain(message, i, takes_texts(self.template)) for i, message in enumerate(body.messages)]
         tools, matcher, form = self._tools(body)
         described = [tool.model_dump(exclude_none=True) for tool in tools]
         tokens, source = self._read(messages, described, body)
@@ -186,7 +186,9 @@ class BodyReader:
             if any(isinstance(part, ImagePart) for message in body.messages for part in message.content or ()):
                 raise bad_request("an image is no text; leave it out to have the rest tokenized", "messages")
             with _blaming("messages"):
-                return self._dialogue.read([_plain(message, i) for i, message in enumerate(body.messages)])
+                return self._dialogue.read(
+                    [_plain(message, i, takes_texts(self.template)) for i, message in enumerate(body.messages)]
+                )
         with _blaming("prompt"):
             self._check_length(body.prompt, "prompt")
             special = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
@@ -403,8 +405,8 @@ def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float]
     return found or None
 
 
-def _plain(message: Message, number: int) -> dict[str, Any]:
-    """A message as templates take it."""
+def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
+    """A message as templates take it; ``texts``: with arguments of calls as they are."""
     content = message.content
     if content is None and not (message.role == "assistant" and message.tool_calls):
         raise bad_request(
@@ -422,7 +424,7 @@ def _plain(message: Message, number: int) -> dict[str, Any]:
     if message.reasoning_content is not None:
         found["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
-        found["tool_calls"] = [_called(call) for call in message.tool_calls]
+        found["tool_calls"] = [_called(call, texts) for call in message.tool_calls]
     return found
 
 
@@ -430,10 +432,10 @@ def _text(part: TextPart | ImagePart | str) -> str:
     return part if isinstance(part, str) else part.text if isinstance(part, TextPart) else ""
 
 
-def _called(call: ToolCall) -> dict[str, Any]:
+def _called(call: ToolCall, texts: bool) -> dict[str, Any]:
     """A call as templates take it. They write arguments themselves; what is no JSON goes in as it is."""
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = call.function.arguments if texts else json.loads(call.function.arguments or "{}")
     except ValueError:
         arguments = call.function.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -159,7 +159,7 @@ class _Lark:
 
     def __init__(self, marks: dict[str, int], form: ToolFormat, stop_ids: Sequence[int]) -> None:
         self._marks, self._form = marks, form
-        own = [marks[mark] for mark in (form.opening, form.closing, form.divider, form.lead) if mark in marks]
+        own = [marks[mark] for mark in form.marks if mark in marks]
         # Text may have other such tokens in it, <think> for instance.
         self._other = ",".join(str(i) for i in marks.values() if i not in own and i not in stop_ids)
 
@@ -167,6 +167,7 @@ class _Lark:
         """``body``: what stands behind the opening."""
         form = self._form
         call = "call" + (f' (", " call){{0,{MOST_CALLS - 1}}}' if form.listed and several else "")
+        call = f"call{{1,{MOST_CALLS}}}" if form.each[0] and several else call
         call = f'"[" {call} "]"' if form.listed else call
         pad = f"/{json.dumps(form.pad)[1:-1]}?/" if form.pad else ""
         lark = (
@@ -176,7 +177,8 @@ class _Lark:
         for i, tool in enumerate(tools):
             before, after = form.around(tool.function.name)
             schema = json.dumps((tool.function.parameters or {"type": "object"}) | {"x-guidance": LAYOUT})
-            lark += f"call_{i}: {self._words(before)} %json {schema} {self._words(after)}\n"
+            number = f"/[0-9]{{1,3}}/ {self._words(form.divider)}" if form.numbered else ""
+            lark += f"call_{i}: {self._words(before)} {number} %json {schema} {self._words(after)}\n"
         return lark
 
     def start(self, forced: bool, several: bool) -> str:
@@ -187,7 +189,8 @@ class _Lark:
             plain = '\nCALLED: /\\s*\\{\\s*"name"(.|\\n)*/\nPLAIN: TEXT & ~CALLED\n'
             return f"start: {lead} body" + ("\n" if forced else f" | PLAIN {self._behind('TEXT')} {plain}{TEXT}")
         if forced:
-            more = f'("\\n"? {opening} body){{0,{MOST_CALLS - 1}}}' if several and not form.listed else ""
+            apart = several and not form.listed and not form.each[0]
+            more = f'("\\n"? {opening} body){{0,{MOST_CALLS - 1}}}' if apart else ""
             return f"start: {opening} body {more}\n"
         free = f"\nfree: TEXT {self._behind('TEXT')}\n{TEXT}"
         if form.opening in self._marks:

@@ -6,6 +6,7 @@ A new way of writing is one entry of ``FORMATS``.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 from sakiyomi.core.text import profile
 from sakiyomi.server.errors import bad_request
 
-__all__ = ["FORMATS", "ToolFormat", "ToolReader", "shown", "tool_format"]
+__all__ = ["FORMATS", "ToolFormat", "ToolReader", "shown", "takes_texts", "tool_format"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class ToolFormat:
         arguments: name of the object's field that holds them.
         listed: one opening has a JSON list of calls behind it; otherwise each call has its own.
         divider: between a name and arguments that stand in no object together; "" where they do.
+        each: what stands before and behind each call between opening and closing; "" where these are a call's own.
+        before: stands before a name, where there is a divider.
+        numbered: behind a name stands a colon and the call's number; together with what is before them they are its
+            id, which the template takes back.
+        after: stands behind arguments, where there is a divider.
+        texts: the template takes arguments of earlier calls as a JSON text, not as an object.
         lead: may stand before a call that has no opening.
     """
 
@@ -42,38 +49,62 @@ class ToolFormat:
     arguments: str = "arguments"
     listed: bool = False
     divider: str = ""
+    each: tuple[str, str] = ("", "")
+    before: str = ""
+    numbered: bool = False
+    after: str = ""
+    texts: bool = False
     lead: str = ""
     foreign: tuple[str, ...] = ()
 
+    @property
+    def marks(self) -> list[str]:
+        """Texts that may be tokens of their own."""
+        found = (self.opening, self.closing, *self.each, *_MARK.findall(self.before), self.divider, self.lead)
+        return [mark for mark in found if mark]
+
     def around(self, name: str) -> tuple[str, str]:
-        """What stands before the arguments of a call, and behind them."""
+        """What stands before the arguments of a call, up to its number if it has one, and behind them."""
         if self.divider:
-            return name + self.divider, ""
+            begin = self.each[0] + self.before + name
+            return begin + (":" if self.numbered else self.divider), self.after + self.each[1]
         return f'{{"name": {json.dumps(name)}, "{self.arguments}": ', "}"
 
     def read(self, text: str) -> tuple[list[tuple[str, Any]], str] | None:
         """Names and arguments of the calls that a text behind the opening begins with, and what follows them.
 
-        None: they are not whole, or none.
+        Names have their numbers, where calls are numbered. None: they are not whole, or none.
         """
+        if not self.each[0]:
+            return self._read(text)
+        calls: list[tuple[str, Any]] = []
+        while (text := text.lstrip()).startswith(self.each[0]):
+            if (found := self._read(text[len(self.each[0]) :])) is None:
+                return None
+            calls, text = calls + found[0], found[1]
+        return (calls, text[len(self.closing) :]) if calls and text.startswith(self.closing) else None
+
+    def _read(self, text: str) -> tuple[list[tuple[str, Any]], str] | None:
+        """What an opening, or a call's own mark, has behind it, and what follows that."""
         name, _, rest = text.partition(self.divider) if self.divider else ("", "", text)
+        name = name.strip().removeprefix(self.before)
+        closing = (self.after + self.each[1]) or self.closing
         try:
             value, end = _decode(rest := rest.lstrip())
             values = value if self.listed else [value]
-            if self.divider:
-                calls = [(name.strip(), value)]
-            else:
-                calls = [(value["name"], value[self.arguments]) for value in values]
+            calls = [(name, value)] if self.divider else [(each["name"], each[self.arguments]) for each in values]
         except (ValueError, KeyError, TypeError):
             return None
         rest = rest[end:]
-        if self.closing:
-            if not rest.lstrip().startswith(self.closing):
+        if closing:
+            closing, rest = closing.lstrip(), rest.lstrip()
+            if not rest.startswith(closing):
                 return None
-            rest = rest.lstrip()[len(self.closing) :]
+            rest = rest[len(closing) :]
         return calls, rest
 
 
+_MARK = re.compile("<[^<>]+>")
 _decode = json.JSONDecoder().raw_decode
 
 FORMATS = (
@@ -97,6 +128,21 @@ FORMATS = (
     ToolFormat("Phi 4 mini by vLLM's template", ("functools[",), opening="functools", listed=True),
     # vLLM, examples/tool_chat_template_nemotron_nano_v2.jinja.
     ToolFormat("Nemotron", ("<TOOLCALL>",), opening="<TOOLCALL>", closing="</TOOLCALL>", listed=True),
+    # The templates of the models' own repositories. Until V3.1 arguments stand in a block of Markdown.
+    ToolFormat(
+        "DeepSeek V3, R1", ("<｜tool▁calls▁begin｜>", "```json"), opening="<｜tool▁calls▁begin｜>",
+        closing="<｜tool▁calls▁end｜>", each=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        before="function<｜tool▁sep｜>", divider="\n```json\n", after="\n```", texts=True,
+    ),
+    ToolFormat(
+        "DeepSeek V3.1", ("<｜tool▁calls▁begin｜>",), opening="<｜tool▁calls▁begin｜>", closing="<｜tool▁calls▁end｜>",
+        each=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), divider="<｜tool▁sep｜>", texts=True,
+    ),
+    ToolFormat(
+        "Kimi K2", ("<|tool_calls_section_begin|>",), opening="<|tool_calls_section_begin|>",
+        closing="<|tool_calls_section_end|>", each=("<|tool_call_begin|>", "<|tool_call_end|>"), before="functions.",
+        numbered=True, divider="<|tool_call_argument_begin|>",
+    ),
     # vLLM, examples/tool_chat_template_hermes.jinja; Qwen's own. Qwen3-Coder, GLM 4.5 and Hunyuan have the same mark
     # and something else than an object behind it.
     ToolFormat(
@@ -107,15 +153,26 @@ FORMATS = (
 """Ways of writing, by what is in a chat template; the first that fits counts."""
 
 
+def _fitting(template: str) -> ToolFormat | None:
+    for form in FORMATS:
+        if all(sign in template for sign in form.signs) and not any(sign in template for sign in form.foreign):
+            return form
+    return None
+
+
+def takes_texts(template: str) -> bool:
+    """Whether a template takes arguments of earlier calls as JSON texts."""
+    return (form := _fitting(template)) is not None and form.texts
+
+
 def tool_format(template: str) -> ToolFormat:
     """How a model with this template writes calls.
 
     Raises:
         ApiError: it is not known.
     """
-    for form in FORMATS:
-        if all(sign in template for sign in form.signs) and not any(sign in template for sign in form.foreign):
-            return form
+    if (form := _fitting(template)) is not None:
+        return form
     if not template:
         raise bad_request(
             "the model has no chat template that could describe tools to it; leave tools out",
@@ -133,8 +190,8 @@ def tool_format(template: str) -> ToolFormat:
 
 def shown(form: ToolFormat, tokenizer: Any) -> frozenset[int]:
     """Ids of the special tokens among the marks: texts leave such tokens out, and the reader has to see them."""
-    marks = [mark for mark in (form.opening, form.closing, form.divider, form.lead) if mark]
     special = profile(tokenizer).special
+    marks = form.marks
     found = zip(marks, tokenizer.convert_tokens_to_ids(marks), strict=True)
     return frozenset(i for mark, i in found if i in special and tokenizer.convert_ids_to_tokens(i) == mark)
 
@@ -208,11 +265,13 @@ class ToolReader:
 
     def _add(self, calls: Sequence[tuple[str, Any]]) -> None:
         for name, arguments in calls:
+            id_ = self._names(5)[:9]  # nine letters and digits: Mistral's templates take no other ids back
+            if self._form.numbered:
+                id_, name = self._form.before + name, name.rpartition(":")[0]
             self.calls.append(
                 {
                     "index": len(self.calls),
-                    # Nine letters and digits: Mistral's templates take no other ids back.
-                    "id": self._names(5)[:9],
+                    "id": id_,
                     "type": "function",
                     "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
                 }
