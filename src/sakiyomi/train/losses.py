@@ -168,8 +168,9 @@ class _SoftLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        read, more, head, table = (None if kept is None else kept * grad for kept in ctx.saved_tensors)
-        return read.to(ctx.dtype), head, more.to(ctx.dtype), table, None, None, None, None
+        read, more, *own = ctx.saved_tensors
+        head, table = (None if kept is None else kept * grad for kept in own)
+        return (read * grad).to(ctx.dtype), head, (more * grad).to(ctx.dtype), table, None, None, None, None
 
 
 class _HeadsLoss(torch.autograd.Function):
