@@ -20,7 +20,7 @@ from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention import observe
-from sakiyomi.model_executor.attention.registry import AttentionBackend, PassResult
+from sakiyomi.model_executor.attention.registry import AttentionBackend, PassForward, PassResult
 from sakiyomi.model_executor.attention.torch import take_over
 from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
 from sakiyomi.model_executor.session import Session
@@ -92,7 +92,7 @@ class ModelRunner(Session):
         Returns:
             Logits of each row of the segments in order, or of each segment with `last`, and hidden states.
         """
-        if not last and self._describable() and (found := self._score_described(segments)) is not None:
+        if not last and self.describable() and (found := self._score_described(segments)) is not None:
             return found
         if self.exact and len(segments) > 1 and sum(len(segment.tokens) for segment in segments) > self.sizes[-1]:
             # Beyond the largest size a pass would have another number of rows, and round otherwise.
@@ -204,7 +204,7 @@ class ModelRunner(Session):
 
     # ------------------------------------------------------------ passes that the kernels describe
 
-    def _describable(self) -> bool:
+    def describable(self) -> bool:
         """Whether the kernels may describe passes by themselves: these are replayed, and nobody listens to them."""
         eviction = self.eviction
         return not (
@@ -256,7 +256,7 @@ class ModelRunner(Session):
 
         That is so where decoding passes of so many rows are replayed, and nobody listens to them: see ``replay``.
         """
-        if rows > self.sizes[-1] or not self._describable():
+        if rows > self.sizes[-1] or not self.describable():
             return None
         session, recorder = self.backend.session, self.recorder
         assert session is not None
@@ -314,6 +314,11 @@ class ModelRunner(Session):
         for rows, (times, seconds) in passes.items():
             self.clock.add(rows, True, seconds / times)
         return count, size
+
+    def replayed(self, size: int) -> tuple[PassForward, Tensor, Tensor]:
+        """What replays a described pass of so many rows, and the token ids and positions that it reads."""
+        assert self.recorder is not None
+        return self.recorder.ready[size], *self._buffers[size][1:]
 
     # ------------------------------------------------------------ what passes cost
 

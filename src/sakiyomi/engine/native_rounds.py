@@ -1,0 +1,312 @@
+"""Rounds that the compiled kernels run: draft, score, verify, commit. Python runs the passes and reads what came of it.
+
+That is so for requests that draft chains with a draft model of their own, or nothing, where no code of Python has a say
+between the passes. All others, and any in a round with them, have the round of ``Engine``, which gives the same.
+`kernels/round.h` keeps a request from round to round; whatever else happens to it in between shows in its length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import operator
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sakiyomi.cache.eviction import FullCache
+from sakiyomi.core.errors import MemoryLimitError, RemovedError, UnsupportedError
+from sakiyomi.core.outputs import FinishReason, Step
+from sakiyomi.core.tree import Draft
+from sakiyomi.drafters.base import Drafter
+from sakiyomi.drafters.model import LONG, ModelDrafter, Seat
+from sakiyomi.drafters.native_trees import pack_ask
+from sakiyomi.engine.request import ChainVerdict, Request
+from sakiyomi.engine.speculation import RoundClock, SpeculationController
+from sakiyomi.kernels.build import loaded
+from sakiyomi.kernels.native import numbers
+from sakiyomi.model_executor.attention import observe
+from sakiyomi.model_executor.attention.registry import PassForward
+from sakiyomi.model_executor.attention.torch import take_over
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.traced import interpreted
+from sakiyomi.sampling.rng import Uniforms
+from sakiyomi.sampling.verifiers.native import HALF, KINDS, Case, pack_case
+
+__all__ = ["NativeRounds"]
+
+logger = logging.getLogger("sakiyomi")
+_HEAD = 9  # numbers before the tokens of a request, see Rounds::write in round.h
+_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
+
+
+@dataclass(eq=False, slots=True)
+class _Turn:
+    """A request in the kernels.
+
+    Attributes:
+        number: its own there; -1: it is not there.
+        length: tokens of its text there.
+        seat: in the draft model's cache; None: it drafts nothing yet.
+        stream: what chains are drawn by; None: they are not drawn.
+    """
+
+    number: int = -1
+    length: int = -1
+    seat: Seat | None = None
+    stream: Uniforms | None = None
+
+
+class NativeRounds:
+    """Runs rounds of an engine's requests.
+
+    Args:
+        target: scores drafts.
+        drafter: of the engine.
+        speculation: learns from the rounds.
+    """
+
+    def __init__(self, target: ModelRunner, drafter: Drafter | None, speculation: SpeculationController) -> None:
+        self._target, self._speculation = target, speculation
+        self._drafter = drafter if type(drafter) is ModelDrafter and drafter.chains else None
+        self._able = drafter is None or self._drafter is not None
+        self._models = [self._drafter.model, target] if self._drafter is not None else [target]
+        self._turns: dict[int, _Turn | None] = {}  # None: Python runs this request's rounds
+        self._kernels: Any = None
+        self._rounds = 0  # in the kernels
+        self._made_for: list[Any] = []
+        self._rows = [0] * len(self._models)  # passes up to so many were proven right
+        self._passes: dict[int, tuple[PassForward, Tensor, Tensor]] = {}  # as the kernels name them
+        self._checked: set[int] = set()
+        self._found: tuple[Any, Any] = (), ()
+
+    def __del__(self) -> None:
+        if self._rounds:
+            self._kernels.sk_free_rounds(self._rounds)
+
+    def forget(self, request: int) -> None:
+        """A request is over, or its rounds in the kernels are."""
+        turn = self._turns.pop(request, None)
+        if turn is not None and turn.number >= 0:
+            self._kernels.sk_leave(self._rounds, turn.number)
+
+    def run(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> list[Step] | None:
+        """A round of these requests.
+
+        Args:
+            requests: with their prompts read.
+            depths: of their chains.
+            clock: of the round.
+
+        Returns:
+            What was committed; None: nothing was done, the round is Python's.
+        """
+        if not self._able or (asked := self._begin(requests, depths)) is None:
+            return None
+        try:
+            passes = self._replay(asked)
+        except Exception as error:
+            logger.debug("a round in the kernels failed: %r", error)
+            passes = None
+        if passes is None:  # no request knows of it
+            for request in requests:
+                self.forget(request.id)
+            return None
+        drafted = clock.drafted([], passes, asked=any(asked[1::2]))
+        clock.scored(requests, drafted)
+        steps = []
+        whole, real = self._found[0][:], self._found[1][:]
+        at = done = 0
+        nodes, kept = [], []
+        for request in requests:
+            accepted = whole[at + 3]
+            nodes.append(whole[at + 2])
+            end, middle = at + _HEAD + accepted + 1, done + accepted + 1
+            step = self._commit(request, whole[at:end], real[done:middle], real[middle : middle + accepted])
+            steps.append(step)
+            kept.append(len(step.token_ids) - 1)
+            at, done = end, middle + accepted
+        self._speculation.observe(requests, nodes, kept, len(requests) + sum(nodes), drafted, clock)
+        return steps
+
+    # ------------------------------------------------------------ before the passes
+
+    def _begin(self, requests: Sequence[Request], depths: Sequence[int]) -> list[int] | None:
+        """What to ask of the kernels: of each request its number and the depth of its chain; None: they cannot."""
+        models = self._models
+        if type(self._target.eviction) is not FullCache or not all(model.describable() for model in models):
+            return None
+        if self._made_for != [model.recorder for model in models] and not self._make([1] * len(models)):
+            return None
+        turns = []
+        for request in requests:
+            if (turn := self._turn(request)) is None:
+                return None
+            turns.append(turn)
+        asked: list[int] = []
+        missing = 0
+        try:
+            self._seat(requests, turns, depths)
+            for request, turn, depth in zip(requests, turns, depths, strict=True):
+                seat, length = turn.seat, turn.length
+                if depth and seat is not None:
+                    depth = min(depth, models[0].max_context - length)
+                    models[0].cache.reserve(seat.slot, length + depth)
+                    missing += length - len(seat.held)
+                else:
+                    depth = 0
+                assert request.slot is not None
+                self._target.cache.reserve(request.slot, length + depth)
+                asked += turn.number, depth
+        except MemoryLimitError:
+            return None
+        rows = [max(missing, len(requests)), len(requests) + sum(asked[1::2])][-len(models) :]
+        if any(map(operator.gt, rows, self._rows)):
+            return self._begin(requests, depths) if self._make(rows) else None
+        return asked
+
+    def _turn(self, request: Request) -> _Turn | None:
+        """The request as it is now in the kernels; None: they do not run its rounds."""
+        if request.id not in self._turns:
+            self._turns[request.id] = _Turn() if self._case(request) else None
+        turn, tokens = self._turns[request.id], request.context.tokens
+        if turn is None or turn.length == len(tokens):
+            return turn
+        if request.repeats:
+            return None
+        self.forget(request.id)
+        context = request.context
+        stops = struct.pack(f"={len(context.stop_ids)}q", *context.stop_ids)
+        at = self._rounds, self._case(request), request.slot, len(tokens), request.last, tokens[-1]
+        number = self._kernels.sk_enter(*at, len(context.stop_ids), stops)
+        turn = self._turns[request.id] = _Turn(number, len(tokens))
+        return turn
+
+    def _case(self, request: Request) -> bytes:
+        """How the request's drafts are judged, as the kernels take it; nothing: by Python, or it wants more of a round
+        than they leave.
+        """
+        context, params = request.context, request.context.params
+        seen = request.rounds_trace or request.keep_logits or params.logprobs is not None
+        if seen or context.source is not None or (self._drafter is not None and params.builder != "chain"):
+            return b""
+        case = Case(Draft.empty(), 0, len(context.tokens), request.verifier, request.sampler, context.noise)
+        return pack_case(case, self._target.vocab_size, [])
+
+    def _seat(self, requests: Sequence[Request], turns: Sequence[_Turn], depths: Sequence[int]) -> None:
+        """Have the draft model follow those that draft and whose text it has not read."""
+        drafter, lacking = self._drafter, []
+        for request, turn, depth in zip(requests, turns, depths, strict=True):
+            if depth and (turn.seat is None or turn.length - len(turn.seat.held) > LONG):
+                lacking.append((request.context, turn))
+        if not lacking or drafter is None:
+            return
+        for (context, turn), seat in zip(lacking, drafter.seats([each for each, _ in lacking]), strict=True):
+            turn.seat = seat
+            if seat is not None:
+                tokens: list[int] = []
+                state = drafter.chain(context, seat)
+                ask = pack_ask(state, state.first, None, tokens)
+                turn.stream = context.noise.fork(drafter.name) if state.drawn else None
+                self._kernels.sk_seat(self._rounds, turn.number, ask, struct.pack(f"={len(tokens)}q", *tokens))
+
+    def _make(self, rows: Sequence[int]) -> bool:
+        """Rounds with passes of up to so many rows of each model; whether these are replayed."""
+        kernels = loaded()
+        found = [model.native_passes(count) for model, count in zip(self._models, rows, strict=True)]
+        dtypes = [model.dtype in HALF for model in self._models]
+        if kernels is None or None in found or not all(dtypes):
+            return False
+        self.__del__()
+        self._turns.clear()
+        self._passes.clear()
+        self._checked.clear()
+        tables = []
+        for i, (model, known) in enumerate(zip(self._models, found, strict=True)):
+            assert known is not None
+            session, sizes = known
+            buffers = [buffer.ctypes.data for buffer in model.pass_buffers(sizes)]
+            tables.append(numbers([session, model.vocab_size, HALF[model.dtype], len(sizes), *sizes, *buffers]))
+            which = i + 2 - len(self._models)  # 1: the target
+            self._passes |= {2 * size + which: model.replayed(size) for size in sizes}
+        most = self._target.sizes[-1]
+        self._found = numbers([0] * ((_HEAD + 1) * most)), (ctypes.c_double * (2 * most))()
+        if len(tables) == 1:
+            tables.insert(0, numbers([0] * 4))
+        self._kernels = kernels
+        self._rounds = kernels.sk_rounds(tables[1], tables[0], *self._found)
+        self._rows, self._made_for = list(rows), [model.recorder for model in self._models]
+        return True
+
+    # ------------------------------------------------------------ the passes, and what comes of them
+
+    def _replay(self, asked: Sequence[int]) -> int | None:
+        """Run the passes of a round; how many the draft model had; None: a row holds no numbers."""
+        kernels, rounds, passes, now = self._kernels, self._rounds, self._passes, time.perf_counter
+        times: dict[int, list[float]] = {}
+        with self._models[0].lock, self._target.lock, interpreted():
+            take_over(None)
+            observe.listen(None, None)
+            code = kernels.sk_round(rounds, len(asked) // 2, struct.pack(f"={len(asked)}q", *asked))
+            while code > 0:
+                replay, ids, positions = passes[code]
+                began = now()
+                logits = replay(ids, positions)[0]
+                spent = now() - began
+                times.setdefault(code, []).append(spent)
+                if code not in self._checked:
+                    self._check(code, logits)
+                code = kernels.sk_pass(rounds, logits.data_ptr())
+        drafted = 0
+        for code_, spent_ in times.items():
+            model = self._target if code_ % 2 else self._models[0]
+            seconds = sum(spent_)
+            model.forward_seconds += seconds
+            model.clock.add(code_ // 2, True, seconds / len(spent_))
+            drafted += 0 if code_ % 2 else len(spent_)
+        if self._drafter is not None:
+            self._drafter.reader.passes += drafted
+        return drafted if code == 0 else None
+
+    def _check(self, code: int, logits: Tensor) -> None:
+        """Whether logits are as the kernels read them."""
+        model = self._target if code % 2 else self._models[0]
+        fits = logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == model.vocab_size
+        if not fits:
+            self._able = False
+            raise UnsupportedError(f"logits {logits.dtype} of width {logits.shape[-1]}")
+        self._checked.add(code)
+
+    def _commit(self, request: Request, whole: list[int], chances: list[float], probs: list[float]) -> Step:
+        """Take what the kernels have committed of a request."""
+        used, ended, nodes, accepted, refused, kind, held, stream, drawn = whole[:_HEAD]
+        chain = ChainVerdict(
+            whole[_HEAD:], used, _REASONS[ended], nodes, accepted, refused, KINDS[kind], chances, probs
+        )
+        turn, drafter = self._turns[request.id], self._drafter
+        assert turn is not None
+        try:
+            request.cached += accepted + 1
+            turn.length += accepted + 1
+            request.context.noise.counter = stream % 2**64
+            step = request.commit_chain(chain, drafter.name if drafter is not None else "")
+            if nodes and drafter is not None:
+                seat = turn.seat
+                assert seat is not None
+                if turn.stream is not None:
+                    turn.stream.counter = drawn % 2**64
+                seat.held += request.context.tokens[len(seat.held) : held]
+                seat.sure = len(seat.held)
+                if step.finish_reason is None:
+                    drafter.reader.confidence[request.context.rule].follow(accepted, accepted < nodes)
+            return step
+        except Exception as error:
+            return request.fail(error)
+        except BaseException:
+            # Ctrl-C between cache and tokens: what they hold may no longer belong together.
+            request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
+            raise
