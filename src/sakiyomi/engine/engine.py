@@ -158,10 +158,14 @@ class Engine:
         """
         with self._lock, no_gradients():
             govern_threads()
-            self.settle()
-            steps = self._admit()
+            steps: list[Step] = []
+            if not self._running:
+                self._settle()
+            if self._waiting:
+                steps += self._admit()
 
-            chunk = self._prefill.next_chunk(self._running, steps)
+            reading = any(r.cached < r.prompt_tokens for r in self._running)
+            chunk = self._prefill.next_chunk(self._running, steps) if reading else Batch()
             if chunk.requests:
                 began, last = self.target.forward_seconds, not self._prefill.needs_all_rows(chunk)
                 try:
@@ -171,10 +175,13 @@ class Engine:
                 complete, output = self._prefill.take(chunk, output, self._running, steps, began, whole=not last)
                 steps += self._decide(complete, output)
 
-            fresh = {step.request for step in steps}
-            requests = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
+            going = [r for r in self._running if r.finish_reason is None and r.error is None]
+            requests = [r for r in going if r.cached >= r.prompt_tokens] if reading else going
+            if steps:
+                fresh = {step.request for step in steps}
+                requests = [r for r in requests if r.id not in fresh]
             if requests:
-                clock = RoundClock(self.target, self.drafter)
+                clock = RoundClock(self.target)
                 depths = self._speculation.depths(requests)
                 native = self._native.run(requests, depths, clock)
                 steps += self._round(requests, depths, clock) if native is None else native
@@ -252,7 +259,7 @@ class Engine:
 
     def _round(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> list[Step]:
         """Draft, score, verify, commit; see ``NativeRounds`` for those that the kernels run."""
-        drafted = self._speculation.propose(requests, depths, clock)  # draft
+        drafted = self._speculation.propose(requests, depths)  # draft
         batch = Batch.of_drafts(requests, drafted.drafts)
         steps = make_room(batch, self.target.cache, self._speculation.check)
         try:
@@ -332,7 +339,7 @@ class Engine:
 
     def _retire(self) -> None:
         """Free the slots of requests that are over."""
-        for request in [r for r in self._running if r.over]:
+        for request in [r for r in self._running if r.finish_reason is not None or r.error is not None]:
             self._running.remove(request)
             self._forget(request.id)
             self._slots.free(request)

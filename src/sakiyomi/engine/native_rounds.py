@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import operator
 import struct
 import time
 from collections.abc import Sequence
@@ -19,19 +18,17 @@ from typing import Any
 from torch import Tensor
 
 from sakiyomi.cache.eviction import FullCache
-from sakiyomi.core.errors import MemoryLimitError, RemovedError, UnsupportedError
+from sakiyomi.core.errors import RemovedError, UnsupportedError
 from sakiyomi.core.outputs import FinishReason, Step
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.model import LONG, ModelDrafter, Seat
 from sakiyomi.drafters.native_trees import pack_ask
 from sakiyomi.engine.request import ChainVerdict, Request
-from sakiyomi.engine.speculation import RoundClock, SpeculationController
+from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
 from sakiyomi.kernels.build import loaded
 from sakiyomi.kernels.native import numbers
-from sakiyomi.model_executor.attention import observe
 from sakiyomi.model_executor.attention.registry import PassForward
-from sakiyomi.model_executor.attention.torch import take_over
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.traced import interpreted
 from sakiyomi.sampling.rng import Uniforms
@@ -40,6 +37,8 @@ from sakiyomi.sampling.verifiers.native import HALF, KINDS, Case, pack_case
 __all__ = ["NativeRounds"]
 
 logger = logging.getLogger("sakiyomi")
+AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
+OFTEN = 8  # rounds after which passes' clocks are read again
 _HEAD = 9  # numbers before the tokens of a request, see Rounds::write in round.h
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
@@ -51,12 +50,14 @@ class _Turn:
     Attributes:
         number: its own there; -1: it is not there.
         length: tokens of its text there.
+        room: columns that are reserved in both caches.
         seat: in the draft model's cache; None: it drafts nothing yet.
         stream: what chains are drawn by; None: they are not drawn.
     """
 
     number: int = -1
     length: int = -1
+    room: int = 0
     seat: Seat | None = None
     stream: Uniforms | None = None
 
@@ -75,7 +76,7 @@ class NativeRounds:
         self._drafter = drafter if type(drafter) is ModelDrafter and drafter.chains else None
         self._able = drafter is None or self._drafter is not None
         self._models = [self._drafter.model, target] if self._drafter is not None else [target]
-        self._turns: dict[int, _Turn | None] = {}  # None: Python runs this request's rounds
+        self._turns: dict[int, _Turn] = {}
         self._kernels: Any = None
         self._rounds = 0  # in the kernels
         self._made_for: list[Any] = []
@@ -83,6 +84,8 @@ class NativeRounds:
         self._passes: dict[int, tuple[PassForward, Tensor, Tensor]] = {}  # as the kernels name them
         self._checked: set[int] = set()
         self._found: tuple[Any, Any] = (), ()
+        self._lock, self._target_lock = self._models[0].lock, target.lock
+        self._since = 0
 
     def __del__(self) -> None:
         if self._rounds:
@@ -105,29 +108,36 @@ class NativeRounds:
         Returns:
             What was committed; None: nothing was done, the round is Python's.
         """
-        if not self._able or (asked := self._begin(requests, depths)) is None:
+        if not self._able:
             return None
+        drafter = self._drafter
+        before = drafter.prefill_seconds if drafter is not None else 0.0
+        asked: list[int] | None = None
+        times: list[tuple[int, float]] | None = None
         try:
-            passes = self._replay(asked)
+            asked = self._begin(requests, depths)
+            times = self._replay(asked) if asked else None
         except Exception as error:
             logger.debug("a round in the kernels failed: %r", error)
-            passes = None
-        if passes is None:  # no request knows of it
+        catching_up = drafter.prefill_seconds - before if drafter is not None else 0.0
+        if asked is None or times is None:  # no request knows of it
             for request in requests:
+                request.stats.prefill_seconds += catching_up
                 self.forget(request.id)
             return None
-        drafted = clock.drafted([], passes, asked=any(asked[1::2]))
+        seconds = self._count(times)
+        drafted = DraftBatch([], seconds, catching_up, len(times) - 1, len(times) > 1)
         clock.scored(requests, drafted)
-        steps = []
-        whole, real = self._found[0][:], self._found[1][:]
+        most = sum(asked) + len(requests)  # no fewer than there are rows
+        whole, real = self._found[0][: _HEAD * len(requests) + most], self._found[1][: 2 * most]
+        steps, nodes, kept = [], [], []
         at = done = 0
-        nodes, kept = [], []
         for request in requests:
-            accepted = whole[at + 3]
-            nodes.append(whole[at + 2])
+            count, accepted = whole[at + 2 : at + 4]
             end, middle = at + _HEAD + accepted + 1, done + accepted + 1
             step = self._commit(request, whole[at:end], real[done:middle], real[middle : middle + accepted])
             steps.append(step)
+            nodes.append(count)
             kept.append(len(step.token_ids) - 1)
             at, done = end, middle + accepted
         self._speculation.observe(requests, nodes, kept, len(requests) + sum(nodes), drafted, clock)
@@ -136,54 +146,66 @@ class NativeRounds:
     # ------------------------------------------------------------ before the passes
 
     def _begin(self, requests: Sequence[Request], depths: Sequence[int]) -> list[int] | None:
-        """What to ask of the kernels: of each request its number and the depth of its chain; None: they cannot."""
-        models = self._models
-        if type(self._target.eviction) is not FullCache or not all(model.describable() for model in models):
+        """What to ask of the kernels: of each request its number and the depth of its chain; None: they cannot.
+
+        Raises:
+            MemoryLimitError: there is no room for it.
+        """
+        target, draft = self._target, self._models[0]  # the target itself, where there is none
+        if type(target.eviction) is not FullCache or not target.describable():
             return None
-        if self._made_for != [model.recorder for model in models] and not self._make([1] * len(models)):
+        if draft is not target and not draft.describable():
             return None
-        turns = []
-        for request in requests:
-            if (turn := self._turn(request)) is None:
-                return None
+        made_for = self._made_for
+        same = made_for and made_for[0] is draft.recorder and made_for[-1] is target.recorder
+        if not same and not self._make([1] * len(self._models)):
+            return None
+        turns, lacking = [], False
+        for request, depth in zip(requests, depths, strict=True):
+            length = len(request.context.tokens)
+            turn = self._turns.get(request.context.id)
+            if turn is None or turn.length != length:
+                turn = self._enter(request)
+                if turn is None:
+                    return None
             turns.append(turn)
-        asked: list[int] = []
-        missing = 0
-        try:
+            if depth and (turn.seat is None or length - len(turn.seat.held) > LONG):
+                lacking = True
+        if lacking:
             self._seat(requests, turns, depths)
-            for request, turn, depth in zip(requests, turns, depths, strict=True):
-                seat, length = turn.seat, turn.length
-                if depth and seat is not None:
-                    depth = min(depth, models[0].max_context - length)
-                    models[0].cache.reserve(seat.slot, length + depth)
-                    missing += length - len(seat.held)
-                else:
-                    depth = 0
+        moved = target.cache.moved or draft.cache.moved
+        asked: list[int] = []
+        missing = rows = 0
+        for request, turn, depth in zip(requests, turns, depths, strict=True):
+            seat, length = turn.seat, turn.length
+            if depth and seat is not None:
+                depth = min(depth, draft.max_context - length)
+                missing += length - len(seat.held)
+            else:
+                depth = 0
+            if moved or length + depth > turn.room:
+                turn.room = length + depth + AHEAD
                 assert request.slot is not None
-                self._target.cache.reserve(request.slot, length + depth)
-                asked += turn.number, depth
-        except MemoryLimitError:
-            return None
-        rows = [max(missing, len(requests)), len(requests) + sum(asked[1::2])][-len(models) :]
-        if any(map(operator.gt, rows, self._rows)):
-            return self._begin(requests, depths) if self._make(rows) else None
+                target.cache.reserve(request.slot, turn.room)
+                if seat is not None:
+                    draft.cache.reserve(seat.slot, turn.room)
+            rows += depth + 1
+            asked += turn.number, depth
+        if rows > self._rows[-1] or max(missing, len(requests)) > self._rows[0]:
+            wanted = [max(missing, len(requests)), rows][-len(self._models) :]
+            return self._begin(requests, depths) if self._make(wanted) else None
         return asked
 
-    def _turn(self, request: Request) -> _Turn | None:
-        """The request as it is now in the kernels; None: they do not run its rounds."""
-        if request.id not in self._turns:
-            self._turns[request.id] = _Turn() if self._case(request) else None
-        turn, tokens = self._turns[request.id], request.context.tokens
-        if turn is None or turn.length == len(tokens):
-            return turn
-        if request.repeats:
-            return None
+    def _enter(self, request: Request) -> _Turn | None:
+        """Give the kernels a request as it is now; None: they do not run its rounds."""
         self.forget(request.id)
-        context = request.context
+        case, context = self._case(request), request.context
+        if not case or request.repeats:
+            return None
         stops = struct.pack(f"={len(context.stop_ids)}q", *context.stop_ids)
-        at = self._rounds, self._case(request), request.slot, len(tokens), request.last, tokens[-1]
+        at = self._rounds, case, request.slot, len(context.tokens), request.last, context.tokens[-1]
         number = self._kernels.sk_enter(*at, len(context.stop_ids), stops)
-        turn = self._turns[request.id] = _Turn(number, len(tokens))
+        turn = self._turns[request.id] = _Turn(number, len(context.tokens))
         return turn
 
     def _case(self, request: Request) -> bytes:
@@ -206,7 +228,7 @@ class NativeRounds:
         if not lacking or drafter is None:
             return
         for (context, turn), seat in zip(lacking, drafter.seats([each for each, _ in lacking]), strict=True):
-            turn.seat = seat
+            turn.seat, turn.room = seat, 0
             if seat is not None:
                 tokens: list[int] = []
                 state = drafter.chain(context, seat)
@@ -244,33 +266,39 @@ class NativeRounds:
 
     # ------------------------------------------------------------ the passes, and what comes of them
 
-    def _replay(self, asked: Sequence[int]) -> int | None:
-        """Run the passes of a round; how many the draft model had; None: a row holds no numbers."""
+    def _replay(self, asked: Sequence[int]) -> list[tuple[int, float]] | None:
+        """Run the passes of a round: which, and the seconds of each; None: a row holds no numbers."""
         kernels, rounds, passes, now = self._kernels, self._rounds, self._passes, time.perf_counter
-        times: dict[int, list[float]] = {}
-        with self._models[0].lock, self._target.lock, interpreted():
-            take_over(None)
-            observe.listen(None, None)
+        take, times = kernels.sk_pass, []
+        with self._lock, self._target_lock, interpreted():
             code = kernels.sk_round(rounds, len(asked) // 2, struct.pack(f"={len(asked)}q", *asked))
             while code > 0:
                 replay, ids, positions = passes[code]
                 began = now()
                 logits = replay(ids, positions)[0]
-                spent = now() - began
-                times.setdefault(code, []).append(spent)
+                times.append((code, now() - began))
                 if code not in self._checked:
                     self._check(code, logits)
-                code = kernels.sk_pass(rounds, logits.data_ptr())
-        drafted = 0
-        for code_, spent_ in times.items():
-            model = self._target if code_ % 2 else self._models[0]
-            seconds = sum(spent_)
-            model.forward_seconds += seconds
-            model.clock.add(code_ // 2, True, seconds / len(spent_))
-            drafted += 0 if code_ % 2 else len(spent_)
+                code = take(rounds, logits.data_ptr())
+        return times if code == 0 else None
+
+    def _count(self, times: Sequence[tuple[int, float]]) -> float:
+        """Add up what passes took, and give the seconds of the draft model's."""
+        seconds = 0.0
+        for _, spent in times[:-1]:
+            seconds += spent
+        target, scoring = times[-1]
+        self._target.forward_seconds += scoring
+        self._since += 1
+        if self._since <= OFTEN or not self._since % OFTEN:  # a clock is read now and then: its mean hardly moves
+            self._target.clock.add(target // 2, True, scoring)
+            by_rows = dict(times[:-1])
+            for code, spent in by_rows.items():
+                self._models[0].clock.add(code // 2, True, spent)
         if self._drafter is not None:
-            self._drafter.reader.passes += drafted
-        return drafted if code == 0 else None
+            self._models[0].forward_seconds += seconds
+            self._drafter.reader.passes += len(times) - 1
+        return seconds
 
     def _check(self, code: int, logits: Tensor) -> None:
         """Whether logits are as the kernels read them."""
@@ -287,8 +315,7 @@ class NativeRounds:
         chain = ChainVerdict(
             whole[_HEAD:], used, _REASONS[ended], nodes, accepted, refused, KINDS[kind], chances, probs
         )
-        turn, drafter = self._turns[request.id], self._drafter
-        assert turn is not None
+        turn, drafter = self._turns[request.context.id], self._drafter
         try:
             request.cached += accepted + 1
             turn.length += accepted + 1

@@ -263,14 +263,15 @@ class Request:
 
     def _take(self, tokens: list[int], entries: list[TokenTrace], text: str, reason: FinishReason | None) -> Step:
         """Append what a round has brought."""
-        self.tokens.extend(tokens)
+        self.context.tokens.extend(tokens)
         self.trace.extend(entries)
         if reason is not None:
             if not self.live:
                 text = self.text.push(self.output)[0]
             text += self.text.finish()
             self.stats.seconds = time.perf_counter() - self.began
-        step = self._post(Step(text, tuple(tokens), tuple(entries), reason, self.id, self.stats if reason else None))
+        step = Step(text, tuple(tokens), tuple(entries), reason, self.context.id, self.stats if reason else None)
+        self._post(step)
         self.finish_reason = reason
         return step
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from sakiyomi.core.errors import DraftError, InputError
 from sakiyomi.core.params import SamplingParams
@@ -27,10 +27,10 @@ from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 __all__ = ["DraftBatch", "RoundClock", "SpeculationController"]
 
 logger = logging.getLogger("sakiyomi")
+SUDDEN = 1.5  # a round that takes so much longer than the one before is looked at
 
 
-@dataclass(frozen=True, slots=True)
-class DraftBatch:
+class DraftBatch(NamedTuple):
     """What a round drafted, and what that took.
 
     Attributes:
@@ -55,25 +55,17 @@ class RoundClock:
 
     Args:
         target: scores its drafts.
-        drafter: None: there is none.
 
     Attributes:
         scoring: seconds inside the target's forward.
     """
 
-    def __init__(self, target: ModelRunner, drafter: Drafter | None) -> None:
-        self._target, self._drafter = target, drafter
-        self._began, self._before = time.perf_counter(), target.forward_seconds
-        self._drafting = (drafter.forward_seconds, drafter.prefill_seconds) if drafter is not None else (0.0, 0.0)
-        self.scoring = 0.0
+    __slots__ = ("_before", "_began", "_target", "scoring")
 
-    def drafted(self, drafts: list[Draft], passes: int, *, asked: bool = True) -> DraftBatch:
-        """What was drafted since the round began."""
-        drafter, (seconds, catching_up) = self._drafter, self._drafting
-        if drafter is None:
-            return DraftBatch(drafts)
-        catching_up = drafter.prefill_seconds - catching_up
-        return DraftBatch(drafts, drafter.forward_seconds - seconds - catching_up, catching_up, passes, asked)
+    def __init__(self, target: ModelRunner) -> None:
+        self._target = target
+        self._began, self._before = time.perf_counter(), target.forward_seconds
+        self.scoring = 0.0
 
     def scored(self, requests: Sequence[Request], drafted: DraftBatch) -> None:
         """The drafts are scored: count what that took for each request."""
@@ -139,7 +131,7 @@ class SpeculationController:
         drafter = self.drafter
         if drafter is None:
             return [0] * len(requests)
-        asking = [request for request in requests if not request.repeats]
+        asking = [request for request in requests if not (request.context.given and request.repeats)]
         if self._pace(len(asking)).undrafted and all(request.policy.adapts for request in asking):
             return [0] * len(requests)
         known: list[Costs] = []  # the same for all of a round, and not always asked for
@@ -149,33 +141,31 @@ class SpeculationController:
                 known.append(self._costs(len(asking)))
             return known[0]
 
-        return [0 if request.repeats else self._depth(request, costs) for request in requests]
+        depths = []
+        for request in requests:
+            context, depth = request.context, 0
+            room = _room(request)
+            if room > 0 and context.id not in self._without and not (context.given and request.repeats):
+                depth, nodes, worth = request.policy.next(costs)
+                if depth:
+                    assert request.slot is not None
+                    context.slot, context.nodes, context.worth = request.slot, nodes, worth
+            depths.append(min(depth, room) if depth else 0)
+        return depths
 
-    def _depth(self, request: Request, costs: Callable[[], Costs]) -> int:
-        room = _room(request)
-        if room <= 0 or request.id in self._without:
-            return 0
-        size = request.policy.next(costs)
-        if size.depth:
-            assert request.slot is not None
-            context = request.context
-            context.slot, context.nodes, context.worth = request.slot, size.nodes, size.worth
-        return min(size.depth, room)
-
-    def propose(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> DraftBatch:
+    def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftBatch:
         """Drafts for a round.
 
         Args:
             requests: of the round.
             depths: see ``depths``. What a request was given of its text is its draft, as long as there is some.
-            clock: of the round.
         """
-        drafted = self._draft(requests, depths, clock)
+        drafted = self._draft(requests, depths)
         if not any(request.repeats for request in requests):
             return drafted
         found = zip(requests, drafted.drafts, strict=True)
         drafts = [self._given(request) if request.repeats else draft for request, draft in found]
-        return replace(drafted, drafts=drafts, repeats=True)
+        return drafted._replace(drafts=drafts, repeats=True)
 
     def _given(self, request: Request) -> Draft:
         """What comes next of what a request was given, no more than a pass that was tested has rows for."""
@@ -183,15 +173,16 @@ class SpeculationController:
         most = max(0, min(_room(request), self.target.sizes[-1] - 1))
         return Draft.chain(request.context.given[begun : begun + most], GIVEN)
 
-    def _draft(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> DraftBatch:
+    def _draft(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftBatch:
         """What the drafter proposes."""
         drafter = self.drafter
         if drafter is None or not any(depths):
-            return clock.drafted([Draft.empty()] * len(requests), 0, asked=False)
-        passes = drafter.passes
+            return DraftBatch([Draft.empty()] * len(requests))
+        seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
         drafts = self._propose(drafter, requests, depths)
         passes = drafter.passes - passes or max((draft.tree.depth for draft in drafts), default=0)
-        return clock.drafted(drafts, passes)
+        catching_up = drafter.prefill_seconds - catching_up
+        return DraftBatch(drafts, drafter.forward_seconds - seconds - catching_up, catching_up, passes, asked=True)
 
     def check(self, request: Request) -> None:
         """Where drafts are strict, raise what the drafter did wrong for this request.
@@ -255,10 +246,12 @@ class SpeculationController:
             return
         seconds = clock.seconds(drafted)
         overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
-        known = self.target.known_seconds(rows)
-        if known is not None:  # the first pass of its size, or other work, is no cost of speculation
-            seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
         pace = self._pace(len(kept))
+        if seconds > SUDDEN * pace.last:
+            known = self.target.known_seconds(rows)
+            if known is not None:  # the first pass of its size, or other work, is no cost of speculation
+                seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
+        pace.last = seconds
         if not drafted.asked:
             pace.add_plain(seconds)
             return

@@ -132,20 +132,14 @@ class ModelRunner(Session):
                 self.want(keep)
             observe.listen(self.eviction.observations, plan)
             began = time.perf_counter()
-            found = None
-            if self.recorder is not None and keep is None and prompts is None:
-                found = self.recorder.run(self.begin, plan, ids, positions)
-            replayed = found is not None
-            if found is None:
-                wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
-                ids, positions = ids.to(self.device), positions.to(self.device)
-                arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(size) | wanted
-                self.weights.capture.begin()
-                logits = self.module(input_ids=ids, position_ids=positions, **arguments).logits
-                found = logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            spent = time.perf_counter() - began
+            try:
+                found, replayed = self._forwarded(plan, size, ids, positions, keep)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+            finally:
+                spent = time.perf_counter() - began
+                take_over(None)
+                observe.listen(None, None)
             self.cache.begin(None)
             if keep is None:
                 self.clock.add(
@@ -157,6 +151,21 @@ class ModelRunner(Session):
             if not self._proven and plan.rows:
                 self._prove(prompts or self.backend)
             return self._output(found, plan.rows, keep)
+
+    def _forwarded(
+        self, plan: BatchPlan, size: int, ids: Tensor, positions: Tensor, keep: Tensor | None
+    ) -> tuple[PassResult, bool]:
+        """The pass that was begun, and whether it was replayed."""
+        if self.recorder is not None and keep is None and not (self._prompts is not None and plan.prompts):
+            found = self.recorder.run(self.begin, plan, ids, positions)
+            if found is not None:
+                return found, True
+        wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
+        ids, positions = ids.to(self.device), positions.to(self.device)
+        arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(size) | wanted
+        self.weights.capture.begin()
+        logits = self.module(input_ids=ids, position_ids=positions, **arguments).logits
+        return (logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()), False
 
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
         """Without the rows that only filled the pass up."""
@@ -239,8 +248,6 @@ class ModelRunner(Session):
         for part in segments:
             table += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
         with self.lock, interpreted():
-            take_over(None)
-            observe.listen(None, None)
             packed = struct.pack(f"={len(table)}q", *table)
             self.backend.describe(len(segments), packed, size, ids.data_ptr())
             self.recorder.fresh = False
@@ -297,8 +304,6 @@ class ModelRunner(Session):
         recorder, count = self.recorder, 0
         recorder.fresh = False
         with self.lock, interpreted():
-            take_over(None)
-            observe.listen(None, None)
             while size > 0:
                 _, ids, positions = buffers[size]
                 began = now()
