@@ -109,7 +109,7 @@ class NativeTrees:
 
     def _begin(self, session: int, sizes: Sequence[int], kernels: ctypes.CDLL) -> None:
         self._free()
-        places = [buffer.ctypes.data for buffer in self._model.pass_buffers(sizes)]
+        places = [self._model.replayed(size)[1].data_ptr() for size in sizes]
         known = (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_void_p * len(sizes))(*places)
         self._forest = kernels.sk_forest(session, self._model.vocab_size, self._width, len(sizes), *known)
         self._kernels = kernels

@@ -158,12 +158,8 @@ class Engine:
         """
         with self._lock, no_gradients():
             govern_threads()
-            steps: list[Step] = []
-            if not self._running:
-                self._settle()
-            if self._waiting:
-                steps += self._admit()
-
+            self.settle()
+            steps = self._admit()
             reading = any(r.cached < r.prompt_tokens for r in self._running)
             chunk = self._prefill.next_chunk(self._running, steps) if reading else Batch()
             if chunk.requests:
@@ -214,7 +210,7 @@ class Engine:
             found = self.find(request)
             if found is not None:
                 (self._running if found in self._running else self._waiting).remove(found)
-                self._forget(request)
+                self._native.end(request)
                 self._slots.free(found)
                 if not found.over:
                     found.fail(RemovedError(f"request {request} was removed before its end"))
@@ -341,9 +337,5 @@ class Engine:
         """Free the slots of requests that are over."""
         for request in [r for r in self._running if r.finish_reason is not None or r.error is not None]:
             self._running.remove(request)
-            self._forget(request.id)
+            self._native.end(request.id)
             self._slots.free(request)
-
-    def _forget(self, request: int) -> None:
-        self._speculation.forget(request)
-        self._native.forget(request)

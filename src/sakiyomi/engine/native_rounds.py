@@ -91,8 +91,13 @@ class NativeRounds:
         if self._rounds:
             self._kernels.sk_free_rounds(self._rounds)
 
-    def forget(self, request: int) -> None:
-        """A request is over, or its rounds in the kernels are."""
+    def end(self, request: int) -> None:
+        """A request is over."""
+        self._speculation.forget(request)
+        self._leave(request)
+
+    def _leave(self, request: int) -> None:
+        """The kernels do not run a request's rounds any more, or it has changed."""
         turn = self._turns.pop(request, None)
         if turn is not None and turn.number >= 0:
             self._kernels.sk_leave(self._rounds, turn.number)
@@ -123,7 +128,7 @@ class NativeRounds:
         if asked is None or times is None:  # no request knows of it
             for request in requests:
                 request.stats.prefill_seconds += catching_up
-                self.forget(request.id)
+                self._leave(request.id)
             return None
         seconds = self._count(times)
         drafted = DraftBatch([], seconds, catching_up, len(times) - 1, len(times) > 1)
@@ -198,7 +203,7 @@ class NativeRounds:
 
     def _enter(self, request: Request) -> _Turn | None:
         """Give the kernels a request as it is now; None: they do not run its rounds."""
-        self.forget(request.id)
+        self._leave(request.id)
         case, context = self._case(request), request.context
         if not case or request.repeats:
             return None
@@ -251,10 +256,11 @@ class NativeRounds:
         for i, (model, known) in enumerate(zip(self._models, found, strict=True)):
             assert known is not None
             session, sizes = known
-            buffers = [buffer.ctypes.data for buffer in model.pass_buffers(sizes)]
-            tables.append(numbers([session, model.vocab_size, HALF[model.dtype], len(sizes), *sizes, *buffers]))
+            passes = {size: model.replayed(size) for size in sizes}
+            places = [ids.data_ptr() for _, ids, _ in passes.values()]
+            tables.append(numbers([session, model.vocab_size, HALF[model.dtype], len(sizes), *sizes, *places]))
             which = i + 2 - len(self._models)  # 1: the target
-            self._passes |= {2 * size + which: model.replayed(size) for size in sizes}
+            self._passes |= {2 * size + which: found for size, found in passes.items()}
         most = self._target.sizes[-1]
         self._found = numbers([0] * ((_HEAD + 1) * most)), (ctypes.c_double * (2 * most))()
         if len(tables) == 1:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sakiyomi.cache.cross_attention import Source
@@ -133,7 +132,7 @@ class ModelRunner(Session):
             observe.listen(self.eviction.observations, plan)
             began = time.perf_counter()
             try:
-                found, replayed = self._forwarded(plan, size, ids, positions, keep)
+                found, replayed = self._forward(plan, ids, positions, keep)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
             finally:
@@ -152,9 +151,7 @@ class ModelRunner(Session):
                 self._prove(prompts or self.backend)
             return self._output(found, plan.rows, keep)
 
-    def _forwarded(
-        self, plan: BatchPlan, size: int, ids: Tensor, positions: Tensor, keep: Tensor | None
-    ) -> tuple[PassResult, bool]:
+    def _forward(self, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None) -> tuple[PassResult, bool]:
         """The pass that was begun, and whether it was replayed."""
         if self.recorder is not None and keep is None and not (self._prompts is not None and plan.prompts):
             found = self.recorder.run(self.begin, plan, ids, positions)
@@ -162,7 +159,7 @@ class ModelRunner(Session):
                 return found, True
         wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
         ids, positions = ids.to(self.device), positions.to(self.device)
-        arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(size) | wanted
+        arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(ids.shape[1]) | wanted
         self.weights.capture.begin()
         logits = self.module(input_ids=ids, position_ids=positions, **arguments).logits
         return (logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()), False
@@ -240,10 +237,9 @@ class ModelRunner(Session):
                 return None
         size = self.sizes[bisect_left(self.sizes, rows)]
         assert self.recorder is not None
-        replay, buffer = self.recorder.ready.get(size), self._buffers.get(size)
-        if replay is None or buffer is None:
+        if size not in self.recorder.ready:
             return None
-        _, ids, positions = buffer
+        replay, ids, positions = self.replayed(size)
         table += (token for part in segments for token in part.tokens)
         for part in segments:
             table += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
@@ -266,8 +262,7 @@ class ModelRunner(Session):
         if rows > self.sizes[-1] or not self.describable():
             return None
         session, recorder = self.backend.session, self.recorder
-        assert session is not None
-        assert recorder is not None
+        assert session is not None and recorder is not None
         for size in self.sizes:
             if size not in recorder.ready and recorder.has(size) and (self.cache.free or self.cache.extra):
                 with self.cache.lent(size) as slot:  # its first pass is compared with an eager one
@@ -278,14 +273,8 @@ class ModelRunner(Session):
         sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
         return (session, sizes) if sizes and sizes[-1] >= rows else None
 
-    def pass_buffers(self, sizes: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Of each row count the token ids and positions, (2, rows), that a pass reads."""
-        for size in sizes:
-            self._inputs(BatchPlan([]), size)
-        return [self._buffers[size][0] for size in sizes]
-
     def replay(self, size: int, take: Callable[[int], int]) -> tuple[int, int]:
-        """Run passes that the kernels have described, and whose inputs they have written to ``pass_buffers``.
+        """Run passes that the kernels have described, and whose inputs they have written to what ``replayed`` gives.
 
         Args:
             size: rows of the first one.
@@ -298,16 +287,15 @@ class ModelRunner(Session):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.replay(size, take)
-        assert self.recorder is not None
-        ready, buffers, now = self.recorder.ready, self._buffers, time.perf_counter
+        recorder, count, now = self.recorder, 0, time.perf_counter
+        assert recorder is not None
         passes: dict[int, tuple[int, float]] = {}  # by rows: how many, and their seconds
-        recorder, count = self.recorder, 0
         recorder.fresh = False
         with self.lock, interpreted():
             while size > 0:
-                _, ids, positions = buffers[size]
+                replay, ids, positions = self.replayed(size)
                 began = now()
-                logits, _ = ready[size](ids, positions)
+                logits, _ = replay(ids, positions)
                 spent, count = now() - began, count + 1
                 self.forward_seconds += spent
                 if recorder.fresh:  # it was captured first
@@ -321,9 +309,10 @@ class ModelRunner(Session):
         return count, size
 
     def replayed(self, size: int) -> tuple[PassForward, Tensor, Tensor]:
-        """What replays a described pass of so many rows, and the token ids and positions that it reads."""
+        """What replays a described pass of so many rows, and what it reads: token ids, and behind them positions."""
         assert self.recorder is not None
-        return self.recorder.ready[size], *self._buffers[size][1:]
+        buffer = self._buffers.get(size) or self._inputs(BatchPlan([]), size)
+        return self.recorder.ready[size], *buffer[-2:]
 
     # ------------------------------------------------------------ what passes cost
 
