@@ -38,11 +38,11 @@ def run(config: TasksConfig, note: Note = silent) -> Iterator[Row]:
     Raises:
         SakiyomiError: what is asked for cannot be; before any work.
     """
+    scores = {kind: scorer(kind) for kind in config.files()}
+    draft = config.draft_model
     for path in config.files().values():
         if not path.exists():
             raise LoadError(f"there is no file or folder {str(path)!r} with questions; check the path")
-    scores = {kind: scorer(kind) for kind in config.files()}
-    draft = config.draft_model
     pairs = {way: _Pair(config, draft, way) for way in config.ways}
 
     def rows() -> Iterator[Row]:
