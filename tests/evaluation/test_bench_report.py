@@ -301,7 +301,7 @@ def test_damaged_numbers_are_refused(tmp_path: Path, content: str) -> None:
 
 def test_heads_of_another_model_are_refused_before_work(toys: ReportConfig, tmp_path: Path) -> None:
     others = dataclasses.replace(toys, out=str(tmp_path), heads=str(embedded("tales-medusa")))
-    with pytest.raises(UnsupportedError, match=r"read 384 values .*: they belong to another model"):
+    with pytest.raises(UnsupportedError, match=r"read 384 values; .*: they belong to another model"):
         run(dataclasses.replace(others, sections=(), article="medusa"))
     run(dataclasses.replace(others, sections=("ranks",)))  # reads no heads
     with pytest.raises(LoadError, match="with Medusa heads; check the path"):
