@@ -168,7 +168,7 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
                 task.rows,
                 lambda m: _losses(m, task, None),
                 optimizers=text_optimizers(part),
-                precision=part.text.precision,
+                precision=part.text.passes,
             )
             if not loop.run():
                 progress = loop.progress

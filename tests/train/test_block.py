@@ -18,7 +18,7 @@ from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import Continuations
 from sakiyomi.train.block import train_block
 from sakiyomi.train.block_head import BlockHead, new_block, rank_blocks
-from sakiyomi.train.config import BlockConfig
+from sakiyomi.train.config import BlockConfig, TextConfig
 from sakiyomi.train.guesses import CHAIN, measured
 from sakiyomi.train.target_states import TargetStates, layer_config
 from toys import tiny_llama
@@ -64,7 +64,8 @@ def some_block(model: Any, **options: Any) -> BlockHead:
 
 def filled(model: Any, file: BlockFile) -> BlockHead:
     """The drafter in a file, as it learns."""
-    head = new_block(model, file.config, file.options)
+    markov = file.tensors.get("markov_head.markov_w1.weight")
+    head = new_block(model, file.config, file.options, 0 if markov is None else markov.shape[1])
     named = {n: t for n, t in file.tensors.items() if not n.startswith(("fc.", "layers."))}
     named |= {f"layers.{int(n[7]) + 1}{n[8:]}": t for n, t in file.tensors.items() if n.startswith("layers.")}
     left = head.load_state_dict(named | {"layers.0.weight": file.tensors["fc.weight"]}, strict=False)
@@ -76,7 +77,9 @@ def filled(model: Any, file: BlockFile) -> BlockHead:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"anchored": True}, {"causal": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"anchored": True}, {"causal": True}, {"anchored": True, "markov": "gated"}], ids=str
+)
 def test_guesses_are_those_of_the_method(options: dict[str, Any]) -> None:
     """Behind every place at once, as a plain computation behind one; wrong ones are noticed."""
     model = tiny_llama(layers=8)  # the last one is read behind a norm by the plain computation
@@ -84,14 +87,19 @@ def test_guesses_are_those_of_the_method(options: dict[str, Any]) -> None:
     head = filled(model, file)
     ids = torch.randint(0, 320, (1, 16), generator=torch.Generator().manual_seed(2))
     joined, _ = TargetStates(model, file.options.layers)(ids)
-    found = head.head(head(ids, joined, torch.arange(2, 16)))[0].argmax(-1).tolist()
+    hidden, before, found = head(ids, joined, torch.arange(2, 16))[0], ids[0, 2:], []
+    for ahead in range(4):
+        before = head.logits(hidden[:, ahead], before).argmax(-1)
+        found.append(before.tolist())
+    found = [list(guesses) for guesses in zip(*found, strict=True)]
 
     def expected(**wrong: Any) -> list[list[int]]:
         return [block_toys.guessed(model, file, ids[0, : 3 + i].tolist(), 4, **wrong) for i in range(len(found))]
 
-    assert [guesses[:4] for guesses in found] == expected()
-    for wrong in ({"off": -1}, {"turned": True}, {"mixed": True}, {"causal": not file.options.causal}):
-        assert [guesses[:4] for guesses in found] != expected(**wrong)
+    assert found == expected()
+    wrongs = [{"off": -1}, {"turned": True}, {"mixed": True}, {"causal": not file.options.causal}]
+    for wrong in [*wrongs, {"markov": ""}] if file.options.markov else wrongs:
+        assert found != expected(**wrong)
 
 
 @torch.no_grad()
@@ -140,7 +148,9 @@ def test_layers_that_are_read_are_those_of_the_method() -> None:
 # ---------------------------------------------------------------- a run
 
 
-@pytest.mark.parametrize("options", [{}, {"anchored": True, "causal": True, "layers": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"markov": 5}, {"anchored": True, "causal": True, "layers": 1, "markov": 6}, {}], ids=str
+)
 def test_from_end_to_end(options: dict[str, Any], tmp_path: Path) -> None:
     """It gets better; what is written is what was measured; the engine counts the same tau, and drafts exactly."""
     target = tiny_target(tmp_path)
@@ -166,6 +176,26 @@ def test_from_end_to_end(options: dict[str, Any], tmp_path: Path) -> None:
     ranks = rank_blocks(filled(model, file), TargetStates(model, file.options.layers), texts)
     found = measured(ranks)
     assert found[f"tau_chain_{CHAIN}"] == pytest.approx(Stats.total(out.stats for out in done).tau)
+
+
+@pytest.mark.parametrize(("multiplies", "dtype"), [(True, torch.bfloat16), (False, torch.float32)], ids=str)
+def test_the_target_is_read_in_what_the_processor_multiplies(
+    multiplies: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def states(target: Any, layers: Any) -> None:
+        raise InputError(str(target.dtype))
+
+    monkeypatch.setattr("sakiyomi.train.config.base.multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr("sakiyomi.train.head_recipe.TargetStates", states)
+    with pytest.raises(InputError, match=str(dtype)):
+        train_block(block_config(tmp_path, tiny_target(tmp_path)))
+
+
+@pytest.mark.parametrize(("flags", "multiplies"), [("avx2", False), ("avx512f avx512_bf16", True), ("", False)])
+def test_processors_that_multiply_bfloat16(flags: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sakiyomi.kernels.variants.features", lambda: frozenset(flags.split()))
+    assert TextConfig().passes == ("bf16" if multiplies else "no")
+    assert TextConfig(precision="bf16").passes == "bf16"
 
 
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,22 @@ def test_the_losses_are_the_slow_ones(kind: str, monkeypatch: pytest.MonkeyPatch
             assert torch.allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["ce", "tv"])
+def test_a_loss_with_a_part_added_beside_a_frozen_head(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with one head of both parts, at places that come more than once; the frozen part has no gradient."""
+    torch.manual_seed(0)
+    features, more = torch.randn(50, 8, requires_grad=True), torch.randn(50, 3, requires_grad=True)
+    head, table = torch.randn(30, 8), torch.randn(30, 3, requires_grad=True)
+    wanted, weights, places = torch.softmax(2 * torch.randn(9, 30), 1), torch.rand(50), torch.arange(50) % 9
+    expected = _slow(kind, torch.cat([features, more], 1), torch.cat([head, table], 1), wanted[places], weights)
+    slow = torch.autograd.grad(expected, (features, more, table))
+    monkeypatch.setattr("sakiyomi.train.losses.LOGITS_AT_ONCE", 210)
+    loss = soft_loss(features, head, wanted, weights, kind, places=places, added=(more, table))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for one, other in zip(torch.autograd.grad(loss, (features, more, table)), slow, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
 @torch.no_grad()
 def test_what_a_head_reads_and_begins_with() -> None:
     model = tiny_llama()

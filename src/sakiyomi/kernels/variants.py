@@ -61,6 +61,13 @@ def features() -> frozenset[str]:
     return frozenset(word for name in ("vendor_id", "flags", "Features") for word in found.get(name, ()))
 
 
+def multiplies_bf16() -> bool:
+    """Whether the processor is known to have products of bfloat16; elsewhere torch takes several times as long for them
+    as in float32.
+    """
+    return not features().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
 def distributed() -> bool:
     """Whether this system is one for which wheels have builds."""
     return sys.platform == "linux" and platform.machine() == "x86_64"

@@ -52,13 +52,14 @@ class _Block(LayersRecipe[BlockConfig]):
             mask=mask_token(config.mask, self.tokenizer, self.vocab),
             anchored=config.anchored,
             causal=config.causal,
+            markov="gated" if config.markov else "",
         )
         self.sizes |= {"model_type": "qwen3", "num_hidden_layers": config.layers, "attention_bias": False}
         self.layers, self.positions_ahead = config.layers, config.guesses
 
     def make(self) -> BlockHead:
         """See `HeadRecipe`."""
-        return new_block(self.target, self.sizes, self.options)
+        return new_block(self.target, self.sizes, self.options, self.config.markov)
 
     def losses(self, ids: Tensor, step: int) -> Tensor:
         """See `HeadRecipe`."""
@@ -68,12 +69,17 @@ class _Block(LayersRecipe[BlockConfig]):
         order = np.random.default_rng((config.loop.seed, step)).permutation(ids.shape[1] - config.guesses)
         anchors = torch.from_numpy(np.sort(order[: config.anchors])) + 1
         hidden = head(ids, joined, anchors)
-        found = []
-        for ahead in range(config.guesses):
-            wanted, counts = self.wanted(last[:, anchors + ahead].flatten(0, 1))
-            read = hidden[:, :, ahead].flatten(0, 1)
-            found.append(soft_loss(read, head.head.weight, wanted, counts.float(), config.loss))
-        return torch.stack(found)
+        found = torch.zeros(config.guesses)
+        for row, own, states in zip(ids, hidden, last, strict=True):  # one by one: distributions are wide
+            wanted, counts = self.wanted(states)
+            each = []
+            for ahead in range(config.guesses):
+                places, read = anchors + ahead, own[:, ahead]
+                added = head.added(read, row[places])
+                weights = counts[places].float()
+                each.append(soft_loss(read, head.head.weight, wanted, weights, config.loss, places=places, added=added))
+            found = found + torch.stack(each) / len(ids)
+        return found
 
     def ranks(self, texts: Continuations) -> Ranks:
         """See `HeadRecipe`."""

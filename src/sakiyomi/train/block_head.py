@@ -18,7 +18,30 @@ from sakiyomi.train.acceptance import Continuations
 from sakiyomi.train.guesses import rank_of
 from sakiyomi.train.target_states import TargetStates
 
-__all__ = ["BlockHead", "new_block", "rank_blocks"]
+__all__ = ["BlockHead", "MarkovHead", "new_block", "rank_blocks"]
+
+
+class MarkovHead(nn.Module):
+    """What the token before a guess adds to its logits, gated by the guess's hidden state (DSpark, arXiv 2607.05147).
+
+    Args:
+        vocab: tokens.
+        width: of the hidden states.
+        rank: of the table.
+    """
+
+    def __init__(self, vocab: int, width: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, vocab, bias=False)
+        self.gate_proj = nn.Linear(width + rank, rank)
+        nn.init.zeros_(self.markov_w2.weight)  # it begins by adding nothing
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """What `markov_w2` reads, (n, rank), from (n, hidden) and the tokens before, (n,)."""
+        embedded = self.markov_w1(before)
+        gated: Tensor = torch.sigmoid(self.gate_proj(torch.cat([hidden, embedded.to(hidden.dtype)], -1))) * embedded
+        return gated
 
 
 class BlockHead(nn.Module):
@@ -27,13 +50,15 @@ class BlockHead(nn.Module):
     Args:
         module: the drafter as a causal LM, from `make_decoder`.
         options: of it.
+        rank: of its Markov head, where it has one.
 
     Attributes:
         layers: what joins the target's states, and the decoder layers.
         head: over the vocabulary, the target's.
+        markov_head: what the token before a guess adds; None: nothing.
     """
 
-    def __init__(self, module: Any, options: BlockOptions) -> None:
+    def __init__(self, module: Any, options: BlockOptions, rank: int = 0) -> None:
         super().__init__()
         config, self.options = module.config, options
         width = config.hidden_size
@@ -42,6 +67,7 @@ class BlockHead(nn.Module):
         self.hidden_norm = type(module.model.norm)(width, config.rms_norm_eps)
         self.norm, self.head, self.embed = module.model.norm, module.lm_head, module.model.embed_tokens
         self.head.requires_grad_(False)
+        self.markov_head = MarkovHead(len(self.head.weight), width, rank) if rank else None
         self._rotary = module.model.rotary_emb
         self._times = config.num_attention_heads // config.num_key_value_heads
 
@@ -75,6 +101,22 @@ class BlockHead(nn.Module):
         found: Tensor = self.norm(hidden).view(batch, len(anchors), size, -1)
         return found[:, :, size - options.guesses :]
 
+    def added(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What is multiplied and added to the logits of guesses: see `soft_loss`.
+
+        Args:
+            hidden: (n, hidden) of the guesses.
+            before: (n,) tokens before them.
+        """
+        markov = self.markov_head
+        return None if markov is None else (markov(hidden, before), markov.markov_w2.weight)
+
+    def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """(n, V) of guesses, see `added`."""
+        found: Tensor = self.head(hidden)
+        added = self.added(hidden, before)
+        return found if added is None else found + added[0] @ added[1].T
+
     def _attend(
         self, attention: Any, read: Tensor, text: Tensor, turned: tuple[Tensor, Tensor], seen: Tensor
     ) -> Tensor:
@@ -106,13 +148,14 @@ class BlockHead(nn.Module):
 
 
 @torch.no_grad()
-def new_block(target: Any, config: dict[str, Any], options: BlockOptions) -> BlockHead:
+def new_block(target: Any, config: dict[str, Any], options: BlockOptions, rank: int = 0) -> BlockHead:
     """A block drafter with random weights, the target's embedding and head over the vocabulary, and its last norm.
 
     Args:
         target: a causal LM.
         config: of the layers.
         options: of the drafter.
+        rank: of its Markov head; 0: it has none.
     """
     embedding = target.get_input_embeddings().weight.detach()
     over = nn.Linear(embedding.shape[1], len(embedding), bias=False)
@@ -121,7 +164,7 @@ def new_block(target: Any, config: dict[str, Any], options: BlockOptions) -> Blo
     made.lm_head.weight.copy_(target.get_output_embeddings().weight)
     with suppress(AttributeError, RuntimeError):  # of other names, or another kind
         made.model.norm.weight.copy_(target.base_model.norm.weight)
-    return BlockHead(made, options)
+    return BlockHead(made, options, rank)
 
 
 @torch.inference_mode()
@@ -142,7 +185,8 @@ def rank_blocks(head: BlockHead, states: TargetStates, texts: Continuations) -> 
         ranks = np.full((len(text) - 1, guesses), -1, np.int16)
         for ahead in range(min(guesses, len(ranks))):
             rows = len(ranks) - ahead
-            ranks[:rows, ahead] = rank_of(head.head(hidden[:rows, ahead]), ids[0, len(prompt) + 1 + ahead :], None)
+            coming = ids[0, len(prompt) + ahead :]
+            ranks[:rows, ahead] = rank_of(head.logits(hidden[:rows, ahead], coming[:-1]), coming[1:], None)
         found.append(ranks)
     head.train(training)
     return Ranks(found)

@@ -73,7 +73,7 @@ class _Draft(Taught[DraftConfig]):
             self.mixture,
             self.measures,
             optimizers=text_optimizers(config),
-            precision=config.text.precision,
+            precision=config.text.passes,
         )
         return made
 

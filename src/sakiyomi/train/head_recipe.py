@@ -108,7 +108,7 @@ class HeadRecipe(Taught[Settings]):
             self.mixture,
             lambda _: self._measures(),
             optimizers=text_optimizers(config),
-            precision=config.text.precision,
+            precision=config.text.passes,
         )
         return made
 

@@ -80,22 +80,35 @@ def heads_loss(
     return loss, means
 
 
-def soft_loss(features: Tensor, head: Tensor, wanted: Tensor, weights: Tensor, kind: str = "ce") -> Tensor:
+def soft_loss(
+    features: Tensor,
+    head: Tensor,
+    wanted: Tensor,
+    weights: Tensor,
+    kind: str = "ce",
+    *,
+    places: Tensor | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """How far a head's distributions are from wanted ones, computed piece by piece with its gradient as `heads_loss`.
 
     Args:
         features: (n, H) what the head over the vocabulary reads.
         head: (V, H).
-        wanted: (n, V) probabilities.
+        wanted: (n, V) probabilities, or as many rows as `places` asks for.
         weights: (n,) float32, 0 where a position does not count; the loss is the weighted mean.
         kind: "ce", the cross-entropy; "tv", the total variation distance, which is the chance that a drawn draft token
             is rejected; "lk", minus the logarithm of the chance that it is accepted (arXiv 2602.23881), whose gradient
             does not vanish where hardly any is.
+        places: (n,) rows of `wanted`; None: they are the features' own.
+        added: (n, R) features and (V, R), whose products are added to the logits. Where a head is frozen, only the
+            gradient of these is computed, which is short.
     """
     device = features.device.type
+    more, table = added or (features[:, :0], head[:, :0])
     if torch.is_autocast_enabled(device):
-        features = features.to(torch.get_autocast_dtype(device))
-    loss: Tensor = _SoftLoss.apply(features, head, wanted, weights, kind)  # type: ignore[no-untyped-call]
+        features, more = (part.to(torch.get_autocast_dtype(device)) for part in (features, more))
+    loss: Tensor = _SoftLoss.apply(features, head, more, table, wanted, places, weights, kind)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -113,32 +126,51 @@ def _pointwise(kind: str, logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tenso
 
 class _SoftLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, features: Tensor, head: Tensor, wanted: Tensor, weights: Tensor, kind: str) -> Tensor:
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        head: Tensor,
+        more: Tensor,
+        table: Tensor,
+        wanted: Tensor,
+        places: Tensor | None,
+        weights: Tensor,
+        kind: str,
+    ) -> Tensor:
         dtype = features.dtype
-        wide = head.to(dtype)
-        grad_features = torch.empty_like(features, dtype=torch.float32)
-        grad_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        parts = [(features, head.to(dtype)), (more, table.to(dtype))]
+        grads = [torch.empty_like(read, dtype=torch.float32) for read, _ in parts]
+        own = [
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[place] else None
+            for place, weight in ((1, head), (3, table))
+        ]
         total = features.new_zeros((), dtype=torch.float32)
         scale = (weights / weights.sum().clamp_min(SMALLEST_MASS))[:, None]
-        piece = max(1, LOGITS_AT_ONCE // len(wide))
+        piece = max(1, LOGITS_AT_ONCE // len(head))
         with torch.autocast(features.device.type, enabled=False):
             for at in range(0, len(features), piece):
                 some = slice(at, at + piece)
-                read, share = features[some], scale[some]
-                each, grad = _pointwise(kind, (read @ wide.T).float(), wanted[some].float())
+                share = scale[some]
+                logits = features[some] @ parts[0][1].T
+                if more.shape[1]:
+                    logits = logits.addmm_(more[some], parts[1][1].T)
+                right = wanted[some] if places is None else wanted[places[some]]
+                each, grad = _pointwise(kind, logits.float(), right.float())
                 total += (each * share).sum()
                 grad = grad.to(dtype)
-                grad_features[some] = (grad @ wide) * share
-                if grad_head is not None:
-                    grad_head.add_((grad.T @ (read * share.to(dtype))).float())
-        ctx.save_for_backward(grad_features, grad_head)
+                for (read, wide), into, weight_grad in zip(parts, grads, own, strict=True):
+                    into[some] = (grad @ wide) * share
+                    if weight_grad is not None:
+                        weight_grad.add_((grad.T @ (read[some] * share.to(dtype))).float())
+        ctx.save_for_backward(*grads, *own)
         ctx.dtype = dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        grad_features, grad_head = ctx.saved_tensors
-        return (grad_features * grad).to(ctx.dtype), None if grad_head is None else grad_head * grad, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        read, more, *own = ctx.saved_tensors
+        head, table = (None if kept is None else kept * grad for kept in own)
+        return (read * grad).to(ctx.dtype), head, (more * grad).to(ctx.dtype), table, None, None, None, None
 
 
 class _HeadsLoss(torch.autograd.Function):

@@ -35,7 +35,7 @@ def _optimizers(config: TextConfig, model: nn.Module) -> list[Optimizer]:
     optimizers: list[Optimizer] = []
     if matrices:
         optimizers.append(
-            Muon(matrices, config.muon_lr, config.weight_decay, torch.bfloat16 if config.precision == "bf16" else None)
+            Muon(matrices, config.muon_lr, config.weight_decay, torch.bfloat16 if config.passes == "bf16" else None)
         )
     if others:
         optimizers.append(torch.optim.AdamW(others, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))

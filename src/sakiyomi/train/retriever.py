@@ -91,7 +91,7 @@ class _Retriever(TextRecipe[RetrieverConfig]):
             self.rows,
             evaluate,
             optimizers=text_optimizers(config),
-            precision=config.text.precision,
+            precision=config.text.passes,
             stages=config.stage_shares,
         )
         return loop

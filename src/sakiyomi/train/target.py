@@ -61,7 +61,7 @@ class _Target(TextRecipe[TargetConfig]):
             self.mixture,
             lambda model: self._measures(model, config.eval_tokens),
             optimizers=text_optimizers(config),
-            precision=config.text.precision,
+            precision=config.text.passes,
             grow_to=config.sizes.layers,
             grow_at=config.grow_at,
         )

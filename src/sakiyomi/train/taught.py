@@ -72,6 +72,8 @@ class Taught(TextRecipe[Settings]):
         new_tokens = min(NEW_TOKENS, self.positions - PROMPT_TOKENS)
         measured = documents if self.workers.leads else {}
         self.held_out = {name: continuations(llm, some, new_tokens=new_tokens) for name, some in measured.items()}
+        if config.text.passes == "no":
+            target.float()
         rows = partial(FixedRows, length=config.loop.row_tokens[0])
         self.mixture = mixture_of(self.sources, self.texts, rows, config.loop.seed)
 

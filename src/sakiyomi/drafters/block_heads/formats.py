@@ -101,15 +101,18 @@ def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
 
     Args:
         folder: is made.
-        file: the drafter, without what DSpark and DFlash2 add; its name is not written.
+        file: the drafter, without a head for confidence and what DFlash2 adds; its name is not written.
         base: the target's name.
         layers: of the target.
     """
     options = file.options
-    assert not (options.markov or options.confident or options.kernel or file.tokens is not None), "no recipe makes one"
+    assert not (options.confident or options.kernel or file.tokens is not None), "no recipe makes one"
     named: dict[str, Any] = {"mask_token_id": options.mask, "target_layer_ids": list(options.layers)}
     if options.causal:
         named["causal_head"] = True
+    if options.markov:
+        rank = int(file.tensors["markov_head.markov_w1.weight"].shape[1])
+        named |= {"markov_rank": rank, "markov_head_type": options.markov}
     config = {
         **file.config,
         "architectures": [BLOCK_ARCHITECTURES[options.anchored]],

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self, get_type_hints
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.kernels.variants import multiplies_bf16
 
 __all__ = [
     "Group",
@@ -242,14 +243,22 @@ class TextConfig(Group):
     adam_lr: float = setting(0.004, "Peak learning rate of AdamW (embeddings and norms).", least=0)
     weight_decay: float = setting(0.05, "Weight decay of the 2-D matrices of the layers.", least=0)
     precision: str = setting(
-        "bf16",
-        "Precision of the passes, and of Muon's iterations: bf16, or no (float32: slower, and several workers are then "
-        "the run of one to the sixth digit).",
+        "auto",
+        "Precision of the passes, and of Muon's iterations: bf16, no (float32: several workers are then the run of one "
+        "to the sixth digit), or auto: bf16 where the processor multiplies it, which is faster there and several times "
+        "slower elsewhere.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.precision in ("bf16", "no"), "precision", self.precision, "bf16 or no")
+        require(self.precision in ("auto", "bf16", "no"), "precision", self.precision, "auto, bf16 or no")
+
+    @property
+    def passes(self) -> str:
+        """Precision of the passes on this machine: bf16 or no."""
+        if self.precision != "auto":
+            return self.precision
+        return "bf16" if multiplies_bf16() else "no"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -359,6 +359,12 @@ class BlockConfig(LayersConfig):
         "row longer (DFlash).",
     )
     causal: bool = setting(False, "A row of a block sees those before it alone (JetSpec); otherwise all of them.")
+    markov: int = setting(
+        0,
+        "Rank of a gated table by which the token before changes a guess, so that branches of a tree differ (DSpark's "
+        "Markov head); 0: guesses of a pass do not know each other.",
+        least=0,
+    )
     mask: int = setting(-1, MASK_HELP, least=-1)
 
     def __post_init__(self) -> None:
