@@ -1,8 +1,8 @@
 """What a draft model has learnt on the way, in one file: changes of rows of its head, and what they brought.
 
 Its line of JSON (see ``core.sealed``) says the draft's digest, the width of a row, tokens and texts that were learnt
-from; its content is the tokens whose rows have changed (4 bytes each), how much each row was moved so far (float32) and
-the changes (float16, a row of each). From it follows what the user's texts were about: only its owner may read it.
+from; its content is the tokens whose rows have changed (4 bytes each), the sums of the states' second moments (float32)
+and the changes (float16, a row of each). From it follows what the user's texts were about: only its owner may read it.
 Several processes may share one: each adds to the changes that are there what it has changed itself.
 """
 
@@ -20,7 +20,7 @@ from sakiyomi.core.sealed import SealedKind, alone
 __all__ = ["KIND", "Learned", "LearnedFile", "read_learned"]
 
 KIND = SealedKind(b"SAKILRN\n", 1, "file of a draft that learns")
-_INTEGERS, _CHANGES, _MOVED = "<u4", "<f2", "<f4"
+_INTEGERS, _CHANGES, _MOMENTS = "<u4", "<f2", "<f4"
 
 
 @dataclass
@@ -31,32 +31,31 @@ class Learned:
         draft: digest of the head as it was trained.
         tokens: whose rows have changed, (rows,), ascending.
         changes: of them, (rows, width) float32.
-        moved: sums of the squares of the steps, a number of each row, (rows,) float32.
+        moments: sums of products of the states that the head has read, (width, width) float32.
         texts, seen: texts and tokens that were learnt from.
     """
 
     draft: str
     tokens: NDArray[np.int64]
     changes: NDArray[np.float32]
-    moved: NDArray[np.float32]
+    moments: NDArray[np.float32]
     texts: int = 0
     seen: int = 0
 
     @classmethod
     def nothing(cls, draft: str, width: int) -> Learned:
         """No changes yet."""
-        return cls(draft, np.zeros(0, np.int64), np.zeros((0, width), np.float32), np.zeros(0, np.float32))
+        return cls(draft, np.zeros(0, np.int64), np.zeros((0, width), np.float32), np.zeros((width, width), np.float32))
 
     def plus(self, mine: Learned, before: Learned) -> Learned:
         """These changes, and those of another that were not there before."""
         tokens = np.union1d(self.tokens, mine.tokens)
-        changes, moved = np.zeros((len(tokens), mine.changes.shape[1]), np.float32), np.zeros(len(tokens), np.float32)
+        changes = np.zeros((len(tokens), mine.changes.shape[1]), np.float32)
         for part, sign in ((self, 1.0), (mine, 1.0), (before, -1.0)):
-            places = np.searchsorted(tokens, part.tokens)
-            changes[places] += np.float32(sign) * part.changes
-            moved[places] += np.float32(sign) * part.moved
+            changes[np.searchsorted(tokens, part.tokens)] += np.float32(sign) * part.changes
+        moments = self.moments + mine.moments - before.moments
         texts, seen = self.texts + mine.texts - before.texts, self.seen + mine.seen - before.seen
-        return Learned(mine.draft, tokens, changes, moved.clip(0.0), texts, seen)
+        return Learned(mine.draft, tokens, changes, moments, texts, seen)
 
 
 def read_learned(path: Path) -> Learned:
@@ -68,9 +67,10 @@ def read_learned(path: Path) -> Learned:
     header, body = KIND.read(path)
     count, width = int(header["rows"]), int(header["width"])
     tokens = np.frombuffer(body, _INTEGERS, count).astype(np.int64)
-    moved = np.frombuffer(body, _MOVED, count, 4 * count).astype(np.float32)
-    changes = np.frombuffer(body, _CHANGES, count * width, 8 * count).astype(np.float32).reshape(count, width)
-    return Learned(header["draft"], tokens, changes, moved, int(header["texts"]), int(header["seen"]))
+    place = 4 * (count + width * width)
+    moments = np.frombuffer(body, _MOMENTS, width * width, 4 * count).astype(np.float32).reshape(width, width)
+    changes = np.frombuffer(body, _CHANGES, count * width, place).astype(np.float32).reshape(count, width)
+    return Learned(header["draft"], tokens, changes, moments, int(header["texts"]), int(header["seen"]))
 
 
 class LearnedFile:
@@ -114,7 +114,7 @@ class LearnedFile:
                     "draft": both.draft, "width": self._width, "rows": len(both.tokens), "texts": both.texts,
                     "seen": both.seen,
                 }  # fmt: skip
-                parts = both.tokens.astype(_INTEGERS), both.moved.astype(_MOVED), both.changes.astype(_CHANGES)
+                parts = both.tokens.astype(_INTEGERS), both.moments.astype(_MOMENTS), both.changes.astype(_CHANGES)
                 KIND.write(self.path, header, b"".join(part.tobytes() for part in parts))
         except OSError as error:
             raise LoadError(f"the file {self.path} cannot be written: {error.strerror or error}") from error

@@ -1,9 +1,11 @@
 """A draft model goes on learning from what its user's texts became: rows of its head over the vocabulary.
 
 Online speculative decoding (Liu et al. 2023, arXiv 2310.07177) has a draft learn from the target's corrections while it
-serves. Here it is the head alone, by steps of AdaGrad on -log q(what the target wrote), with the gradient of the right
-token and of the likeliest ones. The changes are written where the head's rows lie: drafts take no longer than before.
-A text is learnt from when it is over: one pass of the draft over what was written, and some row operations.
+serves. Here it is the head alone: steps on -log q(what the target wrote), with the gradient of the right token and of
+the likeliest ones. A step goes along the whitened state, C^-1 h with the states' second moments C, as edits of single
+facts do (Meng et al. 2022, arXiv 2202.05262, section 3.1): it changes the logits behind this text, and hardly others.
+The changes are written where the head's rows lie: drafts take no longer than before. A text is learnt from when it is
+over: passes of the draft over what was written, and some row operations.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from sakiyomi.model_executor.runner import ModelRunner
 __all__ = ["MOST", "HeadLearner"]
 
 logger = logging.getLogger("sakiyomi")
-RATE = 0.02
-TOPS = 8  # likeliest tokens of a place whose rows take part in its step
+RATE = 0.25  # nats by which a token that was thought impossible is likelier afterwards, behind the same text
+RIDGE = 0.02  # of the mean second moment, added to each
+TOPS = 16  # likeliest tokens of a place whose rows take part in its step
 MOST = 512  # tokens of a text that are learnt from, the last ones
-ROWS = 64  # of a pass
+ROWS = 16  # of a pass: the next one sees what was learnt from them
 SAVE_SECONDS = 5.0
 SHARE = 0.05  # of the time that writing the file may take
 _SAMPLED = 1024  # rows that the digest is made of
@@ -62,7 +65,7 @@ class HeadLearner:
         self._place = np.full(count, -1, np.int64)  # of each token among the changed ones
         self._tokens = torch.zeros(0, dtype=torch.int64)
         self._original, self._changes = torch.zeros(0, self._rows.width), torch.zeros(0, self._rows.width)
-        self._moved = torch.zeros(0)
+        self._moments = torch.zeros(self._rows.width, self._rows.width)  # sums over the states seen
         self._texts = self._seen = 0
         self._next = 0.0, 0.0  # when it may be written: if nothing else runs, and if something does
         self._take(self._file.known)
@@ -103,11 +106,17 @@ class HeadLearner:
         weights = torch.zeros(len(tokens), count)
         owner = torch.arange(count).repeat_interleave(width)
         weights.index_put_((places, owner), torch.cat([wrong, chances], 1).flatten(), accumulate=True)
-        steps = (weights @ states) / count**0.5
         changed = self._changed(tokens)
-        self._moved[changed] += steps.square().mean(1)
-        self._changes[changed] -= RATE * steps / self._moved[changed].sqrt().clamp_min(1e-6)[:, None]
+        self._changes[changed] -= RATE * (weights @ self._directions(states))
         self._rows.write(tokens, self._original[changed] + self._changes[changed])
+
+    def _directions(self, states: Tensor) -> Tensor:
+        """For each state, (rows, width), the whitened one, scaled so that their product is 1."""
+        self._moments += states.T @ states
+        ridge = RIDGE * self._moments.diagonal().mean().clamp_min(1e-12)
+        factor = torch.linalg.cholesky(self._moments + ridge * torch.eye(len(self._moments)))
+        white = torch.cholesky_solve(states.T, factor).T
+        return white / (white * states).sum(1, keepdim=True).clamp_min(1e-12)
 
     def _changed(self, tokens: Tensor) -> Tensor:
         """Places of these tokens' rows among the changed ones; the others join them."""
@@ -118,7 +127,6 @@ class HeadLearner:
             self._tokens = torch.cat([self._tokens, fresh])
             self._original = torch.cat([self._original, original])
             self._changes = torch.cat([self._changes, torch.zeros_like(original)])
-            self._moved = torch.cat([self._moved, torch.zeros(len(fresh))])
         return torch.from_numpy(self._place[tokens.numpy()])
 
     def _take(self, learned: Learned) -> None:
@@ -127,8 +135,8 @@ class HeadLearner:
         if len(tokens):
             changed = self._changed(tokens)
             self._changes[changed] = torch.from_numpy(learned.changes)
-            self._moved[changed] = torch.from_numpy(learned.moved)
             self._rows.write(tokens, self._original[changed] + self._changes[changed])
+        self._moments = torch.from_numpy(learned.moments.copy())
         self._texts, self._seen = learned.texts, learned.seen
 
     def save(self, *, idle: bool) -> None:
@@ -141,7 +149,7 @@ class HeadLearner:
             return
         tokens, order = self._tokens.sort()
         mine = Learned(
-            self._file.known.draft, tokens.numpy(), self._changes[order].numpy(), self._moved[order].numpy(),
+            self._file.known.draft, tokens.numpy(), self._changes[order].numpy(), self._moments.numpy().copy(),
             self._texts, self._seen,
         )  # fmt: skip
         try:
