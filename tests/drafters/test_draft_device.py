@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sakiyomi.core.draft_specs import placed
+from sakiyomi.core.draft_specs import model_spec
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.preflight import check_drafts
@@ -112,7 +112,7 @@ def test_the_device_reaches_the_loader(pair: Path, monkeypatch: pytest.MonkeyPat
     LLM(str(pair / "target"), f"suffix+model:{pair / 'draft'}[device=cpu]", compile=False)
     LLM(str(pair / "target"), f"model:{pair / 'draft'}", compile=False)
     assert asked == ["cpu", None]
-    assert placed("org/a[1]b[device=cuda:1]") == ("org/a[1]b", "cuda:1")
+    assert model_spec("org/a[1]b[device=cuda:1]") == ("org/a[1]b", "cuda:1", "")
 
 
 def test_what_cannot_be_is_refused(pair: Path, tmp_path: Path) -> None:

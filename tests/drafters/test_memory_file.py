@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from sakiyomi.cli import app
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters import memory as module
-from sakiyomi.drafters.memory import MAGIC, MemoryFile, read_memory
+from sakiyomi.drafters.memory import KIND, MemoryFile, read_memory
 from sakiyomi.drafters.suffix import SuffixDrafter
 from text_drafters import context
 from toys import tiny_llama, tiny_tokenizer
@@ -117,7 +118,7 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(LoadError):
             MemoryFile(path, A, 100)
-    for length in (0, 5, len(MAGIC), len(MAGIC) + 9, len(whole) - 1):
+    for length in (0, 5, len(KIND.magic), len(KIND.magic) + 9, len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(LoadError):
             read_memory(path)
@@ -135,7 +136,7 @@ def test_what_is_refused_and_what_it_says(tmp_path: Path, monkeypatch: pytest.Mo
         MemoryFile(path, A, 50)
     with pytest.raises(LoadError, match="cannot be read"):
         read_memory(tmp_path)
-    monkeypatch.setattr(module, "FORMAT", 2)
+    monkeypatch.setattr(module, "KIND", replace(KIND, version=2))
     with pytest.raises(LoadError, match="format '1', this version reads 2"):
         read_memory(path)
     with pytest.raises(UnsupportedError, match="does not give its vocabulary"):

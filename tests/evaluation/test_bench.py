@@ -455,6 +455,18 @@ def test_row_of_every_drafter(pair: BenchConfig) -> None:
 
 
 @pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+def test_row_of_a_draft_that_goes_on_learning(pair: BenchConfig) -> None:
+    """Both halves, learning off and on, the same texts; in one half there is nothing to compare."""
+    found = suites.measure("learning", dataclasses.replace(pair, count=4))
+    assert [(line["half"], line["learning"]) for line in found.lines] == [
+        (half, name) for half in ("first", "second") for name in ("off", "on")
+    ]
+    assert all(line["drafted"] and line["tokens_per_second"] > 0 for line in found.lines)
+    assert "4 of 4 texts are equal" in found.notes
+    with pytest.raises(InputError, match="ask for more"):
+        suites.measure("learning", dataclasses.replace(pair, count=1))
+
+
 def test_row_of_a_target_on_an_excerpt_of_its_cache(pair: BenchConfig) -> None:
     found = suites.measure("evicted", dataclasses.replace(pair, contexts=(16, 32)))
     assert [line["context"] for line in found.lines] == [16, 32]

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from block_toys import deepspec_folder, new_block
+from eagle_toys import new_head, speculators_folder
 from medusa_toys import new_heads
+from mtp_toys import with_layer
+from read_ahead import drafted
+from sakiyomi import LLM
 from sakiyomi.cli import app
 from sakiyomi.core import memory
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
+from sakiyomi.drafters.mtp_layer import FORMS, write_mtp
 from sakiyomi.evaluation.bench import inflating
 from sakiyomi.evaluation.bench.config import InflateConfig, silent
 from sakiyomi.evaluation.bench.inflate import Llama, inflate, inflated, parse_count
@@ -194,3 +203,70 @@ def test_heads_become_as_wide(folders: dict[bool, Path], tmp_path: Path, own: bo
     with pytest.raises(UnsupportedError, match="another model"):
         inflate(InflateConfig(str(tmp_path / "x"), "220K", str(folders[True]), str(out / "medusa")), silent)
     assert not (tmp_path / "x").exists()
+
+
+def _beside(kind: str, folder: Path, model: Any) -> Path:
+    """Something random that was trained beside a model, in weights of 16 bits as its own are."""
+    if kind == "mtp":
+        toy = with_layer(copy.deepcopy(model), "Qwen3-Next")
+        own = {n.removeprefix("model."): t for n, t in toy.inner.state_dict().items() if n.startswith("model.layers.")}
+        norms = {
+            "norm": toy.inner.model.norm,
+            "pre_fc_norm_embedding": toy.norms[0],
+            "pre_fc_norm_hidden": toy.norms[1],
+        }
+        own |= {f"{name}.weight": norm.weight.data for name, norm in norms.items()} | {"fc.weight": toy.project}
+        write_mtp(folder, FORMS["Qwen3-Next"], {name: t.bfloat16() for name, t in own.items()}, 4, "toy")
+        return folder
+    if kind == "block":
+        file = new_block(model, layers=(1, 2, 3), anchored=True, sharp=3.0)
+        return deepspec_folder(folder, replace(file, tensors={n: t.bfloat16() for n, t in file.tensors.items()}))
+    head = new_head(
+        model, layers=(0, 1, 3), fc_norm=kind == "eagle, norms", norm_before_fc=kind == "eagle, norms", depth=2
+    )
+    return speculators_folder(folder, replace(head, tensors={n: t.bfloat16() for n, t in head.tensors.items()}))
+
+
+@pytest.mark.usefixtures("deep")
+@pytest.mark.parametrize("kind", ["eagle", "eagle, norms", "block", "mtp"])
+def test_what_reads_hidden_states_becomes_as_wide(tmp_path: Path, kind: str) -> None:
+    """Round by round the large pair guesses what the small one does."""
+    tokenizer, model = tiny_tokenizer(), tiny_llama(layers=4, seed=3)
+    small = save_model(tmp_path / "small", model.bfloat16(), tokenizer)
+    beside, out = _beside(kind, tmp_path / "head", model.float()), tmp_path / "large"
+    inflate(InflateConfig(str(out), "400K", str(small), str(beside)), silent)
+    kind = kind.partition(",")[0]
+    pairs = [(small, beside), (out, out / kind)]
+    found = [
+        drafted(LLM(str(target), f"{kind}:{head}", dtype="float32", compile=False, strict=True))
+        for target, head in pairs
+    ]
+    assert found[0] == found[1]
+    assert len({tuple(guess) for _, guess in found[0]}) > 3, "guesses differ"
+    large = LLM(str(out), compile=False, dtype="float32")
+    assert large.draft.name.startswith(kind), "auto finds it beside the target"
+
+
+def test_what_cannot_become_as_wide(folders: dict[bool, Path], tmp_path: Path) -> None:
+    model = tiny_llama(layers=4)
+    small = save_model(tmp_path / "small", model.bfloat16(), tiny_tokenizer())
+
+    def run(heads: object) -> None:
+        inflate(InflateConfig(str(tmp_path / "out"), "400K", str(small), str(heads)), silent)
+
+    for options in ({"norm_output": True}, {"norm_before_residual": True}, {"mask": 5}):
+        head = speculators_folder(tmp_path / "-".join(options), new_head(model.float(), layers=(0, 1, 3), **options))
+        with pytest.raises(UnsupportedError, match="widened alone"):
+            run(head)
+    corrected = new_block(model, layers=(1, 2, 3), anchored=True, markov="vanilla")
+    with pytest.raises(UnsupportedError, match="corrections"):
+        run(deepspec_folder(tmp_path / "markov", corrected))
+    eagle = speculators_folder(tmp_path / "eagle", new_head(model, layers=(0, 1, 3)))
+    with pytest.raises(InputError, match="given twice"):
+        run(f"{eagle}+eagle:{eagle}")
+    with pytest.raises(InputError, match="is none of medusa, eagle, block, mtp"):
+        run(folders[True])
+    wide = speculators_folder(tmp_path / "wide", new_head(tiny_llama(layers=4, dim=48), layers=(0, 1, 3)))
+    with pytest.raises(UnsupportedError, match="another model"):
+        run(wide)
+    assert not (tmp_path / "out").exists()

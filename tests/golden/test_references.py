@@ -27,6 +27,8 @@ from sakiyomi.model_executor.build import build_runner
 from toys import save_model, tiny_llama
 
 BOUND = 1e-5  # of the largest logit
+# Both packages call attention as it was called before transformers 5.24.
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 TEXT = prompt(37, 5)
 
 

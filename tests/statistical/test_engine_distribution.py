@@ -33,6 +33,7 @@ from sakiyomi.cache.recurrent_store import RecurrentStore
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
+from sakiyomi.drafters.learning import HeadLearner
 from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
@@ -243,6 +244,44 @@ def check_heads(draft: str, values: SamplingParams, target: Any = None, folder: 
     p, distance = p_value(seen, exact(values) if target is None else exact(values, target))
     print(f"{draft.partition(':')[0]}: p = {p:.3g}, TV = {distance:.4f}")
     assert p > LEVEL
+
+
+class Late(Ready):
+    """Broken: draws from the head as it has become, and tells what the head gave when it saw such a text first."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._told: dict[int, torch.Tensor] = {}
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        drafts = super().propose(contexts, gammas)
+        for context, draft in zip(contexts, drafts, strict=True):
+            if draft.probs is not None and len(context.tokens) == len(PROMPT) + 1:
+                draft.probs[0] = self._told.setdefault(context.tokens[-1], draft.probs[0].clone())
+        return drafts
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (Ready, params(acceptance="ratio")),
+        (Ready, params(acceptance="block")),
+        (Ready, params(acceptance="ratio", tree="static", nodes=6)),
+        (Ready, params(acceptance="coupled", tree="best-first", nodes=6)),
+        (Late, params(acceptance="ratio")),
+    ],
+    ids=lambda value: f"{value.acceptance} {value.tree}" if isinstance(value, SamplingParams) else value.__name__,
+)
+def test_a_draft_that_goes_on_learning(kind: type[Ready], values: SamplingParams, tmp_path: Path) -> None:
+    """Its distributions change from text to text; each is told as it was when tokens were drawn from it."""
+    runner = build_runner(model(1), max_slots=51, compile=False)
+    learner = HeadLearner(runner, str(tmp_path / "learnt"))
+    first = learner._rows.read(torch.arange(V))
+    own = kind(runner, V, learner=learner)
+    p, distance = p_value(sample(own, values), exact(values))
+    print(f"learning, {values.acceptance}, {kind.__name__}: p = {p:.3g}, TV = {distance:.4f}")
+    assert (learner._rows.read(torch.arange(V)) - first).abs().max() > 0.1, "it has learnt"
+    assert (p < LEVEL) if kind is Late else (p > LEVEL)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from sakiyomi.cli.common import FileArgument, JsonOption
 from sakiyomi.cli.output import progress, say, shortened, table
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.memory import readable
+from sakiyomi.core.sealed import SealedKind
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,18 @@ class ShowOptions:
 def show(place: FileArgument, options: ShowOptions, output: JsonOption) -> None:
     """Show what a memory file holds.
 
-    It holds the token ids of requests, prompts included. With --target they are shown as text.
+    It holds the token ids of requests, prompts included. With --target they are shown as text. Of a draft that goes on
+    learning, [learn=FILE], it holds what it has learnt.
 
     Example: sakiyomi memory show notes.mem --model tales
     """
+    from sakiyomi.drafters.learned_file import KIND
     from sakiyomi.drafters.memory import LIMIT, read_memory
 
     path = Path(place.file).expanduser()
+    if _is(path, KIND):
+        _show_learned(path, output)
+        return
     contents = read_memory(path)
     decode = _decoder(options.target, contents.tokenizer) if options.target else None
     documents: list[dict[str, Any]] = []
@@ -64,15 +70,14 @@ def clear(place: FileArgument, output: JsonOption) -> None:
 
     Example: sakiyomi memory clear notes.mem
     """
-    from sakiyomi.drafters.memory import MAGIC
+    from sakiyomi.drafters.learned_file import KIND as LEARNED
+    from sakiyomi.drafters.memory import KIND
 
     path = Path(place.file).expanduser()
     if not path.is_file():
         raise InputError(f"there is no file {path}")
     try:
-        with path.open("rb") as file:
-            ours = file.read(len(MAGIC)) == MAGIC
-        if not ours:
+        if not (_is(path, KIND) or _is(path, LEARNED)):
             raise InputError(f"{path} is no memory file of sakiyomi; it was left as it is")
         size = path.stat().st_size
         path.unlink()
@@ -80,6 +85,33 @@ def clear(place: FileArgument, output: JsonOption) -> None:
         raise LoadError(f"{path} cannot be removed: {error.strerror}") from None
     say(f"removed {path}, {size} bytes")
     output.emit({"file": str(path), "removed_bytes": size})
+
+
+def _is(path: Path, kind: SealedKind) -> bool:
+    """Whether a file is of this kind, damaged or not; one that is not there is of none."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(kind.magic)) == kind.magic
+
+
+def _show_learned(path: Path, output: JsonOption) -> None:
+    from sakiyomi.drafters.learned_file import read_learned
+
+    learned = read_learned(path)
+    found: dict[str, Any] = {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "draft": learned.draft,
+        "texts": learned.texts,
+        "tokens": learned.seen,
+        "rows": len(learned.tokens),
+    }
+    say(
+        f"{path}: learnt from {learned.seen} tokens of {learned.texts} texts, {len(learned.tokens)} rows of the head "
+        f"changed, {readable(found['bytes'])}, draft {learned.draft[:12]}"
+    )
+    output.emit(found)
 
 
 def _decoder(target: str, digest: str) -> Any:

@@ -13,7 +13,8 @@ from sakiyomi.core.errors import InputError, LoadError
 
 __all__ = [
     "ASSISTANTS", "BLOCK_ARCHITECTURES", "BLOCK_KINDS", "EAGLE_ARCHITECTURE", "EAGLE_NORM", "FORMS", "MTP_ARCHITECTURE",
-    "SPECULATORS", "is_block", "is_eagle", "is_first_eagle", "is_third_eagle", "number", "placed", "split_spec",
+    "SPECULATORS", "ModelSpec", "is_block", "is_eagle", "is_first_eagle", "is_third_eagle", "model_spec", "number",
+    "split_spec",
 ]  # fmt: skip
 
 N = TypeVar("N", int, float)
@@ -92,6 +93,11 @@ def _folder(short: str, what: str) -> Callable[[str, str], object]:
     def check(kind: str, argument: str) -> None:
         if not argument:
             raise InputError(f'draft "{kind}:" names no {short}; write {kind}:<folder>')
+        if found := _OPTION.fullmatch(argument):
+            raise InputError(
+                f'draft "{kind}:{argument}": [{found[2]}=...] is for draft models, model:<path>[{found[2]}=...]; a '
+                f"{short} of this kind runs where its target runs and stays as it was trained"
+            )
         folder = folder_of(argument)
         if not folder.is_dir():
             raise LoadError(f"there is {what} in {str(folder)!r}, as there is no such folder; check the path")
@@ -99,13 +105,41 @@ def _folder(short: str, what: str) -> Callable[[str, str], object]:
     return check
 
 
-_PLACED = re.compile(r"(.*)\[device=([^\[\]]*)\]")
+_OPTION = re.compile(r"(.*)\[(device|learn)=([^\[\]]*)\]")
 
 
-def placed(argument: str) -> tuple[str, str | None]:
-    """Name and device of a draft model, of what is behind its colon; None: the device is the target's."""
-    found = _PLACED.fullmatch(argument)
-    return (argument, None) if found is None else (found[1], found[2])
+class ModelSpec(NamedTuple):
+    """What is behind the colon of a draft model's spec.
+
+    Attributes:
+        name: of the model.
+        device: it runs on; None: the target's.
+        learn: "": it does not go on learning; "on": it does, in a file in the cache folder; else that file.
+    """
+
+    name: str
+    device: str | None = None
+    learn: str = ""
+
+
+def model_spec(argument: str) -> ModelSpec:
+    """Name and options of a draft model, in any order.
+
+    Raises:
+        InputError: an option is given twice, or says nothing.
+    """
+    options: dict[str, str] = {}
+    name = argument
+    while found := _OPTION.fullmatch(name):
+        name, option, value = found.groups()
+        if option in options or not value:
+            raise InputError(
+                f"draft model:{argument} has [{option}={value}]{' once more' if value else ''}; write each option "
+                "once, as in model:<path>[learn=on]"
+            )
+        options[option] = value
+    learn = options.get("learn", "off")
+    return ModelSpec(name, options.get("device"), "" if learn == "off" else learn)
 
 
 def _own_or_folder(kind: str, argument: str) -> None:
@@ -114,7 +148,7 @@ def _own_or_folder(kind: str, argument: str) -> None:
 
 
 def _model(kind: str, argument: str) -> None:
-    if not placed(argument)[0]:
+    if not model_spec(argument).name:
         raise InputError('draft "model:" names no model; write model:<folder or hub id>')
 
 
@@ -145,7 +179,7 @@ def _rate(kind: str, argument: str) -> None:
 
 
 FORMS = {
-    "model": Form(":<path or id>[[device=<device>]]", _model),
+    "model": Form(":<path or id>[[device=<device>]][[learn=on|<file>]]", _model),
     "medusa": Form(":<heads>", _folder("heads", "no set of Medusa heads")),
     "eagle": Form(":<head>", _folder("head", "no EAGLE head")),
     "block": Form(":<block drafter>", _folder("drafter", "no block drafter")),
@@ -186,8 +220,9 @@ def _named(part: str) -> str:
     """A spec as it is; of a folder, or the name of what is embedded, alone the spec of what it holds."""
     if part in ("none", "auto") or part.partition(":")[0] in FORMS:
         return part
-    folder = folder_of(part)
-    if not (is_embedded_name(part) or folder.is_dir()):
+    place = model_spec(part).name
+    folder = folder_of(place)
+    if not (is_embedded_name(place) or folder.is_dir()):
         return part
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if is_block(config):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sakiyomi.core.cache_specs import check_cache
-from sakiyomi.core.draft_specs import FORMS, placed, split_spec
+from sakiyomi.core.draft_specs import FORMS, model_spec, split_spec
 from sakiyomi.core.dtypes import check_dtype
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
@@ -81,7 +81,7 @@ def check_drafts(draft: str | Sequence[Any] | None, **trust: bool) -> None:
             if kind in FORMS:
                 FORMS[kind].check(kind, argument)
             if kind == "model":
-                check_target(placed(argument)[0], **trust)
+                check_target(model_spec(argument).name, **trust)
 
 
 def check_prompts(prompts: Sequence[str]) -> None:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.draft_specs import FORMS, number, placed, split_spec
+from sakiyomi.core.draft_specs import FORMS, model_spec, number, split_spec
 from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
@@ -63,10 +63,11 @@ class DrafterContext:
 
 def _model(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
+    from sakiyomi.drafters.learning import HeadLearner
     from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.model_executor.loading import check_cross_pair, check_pair, has_encoder, same_tokenizer, stop_tokens
 
-    (name, device), target = placed(argument), around.target
+    (name, device, learn), target = model_spec(argument), around.target
     if device is not None and has_encoder(target.model.config):
         raise UnsupportedError(
             f"draft model:{argument} is to run on {device}; drafts of encoder-decoder models run where the target runs"
@@ -75,13 +76,20 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
     if same_tokenizer(target.tokenizer, draft.tokenizer) or has_encoder(target.model.config):
         check_pair(target, draft)
         mask = getattr(draft.model.config, "pard_token", None)
-        packed = around.pack(draft)
+        # What a draft has learnt is no part of its recording.
+        packed = around.pack(replace(draft, record=None) if learn else draft)
         if mask is not None and not 0 <= int(mask) < packed.vocab_size:
             raise InputError(
                 f"pard_token in config.json of {name} is {mask}, and the model has {packed.vocab_size} tokens; get "
                 "it again"
             )
-        return ModelDrafter(packed, around.vocab_size, mask=mask)
+        learner = HeadLearner(packed, "" if learn == "on" else learn) if learn else None
+        return ModelDrafter(packed, around.vocab_size, mask=mask, learner=learner)
+    if learn:
+        raise UnsupportedError(
+            f"draft model:{argument} is to go on learning, and has another tokenizer than the target: what that writes "
+            "is other tokens; leave [learn=] out, or choose a draft of the same tokenizer"
+        )
     check_cross_pair(target, draft)
     packed = around.pack(draft)
     inner = ModelDrafter(packed, packed.vocab_size, "cross-model")

@@ -1,34 +1,25 @@
 """The texts of earlier requests in one file: read when a drafter is made, written when requests end.
 
-    8 bytes    magic
-    a line     format version, and the checksum of all that follows
-    a line     JSON: the tokenizer's digest, length and time of each document
-    tokens     of all documents one after the other, the oldest first, 4 bytes each, little-endian
-
-A file is never half-written: it is written under another name and then moved. Several processes may share one: each
-adds its documents to those that are there at that moment. Only its owner may read it: it holds prompts and answers.
+Its line of JSON (see ``core.sealed``) says the tokenizer's digest, length and time of each document; its content is the
+tokens of all documents one after the other, the oldest first, 4 bytes each, little-endian. Several processes may share
+one: each adds its documents to those that are there at that moment.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import time
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from sakiyomi.core.errors import LoadError
-from sakiyomi.core.files import whole_file
+from sakiyomi.core.sealed import SealedKind, alone
 
-__all__ = ["LIMIT", "Document", "MemoryFile", "read_memory"]
+__all__ = ["KIND", "LIMIT", "Document", "MemoryFile", "read_memory"]
 
-MAGIC = b"SAKIMEM\n"
-FORMAT = 1
+KIND = SealedKind(b"SAKIMEM\n", 1, "memory file")
 _INTEGERS = "<u4"
 LIMIT = 1 << 19  # bytes of tokens: 131072 of them, about half a second of reading
 
@@ -65,21 +56,7 @@ def read_memory(path: Path) -> Contents:
     Raises:
         LoadError: it cannot be read, is no memory file, is of another format version, or is damaged.
     """
-    remedy = f"`sakiyomi memory clear {path}` removes it"
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise LoadError(f"the memory file {path} cannot be read: {error.strerror}") from None
-    if not data.startswith(MAGIC):
-        raise LoadError(f"{path} is no memory file of sakiyomi; give another name")
-    line, _, rest = data[len(MAGIC) :].partition(b"\n")
-    version, _, checksum = line.decode("ascii", "replace").partition(" ")
-    if version != str(FORMAT):
-        raise LoadError(f"the memory file {path} has format {version!r:.20}, this version reads {FORMAT}; {remedy}")
-    if checksum != f"{zlib.crc32(rest):08x}":
-        raise LoadError(f"the memory file {path} is damaged: its checksum is another one; {remedy}")
-    line, _, body = rest.partition(b"\n")
-    header = json.loads(line)
+    header, body = KIND.read(path)
     tokens, documents, place = np.frombuffer(body, _INTEGERS).tolist(), [], 0
     for length, when in zip(header["lengths"], header["times"], strict=True):
         documents.append(Document(tuple(tokens[place : place + length]), when))
@@ -132,7 +109,7 @@ class MemoryFile:
             return
         pending, self._pending = self._pending, []
         try:
-            with _alone(self.path.parent):
+            with alone(self.path.parent):
                 merged = {document.tokens: document for document in self._read()}
                 for document in pending:
                     merged.pop(document.tokens, None)  # one that comes again is the newest
@@ -168,27 +145,9 @@ class MemoryFile:
         documents = self.documents
         body = np.array([token for document in documents for token in document.tokens], _INTEGERS).tobytes()
         header = {
-            "format": FORMAT,
+            "format": KIND.version,
             "tokenizer": self._tokenizer,
             "lengths": [len(document.tokens) for document in documents],
             "times": [document.time for document in documents],
         }
-        rest = json.dumps(header).encode() + b"\n" + body
-        with whole_file(self.path, "name another file", private=True) as fresh:
-            fresh.write_bytes(MAGIC + f"{FORMAT} {zlib.crc32(rest):08x}\n".encode() + rest)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder against other processes that write a memory file there, where the system has such locks."""
-    handle = None
-    with suppress(ImportError, OSError):
-        import fcntl
-
-        handle = os.open(folder, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
+        KIND.write(self.path, header, body)

@@ -12,6 +12,7 @@ from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.learning import MOST, HeadLearner
 from sakiyomi.drafters.parallel_reader import ParallelReader
 from sakiyomi.drafters.tree_reader import LevelDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
@@ -34,6 +35,7 @@ class Seat:
         tree: the tree that was grown last; its rows are behind the held tokens.
         ready: whether the draft model can propose this round.
         source: what the request's rows attend to beside their own text.
+        began: place of the first token that the target has written.
     """
 
     slot: int
@@ -43,6 +45,7 @@ class Seat:
     tree: DraftTreeState | None = None
     ready: bool = False
     source: Source | None = None
+    began: int = 0
 
 
 class ModelDrafter(LevelDrafter):
@@ -53,12 +56,21 @@ class ModelDrafter(LevelDrafter):
         vocab_size: of the target; the draft's may be padded differently.
         name: names the source in traces.
         mask: token of a model that guesses several tokens a pass, see ``ParallelReader``; None: it guesses one.
+        learner: learns from texts that are over; None: the draft stays as it is.
     """
 
     prefill_seconds = 0.0
 
-    def __init__(self, model: ModelRunner, vocab_size: int, name: str = "model", mask: int | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelRunner,
+        vocab_size: int,
+        name: str = "model",
+        mask: int | None = None,
+        learner: HeadLearner | None = None,
+    ) -> None:
         super().__init__(model, vocab_size)
+        self.learner = learner
         if mask is not None:
             self.reader = ParallelReader(model, vocab_size, mask)
         self.name = name
@@ -68,16 +80,23 @@ class ModelDrafter(LevelDrafter):
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter.inherit``: the request takes over the slot with the tokens that it holds."""
+        self._learn(earlier)
         seat: Seat | None = earlier.memory.pop(self.name, None)
         if seat is not None:
-            self._sit(context, Seat(seat.slot, seat.held, self._sampler(context), source=context.source))
+            began = len(context.tokens)
+            self._sit(context, Seat(seat.slot, seat.held, self._sampler(context), source=context.source, began=began))
 
     def end(self, context: Context) -> None:
-        """Free the request's slot."""
-        seat = context.memory.pop(self.name, None)
-        if seat is not None:
-            del self._seats[seat.slot]
-            self.model.cache.release(seat.slot)
+        """Learn from the request's text, and free its slot."""
+        try:
+            self._learn(context)
+        finally:
+            seat = context.memory.pop(self.name, None)
+            if seat is not None:
+                del self._seats[seat.slot]
+                self.model.cache.release(seat.slot)
+        if seat is not None and self.learner is not None:
+            self.learner.save(idle=not self._seats)
 
     def rewind(self, context: Context, length: int) -> None:
         """Declare that tokens from this position on may have changed since the last proposal; else they only grow."""
@@ -90,7 +109,10 @@ class ModelDrafter(LevelDrafter):
         seat: Seat | None = source.memory.pop(self.name, None)
         if seat is not None:
             sampler = self._sampler(destination)
-            self._sit(destination, Seat(seat.slot, seat.held, sampler, seat.sure, source=destination.source))
+            self._sit(
+                destination,
+                Seat(seat.slot, seat.held, sampler, seat.sure, source=destination.source, began=seat.began),
+            )
             self.rewind(destination, length)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
@@ -171,7 +193,8 @@ class ModelDrafter(LevelDrafter):
         """The request's slot, rolled back to the tokens that were accepted."""
         seat: Seat | None = context.memory.get(self.name)
         if seat is None:
-            seat = Seat(self.model.cache.take(), [], self._sampler(context), source=context.source)
+            slot, began = self.model.cache.take(), len(context.tokens) - 1
+            seat = Seat(slot, [], self._sampler(context), source=context.source, began=began)
             self._sit(context, seat)
             if context.shares and context.source is None:
                 self._copy(seat, context.tokens[:-1])  # the logits of the last one are wanted
@@ -186,6 +209,22 @@ class ModelDrafter(LevelDrafter):
         del held[right:]
         seat.sure, seat.tree, seat.ready = right, None, False
         return seat
+
+    def _learn(self, context: Context) -> None:
+        """Learn from what the target has written in a request, as far as the draft was asked about it."""
+        if self.learner is None or self.name not in context.memory:
+            return
+        seat = self._seat(context)
+        tokens, first = context.tokens[: len(seat.held) + 1], seat.began
+        if len(tokens) <= first:
+            return
+        try:
+            self.model.cache.reserve(seat.slot, len(tokens))
+        except MemoryLimitError:
+            return
+        held = self.model.cache.resume(seat.slot, max(first, len(tokens) - MOST) - 1)
+        self.learner.learn(seat.slot, tokens, first, held)
+        seat.held, seat.sure = tokens[:-1], len(tokens) - 1
 
     def _sit(self, context: Context, seat: Seat) -> None:
         self._seats[seat.slot] = context.memory[self.name] = seat

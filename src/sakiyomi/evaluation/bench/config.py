@@ -26,7 +26,8 @@ class BenchConfig:
         rows: rows to run (--rows again for each). Without any the one-minute table (minute): transformers, plain, with
             the draft. all: bookkeeping, passes, plain, speculative, stories, batch, sweep, never-slower, trees,
             coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft, dropin, offload, exact,
-            compiling, peers, medusa, typical; and, if they are named, evicted and heads.
+            compiling, peers, medusa, typical; and, if they are named, evicted, heads and
+            learning (a draft that goes on learning beside the same without, over many prompts).
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS, of row minute
             any draft.
@@ -198,7 +199,8 @@ class InflateConfig:
         params: about so many parameters: 134M, 500M, 1.5B.
         target: the model to start from: a Llama (embedded name, folder or hub id), or the folder of a Pegasus or
             Whisper. Its vocabulary stays as it is.
-        heads: Medusa heads of a Llama, a folder or tales-medusa, which become as wide: OUT_FOLDER/medusa.
+        heads: Medusa heads, EAGLE head, block drafter and MTP layer of a Llama, which become as wide:
+            OUT_FOLDER/medusa, eagle, block, mtp. A folder, or one of each kind: medusa:tales-medusa+eagle:tales-eagle.
     """
 
     out: str = field(metadata={"argument": "OUT_FOLDER"})

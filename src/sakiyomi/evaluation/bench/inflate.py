@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.core.memory import available_bytes, require_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
-from sakiyomi.drafters.medusa_heads.backbone import check_heads
-from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
-from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.evaluation.bench.config import InflateConfig, Note
+from sakiyomi.evaluation.bench.inflate_heads import Wider, read_wider
 from sakiyomi.evaluation.bench.inflate_seq import EncoderDecoder, is_encoder_decoder
 from sakiyomi.evaluation.bench.inflating import NEW_TOKENS, Inflatable, fresh_folder
 from sakiyomi.evaluation.bench.peers import Transformers
@@ -116,7 +112,7 @@ def inflate(config: InflateConfig, note: Note) -> dict[str, Any]:
     if encodes and config.heads is not None:
         raise InputError(f"heads is {config.heads!r}; heads are those of a Llama, and the target has an encoder")
     small: Inflatable = EncoderDecoder.load(config.target) if encodes else Llama.load(config.target)
-    heads = None if config.heads is None else _heads(config.heads, small.model.config)
+    heads = [] if config.heads is None else list(read_wider(config.heads, small.model.config))
     shape, parameters = small.wider(wanted)
     shape.sakiyomi_inflated = {"from": small.name, "params": parameters}
     largest = available_bytes() // 4 - small.parameters
@@ -135,8 +131,9 @@ def inflate(config: InflateConfig, note: Note) -> dict[str, Any]:
                 f"the inflated model is not the same function: logits differ by up to {difference:.2g} in float32, "
                 f"greedy tokens are {'equal' if equal else 'not equal'}; nothing was written"
             )
-        if heads is not None:
-            write_heads(wider_heads(heads, shape.hidden_size), folder / "medusa", base=out)
+        for kind, write in heads:
+            note(f"widening {kind}")
+            write(Wider(small.model.config, shape, out), folder / kind)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     layers = [getattr(shape, name) for name in small.stacks.values()]
     return {
@@ -169,34 +166,3 @@ def parse_count(text: str) -> int:
     if not match or not float(match[1]):
         raise InputError(f"params is {text!r}; expected a number of parameters such as 134M, 500M or 1.5B")
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def _heads(name: str, config: Any) -> MedusaHeads:
-    heads = read_heads(folder_of(name)).heads
-    check_heads(heads, config.hidden_size, config.vocab_size, name)
-    return heads
-
-
-@torch.no_grad()
-def wider_heads(heads: MedusaHeads, width: int) -> MedusaHeads:
-    """Heads that guess the same behind a wider target.
-
-    Its head over the vocabulary reads the old hidden state in the first columns, and zeros in the others: what stands
-    beside the old weights there is random. The new rows of a block write nothing: the target's head would read it.
-    """
-    shape, old = replace(heads.shape, hidden_size=width), heads.shape.hidden_size
-    made = MedusaHeads(shape, heads.weights.dtype)
-    generator = torch.Generator().manual_seed(width)
-    scale = heads.weights.float().std()
-    beside = torch.randn(shape.layers, shape.heads, old, width - old, generator=generator) * scale
-    made.weights[:, :, :old, :old] = heads.weights
-    made.weights[:, :, :old, old:] = beside.to(heads.weights.dtype)
-    if made.biases is not None and heads.biases is not None:
-        made.biases[..., :old] = heads.biases
-    if made.own is not None and heads.own is not None:
-        made.own[..., :old] = heads.own
-        made.own[..., old:] = (
-            torch.randn(*made.own.shape[:2], width - old, generator=generator) * heads.own.float().std()
-        )
-    made.token_map = heads.token_map
-    return made

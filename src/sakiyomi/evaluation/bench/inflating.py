@@ -22,7 +22,7 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.memory import readable
 
-__all__ = ["NEW_TOKENS", "Inflatable", "fresh_folder"]
+__all__ = ["NEW_TOKENS", "Inflatable", "Random", "fresh_folder", "gain", "inflated_tensor"]
 
 ASPECT = 80
 """Hidden size / layers to aim at; models of 0.1 to 7 billion parameters have 20 to 130."""
@@ -251,7 +251,7 @@ class Inflatable(ABC):
                 old = places.get(place, old)
                 layer = small.get_submodule(old)
                 made = {
-                    part: _inflated(part, tensor, large[f"{place}.{part}"].shape, factor, random, place in places)
+                    part: inflated_tensor(part, tensor, large[f"{place}.{part}"].shape, factor, random, place in places)
                     for part, tensor in layer.state_dict().items()
                 }
                 if place in places:
@@ -305,7 +305,7 @@ def _outside(name: str, tensor: Tensor, factor: int) -> Tensor:
     return tensor
 
 
-def _inflated(name: str, tensor: Tensor, shape: torch.Size, factor: int, random: Random, real: bool) -> Tensor:
+def inflated_tensor(name: str, tensor: Tensor, shape: torch.Size, factor: int, random: Random, real: bool) -> Tensor:
     """A tensor of a layer in another shape: of an old layer with new heads and units, or, not real, of a new one."""
     part, kind = name.split(".")[-2:]
     if part in READERS and kind == "weight":

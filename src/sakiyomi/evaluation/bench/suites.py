@@ -20,6 +20,7 @@ from sakiyomi.evaluation.bench.evicted import evicted
 from sakiyomi.evaluation.bench.exactness import exact
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.heads import heads
+from sakiyomi.evaluation.bench.learning import learning
 from sakiyomi.evaluation.bench.lookup import lookup
 from sakiyomi.evaluation.bench.medusa import medusa, typical
 from sakiyomi.evaluation.bench.merged import merged
@@ -60,12 +61,13 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
     "medusa": medusa,
     "heads": heads,
     "typical": typical,
+    "learning": learning,
 }
 
 ALL = "all"
 """In the place of names of rows."""
 
-TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "compiling"}
+TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "compiling", "learning"}
 """Rows of which nothing can be drawn."""
 
 RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
@@ -90,9 +92,9 @@ def run(config: BenchConfig, note: Note = silent) -> Iterator[Row]:
     if unknown:
         raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}, and all")
     # With "all", a row runs only if all it needs is known: cross needs a draft of another tokenizer, the rows
-    # of heads need heads of this target. Rows evicted, of long texts, heads, of many drafters, and the one-minute table
-    # run only if they are named.
-    absent = {"evicted", "heads", "minute"} | ({"cross"} if config.cross is None else set())
+    # of heads need heads of this target. Rows evicted, of long texts, heads, of many drafters, learning, of many texts,
+    # and the one-minute table run only if they are named.
+    absent = {"evicted", "heads", "learning", "minute"} | ({"cross"} if config.cross is None else set())
     absent |= {"medusa", "typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set()
     wanted = config.rows or ("minute",)
     if ALL in wanted:

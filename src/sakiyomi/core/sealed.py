@@ -1,0 +1,87 @@
+"""Private files of what users wrote, or of what follows from it: whole, checked, and shared by several processes.
+
+    8 bytes    magic
+    a line     format version, and the checksum of all that follows
+    a line     JSON, whatever the kind of file says of itself
+    bytes      its content
+
+A file is never half-written: it is written under another name and then moved. Only its owner may read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.files import whole_file
+
+__all__ = ["SealedKind", "alone"]
+
+
+@dataclass(frozen=True)
+class SealedKind:
+    """A kind of such files.
+
+    Attributes:
+        magic: 8 bytes.
+        version: of its format.
+        name: for messages: "memory file".
+    """
+
+    magic: bytes
+    version: int
+    name: str
+
+    def read(self, path: Path) -> tuple[dict[str, Any], bytes]:
+        """What a file says of itself, and its content.
+
+        Raises:
+            LoadError: it cannot be read, is of another kind or format version, or is damaged.
+        """
+        remedy = f"`sakiyomi memory clear {path}` removes it"
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise LoadError(f"the {self.name} {path} cannot be read: {error.strerror}") from None
+        if not data.startswith(self.magic):
+            raise LoadError(f"{path} is no {self.name} of sakiyomi; give another name")
+        line, _, rest = data[len(self.magic) :].partition(b"\n")
+        version, _, checksum = line.decode("ascii", "replace").partition(" ")
+        if version != str(self.version):
+            raise LoadError(
+                f"the {self.name} {path} has format {version!r:.20}, this version reads {self.version}; {remedy}"
+            )
+        if checksum != f"{zlib.crc32(rest):08x}":
+            raise LoadError(f"the {self.name} {path} is damaged: its checksum is another one; {remedy}")
+        line, _, body = rest.partition(b"\n")
+        header: dict[str, Any] = json.loads(line)
+        return header, body
+
+    def write(self, path: Path, header: dict[str, Any], body: bytes) -> None:
+        """Write a file in the place of the one that is there."""
+        rest = json.dumps(header).encode() + b"\n" + body
+        with whole_file(path, "name another file", private=True) as fresh:
+            fresh.write_bytes(self.magic + f"{self.version} {zlib.crc32(rest):08x}\n".encode() + rest)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Lock the folder against other processes that write such a file there, where the system has such locks."""
+    handle = None
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
