@@ -181,21 +181,14 @@ def _is_setting(value: ast.expr) -> bool:
 
 
 def _by_size(statement: ast.If) -> bool:
-    sizes = {id(part) for node in ast.walk(statement.test) if _is_size(node) for part in ast.walk(node.value)}
+    sizes = {id(node.value) for node in ast.walk(statement.test) if _is_size(node)}
     plain = (ast.BoolOp, ast.Compare, ast.Constant, ast.Subscript, ast.boolop, ast.cmpop, ast.expr_context)
     return all(id(node) in sizes or _is_size(node) or isinstance(node, plain) for node in ast.walk(statement.test))
 
 
 def _is_size(node: ast.AST) -> TypeGuard[ast.Attribute]:
-    """Whether this is ``name.shape`` or ``name.ndim``, or that of one of two names, whichever is there."""
-    return isinstance(node, ast.Attribute) and node.attr in ("shape", "ndim") and _is_name(node.value)
-
-
-def _is_name(value: ast.expr) -> bool:
-    if isinstance(value, ast.IfExp):  # name if name is not None else other
-        known = isinstance(value.test, ast.Compare) and isinstance(value.test.ops[0], ast.Is | ast.IsNot)
-        return known and isinstance(value.body, ast.Name) and isinstance(value.orelse, ast.Name)
-    return isinstance(value, ast.Name)
+    """Whether this is ``name.shape`` or ``name.ndim``."""
+    return isinstance(node, ast.Attribute) and node.attr in ("shape", "ndim") and isinstance(node.value, ast.Name)
 
 
 @contextmanager
