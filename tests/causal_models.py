@@ -50,6 +50,7 @@ _TINY: dict[str, Any] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
     "encoder_attention_heads": 4,
     "vocab_size": VOCAB,
+    "unpadded_vocab_size": VOCAB,
 }
 """Sizes by the names that configurations have for them."""
 
@@ -151,7 +152,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("dots3_note", "dots3_note_text"), _DOTS),
     "dory": _SLIDING_ENDS | {"n_input_layers": 1, "n_output_layers": 1},
     "inkling2_loop_text": {
-        "unpadded_vocab_size": VOCAB,
         "loop_layer_index_start": 1,
         "loop_layer_index_end": 2,
         "n_layers_per_attn_res_block": 1,

@@ -23,11 +23,17 @@ _NUMBERS = ("idx", "index", "layer_id", "number")
 _PLAIN = bool, int, str, type(None)
 
 
-def structural_copy(model: nn.Module) -> Any:
+def structural_copy(model: nn.Module, *, owned: bool = False) -> Any:
     """The same modules again around the same parameter and buffer tensors, with a config of their own.
 
     Parameters ask for no gradients there: torch would compute products otherwise with such that do.
+
+    Args:
+        model: to be copied.
+        owned: nobody else has it; the copy has its very parameters, which are freed when they are packed.
     """
+    if owned:
+        model.requires_grad_(False)
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for tensor in model.parameters():
         if tensor.requires_grad and type(tensor) is nn.Parameter:
