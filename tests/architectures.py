@@ -238,7 +238,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "falcon-alibi": lambda: hf.FalconConfig(**(_FALCON | {"alibi": True})),
     "gemma3n": lambda: hf.Gemma3nTextConfig(
         **_GROUPED, **_sliding(), head_dim=8, num_kv_shared_layers=1, hidden_size_per_layer_input=8, laurel_rank=8,
-        altup_num_inputs=2, vocab_size_per_layer_input=VOCAB, activation_sparsity_pattern=[0.0] * 3,
+        altup_num_inputs=2, vocab_size_per_layer_input=VOCAB, activation_sparsity_pattern=[0.9, 0.0, 0.0],
     ),
     "gemma4": lambda: hf.Gemma4TextConfig(
         **_GROUPED, **_sliding(("sliding_attention", "full_attention", "full_attention")), head_dim=8,

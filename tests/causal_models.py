@@ -50,6 +50,7 @@ _TINY: dict[str, Any] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
     "encoder_attention_heads": 4,
     "vocab_size": VOCAB,
+    "unpadded_vocab_size": VOCAB,
 }
 """Sizes by the names that configurations have for them."""
 
@@ -78,6 +79,7 @@ _HEARING = {
 }
 _IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 _BERT = {"pad_token_id": 0, "is_decoder": True}
+_SLIDING_ENDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _LAST_FULL = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 _GEMMA3N = {
     "num_hidden_layers": 4,
@@ -112,17 +114,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     | {"pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB, "shape_embed_dim": 8}
     | {"pronunciation_embed_dim": 8},
     **dict.fromkeys(
-        ("axk1", "axk2", "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu"), _LATENT
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "sarvam_mla"),
+        _LATENT,
     ),
     **dict.fromkeys(
         ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
         _DECODER,
     ),
+    "youtu": _LATENT,
     "longcat_flash": _LATENT
     | {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2},
     "whisper": _DECODER | {"num_mel_bins": 8, "max_source_positions": 16},
     "trocr": {"is_decoder": True, "pad_token_id": 0},
-    "cwm": _IDS | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "cwm": _IDS | _SLIDING_ENDS,
     "modernbert-decoder": _IDS | {"local_attention": 2 * WINDOW},
     "biogpt": {"pad_token_id": 0},
     "xglm": {"pad_token_id": 0},
@@ -130,7 +134,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mllama": _IDS | {"cross_attention_layers": []},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        **_SLIDING_ENDS,
         "rope_parameters": {
             kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in ("sliding_attention", "full_attention")
         },
@@ -146,6 +150,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), _GEMMA4),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), _QWEN4),
     **dict.fromkeys(("dots3_note", "dots3_note_text"), _DOTS),
+    "dory": _SLIDING_ENDS | {"n_input_layers": 1, "n_output_layers": 1},
+    "inkling2_loop_text": {
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "n_layers_per_attn_res_block": 1,
+        "loop_gate_rank": 8,
+        "rel_extent": 16,
+        "swa_head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+    },
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "pad_token_id": 0, "hash_seed": 0},
     "xlm": {"pad_token_id": 2, "causal": True, "is_encoder": False},
     "xlnet": {"attn_type": "bi"},
@@ -159,10 +174,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_encoder_attention_heads": 4,
         "pad_token_id": 0,
     },
-    "laguna": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW},
-    "mellum": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW},
+    "laguna": _SLIDING_ENDS | {"sliding_window": WINDOW},
+    "mellum": _SLIDING_ENDS | {"sliding_window": WINDOW},
     "qwen2_moe": {"decoder_sparse_step": 1},
-    "gemma3": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW},
+    "gemma3": _SLIDING_ENDS | {"sliding_window": WINDOW},
     "ctrl": {"dff": 48},
     "cpmant": {"dim_ff": 48, "prompt_types": 4, "prompt_length": 4, "segment_types": 4},
     "phi4_multimodal": {
@@ -223,8 +238,8 @@ def values(made: type, given: dict[str, Any]) -> dict[str, Any]:
     """Tiny values of what a configuration has."""
     fields = {name: field.default for name, field in made.__dataclass_fields__.items()}
     found = {name: value for name, value in _TINY.items() if name in fields}
-    if isinstance(fields.get("sliding_window"), int):
-        found["sliding_window"] = WINDOW
+    windows = ("sliding_window", "sliding_window_size")
+    found |= {name: WINDOW for name in windows if isinstance(fields.get(name), int)}
     if "layer_types" in fields and "layer_types" not in given:
         kinds = list(dict.fromkeys(made(**(found | given | {"num_hidden_layers": 12})).layer_types or ()))
         if len(kinds) > 1:

@@ -79,8 +79,6 @@ def test_traced_passes(name: str) -> None:
     llm = llm_of(name, drafter(name), compile="auto")
     llm.wait()
     assert texts(llm) == wanted(name)
-    if name == "mamba" and llm.target.recorder.failed:
-        pytest.skip("its traced pass gives other numbers than the eager one on this machine, and is not used")
     assert any(map(llm.target.recorder.has, llm.target.sizes)), "passes are eager"
     assert not llm.target.recorder.failed
 

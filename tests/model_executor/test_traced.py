@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from architectures import CONFIGS, VOCAB, model_of, prompt
+from architectures import CONFIGS, KINDS, VOCAB, model_of, prompt
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
@@ -46,8 +46,11 @@ def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
         assert traced.recorded(8) and set(traced.recorder.ready) == {8}
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "opt", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "opt", "gpt2", *KINDS, "mamba", "jamba"])
 def test_common_models_are_traced(name: str) -> None:
+    """Though one makes a tensor of its settings in each pass, and others multiply by weights from the left."""
+    if name == "gemma4":
+        pytest.skip("asks whether there is one row in a condition of several kinds, which is not taken apart")
     traced = build_runner(model_of(name), compile="auto")
     passes(traced)
     assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +20,24 @@ __all__ = [
 
 _NUMBERS = ("idx", "index", "layer_id", "number")
 """Parts of names under which a layer keeps its own number."""
+_PLAIN = bool, int, str, type(None)
 
 
-def structural_copy(model: nn.Module) -> Any:
-    """The same modules again around the same parameter and buffer tensors, with a config of their own."""
+def structural_copy(model: nn.Module, *, owned: bool = False) -> Any:
+    """The same modules again around the same parameter and buffer tensors, with a config of their own.
+
+    Parameters ask for no gradients there: torch would compute products otherwise with such that do.
+
+    Args:
+        model: to be copied.
+        owned: nobody else has it; the copy has its very parameters, which are freed when they are packed.
+    """
+    if owned:
+        model.requires_grad_(False)
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    for tensor in model.parameters():
+        if tensor.requires_grad and type(tensor) is nn.Parameter:
+            shared[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
     for hook in (hook for module in model.modules() for hook in hooks(module)):
         shared[id(hook.weights_map)] = hook.weights_map  # with all that it holds in memory
         tied = (getattr(hook, "tied_params_map", None) or {}).values()
@@ -42,13 +56,31 @@ def layer_list(model: nn.Module, count: int, what: str) -> str:
     Raises:
         UnsupportedError: there are several such lists, or none.
     """
-    lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    outer = _paths(model, lambda part: _is_list(part, count))
     if len(outer) != 1:
         raise UnsupportedError(
             f"{what}: {type(model).__name__} has {len(outer)} lists of {count} layers where one is expected"
         )
-    return str(outer[0])
+    return outer[0]
+
+
+def _is_list(module: nn.Module, count: int) -> bool:
+    return isinstance(module, nn.ModuleList) and len(module) == count
+
+
+def _paths(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[str]:
+    """Names of the modules that are wanted, none of which lies in another one: those are not walked through."""
+    found, seen, waiting = [], set[int](), [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        for name, part in module.named_children():
+            if id(part) not in seen:
+                seen.add(id(part))
+                if wanted(part):
+                    found.append(path + name)
+                else:
+                    waiting.append((f"{path}{name}.", part))
+    return found
 
 
 def some_layers(model: nn.Module, chosen: Sequence[int], layers: int) -> Any:
@@ -82,7 +114,8 @@ def one_of_each(model: nn.Module, chosen: Sequence[int], layers: int) -> Any:
     """The model with these layers alone, and without its head, which is as large as many layers."""
     top = some_layers(model, chosen, layers)
     head = model.get_output_embeddings()  # type: ignore[operator]
-    *way, last = next(name for name, module in model.named_modules() if module is head).split(".")
+    found = _paths(model, lambda part: part is head or _is_list(part, layers))
+    *way, last = next(name for name in found if model.get_submodule(name) is head).split(".")
     place = top
     for name in way:
         if place._modules[name] is model.get_submodule(name):
@@ -106,7 +139,8 @@ def settings_of(model: nn.Module, chosen: Sequence[int], layers: int) -> Iterato
 @contextmanager
 def changed_settings(model: nn.Module, change: Callable[[str, Any], Any]) -> Iterator[None]:
     """Settings in a model's configurations are for a time what `change` makes of their name and value."""
-    configs = {id(part.config): vars(part.config) for part in model.modules() if hasattr(part, "config")}
+    found = [vars(part)["config"] for part in model.modules() if "config" in vars(part)]
+    configs = {id(config): vars(config) for config in found}
     changed = [
         (config, name, value, new)
         for config in configs.values()
@@ -143,8 +177,13 @@ def distinct_layers(layers: nn.ModuleList) -> list[int]:
 
 
 def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:
-    found: list[tuple[Any, ...]] = []
-    for name, part in layer.named_modules():
-        plain = [(key, value) for key, value in vars(part).items() if isinstance(value, bool | int | str | type(None))]
-        found.append((name, type(part), *(item for item in plain if not any(part in item[0] for part in _NUMBERS))))
-    return found
+    def told(part: nn.Module) -> list[tuple[str, Any]]:
+        return [(key, value) for key, value in vars(part).items() if isinstance(value, _PLAIN) and _says(key)]
+
+    return [(name, type(part), *told(part)) for name, part in layer.named_modules()]
+
+
+@functools.cache
+def _says(name: str) -> bool:
+    """Whether an attribute of this name tells kinds of layers apart: their numbers do not."""
+    return not any(part in name for part in _NUMBERS)

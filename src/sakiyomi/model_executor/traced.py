@@ -147,22 +147,40 @@ def trace(forward: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> An
     with warnings.catch_warnings(record=True) as told, _detached(module):
         warnings.simplefilter("always")
         made = torch.jit.trace(forward, inputs, check_trace=False)
-    doubts = [w for w in told if issubclass(w.category, TracerWarning) and not _by_size(w.filename, w.lineno)]
+    doubts = [w for w in told if issubclass(w.category, TracerWarning) and not _harmless(w)]
     if doubts:
         raise UnsupportedError(f"{doubts[0].filename}:{doubts[0].lineno}: {doubts[0].message}")
     return made
 
 
-def _by_size(filename: str, line: int) -> bool:
-    """Whether what stands there decides by sizes alone, which a comparison with an eager pass finds out."""
-    if filename.startswith(_BY_SIZE):
+def _harmless(told: warnings.WarningMessage) -> bool:
+    """Whether what stands there makes a constant of settings, or decides by sizes alone, which a comparison with an
+    eager pass finds out.
+    """
+    if told.filename.startswith(_BY_SIZE):
         return True
+    line = linecache.getline(told.filename, told.lineno).strip()
     try:
-        statement = ast.parse(f"{linecache.getline(filename, line).strip()} pass").body[0]
+        statement = ast.parse(f"{line} pass" if line.startswith("if ") else line).body[0]
     except SyntaxError:
         return False
-    if not isinstance(statement, ast.If):
-        return False
+    if str(told.message).startswith("torch.tensor results are registered as constants"):
+        made = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and _of_torch(node.func)]
+        return bool(made) and all(call.args and _is_setting(call.args[0]) for call in made)
+    return isinstance(statement, ast.If) and _by_size(statement)
+
+
+def _of_torch(function: ast.expr) -> bool:
+    """Whether this is ``torch.tensor``."""
+    return ast.unparse(function) == "torch.tensor"
+
+
+def _is_setting(value: ast.expr) -> bool:
+    """Whether this is ``self.name``, which a module was made with."""
+    return isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id == "self"
+
+
+def _by_size(statement: ast.If) -> bool:
     sizes = {id(node.value) for node in ast.walk(statement.test) if _is_size(node)}
     plain = (ast.BoolOp, ast.Compare, ast.Constant, ast.Subscript, ast.boolop, ast.cmpop, ast.expr_context)
     return all(id(node) in sizes or _is_size(node) or isinstance(node, plain) for node in ast.walk(statement.test))

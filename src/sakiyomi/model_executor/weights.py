@@ -122,7 +122,7 @@ class ModelWeights:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_quantization(f"quantize={quantize!r}", model.dtype)
         recorded = isinstance(model, RecordedModel)
-        self.module: Any = model if recorded else structural_copy(model).eval()
+        self.module: Any = model if recorded else structural_copy(model, owned=owned).eval()
         self.encoder: Encoder | None = None
         self.multimodal, before = False, 0
         if getattr(model.config, "is_encoder_decoder", False):

@@ -86,7 +86,7 @@ def _reach(module: nn.Module, of_mask: Reach | None, kwargs: dict[str, Any]) -> 
 def set_reach(model: nn.Module, shapes: Sequence[LayerShape]) -> None:
     """Have every layer see as far as these shapes say, instead of what its calls say."""
     for module in model.modules():
-        layer = getattr(module, "layer_idx", None)
+        layer = vars(module).get("layer_idx")
         if isinstance(layer, int) and layer < len(shapes):
             setattr(module, REACH, shapes[layer].reach)
 
