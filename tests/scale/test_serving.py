@@ -87,10 +87,10 @@ def replicas() -> set[str]:
     return set(processes("sakiyomi"))
 
 
-def ask(url: str, number: int) -> list[str]:
+def ask(client: httpx.Client, url: str, number: int) -> list[str]:
     """The text of a stream, or the errors in it."""
     body = {"prompt": [1 + number % 90, 5], "max_tokens": NEW, "seed": number, "stream": number % 2 == 0}
-    reply = httpx.post(url, json={**body, "ignore_eos": True}, timeout=120)
+    reply = client.post(url, json={**body, "ignore_eos": True})
     if reply.status_code != 200:
         return [f"{reply.status_code}: {reply.text[:300]}"]
     if "text/event-stream" not in reply.headers["content-type"]:
@@ -109,11 +109,12 @@ class Load:
         self.replies = 0
 
     def _client(self, number: int) -> None:
-        while not self._over.is_set():
-            found = ask(self._urls[self.replies % len(self._urls)], number)
-            self.replies += 1
-            self.errors += found
-            number += CLIENTS
+        with httpx.Client(timeout=120) as client:
+            while not self._over.is_set():
+                found = ask(client, self._urls[self.replies % len(self._urls)], number)
+                self.replies += 1
+                self.errors += found
+                number += CLIENTS
 
     def __enter__(self) -> Load:
         self._pool = ThreadPoolExecutor(CLIENTS)
@@ -172,9 +173,8 @@ def test_a_start_that_hangs_is_one_error(nodes: Any) -> None:
         running(of, "hangs", 4, threading.Event()),
     ):
         pass
-    while processes("hangs") or "hangs" in serve.status().applications:
-        assert time.monotonic() - began < 20
-        time.sleep(0.2)
+    assert time.monotonic() - began < 30
+    assert not processes("hangs")
     assert "sakiyomi" in serve.status().applications
 
 

@@ -30,7 +30,8 @@ from sakiyomi.server.run import listen
 __all__ = ["run", "running", "started"]
 
 QUIET = {"log_level": "ERROR", "enable_access_log": False}  # of what Serve writes
-PAUSE = 0.1  # seconds between questions whether the replicas are ready
+PAUSE = 0.5  # seconds between questions whether the replicas are ready, or gone
+ENDING = 10.0  # seconds in which they are gone
 
 
 def started(application: Any, name: str, limit: float, told: threading.Event, prefix: str | None = None) -> bool:
@@ -93,9 +94,12 @@ def running(application: Any, name: str, limit: float, told: threading.Event) ->
         yield RayReplicas(serve.get_deployment_handle(Replica.__name__, name)) if ready else None
     finally:
         serve.delete(name, _blocking=False)
-        for actor in processes(name):  # one that hangs would be waited for as long as a request may take
-            with contextlib.suppress(ValueError):  # gone meanwhile
-                ray.kill(ray.get_actor(actor, "serve"))
+        until = time.monotonic() + ENDING
+        while name in serve.status().applications and time.monotonic() < until:
+            for actor in processes(name):  # one that hangs would be waited for as long as a request may take
+                with contextlib.suppress(ValueError):  # gone meanwhile
+                    ray.kill(ray.get_actor(actor, "serve"))
+            time.sleep(PAUSE)
         if not serve.status().applications.keys() - {name}:
             serve.shutdown()
 
