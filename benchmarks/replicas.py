@@ -46,8 +46,8 @@ def user(conversation: int, turn: int) -> str:
 
 
 KINDS = (  # by what their command lines contain
-    ("engines", "#Replica#", "ServeReplica:sakiyomi:Replica"),
-    ("front", "ServeReplica:sakiyomi:Front"),
+    ("engines", "#Replica#", ":Replica"),
+    ("front", "#Front#", ":Front"),
     ("proxy", "ProxyActor", "haproxy"),
     ("controller", "ServeController"),
     ("Ray", "raylet", "gcs_server", "ray/_private", "ray::"),

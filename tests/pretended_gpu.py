@@ -1,7 +1,8 @@
-"""A GPU that is not there: tensors that say they lie on one and compute on the CPU.
+"""GPUs that are not there: tensors that say they lie on one and compute on the CPU.
 
-They are refused where a GPU's are: beside tensors of the CPU, in numpy, and by the compiled kernels. So a test sees
-whether everything that meets in an operation lies on one device, which on a machine without a GPU nothing else shows.
+They are refused where a GPU's are: beside tensors of the CPU or of another GPU, in numpy, and by the compiled kernels.
+So a test sees whether everything that meets in an operation lies on one device, which on a machine without a GPU
+nothing else shows.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ OURS = {ours.attend.default: dense._attend, ours.cross.default: dense._cross, ou
 
 
 class _There(Tensor):
-    """A tensor of the GPU. Its numbers are in `here`."""
+    """A tensor of a GPU, which is its `place`. Its numbers are in `here`."""
 
     here: Tensor
+    place: torch.device
 
     @staticmethod
-    def __new__(cls, here: Tensor) -> _There:
+    def __new__(cls, here: Tensor, place: torch.device) -> _There:
         return Tensor._make_wrapper_subclass(  # type: ignore[no-any-return,attr-defined]
             cls, here.shape, strides=here.stride(), storage_offset=here.storage_offset(), dtype=here.dtype,
-            device=PLACE, requires_grad=here.requires_grad,
+            device=place, requires_grad=here.requires_grad,
         )  # fmt: skip
 
-    def __init__(self, here: Tensor) -> None:
-        self.here = here
+    def __init__(self, here: Tensor, place: torch.device) -> None:
+        self.here, self.place = here, place
 
     def __repr__(self, **_: Any) -> str:
-        return f"on the GPU: {self.here!r}"
+        return f"on {self.place}: {self.here!r}"
 
     def data_ptr(self) -> int:
         return 2**62 + self.here.data_ptr()  # an address that the CPU has nothing at
@@ -85,8 +87,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     apart = [leaf for leaf in leaves if not isinstance(leaf, _There) and leaf.ndim]
     if func in INDEXING:
         apart = [leaf for leaf in apart if leaf.dtype not in (torch.int64, torch.bool)]
-    if there and apart and func not in ACROSS:
-        raise RuntimeError(f"Expected all tensors to be on the same device, but {func} found cuda:0 and cpu")
+    found_at = {str(leaf.place) for leaf in there} | ({"cpu"} if apart else set())
+    if len(found_at) > 1 and func not in ACROSS:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {func} found {sorted(found_at)}")
     if func is aten._fused_sdp_choice.default:
         return 0
     if func.namespace == "sakiyomi":  # operators of ours in plain torch: what they call is looked at
@@ -96,22 +99,27 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     if device is not None:
         kwargs["device"] = torch.device("cpu")
-    to = bool(there) if device is None else torch.device(device).type == "cuda"
+    place = _place(device) if device is not None else there[0].place if there else None
     if func is aten.copy_.default:
         args[0].here.copy_(_here(args[1])) if there and args[0] is there[0] else args[0].copy_(_here(args[1]))
         return args[0]
     known = {id(leaf.here): leaf for leaf in there}
 
     def outside(found: Any) -> Any:
-        if not isinstance(found, Tensor) or isinstance(found, _There) or not to:
+        if not isinstance(found, Tensor) or isinstance(found, _There) or place is None:
             return found
-        return known[id(found)] if id(found) in known else _There(found)
+        return known[id(found)] if id(found) in known else _There(found, place)
 
-    moved = func is aten._to_copy.default and device is not None and to != bool(there)
     found = func(*tree_map(_here, args), **tree_map(_here, kwargs))
-    if moved and not to:
+    if func is aten._to_copy.default and place != (there[0].place if there else None):
         found = found.clone() if any(found is leaf.here for leaf in there) else found
     return tree_map(outside, found)
+
+
+def _place(device: Any) -> torch.device | None:
+    """The GPU that a device is; None: it is the CPU."""
+    device = torch.device(device)
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else None
 
 
 def _here(value: Any) -> Any:
@@ -124,8 +132,8 @@ class _Kernels(gpu_stand_ins.Kernels):
     @staticmethod
     def attend(*given: Any) -> Tensor:
         """See ``triton_kernels``."""
-        assert all(isinstance(tensor, _There) for tensor in given[:6])
-        return _There(gpu_stand_ins.attend(*map(_here, given)))
+        (place,) = {tensor.place for tensor in given[:6]}  # all of them lie on one GPU
+        return _There(gpu_stand_ins.attend(*map(_here, given)), place)
 
     class Keeper(gpu_stand_ins.Keeper):
         """See ``triton_kernels``."""
@@ -168,12 +176,12 @@ def _read_here(self: Reader, *arguments: Any, **options: Any) -> Any:
 
 @contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """Within, ``torch.cuda`` has one device, and tensors can be moved to it and made there, in this thread.
+    """Within, ``torch.cuda`` has three devices, and tensors can be moved to them and made there, in this thread.
 
     Models run there with stand-ins for kernels and captures; see ``gpu_stand_ins``.
     """
     cuda = {
-        "_lazy_init": lambda: None, "is_available": lambda: True, "device_count": lambda: 1,
+        "_lazy_init": lambda: None, "is_available": lambda: True, "device_count": lambda: 3,
         "get_device_capability": lambda *_: (9, 0), "get_device_name": lambda *_: "pretended",
         "mem_get_info": lambda *_: (2**34, 2**34), "memory_reserved": lambda *_: 0, "memory_allocated": lambda *_: 0,
         "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0, name="pretended", total_memory=2**34),

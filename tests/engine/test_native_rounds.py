@@ -1,9 +1,10 @@
-"""Rounds that the compiled kernels verify give the text, the figures and the traces of those that Python verifies."""
+"""Rounds that the compiled kernels run or verify give the text, the figures and the traces of Python's."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine import engine as engine_module
+from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.evaluation.bench.models import Numbers, random_llama
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
@@ -43,7 +45,7 @@ def engine() -> LLM:
     return llm
 
 
-def texts(params: SamplingParams) -> list[dict[str, Any]]:
+def texts(params: SamplingParams | list[SamplingParams]) -> list[dict[str, Any]]:
     reader = engine().engine.drafter.reader  # type: ignore[union-attr]
     learnt = copy.deepcopy(reader.confidence)  # it changes the trees of later texts
     found = [out.to_dict() for out in engine().generate(PROMPTS, params)]
@@ -70,3 +72,144 @@ def test_rounds_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) 
     assert all(judged)
     monkeypatch.setattr(engine_module, "verify_all", lambda cases, logits: [None] * len(cases))
     assert texts(params) == found
+
+
+CHAINS = {name: options for name, options in CASES.items() if "tree" not in options} | {
+    "temperature": {"temperature": 0.8},
+    "greedy auto": {"gamma": "auto", "tree": "chain"},
+}
+
+
+class Watched:
+    """Counts the rounds of ``NativeRounds``.
+
+    Args:
+        monkeypatch: puts it in place.
+        able: whether the kernels may run rounds.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, able: bool = True) -> None:
+        self.native = self.python = 0
+        inner = NativeRounds.run
+
+        def run(rounds: NativeRounds, *round: Any) -> Any:
+            steps = inner(rounds, *round) if able else None
+            self.native += steps is not None
+            self.python += steps is None
+            return steps
+
+        monkeypatch.setattr(NativeRounds, "run", run)
+
+
+@pytest.mark.parametrize("case", CHAINS)
+def test_chains_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, traces to the last bit, counts, and what a stop within an accepted run leaves."""
+    options = {"gamma": 4} | CHAINS[case]
+    params = SamplingParams(max_new_tokens=25, ignore_eos=True, seed=3, **options)
+    with monkeypatch.context() as patch:
+        watched = Watched(patch, able=False)
+        expected = texts(params)
+        assert watched.python
+        stop = expected[0]["token_ids"][13]
+        stopped = texts(replace(params, stop_token_ids=(stop,)))
+    with monkeypatch.context() as patch:
+        watched = Watched(patch)
+        if options["gamma"] == "auto":  # what is drafted follows from clocks; the text does not
+            assert [each["token_ids"] for each in texts(params)] == [each["token_ids"] for each in expected]
+        else:
+            assert texts(params) == expected
+            assert texts(replace(params, stop_token_ids=(stop,))) == stopped
+        assert watched.native > 10 and not watched.python
+
+
+def test_plain_rounds_are_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = random_llama(64, 2, 4, 128, VOCAB, torch.float32)
+    llm = LLM((target, Numbers()), draft="none", max_batch=len(PROMPTS))
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, seed=3, temperature=0.9)
+    llm.generate(PROMPTS, params)
+    llm.wait()
+    with monkeypatch.context() as patch:
+        Watched(patch, able=False)
+        expected = [out.trace for out in llm.generate(PROMPTS, params)]
+    watched = Watched(monkeypatch)
+    assert [out.trace for out in llm.generate(PROMPTS, params)] == expected
+    assert watched.native and not watched.python
+
+
+def test_rounds_change_hands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that wants log probabilities has Python run everybody's rounds as long as it is there."""
+    asks = [
+        SamplingParams(max_new_tokens=40, ignore_eos=True, seed=3, gamma=3, temperature=0.9, acceptance=rule)
+        for rule in ("ratio", "coupled")
+    ]
+    asks.append(replace(asks[1], max_new_tokens=12, logprobs=1, seed=4))
+    with monkeypatch.context() as patch:
+        Watched(patch, able=False)
+        expected = [engine().generate([PROMPTS[i]], ask)[0].token_ids for i, ask in enumerate(asks)]
+    watched = Watched(monkeypatch)
+    loop = engine().engine
+    requests = [loop.submit(PROMPTS[i], ask) for i, ask in enumerate(asks[:2])]
+    for _ in range(4):
+        loop.step()
+    assert watched.native and not watched.python
+    requests.append(loop.submit(PROMPTS[2], asks[2]))
+    while not all(request.over for request in requests):
+        loop.step()
+    for request in requests:
+        loop.remove(request.id)
+    assert [request.output for request in requests] == expected
+    assert watched.python and watched.native > 6
+
+
+def test_a_round_that_fails_is_run_again_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was committed: the text is the same, whichever pass of a round has failed."""
+    params = SamplingParams(max_new_tokens=25, ignore_eos=True, seed=3, gamma=3, temperature=0.8, acceptance="ratio")
+    expected = engine().generate([PROMPTS[0]], params)[0].token_ids
+    kernels = native()
+    assert kernels is not None
+    inner, calls = kernels.sk_pass, 0
+
+    def failing(rounds: int, logits: int) -> int:
+        nonlocal calls
+        calls += 1
+        if not calls % 11:
+            raise RuntimeError("no memory")
+        return int(inner(rounds, logits)) if calls % 7 else -1
+
+    monkeypatch.setattr(kernels, "sk_pass", failing)
+    watched = Watched(monkeypatch)
+    assert engine().generate([PROMPTS[0]], params)[0].token_ids == expected
+    assert watched.native and watched.python
+
+
+def test_a_row_without_numbers_is_pythons_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels commit nothing of a round with one, of no request; Python then finds whose it is."""
+    loop = engine().engine
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, gamma=2)
+    expected = engine().generate(PROMPTS[:2], params)
+    requests = [loop.submit(prompt, params) for prompt in PROMPTS[:2]]
+    for _ in range(3):
+        loop.step()
+    passes, spoilt = loop._native._passes, set()
+
+    def spoil(code: int, replay: Any) -> Any:
+        def run(ids: Any, positions: Any) -> Any:
+            logits, states = replay(ids, positions)
+            if code % 2:
+                spoilt.add(code)
+                logits = logits.clone()
+                logits[0, 0] = float("nan")
+            return logits, states
+
+        return run
+
+    for code, (replay, *inputs) in list(passes.items()):
+        passes[code] = (spoil(code, replay), *inputs)
+    watched = Watched(monkeypatch)
+    while not all(request.over for request in requests):
+        loop.step()
+    for request in requests:
+        loop.remove(request.id)
+    loop._native._made_for = []  # the passes are looked up again
+    assert spoilt and watched.python and not watched.native
+    assert [request.output for request in requests] == [out.token_ids for out in expected]

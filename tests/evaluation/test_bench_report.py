@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 import seq2seq_toys
 from medusa_toys import new_heads
 from sakiyomi.cli import app
-from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.embedded import embedded
+from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters import DRAFTERS
 from sakiyomi.drafters.medusa_heads.formats import write_heads
@@ -280,7 +281,7 @@ def test_a_section_that_was_broken_off_goes_on(
 
 def test_a_section_that_fails_says_why_and_is_tried_again(toys: ReportConfig, tmp_path: Path) -> None:
     config = dataclasses.replace(toys, out=str(tmp_path), sections=("medusa", "predicted"))
-    broken = dataclasses.replace(config, heads=str(tmp_path / "none"), predictions=str(tmp_path / "none.json"))
+    broken = dataclasses.replace(config, heads=None, predictions=str(tmp_path / "none.json"))
     rows = list(run(broken))
     assert all(row.error for row in rows)
     text = (tmp_path / "index.html").read_text()
@@ -296,6 +297,15 @@ def test_damaged_numbers_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "data" / "ranks.json").write_text(content)
     with pytest.raises(LoadError, match="damaged"):
         run(ReportConfig(str(tmp_path), redraw=True))
+
+
+def test_heads_of_another_model_are_refused_before_work(toys: ReportConfig, tmp_path: Path) -> None:
+    others = dataclasses.replace(toys, out=str(tmp_path), heads=str(embedded("tales-medusa")))
+    with pytest.raises(UnsupportedError, match=r"read 384 values; .*: they belong to another model"):
+        run(dataclasses.replace(others, sections=(), article="medusa"))
+    run(dataclasses.replace(others, sections=("ranks",)))  # reads no heads
+    with pytest.raises(LoadError, match="with Medusa heads; check the path"):
+        run(dataclasses.replace(others, sections=("sparse",), heads=str(tmp_path / "none")))
 
 
 def test_refused_before_work(tmp_path: Path) -> None:

@@ -215,6 +215,12 @@ def test_other_bad_input(root: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=words):
             config("chat", tmp_path, "tales", **wrong)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"source": "a", "reference": "b"}\nno JSON\n')
+    with pytest.raises(LoadError, match=r"row 2 of .* is 'no JSON'; expected a JSON object"):
+        read("code", broken)
+    with pytest.raises(LoadError, match=r"there is no file or folder 'none.jsonl' with questions"):
+        run(TasksConfig(data=("chat=none.jsonl",)))
     zipped = tmp_path / "z.jsonl.gz"
     zipped.write_bytes(gzip.compress(b'{"source": "a", "reference": "b"}\n'))
     assert read("code", zipped)[0].references == ("b",)

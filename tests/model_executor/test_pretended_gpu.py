@@ -22,6 +22,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "early exit": {"draft": "early-exit:2"},
     "on an evicted cache": {"draft": "self-evicted"},
     "merged": {"draft": "model:tales-draft+suffix"},
+    "on another GPU": {"draft": "model:tales-draft[device=cuda:1]"},
+    "on the CPU": {"draft": "model:tales-draft[device=cpu]"},
+    "on two other GPUs": {"draft": "model:tales-draft[device=cuda:1]+model:tales-draft[device=cuda:2]"},
     "retaining heads": {"draft": "none", "cache": "locret:tales-retaining", "kv_budget": 700},
     "queries observed": {"draft": "tales-draft", "cache": "snapkv", "kv_budget": 700},
     "attention observed": {"draft": "none", "cache": "h2o", "kv_budget": 700},
@@ -41,7 +44,9 @@ def params(temperature: float) -> SamplingParams:
     return SamplingParams(max_new_tokens=6, ignore_eos=True, gamma=3, temperature=temperature, seed=1)
 
 
-@pytest.mark.parametrize(("way", "temperature"), [*((way, 0.0) for way in WAYS), ("EAGLE head", 0.8)])
+@pytest.mark.parametrize(
+    ("way", "temperature"), [*((way, 0.0) for way in WAYS), ("EAGLE head", 0.8), ("on another GPU", 0.8)]
+)
 def test_everything_lies_where_it_is_needed(way: str, temperature: float) -> None:
     options = WAYS[way]
     expected = by_the_cpu(options.get("cache", "full"), options.get("kv_budget"), temperature)
@@ -59,6 +64,8 @@ def test_what_lies_apart_is_refused() -> None:
         there, here = torch.ones(3, device=PLACE), torch.ones(3)
         with pytest.raises(RuntimeError, match="same device"):
             there + here
+        with pytest.raises(RuntimeError, match=r"found \['cuda:0', 'cuda:1'\]"):
+            there + there.to("cuda:1")
         with pytest.raises(RuntimeError, match="not supported"):
             there.numpy()
         there[1:] = here[:2] * 2

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,10 +21,11 @@ from sakiyomi import InputError, LoadError, UnsupportedError, embedded
 from sakiyomi.cache.policies.retaining.formats import read_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
+from sakiyomi.train import long_tasks
 from sakiyomi.train.answered import Answered, TaskRows, joined, read_answered
 from sakiyomi.train.config import RetainingConfig
 from sakiyomi.train.heads_loss import HeadsLoss, heads_loss, overlap
-from sakiyomi.train.long_tasks import Example
+from sakiyomi.train.long_tasks import Example, read_filler
 from sakiyomi.train.operations import LLAMA_8B, Shape, operations, paper_run, shape_of
 from sakiyomi.train.retaining import train_retaining
 from sakiyomi.train.retaining_labels import kv_heads_of
@@ -88,9 +87,17 @@ def test_from_end_to_end(query_aware: bool, tmp_path: Path) -> None:
     assert 0.5 < summary["tokens"] / (60 * 192) <= 1.0
 
 
-def test_another_architecture_and_precision(tmp_path: Path) -> None:
+def test_another_architecture_and_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, note = set[torch.dtype](), HeadsLoss._note
+
+    def noting(self: HeadsLoss, layer: int, qkv: torch.Tensor) -> None:
+        seen.add(qkv.dtype)
+        note(self, layer, qkv)
+
+    monkeypatch.setattr(HeadsLoss, "_note", noting)
     config = retaining_config(tmp_path, tiny_gpt2(tmp_path), precision="no", queries="writing", labels="chances")
     summary = train_retaining(config)
+    assert seen == {torch.float32}  # the target's passes too
     found = read_heads(Path(summary["model"]))
     assert found.heads.shape == RetainingShape((96, 96), (2, 2), 16, "gelu_new")
     assert (found.recipe["labels"], found.recipe["queries"]) == ("chances", "writing")
@@ -427,9 +434,7 @@ class Echo:
 
 
 def test_tasks_are_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("sakiyomi.train.long_tasks")
-    module.TASKS = {"echo": Echo()}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sakiyomi.train.long_tasks", module)
+    monkeypatch.setitem(long_tasks.TASKS, "echo", Echo())  # type: ignore[arg-type]
     target = tiny_target(tmp_path)
     summary = train_retaining(retaining_config(tmp_path, target, tasks="echo@2", query_aware=True))
     assert summary["held_out"].keys() == {"questions", "echo"}
@@ -439,7 +444,7 @@ def test_tasks_are_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     alone = train_retaining(retaining_config(tmp_path, target, tasks="echo", **more))
     assert alone["held_out"].keys() == {"echo"}
     assert "## Data\n\n- task `echo`" in (Path(alone["model"]) / "README.md").read_text(encoding="utf-8")
-    for tasks, words in (("echo,passkey", "no task is called 'passkey'"), ("echo@x", "two numbers")):
+    for tasks, words in (("echo,nonesuch", "there is no task 'nonesuch'"), ("echo@x", "two numbers")):
         with pytest.raises(InputError, match=words):
             train_retaining(retaining_config(tmp_path, target, tasks=tasks, out=str(tmp_path / "more")))
     with pytest.raises(InputError, match="length is 21"):
@@ -457,6 +462,19 @@ def test_a_text_is_asked_several_questions() -> None:
         assert text.count("Question:") == (0 if name == "passkey" else 7) and "Question:" not in one
         assert text.endswith('"' if quoted else ".") and one.endswith('"' if quoted else ".")
         assert len(several.prompt) + len(several.answer) <= 900
+
+
+def test_tasks_hide_what_they_ask_for_in_a_text_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "tales.txt").write_text("A whale swam home. The moon looked on.", encoding="utf-8")
+    filler = read_filler([tmp_path / "tales.txt"])
+    tokenizer = hf.AutoTokenizer.from_pretrained(embedded("retriever"))
+    row = TaskRows("kv", tokenizer, False, filler=filler).make(np.random.default_rng(0), 600)
+    text = tokenizer.decode(row.prompt)
+    assert "A whale swam home." in text and "The bread was still warm." not in text
+    with pytest.raises(InputError, match="'words' has no text around what it asks for"):
+        TaskRows("words", tokenizer, False, filler=filler)
+    with pytest.raises(InputError, match=r"filler is .* its default without --tasks"):
+        retaining_config(tmp_path, "tales", filler="tales.txt")
 
 
 # ---------------------------------------------------------------- refusals

@@ -43,6 +43,7 @@ class KVStore:
             dropped or quantized so far; None without limits.
         packed: where quantized columns lie; None: none ever are.
         slots, room: of the tensors; room in columns of the largest heads.
+        moved: the tensors are new ones of which nobody was told yet; the next ``reserve`` tells it.
         gather: moves the rows that ``commit`` keeps, where a kernel does it in one call; set by whoever is told of new
             tensors.
     """
@@ -60,7 +61,7 @@ class KVStore:
         self._absent = [0] * most  # dropped or quantized by every head
         self.room = self.slots = 0
         self._roomy = -1  # columns for which there is room in every slot, whatever else lies there
-        self.on_move, self._moved = on_move, False
+        self.on_move, self.moved = on_move, False
         self.gather: Callable[[int, int, Sequence[int]], None] | None = None
 
     # ------------------------------------------------------------ sizes
@@ -110,7 +111,7 @@ class KVStore:
             MemoryLimitError: the larger storage does not fit in the memory that is left; nothing has changed then.
             InputError: the cache never holds so many at once.
         """
-        if slot < self.slots and columns <= self._roomy and not self._moved:
+        if slot < self.slots and columns <= self._roomy and not self.moved:
             return
         most, present = self.sizing.most, columns - self._absent[slot]
         if most is not None and present > most:
@@ -121,11 +122,11 @@ class KVStore:
         packed = self.sizing.packed_columns(columns - self._least[slot])
         if not self.sizing.holds(self.size, slot + 1, present, packed):
             self._grow(self.sizing.grown(self.size, slot + 1, present, packed))
-        if self._moved:
+        if self.moved:
             # Before any pass, and again if Ctrl-C came in the middle: half of the pointers would be to freed memory.
             if self.on_move is not None:
                 self.on_move(self)
-            self._moved = False
+            self.moved = False
 
     def check(self, requests: int, columns: int) -> None:
         """Refuse what would not fit, without allocating anything; arguments and errors as of ``needs``."""
@@ -160,7 +161,7 @@ class KVStore:
         if self.packed is not None and packed_columns is not None:
             self.packed.take(packed_columns, slots, packed)
         self.keys, self.values, self.starts = keys, values, list(map(_starts, rooms))
-        self.slots, self.room, self._moved = slots, room, True
+        self.slots, self.room, self.moved = slots, room, True
         self._roomy = room - self.sizing.spare if self.sizing.limits is None and self.packed is None else -1
         self.gather = None  # it knows the former tensors
 
@@ -169,11 +170,11 @@ class KVStore:
         if self.packed is None:
             self.keys, self.values, self.starts = [], [], []
             self.slots = self.room = 0
-            self._roomy, self._moved, self.gather = -1, True, None
+            self._roomy, self.moved, self.gather = -1, True, None
 
     def renew(self) -> None:
         """Have whoever keeps pointers renew them before the next pass."""
-        self._moved = True
+        self.moved = True
 
     # ------------------------------------------------------------ one slot
 

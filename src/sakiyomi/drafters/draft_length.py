@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.theory import marginal_gamma
@@ -122,8 +122,7 @@ class TokenValue:
         return best
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """What to ask a drafter for.
 
     Attributes:
@@ -372,9 +371,8 @@ class Throughput:
 
     def add(self, tokens: float, seconds: float) -> None:
         """A round committed so many tokens in so many seconds."""
-        self.fade(0.92)
-        self._tokens += tokens
-        self._seconds += seconds
+        self._tokens = 0.92 * self._tokens + tokens
+        self._seconds = 0.92 * self._seconds + seconds
         self.rounds += 1
 
     def fade(self, share: float) -> None:

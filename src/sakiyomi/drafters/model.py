@@ -13,19 +13,19 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.parallel_reader import ParallelReader
-from sakiyomi.drafters.tree_reader import LevelDrafter
+from sakiyomi.drafters.tree_reader import LevelDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["ModelDrafter"]
+__all__ = ["ModelDrafter", "Seat"]
 
 LONG = 64  # more missing tokens than these are read like a prompt: in chunks, without logits of every row
 CHUNK = 512
 
 
 @dataclass(eq=False, slots=True)
-class _Seat:
+class Seat:
     """A request's slot in the draft model's cache.
 
     Attributes:
@@ -64,13 +64,13 @@ class ModelDrafter(LevelDrafter):
         self.name = name
         self._vocab_size = vocab_size
         self._knows_all = model.vocab_size >= vocab_size  # the target's vocabulary may be padded further
-        self._seats: dict[int, _Seat] = {}
+        self._seats: dict[int, Seat] = {}
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter.inherit``: the request takes over the slot with the tokens that it holds."""
-        seat: _Seat | None = earlier.memory.pop(self.name, None)
+        seat: Seat | None = earlier.memory.pop(self.name, None)
         if seat is not None:
-            self._sit(context, _Seat(seat.slot, seat.held, self._sampler(context), source=context.source))
+            self._sit(context, Seat(seat.slot, seat.held, self._sampler(context), source=context.source))
 
     def end(self, context: Context) -> None:
         """Free the request's slot."""
@@ -81,16 +81,16 @@ class ModelDrafter(LevelDrafter):
 
     def rewind(self, context: Context, length: int) -> None:
         """Declare that tokens from this position on may have changed since the last proposal; else they only grow."""
-        seat: _Seat | None = context.memory.get(self.name)
+        seat: Seat | None = context.memory.get(self.name)
         if seat is not None:
             seat.sure = max(0, min(seat.sure, length, len(context.tokens) - 1))
 
     def move(self, source: Context, destination: Context, length: int) -> None:
         """Give a request's slot to another context, whose first ``length`` tokens are the same."""
-        seat: _Seat | None = source.memory.pop(self.name, None)
+        seat: Seat | None = source.memory.pop(self.name, None)
         if seat is not None:
             sampler = self._sampler(destination)
-            self._sit(destination, _Seat(seat.slot, seat.held, sampler, seat.sure, source=destination.source))
+            self._sit(destination, Seat(seat.slot, seat.held, sampler, seat.sure, source=destination.source))
             self.rewind(destination, length)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
@@ -99,15 +99,35 @@ class ModelDrafter(LevelDrafter):
         self._follow([context for context in contexts if len(context.tokens) < self.model.max_context])
         return super().propose(contexts, gammas)
 
+    @property
+    def chains(self) -> bool:
+        """Whether the kernels may grow its chains from round to round: a token is guessed in each pass, of any text."""
+        return self._knows_all and type(self.reader) is TreeReader
+
+    def seats(self, contexts: Sequence[Context]) -> list[Seat | None]:
+        """The requests' slots with all that the draft model can read of their texts but a few tokens; None for those
+        where it proposes nothing in this round.
+        """
+        able = [context for context in contexts if len(context.tokens) < self.model.max_context]
+        self._follow(able)
+        found = (context.memory.get(self.name) if context in able else None for context in contexts)
+        return [seat if seat is not None and seat.ready else None for seat in found]
+
+    def chain(self, context: Context, seat: Seat) -> DraftTreeState:
+        """A chain that has no token yet, as deep as it may be."""
+        state = self.reader.begin(context, seat.sampler, self.name, self.model.max_context, seat.slot, len(seat.held))
+        assert state is not None
+        return state
+
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
-        seat: _Seat | None = context.memory.get(self.name)
+        seat: Seat | None = context.memory.get(self.name)
         if seat is None or not seat.ready:
             return None
         return self.reader.begin(context, seat.sampler, self.name, gamma, seat.slot, len(seat.held))
 
     def _done(self, state: DraftTreeState) -> None:
         if state.candidates.levels:
-            seat: _Seat = state.context.memory[self.name]
+            seat: Seat = state.context.memory[self.name]
             seat.held.extend(state.context.tokens[len(seat.held) :])
             seat.tree = state
 
@@ -122,8 +142,8 @@ class ModelDrafter(LevelDrafter):
         New prompts share their passes: a pass for each of them would keep all other requests waiting.
         """
         before = self.model.forward_seconds
-        here: list[tuple[Context, _Seat]] = []
-        behind: list[tuple[_Seat, list[int]]] = []
+        here: list[tuple[Context, Seat]] = []
+        behind: list[tuple[Seat, list[int]]] = []
         for context in contexts:
             seat = self._seat(context)
             if not seat.held and not self._reserve(seat, 1):  # reads the source, which counts as prefill
@@ -147,11 +167,11 @@ class ModelDrafter(LevelDrafter):
             missing = context.tokens[len(seat.held) :]
             seat.ready = len(missing) <= LONG and self._knows(missing)
 
-    def _seat(self, context: Context) -> _Seat:
+    def _seat(self, context: Context) -> Seat:
         """The request's slot, rolled back to the tokens that were accepted."""
-        seat: _Seat | None = context.memory.get(self.name)
+        seat: Seat | None = context.memory.get(self.name)
         if seat is None:
-            seat = _Seat(self.model.cache.take(), [], self._sampler(context), source=context.source)
+            seat = Seat(self.model.cache.take(), [], self._sampler(context), source=context.source)
             self._sit(context, seat)
             if context.shares and context.source is None:
                 self._copy(seat, context.tokens[:-1])  # the logits of the last one are wanted
@@ -167,10 +187,10 @@ class ModelDrafter(LevelDrafter):
         seat.sure, seat.tree, seat.ready = right, None, False
         return seat
 
-    def _sit(self, context: Context, seat: _Seat) -> None:
+    def _sit(self, context: Context, seat: Seat) -> None:
         self._seats[seat.slot] = context.memory[self.name] = seat
 
-    def _copy(self, seat: _Seat, tokens: list[int]) -> None:
+    def _copy(self, seat: Seat, tokens: list[int]) -> None:
         """Copy what another request's slot holds of a new one's tokens."""
         count, other = max((alike(other.held, tokens), slot) for slot, other in self._seats.items())
         count = self.model.cache.resumable(other, count)
@@ -181,7 +201,7 @@ class ModelDrafter(LevelDrafter):
                 return
             seat.held, seat.sure = tokens[:count], count
 
-    def _keep(self, seat: _Seat, state: DraftTreeState, tokens: Sequence[int]) -> None:
+    def _keep(self, seat: Seat, state: DraftTreeState, tokens: Sequence[int]) -> None:
         """Keep the rows of the accepted path, and learn from what the target chose at every node of it."""
         first = len(seat.held)
         path = state.learn(tokens)
@@ -192,7 +212,7 @@ class ModelDrafter(LevelDrafter):
         """Whether the draft model has these tokens."""
         return self._knows_all or max(tokens) < self.model.vocab_size
 
-    def _reserve(self, seat: _Seat, columns: int) -> bool:
+    def _reserve(self, seat: Seat, columns: int) -> bool:
         """Make room for more tokens; False, and nothing is drafted, if there is no memory for them or the source."""
         if not self.model.takes(seat.source):
             return False

@@ -21,7 +21,7 @@ from sakiyomi.kernels.build import loaded
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.probs import NOTHING_LEFT
 
-__all__ = ["NativeTrees"]
+__all__ = ["NativeTrees", "pack_ask"]
 
 _ASK = struct.Struct("=11q9d2Q4q")  # Ask in growth.h
 _RULES = {"greedy": 0, "coupled": 1}  # else 2 where candidates are drawn, and 3
@@ -88,7 +88,7 @@ class NativeTrees:
             self._native = native
         tokens: list[int] = []
         tables = [self._table(i, state.candidates.depth) if state.drawn else None for i, state in enumerate(states)]
-        asks = [self._ask(*each, tokens) for each in zip(states, rooms, tables, strict=True)]
+        asks = [pack_ask(*each, tokens) for each in zip(states, rooms, tables, strict=True)]
         seconds = self._seconds(widest, besides) if weighed else None
         given = len(tokens), struct.pack(f"={len(tokens)}q", *tokens)
         size = kernels.sk_plant(self._forest, len(states), b"".join(asks), *given, seconds)
@@ -109,7 +109,7 @@ class NativeTrees:
 
     def _begin(self, session: int, sizes: Sequence[int], kernels: ctypes.CDLL) -> None:
         self._free()
-        places = [buffer.ctypes.data for buffer in self._model.pass_buffers(sizes)]
+        places = [self._model.replayed(size)[1].data_ptr() for size in sizes]
         known = (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_void_p * len(sizes))(*places)
         self._forest = kernels.sk_forest(session, self._model.vocab_size, self._width, len(sizes), *known)
         self._kernels = kernels
@@ -131,24 +131,6 @@ class NativeTrees:
         if len(self._tables[index]) < depth:
             self._tables[index] = torch.empty(depth, self._width)
         return self._tables[index]
-
-    def _ask(self, state: DraftTreeState, room: int, table: Tensor | None, tokens: list[int]) -> bytes:
-        """What is asked of one tree, as the kernels take it; the tokens that it names join those of the others."""
-        context, params, candidates, worth = state.context, state.sampler.params, state.candidates, state.worth
-        named, missing, stops = len(tokens), context.tokens[state.held :], context.stop_ids
-        tokens += missing
-        tokens += stops
-        chain = type(state.builder) is Chain
-        price, rate = (worth.price(candidates.nodes), worth.rate) if worth is not None else (0.0, 0.0)
-        noise, confidence = context.noise, state.confidence
-        stream, probs = (noise.fork(state.name).counter, table.data_ptr()) if table is not None else (0, 0)
-        return _ASK.pack(
-            *(state.slot, state.held, state.first, room, candidates.depth, candidates.nodes),
-            *(1 if chain else state.candidate_count(-1), chain, _RULES.get(context.rule, 2 if state.drawn else 3)),
-            *(worth is not None, params.top_k, params.temperature, params.top_p, params.min_p, candidates.floor),
-            *(price, rate, FOLLOWED, confidence.sharpness, confidence.coverage, noise.state, stream),
-            *(len(missing), len(stops), named, probs),
-        )
 
     def _read(self, state: DraftTreeState, index: int, probs: Tensor | None, kernels: ctypes.CDLL) -> None:
         """A tree as it was grown, into its state."""
@@ -176,6 +158,32 @@ class NativeTrees:
             at, ends = at + 3 + count, ends + count
         if probs is not None:
             state.context.noise.fork(state.name).counter = stream % 2**64
+
+
+def pack_ask(state: DraftTreeState, room: int, table: Tensor | None, tokens: list[int]) -> bytes:
+    """What is asked of one tree, as the kernels take it.
+
+    Args:
+        state: without a level.
+        room: columns of its slot that may be in use.
+        table: for the distributions of a drawn chain; None: there is none, or they lie in the kernels.
+        tokens: those that it names join those of other trees.
+    """
+    context, params, candidates, worth = state.context, state.sampler.params, state.candidates, state.worth
+    named, missing, stops = len(tokens), context.tokens[state.held :], context.stop_ids
+    tokens += missing
+    tokens += stops
+    chain = type(state.builder) is Chain
+    price, rate = (worth.price(candidates.nodes), worth.rate) if worth is not None else (0.0, 0.0)
+    noise, confidence = context.noise, state.confidence
+    stream = noise.fork(state.name).counter if state.drawn else 0
+    return _ASK.pack(
+        *(state.slot, state.held, state.first, room, candidates.depth, candidates.nodes),
+        *(1 if chain else state.candidate_count(-1), chain, _RULES.get(context.rule, 2 if state.drawn else 3)),
+        *(worth is not None, params.top_k, params.temperature, params.top_p, params.min_p, candidates.floor),
+        *(price, rate, FOLLOWED, confidence.sharpness, confidence.coverage, noise.state, stream),
+        *(len(missing), len(stops), named, 0 if table is None else table.data_ptr()),
+    )
 
 
 def _fits(state: DraftTreeState) -> bool:

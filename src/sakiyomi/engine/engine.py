@@ -23,6 +23,7 @@ from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.engine.batch import Batch, make_room, score_alone
 from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
+from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.prefill import Prefill
 from sakiyomi.engine.request import Request, RetainedSlot
 from sakiyomi.engine.request_factory import RequestFactory, SubmitOptions
@@ -83,6 +84,7 @@ class Engine:
         self._slots = SlotManager(target, drafter, chunk_size, exact)
         self._lock = threading.RLock()
         self._speculation = SpeculationController(target, drafter, exact=exact, strict=strict)
+        self._native = NativeRounds(target, drafter, self._speculation)
         self._requests = RequestFactory(
             inputs or TextInputProcessor(tokenizer, target.vocab_size, max_context),
             self._speculation.verifier,
@@ -158,8 +160,8 @@ class Engine:
             govern_threads()
             self.settle()
             steps = self._admit()
-
-            chunk = self._prefill.next_chunk(self._running, steps)
+            reading = any(r.cached < r.prompt_tokens for r in self._running)
+            chunk = self._prefill.next_chunk(self._running, steps) if reading else Batch()
             if chunk.requests:
                 began, last = self.target.forward_seconds, not self._prefill.needs_all_rows(chunk)
                 try:
@@ -169,22 +171,16 @@ class Engine:
                 complete, output = self._prefill.take(chunk, output, self._running, steps, began, whole=not last)
                 steps += self._decide(complete, output)
 
-            fresh = {step.request for step in steps}
-            requests = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
+            going = [r for r in self._running if r.finish_reason is None and r.error is None]
+            requests = [r for r in going if r.cached >= r.prompt_tokens] if reading else going
+            if steps:
+                fresh = {step.request for step in steps}
+                requests = [r for r in requests if r.id not in fresh]
             if requests:
                 clock = RoundClock(self.target)
-                drafted = self._speculation.propose(requests)  # draft
-                batch = Batch.of_drafts(requests, drafted.drafts)
-                steps += make_room(batch, self.target.cache, self._speculation.check)
-                try:
-                    output = self.target.score(batch.rows)  # score
-                except Exception as error:
-                    output = score_alone(self.target, batch, error, steps)
-                clock.scored(batch, drafted)
-                lengths = [len(request.tokens) for request in batch.requests]
-                steps += self._decide(batch, output)  # verify, commit
-                kept = [len(r.tokens) - n - 1 for r, n in zip(batch.requests, lengths, strict=True)]
-                self._speculation.observe(batch, drafted, kept, clock)
+                depths = self._speculation.depths(requests)
+                native = self._native.run(requests, depths, clock)
+                steps += self._round(requests, depths, clock) if native is None else native
 
             self._retire()
             return steps
@@ -214,7 +210,7 @@ class Engine:
             found = self.find(request)
             if found is not None:
                 (self._running if found in self._running else self._waiting).remove(found)
-                self._speculation.forget(request)
+                self._native.end(request)
                 self._slots.free(found)
                 if not found.over:
                     found.fail(RemovedError(f"request {request} was removed before its end"))
@@ -256,6 +252,23 @@ class Engine:
                 self._settle()
 
     # ------------------------------------------------------------ one round
+
+    def _round(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> list[Step]:
+        """Draft, score, verify, commit; see ``NativeRounds`` for those that the kernels run."""
+        drafted = self._speculation.propose(requests, depths)  # draft
+        batch = Batch.of_drafts(requests, drafted.drafts)
+        steps = make_room(batch, self.target.cache, self._speculation.check)
+        try:
+            output = self.target.score(batch.rows)  # score
+        except Exception as error:
+            output = score_alone(self.target, batch, error, steps)
+        clock.scored(batch.requests, drafted)
+        lengths = [len(request.tokens) for request in batch.requests]
+        steps += self._decide(batch, output)  # verify, commit
+        kept = [len(r.tokens) - n - 1 for r, n in zip(batch.requests, lengths, strict=True)]
+        depths, rows = [draft.tree.depth for draft in batch.drafts], sum([len(rows.tokens) for rows in batch.rows])
+        self._speculation.observe(batch.requests, depths, kept, rows, drafted, clock)
+        return steps
 
     def _decide(self, batch: Batch, output: PassOutput) -> list[Step]:
         """Verify each request's draft and commit what was accepted; an error of its own options ends a request alone.
@@ -322,7 +335,7 @@ class Engine:
 
     def _retire(self) -> None:
         """Free the slots of requests that are over."""
-        for request in [r for r in self._running if r.over]:
+        for request in [r for r in self._running if r.finish_reason is not None or r.error is not None]:
             self._running.remove(request)
-            self._speculation.forget(request.id)
+            self._native.end(request.id)
             self._slots.free(request)

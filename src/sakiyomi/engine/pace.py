@@ -27,12 +27,13 @@ class Pace:
     Attributes:
         drafted: tokens a second of a request in rounds with drafts.
         plain: seconds of a round without; 0: none was measured.
+        last: seconds of the last round.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
         self._alone = alone
         self.drafted = Throughput()
-        self.plain = 0.0
+        self.plain = self.last = 0.0
         self._enough = SETTLED  # rounds with drafts, until the next comparison
         self._since = 0  # rounds with drafts since the last plain one
         self._left, self._rest = 0, REST

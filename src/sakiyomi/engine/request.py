@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -17,14 +17,14 @@ from sakiyomi.cache.prefix import Prefix, alike
 from sakiyomi.core.errors import DivergedError
 from sakiyomi.core.outputs import FinishReason, Generation, PromptToken, RoundTrace, Stats, Status, Step, TokenTrace
 from sakiyomi.core.text import TextStream
-from sakiyomi.core.tree import Draft, Draw, Verdict
+from sakiyomi.core.tree import Draft, Draw, Verdict, VerdictKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_length import DraftLengthPolicy
 from sakiyomi.sampling.rows import as_row
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows, Verifier
 
-__all__ = ["GIVEN", "Request", "RequestOptions", "RetainedSlot"]
+__all__ = ["GIVEN", "ChainVerdict", "Request", "RequestOptions", "RetainedSlot"]
 
 GIVEN = "given"  # the source of tokens that were not drafted, but begun with
 SCORED_TOGETHER = 64  # rows of a prompt: each takes the vocabulary's size several times
@@ -78,6 +78,30 @@ class RequestOptions(TypedDict, total=False):
     outbox: deque[Step] | None
     place: RetainedSlot | None
     states: list[Tensor] | None
+
+
+class ChainVerdict(NamedTuple):
+    """What a round of a chain brought, as the kernels have left it.
+
+    Attributes:
+        tokens: the accepted ones, and the target's own.
+        used: so many of them count.
+        reason: why the text ends there; None: it goes on.
+        nodes, accepted, refused: of the chain.
+        kind: of the target's own token.
+        chances: what the target gave the tokens.
+        probs: what the draft gave the accepted ones.
+    """
+
+    tokens: list[int]
+    used: int
+    reason: FinishReason | None
+    nodes: int
+    accepted: int
+    refused: int
+    kind: VerdictKind
+    chances: list[float]
+    probs: list[float]
 
 
 @dataclass(eq=False)
@@ -213,19 +237,41 @@ class Request:
             entries = [TokenTrace(token, GIVEN, lossy=not self.verifier.lossless) for token in tokens]
             self.stats.tokens += used
         else:
-            self._count(draft, verdict, used)
+            self._count(len(draft.tree.tokens), len(verdict.path), len(verdict.refused), used)
         if self.keep_logits:  # copies: the next pass may write to the same place
             self.logits.extend(rows.raw[place].to(torch.float32, copy=True) for place in places)
-        self.tokens.extend(tokens)
-        self.trace.extend(entries)
         if self.rounds_trace and self.stats.rounds and not repeated:
             self.rounds.append(self._round(draft, verdict, rows))
+        return self._take(tokens, entries, text, reason)
+
+    def commit_chain(self, chain: ChainVerdict, drafter: str) -> Step:
+        """The same of a round that the kernels have run, in which `drafter` proposed a chain."""
+        tokens, used, reason, text = chain.tokens, chain.used, chain.reason, ""
+        if self.live:
+            text, stopped = self.text.push(tokens[:used])
+            if stopped is not None:
+                used, reason = stopped, "stop"
+        accepted, probs, chances = chain.accepted, chain.probs, chain.chances
+        number = self.stats.rounds + 1
+        entries = [
+            TokenTrace(tokens[i], drafter, "accepted", number, chances[i], probs[i]) for i in range(min(accepted, used))
+        ]
+        if used > accepted:
+            entries.append(TokenTrace(tokens[accepted], "target", chain.kind, number, chances[accepted]))
+        self._count(chain.nodes, accepted, chain.refused, used)
+        return self._take(tokens[:used], entries, text, reason)
+
+    def _take(self, tokens: list[int], entries: list[TokenTrace], text: str, reason: FinishReason | None) -> Step:
+        """Append what a round has brought."""
+        self.context.tokens.extend(tokens)
+        self.trace.extend(entries)
         if reason is not None:
             if not self.live:
                 text = self.text.push(self.output)[0]
             text += self.text.finish()
             self.stats.seconds = time.perf_counter() - self.began
-        step = self._post(Step(text, tuple(tokens), tuple(entries), reason, self.id, self.stats if reason else None))
+        step = Step(text, tuple(tokens), tuple(entries), reason, self.context.id, self.stats if reason else None)
+        self._post(step)
         self.finish_reason = reason
         return step
 
@@ -265,7 +311,7 @@ class Request:
                 return used, "stop"
         return min(len(tokens), room), "length" if len(tokens) >= room else None
 
-    def _count(self, draft: Draft, verdict: Verdict, used: int) -> None:
+    def _count(self, drafted: int, accepted: int, refused: int, used: int) -> None:
         stats = self.stats
         stats.tokens += used
         stats.lossy += 0 if self.verifier.lossless else used
@@ -273,10 +319,10 @@ class Request:
             return  # the prefill's own token: no round
         stats.rounds += 1
         stats.committed += used
-        stats.drafted += len(draft.tree.tokens)
-        stats.accepted += min(len(verdict.path), used)  # a stop may lie within the path
-        stats.rejected += len(verdict.refused) if used > len(verdict.path) else 0  # behind the end nothing was judged
-        stats.hit_rounds += bool(verdict.path)
+        stats.drafted += drafted
+        stats.accepted += min(accepted, used)  # a stop may lie within the path
+        stats.rejected += refused if used > accepted else 0  # behind the end nothing was judged
+        stats.hit_rounds += accepted > 0
 
     def _entries(
         self, draft: Draft, verdict: Verdict, rows: Rows, places: Sequence[int], tokens: Sequence[int]

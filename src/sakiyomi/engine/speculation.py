@@ -10,15 +10,14 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from sakiyomi.core.errors import DraftError, InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter, tell_states
-from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Size
-from sakiyomi.engine.batch import Batch
+from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs
 from sakiyomi.engine.pace import Pace
 from sakiyomi.engine.request import GIVEN, Request
 from sakiyomi.model_executor.features import HEAD, PassOutput
@@ -28,10 +27,10 @@ from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 __all__ = ["DraftBatch", "RoundClock", "SpeculationController"]
 
 logger = logging.getLogger("sakiyomi")
+SUDDEN = 1.5  # a round that takes so much longer than the one before is looked at
 
 
-@dataclass(frozen=True, slots=True)
-class DraftBatch:
+class DraftBatch(NamedTuple):
     """What a round drafted, and what that took.
 
     Attributes:
@@ -61,18 +60,21 @@ class RoundClock:
         scoring: seconds inside the target's forward.
     """
 
+    __slots__ = ("_before", "_began", "_target", "scoring")
+
     def __init__(self, target: ModelRunner) -> None:
         self._target = target
         self._began, self._before = time.perf_counter(), target.forward_seconds
         self.scoring = 0.0
 
-    def scored(self, batch: Batch, drafted: DraftBatch) -> None:
+    def scored(self, requests: Sequence[Request], drafted: DraftBatch) -> None:
         """The drafts are scored: count what that took for each request."""
-        self.scoring = self._target.forward_seconds - self._before
-        for request in batch.requests:
-            request.stats.prefill_seconds += drafted.catching_up
-            request.stats.draft_seconds += drafted.seconds
-            request.stats.score_seconds += self.scoring
+        self.scoring = scoring = self._target.forward_seconds - self._before
+        for request in requests:
+            stats = request.stats
+            stats.prefill_seconds += drafted.catching_up
+            stats.draft_seconds += drafted.seconds
+            stats.score_seconds += scoring
 
     def seconds(self, drafted: DraftBatch) -> float:
         """Of the round up to now, without what drafters spent on prompts."""
@@ -124,17 +126,46 @@ class SpeculationController:
         kind = self.drafter.kind_for(params)
         return choose_verifier(params, kind, branches=self.drafter.prefers_coupled and kind != "chain")
 
-    def propose(self, requests: Sequence[Request]) -> DraftBatch:
-        """Drafts for a round: nothing where there is no drafter, where it does not pay, or at a request's end.
+    def depths(self, requests: Sequence[Request]) -> list[int]:
+        """How far to draft in a round: 0 where there is no drafter, where it does not pay, or at a request's end."""
+        drafter = self.drafter
+        if drafter is None:
+            return [0] * len(requests)
+        asking = [request for request in requests if not (request.context.given and request.repeats)]
+        if self._pace(len(asking)).undrafted and all(request.policy.adapts for request in asking):
+            return [0] * len(requests)
+        known: list[Costs] = []  # the same for all of a round, and not always asked for
 
-        What a request was given of its text is its draft, as long as there is some.
+        def costs() -> Costs:
+            if not known:
+                known.append(self._costs(len(asking)))
+            return known[0]
+
+        depths = []
+        for request in requests:
+            context, depth = request.context, 0
+            room = _room(request)
+            if room > 0 and context.id not in self._without and not (context.given and request.repeats):
+                depth, nodes, worth = request.policy.next(costs)
+                if depth:
+                    assert request.slot is not None
+                    context.slot, context.nodes, context.worth = request.slot, nodes, worth
+            depths.append(min(depth, room) if depth else 0)
+        return depths
+
+    def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftBatch:
+        """Drafts for a round.
+
+        Args:
+            requests: of the round.
+            depths: see ``depths``. What a request was given of its text is its draft, as long as there is some.
         """
+        drafted = self._draft(requests, depths)
         if not any(request.repeats for request in requests):
-            return self._draft(requests)
-        drafted = self._draft([request for request in requests if not request.repeats])
-        own = iter(drafted.drafts)
-        drafts = [self._given(request) if request.repeats else next(own) for request in requests]
-        return replace(drafted, drafts=drafts, repeats=True)
+            return drafted
+        found = zip(requests, drafted.drafts, strict=True)
+        drafts = [self._given(request) if request.repeats else draft for request, draft in found]
+        return drafted._replace(drafts=drafts, repeats=True)
 
     def _given(self, request: Request) -> Draft:
         """What comes next of what a request was given, no more than a pass that was tested has rows for."""
@@ -142,16 +173,16 @@ class SpeculationController:
         most = max(0, min(_room(request), self.target.sizes[-1] - 1))
         return Draft.chain(request.context.given[begun : begun + most], GIVEN)
 
-    def _draft(self, requests: Sequence[Request]) -> DraftBatch:
+    def _draft(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftBatch:
         """What the drafter proposes."""
         drafter = self.drafter
-        if drafter is None:
+        if drafter is None or not any(depths):
             return DraftBatch([Draft.empty()] * len(requests))
         seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
-        drafts, asked = self._propose(drafter, requests)
-        catching_up = drafter.prefill_seconds - catching_up
+        drafts = self._propose(drafter, requests, depths)
         passes = drafter.passes - passes or max((draft.tree.depth for draft in drafts), default=0)
-        return DraftBatch(drafts, drafter.forward_seconds - seconds - catching_up, catching_up, passes, asked)
+        catching_up = drafter.prefill_seconds - catching_up
+        return DraftBatch(drafts, drafter.forward_seconds - seconds - catching_up, catching_up, passes, asked=True)
 
     def check(self, request: Request) -> None:
         """Where drafts are strict, raise what the drafter did wrong for this request.
@@ -192,28 +223,40 @@ class SpeculationController:
         self._without.discard(request)
         self._faults.pop(request, None)
 
-    def observe(self, batch: Batch, drafted: DraftBatch, kept: Sequence[int], clock: RoundClock) -> None:
+    def observe(
+        self,
+        requests: Sequence[Request],
+        depths: Sequence[int],
+        kept: Sequence[int],
+        rows: int,
+        drafted: DraftBatch,
+        clock: RoundClock,
+    ) -> None:
         """Learn from a round: each request's policy, and the running means of a draft step and of the bookkeeping.
 
         Args:
-            batch: requests that had the round.
-            drafted: what was proposed.
+            requests: that had the round.
+            depths: of their drafts.
             kept: draft tokens that each of them took.
+            rows: of the target's pass.
+            drafted: what was proposed.
             clock: of the round.
         """
         if not kept or drafted.repeats:
             return
         seconds = clock.seconds(drafted)
         overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
-        known = self.target.known_seconds(sum([len(rows.tokens) for rows in batch.rows]))
-        if known is not None:  # the first pass of its size, or other work, is no cost of speculation
-            seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
         pace = self._pace(len(kept))
+        if seconds > SUDDEN * pace.last:
+            known = self.target.known_seconds(rows)
+            if known is not None:  # the first pass of its size, or other work, is no cost of speculation
+                seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
+        pace.last = seconds
         if not drafted.asked:
             pace.add_plain(seconds)
             return
-        for request, draft, accepted in zip(batch.requests, batch.drafts, kept, strict=True):
-            request.policy.observe(draft.tree.depth, accepted, seconds)
+        for request, depth, accepted in zip(requests, depths, kept, strict=True):
+            request.policy.observe(depth, accepted, seconds)
         pace.add_drafted(1 + sum(kept) / len(kept), seconds)
         if drafted.passes:
             self._step = running_mean(self._step or None, drafted.seconds / drafted.passes)
@@ -221,29 +264,9 @@ class SpeculationController:
 
     # ------------------------------------------------------------ one round
 
-    def _propose(self, drafter: Drafter, requests: Sequence[Request]) -> tuple[list[Draft], bool]:
-        """Drafts, and whether the drafter was asked for any."""
+    def _propose(self, drafter: Drafter, requests: Sequence[Request], depths: Sequence[int]) -> list[Draft]:
         drafts = [Draft.empty()] * len(requests)
-        if self._pace(len(requests)).undrafted and all(request.policy.adapts for request in requests):
-            return drafts, False
-        known: list[Costs] = []  # the same for all of a round, and not always asked for
-
-        def costs() -> Costs:
-            if not known:
-                known.append(self._costs(len(requests)))
-            return known[0]
-
-        wanted: list[tuple[int, int]] = []
-        for i, request in enumerate(requests):
-            room = _room(request)
-            size = request.policy.next(costs) if room > 0 and request.id not in self._without else Size(0, 0)
-            if size.depth:
-                assert request.slot is not None
-                request.context.slot = request.slot
-                request.context.nodes, request.context.worth = size.nodes, size.worth
-                wanted.append((i, min(size.depth, room)))
-        if not wanted:
-            return drafts, False
+        wanted = [(i, depth) for i, depth in enumerate(depths) if depth]
         try:
             proposed = drafter.propose([requests[i].context for i, _ in wanted], [gamma for _, gamma in wanted])
             if len(proposed) != len(wanted):
@@ -251,13 +274,13 @@ class SpeculationController:
         except Exception as error:
             for i, _ in wanted:
                 self._leave_out(drafter, requests[i], error)
-            return drafts, True
+            return drafts
         for (i, _), draft in zip(wanted, proposed, strict=True):
             try:
                 drafts[i] = self._checked(draft, requests[i])
             except Exception as error:
                 self._leave_out(drafter, requests[i], error)
-        return drafts, True
+        return drafts
 
     def _costs(self, batch: int) -> Costs:
         score = functools.cache(self.target.pass_seconds)

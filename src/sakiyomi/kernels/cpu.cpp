@@ -32,6 +32,7 @@
 #include "norms.h"
 #include "prompt.h"
 #include "recurrent.h"
+#include "round.h"
 #include "row.h"
 #include "selftest.h"
 #include "torch.h"

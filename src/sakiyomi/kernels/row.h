@@ -355,20 +355,30 @@ inline int64_t draw(const float* weights, int64_t n, double uniform, const int64
 
 // max(p - q, 0), normalised, into `out`; its sum before that. Below `least` nothing is normalised.
 inline float residual(const float* p, const float* q, int64_t n, float least, float* out) {
-  const int64_t whole = n / 64 * 64;
-  f16v sums[4] = {};
-  for (int64_t i = 0; i < whole; i += 64)
-    for (int u = 0; u < 4; ++u) {
-      f16v left = load16(p + i + 16 * u) - load16(q + i + 16 * u);
-      left = chosen(left > f16v{}, left, f16v{});
-      sums[u] += left;
-      store16(out + i + 16 * u, left);
+  const int64_t count = (n + stretch - 1) / stretch;
+  std::vector<float> masses(count);
+  parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) {
+      const int64_t first = s * stretch, last = std::min(n, first + stretch), whole = first + (last - first) / 64 * 64;
+      f16v sums[4] = {};
+      for (int64_t i = first; i < whole; i += 64)
+        UNROLL for (int u = 0; u < 4; ++u) {
+          const f16v left = larger(load16(p + i + 16 * u) - load16(q + i + 16 * u), f16v{});
+          sums[u] += left;
+          store16(out + i + 16 * u, left);
+        }
+      masses[s] = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+      for (int64_t i = whole; i < last; ++i) masses[s] += out[i] = std::max(p[i] - q[i], 0.0f);
     }
-  float mass = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  for (int64_t i = whole; i < n; ++i) mass += out[i] = std::max(p[i] - q[i], 0.0f);
+  });
+  float mass = 0;
+  for (float each : masses) mass += each;
   if (mass < least) return mass;
-  float scale = 1 / mass;
-  for (int64_t i = 0; i < n; ++i) out[i] *= scale;
+  const float scale = 1 / mass;
+  parallel_for(0, count, 4, [=](int64_t begin, int64_t end) {
+    float *at = out + begin * stretch, *const stop = out + std::min(n, end * stretch);
+    for (; at < stop; ++at) *at *= scale;
+  });
   return mass;
 }
 
@@ -379,7 +389,7 @@ inline float without(const float* row, int64_t n, int64_t token, float* out) {
   const int64_t whole = n / 64 * 64;
   f16v sums[4] = {};
   for (int64_t i = 0; i < whole; i += 64)
-    for (int u = 0; u < 4; ++u) sums[u] += load16(out + i + 16 * u);
+    UNROLL for (int u = 0; u < 4; ++u) sums[u] += load16(out + i + 16 * u);
   float mass = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
   for (int64_t i = whole; i < n; ++i) mass += out[i];
   if (!(mass > 0)) return mass;

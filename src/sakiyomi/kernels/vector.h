@@ -151,6 +151,8 @@ inline void in_groups(int64_t rows, F f, int64_t first = 0) {
 inline f16v larger(f16v a, f16v b) {
 #if defined(__AVX512F__)
   return (f16v)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return {(f16v::Half)_mm256_max_ps((__m256)a.lo, (__m256)b.lo), (f16v::Half)_mm256_max_ps((__m256)a.hi, (__m256)b.hi)};
 #else
   return chosen(a > b, a, b);
 #endif
@@ -224,10 +226,9 @@ inline f16v power16(f16v x) {
   x = larger(x, f16v{} - 200.0f);
   const f16v n = (f16v)_mm512_roundscale_ps((__m512)x, 0);
 #else
-  const f16v low = f16v{} - 125.0f, small = x;
-  x = chosen(x < low, low, x);
-  const i16v k = whole_of(x - 0.5f);  // truncation rounds to nearest
-  const f16v n = float_of(k);
+  const f16v small = x;
+  x = larger(x, f16v{} - 125.0f);
+  const f16v shifted = x + 0x1.8p23f, n = shifted - 0x1.8p23f;  // the nearest whole number, which is in the lowest bits of `shifted`
 #endif
   const f16v r = x - n;
   f16v y = f16v{} + 1.3264727123569017e-3f;
@@ -239,9 +240,7 @@ inline f16v power16(f16v x) {
 #if defined(__AVX512F__)
   return (f16v)_mm512_scalef_ps((__m512)y, (__m512)n);
 #else
-  const i16v bits = (k + 127) << 23;
-  y *= (f16v)bits;
-  return chosen(small < -124.0f, f16v{}, y);
+  return chosen(small < -124.0f, f16v{}, (f16v)((i16v)y + ((i16v)shifted << 23)));
 #endif
 }
 

@@ -233,7 +233,7 @@ struct Judge {
 };
 
 template <typename T>
-void verify(int64_t count, const Case* cases, const int64_t* numbers, const T* logits, int64_t n, int64_t* ints, double* doubles) {
+std::vector<Verdict> judge(int64_t count, const Case* cases, const int64_t* numbers, const T* logits, int64_t n) {
   std::vector<Verdict> all(count);
   parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     static thread_local Desk desk;
@@ -244,7 +244,12 @@ void verify(int64_t count, const Case* cases, const int64_t* numbers, const T* l
       all[i] = std::move(judge.found);
     }
   });
-  for (const Verdict& v : all) {
+  return all;
+}
+
+template <typename T>
+void verify(int64_t count, const Case* cases, const int64_t* numbers, const T* logits, int64_t n, int64_t* ints, double* doubles) {
+  for (const Verdict& v : judge(count, cases, numbers, logits, n)) {
     for (int64_t x : {int64_t(v.decided), v.token, int64_t(v.ending), int64_t(v.stream), int64_t(v.path.size()), int64_t(v.refused.size())}) *ints++ = x;
     ints = std::copy(v.refused.begin(), v.refused.end(), std::copy(v.path.begin(), v.path.end(), ints));
     doubles = std::copy(v.chances.begin(), v.chances.end(), doubles);

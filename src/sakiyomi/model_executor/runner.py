@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention import observe
-from sakiyomi.model_executor.attention.registry import AttentionBackend, PassResult
+from sakiyomi.model_executor.attention.registry import AttentionBackend, PassForward, PassResult
 from sakiyomi.model_executor.attention.torch import take_over
 from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
 from sakiyomi.model_executor.session import Session
@@ -92,7 +91,7 @@ class ModelRunner(Session):
         Returns:
             Logits of each row of the segments in order, or of each segment with `last`, and hidden states.
         """
-        if not last and self._describable() and (found := self._score_described(segments)) is not None:
+        if not last and self.describable() and (found := self._score_described(segments)) is not None:
             return found
         if self.exact and len(segments) > 1 and sum(len(segment.tokens) for segment in segments) > self.sizes[-1]:
             # Beyond the largest size a pass would have another number of rows, and round otherwise.
@@ -132,20 +131,14 @@ class ModelRunner(Session):
                 self.want(keep)
             observe.listen(self.eviction.observations, plan)
             began = time.perf_counter()
-            found = None
-            if self.recorder is not None and keep is None and prompts is None:
-                found = self.recorder.run(self.begin, plan, ids, positions)
-            replayed = found is not None
-            if found is None:
-                wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
-                ids, positions = ids.to(self.device), positions.to(self.device)
-                arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(size) | wanted
-                self.weights.capture.begin()
-                logits = self.module(input_ids=ids, position_ids=positions, **arguments).logits
-                found = logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            spent = time.perf_counter() - began
+            try:
+                found, replayed = self._forward(plan, ids, positions, keep)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+            finally:
+                spent = time.perf_counter() - began
+                take_over(None)
+                observe.listen(None, None)
             self.cache.begin(None)
             if keep is None:
                 self.clock.add(
@@ -157,6 +150,19 @@ class ModelRunner(Session):
             if not self._proven and plan.rows:
                 self._prove(prompts or self.backend)
             return self._output(found, plan.rows, keep)
+
+    def _forward(self, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None) -> tuple[PassResult, bool]:
+        """The pass that was begun, and whether it was replayed."""
+        if self.recorder is not None and keep is None and not (self._prompts is not None and plan.prompts):
+            found = self.recorder.run(self.begin, plan, ids, positions)
+            if found is not None:
+                return found, True
+        wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
+        ids, positions = ids.to(self.device), positions.to(self.device)
+        arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(ids.shape[1]) | wanted
+        self.weights.capture.begin()
+        logits = self.module(input_ids=ids, position_ids=positions, **arguments).logits
+        return (logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()), False
 
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
         """Without the rows that only filled the pass up."""
@@ -204,7 +210,7 @@ class ModelRunner(Session):
 
     # ------------------------------------------------------------ passes that the kernels describe
 
-    def _describable(self) -> bool:
+    def describable(self) -> bool:
         """Whether the kernels may describe passes by themselves: these are replayed, and nobody listens to them."""
         eviction = self.eviction
         return not (
@@ -231,16 +237,13 @@ class ModelRunner(Session):
                 return None
         size = self.sizes[bisect_left(self.sizes, rows)]
         assert self.recorder is not None
-        replay, buffer = self.recorder.ready.get(size), self._buffers.get(size)
-        if replay is None or buffer is None:
+        if size not in self.recorder.ready:
             return None
-        _, ids, positions = buffer
+        replay, ids, positions = self.replayed(size)
         table += (token for part in segments for token in part.tokens)
         for part in segments:
             table += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
         with self.lock, interpreted():
-            take_over(None)
-            observe.listen(None, None)
             packed = struct.pack(f"={len(table)}q", *table)
             self.backend.describe(len(segments), packed, size, ids.data_ptr())
             self.recorder.fresh = False
@@ -256,11 +259,10 @@ class ModelRunner(Session):
 
         That is so where decoding passes of so many rows are replayed, and nobody listens to them: see ``replay``.
         """
-        if rows > self.sizes[-1] or not self._describable():
+        if rows > self.sizes[-1] or not self.describable():
             return None
         session, recorder = self.backend.session, self.recorder
-        assert session is not None
-        assert recorder is not None
+        assert session is not None and recorder is not None
         for size in self.sizes:
             if size not in recorder.ready and recorder.has(size) and (self.cache.free or self.cache.extra):
                 with self.cache.lent(size) as slot:  # its first pass is compared with an eager one
@@ -271,14 +273,8 @@ class ModelRunner(Session):
         sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
         return (session, sizes) if sizes and sizes[-1] >= rows else None
 
-    def pass_buffers(self, sizes: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Of each row count the token ids and positions, (2, rows), that a pass reads."""
-        for size in sizes:
-            self._inputs(BatchPlan([]), size)
-        return [self._buffers[size][0] for size in sizes]
-
     def replay(self, size: int, take: Callable[[int], int]) -> tuple[int, int]:
-        """Run passes that the kernels have described, and whose inputs they have written to ``pass_buffers``.
+        """Run passes that the kernels have described, and whose inputs they have written to what ``replayed`` gives.
 
         Args:
             size: rows of the first one.
@@ -291,18 +287,15 @@ class ModelRunner(Session):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.replay(size, take)
-        assert self.recorder is not None
-        ready, buffers, now = self.recorder.ready, self._buffers, time.perf_counter
+        recorder, count, now = self.recorder, 0, time.perf_counter
+        assert recorder is not None
         passes: dict[int, tuple[int, float]] = {}  # by rows: how many, and their seconds
-        recorder, count = self.recorder, 0
         recorder.fresh = False
         with self.lock, interpreted():
-            take_over(None)
-            observe.listen(None, None)
             while size > 0:
-                _, ids, positions = buffers[size]
+                replay, ids, positions = self.replayed(size)
                 began = now()
-                logits, _ = ready[size](ids, positions)
+                logits, _ = replay(ids, positions)
                 spent, count = now() - began, count + 1
                 self.forward_seconds += spent
                 if recorder.fresh:  # it was captured first
@@ -314,6 +307,12 @@ class ModelRunner(Session):
         for rows, (times, seconds) in passes.items():
             self.clock.add(rows, True, seconds / times)
         return count, size
+
+    def replayed(self, size: int) -> tuple[PassForward, Tensor, Tensor]:
+        """What replays a described pass of so many rows, and what it reads: token ids, and behind them positions."""
+        assert self.recorder is not None
+        buffer = self._buffers.get(size) or self._inputs(BatchPlan([]), size)
+        return self.recorder.ready[size], *buffer[-2:]
 
     # ------------------------------------------------------------ what passes cost
 

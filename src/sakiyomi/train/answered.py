@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.counted import answered_tokens, chat_messages, written_chat
 from sakiyomi.train.data import Ids, TextSpec, excerpts, normalise, parse_text, read_records
+from sakiyomi.train.long_tasks import Filler, named
 from sakiyomi.train.rows import check_unchanged
 
 if TYPE_CHECKING:
@@ -211,16 +211,16 @@ class TaskRows:
         tokenizer: of the target.
         query_aware: the question also stands in front.
         marked: tokens of further questions, which nobody can know, are given as ~id.
+        filler: what facts are hidden in; None: the task's own.
 
     Raises:
-        InputError: no task is called so.
+        InputError: no task is called so, or it hides nothing.
     """
 
-    def __init__(self, name: str, tokenizer: Any, query_aware: bool, *, marked: bool = False) -> None:
-        tasks = importlib.import_module("sakiyomi.train.long_tasks").TASKS
-        if name not in tasks:
-            raise InputError(f"no task is called {name!r}; available are {', '.join(tasks)}")
-        self._task, self._tokenizer, self._query_aware = tasks[name], tokenizer, query_aware
+    def __init__(
+        self, name: str, tokenizer: Any, query_aware: bool, *, marked: bool = False, filler: Filler | None = None
+    ) -> None:
+        self._task, self._tokenizer, self._query_aware = named(name, filler), tokenizer, query_aware
         self._marked = marked
 
     def make(self, rng: np.random.Generator, length: int) -> Answered:

@@ -25,13 +25,13 @@ from sakiyomi.sampling.verifiers.coupled import CoupledVerifier
 from sakiyomi.sampling.verifiers.greedy import GreedyVerifier
 from sakiyomi.sampling.verifiers.ratio import RatioVerifier
 
-__all__ = ["Case", "verify_all"]
+__all__ = ["HALF", "KINDS", "Case", "pack_case", "verify_all"]
 
 _CASE = struct.Struct("=9q3d2Q")  # Case in verify.h
 _RULES: dict[type[Verifier], int] = {GreedyVerifier: 0, CoupledVerifier: 1, RatioVerifier: 2, BlockVerifier: 3}
-_KINDS: tuple[VerdictKind, ...] = ("plain", "recovered", "bonus")
+KINDS: tuple[VerdictKind, ...] = ("plain", "recovered", "bonus")
 _HEAD = 6  # numbers before those of a path
-_HALF = {torch.float32: 0, torch.bfloat16: 1}  # logits that the kernels read
+HALF = {torch.float32: 0, torch.bfloat16: 1}  # logits that the kernels read
 
 
 @dataclass(slots=True)
@@ -66,11 +66,11 @@ def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
     """
     verdicts: list[Verdict | None] = [None] * len(cases)
     kernels = loaded()
-    if kernels is None or logits.dtype not in _HALF or not (logits.is_cpu and logits.is_contiguous()):
+    if kernels is None or logits.dtype not in HALF or not (logits.is_cpu and logits.is_contiguous()):
         return verdicts
     width = logits.shape[-1]
     numbers: list[int] = []
-    asked = [_pack(case, width, numbers) for case in cases]
+    asked = [pack_case(case, width, numbers) for case in cases]
     able = [i for i, packed in enumerate(asked) if packed]
     if not able:
         return verdicts
@@ -78,7 +78,7 @@ def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
     most = _HEAD * len(able) + len(numbers)
     ints, doubles = _room.take(most)
     own = struct.pack(f"={len(numbers)}q", *numbers)
-    kernels.sk_verify(len(able), b"".join(asked), own, logits.data_ptr(), _HALF[logits.dtype], width, ints, doubles)
+    kernels.sk_verify(len(able), b"".join(asked), own, logits.data_ptr(), HALF[logits.dtype], width, ints, doubles)
     whole, chances, at, done = ints[:most], doubles[:most], 0, 0
     for i in able:
         decided, token, ending, stream, accepted, refused = whole[at : at + _HEAD]
@@ -88,7 +88,7 @@ def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
             cases[i].noise.counter = stream % 2**64
             seen = tuple(chances[done : done + accepted + 1])
             done += accepted + 1
-            verdicts[i] = Verdict(path, token, _KINDS[ending], tuple(whole[middle:at]), seen)
+            verdicts[i] = Verdict(path, token, KINDS[ending], tuple(whole[middle:at]), seen)
     return verdicts
 
 
@@ -110,7 +110,7 @@ class _Room(threading.local):
 _room = _Room()
 
 
-def _pack(case: Case, width: int, numbers: list[int]) -> bytes:
+def pack_case(case: Case, width: int, numbers: list[int]) -> bytes:
     """A case as the kernels take it, nothing if they do not; numbers of its own are added to those of the others."""
     draft, noise, sampler = case.draft, case.noise, case.sampler
     rule, tree, rows, params = _RULES.get(type(case.verifier)), draft.tree, draft.probs, sampler.params

@@ -152,6 +152,11 @@ class AnsweredConfig(RunConfig):
     tasks: str = setting(
         "", "Synthetic questions about long texts, made during the run, by name and share: passkey,number@0.5,kv@2."
     )
+    filler: str = setting(
+        "",
+        "File of texts (.jsonl or .txt, .gz allowed) in whose sentences the tasks hide what they ask for; empty: a few "
+        "sentences over and over.",
+    )
     steps: int = setting(3000, "Training budget in steps.", least=1)
     warmup_share: float = setting(
         2 / 3, "First share of the budget in which the learning rate rises linearly from 0.", least=0, most=1
@@ -169,6 +174,7 @@ class AnsweredConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.data or self.tasks), "data", self.data, "a file of prompts with answers, or --tasks")
+        require(bool(self.tasks) or not self.filler, "filler", self.filler, "its default without --tasks")
         require(self.precision in ("bf16", "no"), "precision", self.precision, "bf16 or no")
         require(
             self.query_aware or self.query_tokens == type(self).query_tokens,

@@ -12,6 +12,7 @@ from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.core.prompts import read_text
 from sakiyomi.evaluation.bench.drafts import oracle as oracle_row
 from sakiyomi.evaluation.bench.draw import curve, plain_numbers
+from sakiyomi.evaluation.bench.figures.races import RACED
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_below, stacked
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.report import Row
@@ -123,7 +124,7 @@ def _own(work: Work) -> list[dict[str, Any]]:
     config = work.config
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.jsonl"
-        texts = work.pair.config.texts()
+        texts = work.pair.config.texts()[:RACED]
         file.write_text("".join(json.dumps({"source": text}) + "\n" for text in texts), encoding="utf-8")
         asked = TasksConfig(
             data=(f"chat={file}",), target=config.target, draft=config.draft, device=config.device, gamma=config.gamma,

@@ -55,7 +55,7 @@ class ReportConfig:
         prompt_tokens: prompts are cut to this many tokens.
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
-        count: most prompts that are used; sections sizes, medusa and temperature, which race many ways, use two.
+        count: most prompts that are used; sections sizes, medusa, temperature and tasks, which race many ways, use two.
         compile: wait for the traced passes of an LLM that was asked for nothing; otherwise everything runs eagerly.
     """
 

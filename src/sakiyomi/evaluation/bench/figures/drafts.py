@@ -128,7 +128,9 @@ def _paint_drafts(row: Row, theme: Theme) -> Figure:
             counted = [line[f"counted, T={temperature:g}"] for line in row.lines]
             marks = counted if key == "alpha" else values
             for place, value, mark in zip(beside, values, marks, strict=True):
-                axes.text(max(value, mark or 0.0), place, f"   {value:.2f}", va="center", fontsize=8)
+                # Offset, not spaces in front of the number: SVG drops those, and the diamond would hide it.
+                beside_bar = {"xytext": (7, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+                axes.annotate(f"{value:.2f}", (max(value, mark or 0.0), place), **beside_bar)
             if key == "alpha":
                 axes.plot(counted, beside, "D", color=theme.ink, markersize=4, label=None if at else "counted")
         for target, place in heads.items():

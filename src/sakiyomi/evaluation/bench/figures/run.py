@@ -11,8 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.core.files import whole_file
+from sakiyomi.drafters.medusa_heads.backbone import check_heads
+from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.figures.alphas import ALPHAS
@@ -34,6 +37,7 @@ from sakiyomi.evaluation.bench.figures.theory import FORMULAS, LOSSLESS, TRAFFIC
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.plot import check
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.model_executor.loading.families import read_config, text_config
 
 __all__ = ["SECTIONS", "run"]
 
@@ -73,8 +77,8 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
 
     Raises:
         InputError: a section is not known, the folder cannot be written, or there is nothing to draw again.
-        UnsupportedError: matplotlib is not installed.
-        LoadError: what is in the folder is damaged.
+        UnsupportedError: matplotlib is not installed, or the heads are another model's.
+        LoadError: what is in the folder is damaged, or there are no such heads.
     """
     unknown = [name for name in config.sections if name not in SECTIONS]
     if unknown:
@@ -83,6 +87,8 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
     folder = Path(config.out)
     kept = _kept(folder)
     wanted = config.wanted(SECTIONS)
+    if config.heads is not None and not config.redraw and any("heads" in SECTIONS[name].reads for name in wanted):
+        _check_heads(config.heads, config.target)
     if config.redraw:
         wanted = tuple(name for name in wanted if name in kept)
         if not wanted:
@@ -101,6 +107,18 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
             yield row
 
     return rows()
+
+
+def _check_heads(name: str, target: str) -> None:
+    """Refuse heads of another model before anything is measured; of a model that lies elsewhere nothing is known yet.
+
+    Raises:
+        LoadError, UnsupportedError: see ``run``.
+    """
+    folder = folder_of(target)
+    if folder.is_dir():
+        sizes = text_config(read_config(folder))
+        check_heads(read_heads(folder_of(name)).heads, int(sizes.hidden_size), int(sizes.vocab_size), name)
 
 
 def _numbered(note: Note, place: str, text: str) -> None:

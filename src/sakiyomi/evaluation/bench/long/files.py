@@ -52,11 +52,12 @@ def read_rows(path: Path, *, needs: Sequence[str]) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             row = None
-        missing = [key for key in needs if key not in row] if isinstance(row, dict) else list(needs)
+        wanted = f"expected a JSON object{' with ' if needs else ''}{', '.join(needs)}"
+        if not isinstance(row, dict):
+            raise LoadError(f"row {number} of {str(path)!r} is {line.strip()!r:.60}; {wanted}")
+        missing = [key for key in needs if key not in row]
         if missing:
-            raise LoadError(
-                f"row {number} of {str(path)!r} has no {missing[0]!r}; expected a JSON object with {', '.join(needs)}"
-            )
+            raise LoadError(f"row {number} of {str(path)!r} has no {missing[0]!r}; {wanted}")
         yield row
     if not number:
         raise InputError(f"there is no question in {str(path)!r}; expected a JSON object a line")

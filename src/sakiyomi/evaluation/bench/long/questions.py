@@ -5,7 +5,6 @@ Made once for all systems. Knows a tokenizer and no model.
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.files import Item
 from sakiyomi.evaluation.bench.long.infinitebench import read_infinitebench
 from sakiyomi.evaluation.bench.long.leval import read_leval
 from sakiyomi.evaluation.bench.long.longbench import read_longbench
-from sakiyomi.train.long_tasks import TASKS, Example, Task, read_filler
+from sakiyomi.train.long_tasks import Example, Task, named, read_filler
 
 __all__ = ["FromFile", "FromTasks", "Question", "Source", "made", "middle_cut", "source", "tasks_of"]
 
@@ -175,12 +173,4 @@ def tasks_of(config: LongConfig) -> dict[str, Task]:
         LoadError: the filler cannot be read.
     """
     filler = None if config.filler is None else read_filler([Path(config.filler).expanduser()])
-    found: dict[str, Task] = {}
-    for name in config.tasks:
-        if name not in TASKS:
-            raise InputError(f"there is no task {name!r}; tasks are {', '.join(TASKS)}")
-        task: Any = TASKS[name]
-        if filler is not None and not hasattr(task, "filler"):
-            raise InputError(f"task {name!r} has no text around what it asks for; leave filler out")
-        found[name] = task if filler is None else dataclasses.replace(task, filler=filler)
-    return found
+    return {name: named(name, filler) for name in config.tasks}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.audio import Audio
-from sakiyomi.core.errors import MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.core.errors import LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
@@ -40,6 +40,9 @@ def run(config: TasksConfig, note: Note = silent) -> Iterator[Row]:
     """
     scores = {kind: scorer(kind) for kind in config.files()}
     draft = config.draft_model
+    for path in config.files().values():
+        if not path.exists():
+            raise LoadError(f"there is no file or folder {str(path)!r} with questions; check the path")
     pairs = {way: _Pair(config, draft, way) for way in config.ways}
 
     def rows() -> Iterator[Row]:

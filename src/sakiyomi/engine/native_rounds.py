@@ -1,0 +1,345 @@
+"""Rounds that the compiled kernels run: draft, score, verify, commit. Python runs the passes and reads what came of it.
+
+That is so for requests that draft chains with a draft model of their own, or nothing, where no code of Python has a say
+between the passes. All others, and any in a round with them, have the round of ``Engine``, which gives the same.
+`kernels/round.h` keeps a request from round to round; whatever else happens to it in between shows in its length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sakiyomi.cache.eviction import FullCache
+from sakiyomi.core.errors import RemovedError, UnsupportedError
+from sakiyomi.core.outputs import FinishReason, Step
+from sakiyomi.core.tree import Draft
+from sakiyomi.drafters.base import Drafter
+from sakiyomi.drafters.model import LONG, ModelDrafter, Seat
+from sakiyomi.drafters.native_trees import pack_ask
+from sakiyomi.engine.request import ChainVerdict, Request
+from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
+from sakiyomi.kernels.build import loaded
+from sakiyomi.kernels.native import numbers
+from sakiyomi.model_executor.attention.registry import PassForward
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.traced import interpreted
+from sakiyomi.sampling.rng import Uniforms
+from sakiyomi.sampling.verifiers.native import HALF, KINDS, Case, pack_case
+
+__all__ = ["NativeRounds"]
+
+logger = logging.getLogger("sakiyomi")
+AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
+OFTEN = 8  # rounds after which passes' clocks are read again
+_HEAD = 9  # numbers before the tokens of a request, see Rounds::write in round.h
+_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
+
+
+@dataclass(eq=False, slots=True)
+class _Turn:
+    """A request in the kernels.
+
+    Attributes:
+        number: its own there; -1: it is not there.
+        length: tokens of its text there.
+        room: columns that are reserved in both caches.
+        seat: in the draft model's cache; None: it drafts nothing yet.
+        stream: what chains are drawn by; None: they are not drawn.
+    """
+
+    number: int = -1
+    length: int = -1
+    room: int = 0
+    seat: Seat | None = None
+    stream: Uniforms | None = None
+
+
+class NativeRounds:
+    """Runs rounds of an engine's requests.
+
+    Args:
+        target: scores drafts.
+        drafter: of the engine.
+        speculation: learns from the rounds.
+    """
+
+    def __init__(self, target: ModelRunner, drafter: Drafter | None, speculation: SpeculationController) -> None:
+        self._target, self._speculation = target, speculation
+        self._drafter = drafter if type(drafter) is ModelDrafter and drafter.chains else None
+        self._able = drafter is None or self._drafter is not None
+        self._models = [self._drafter.model, target] if self._drafter is not None else [target]
+        self._turns: dict[int, _Turn] = {}
+        self._kernels: Any = None
+        self._rounds = 0  # in the kernels
+        self._made_for: list[Any] = []
+        self._rows = [0] * len(self._models)  # passes up to so many were proven right
+        self._passes: dict[int, tuple[PassForward, Tensor, Tensor]] = {}  # as the kernels name them
+        self._checked: set[int] = set()
+        self._found: tuple[Any, Any] = (), ()
+        self._lock, self._target_lock = self._models[0].lock, target.lock
+        self._since = 0
+
+    def __del__(self) -> None:
+        if self._rounds:
+            self._kernels.sk_free_rounds(self._rounds)
+
+    def end(self, request: int) -> None:
+        """A request is over."""
+        self._speculation.forget(request)
+        self._leave(request)
+
+    def _leave(self, request: int) -> None:
+        """The kernels do not run a request's rounds any more, or it has changed."""
+        turn = self._turns.pop(request, None)
+        if turn is not None and turn.number >= 0:
+            self._kernels.sk_leave(self._rounds, turn.number)
+
+    def run(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> list[Step] | None:
+        """A round of these requests.
+
+        Args:
+            requests: with their prompts read.
+            depths: of their chains.
+            clock: of the round.
+
+        Returns:
+            What was committed; None: nothing was done, the round is Python's.
+        """
+        if not self._able:
+            return None
+        drafter = self._drafter
+        before = drafter.prefill_seconds if drafter is not None else 0.0
+        asked: list[int] | None = None
+        times: list[tuple[int, float]] | None = None
+        try:
+            asked = self._begin(requests, depths)
+            times = self._replay(asked) if asked else None
+        except Exception as error:
+            logger.debug("a round in the kernels failed: %r", error)
+        catching_up = drafter.prefill_seconds - before if drafter is not None else 0.0
+        if asked is None or times is None:  # no request knows of it
+            for request in requests:
+                request.stats.prefill_seconds += catching_up
+                self._leave(request.id)
+            return None
+        seconds = self._count(times)
+        drafted = DraftBatch([], seconds, catching_up, len(times) - 1, len(times) > 1)
+        clock.scored(requests, drafted)
+        most = sum(asked) + len(requests)  # no fewer than there are rows
+        whole, real = self._found[0][: _HEAD * len(requests) + most], self._found[1][: 2 * most]
+        steps, nodes, kept = [], [], []
+        at = done = 0
+        for request in requests:
+            count, accepted = whole[at + 2 : at + 4]
+            end, middle = at + _HEAD + accepted + 1, done + accepted + 1
+            step = self._commit(request, whole[at:end], real[done:middle], real[middle : middle + accepted])
+            steps.append(step)
+            nodes.append(count)
+            kept.append(len(step.token_ids) - 1)
+            at, done = end, middle + accepted
+        self._speculation.observe(requests, nodes, kept, len(requests) + sum(nodes), drafted, clock)
+        return steps
+
+    # ------------------------------------------------------------ before the passes
+
+    def _begin(self, requests: Sequence[Request], depths: Sequence[int]) -> list[int] | None:
+        """What to ask of the kernels: of each request its number and the depth of its chain; None: they cannot.
+
+        Raises:
+            MemoryLimitError: there is no room for it.
+        """
+        target, draft = self._target, self._models[0]  # the target itself, where there is none
+        if type(target.eviction) is not FullCache or not target.describable():
+            return None
+        if draft is not target and not draft.describable():
+            return None
+        made_for = self._made_for
+        same = made_for and made_for[0] is draft.recorder and made_for[-1] is target.recorder
+        if not same and not self._make([1] * len(self._models)):
+            return None
+        turns, lacking = [], False
+        for request, depth in zip(requests, depths, strict=True):
+            length = len(request.context.tokens)
+            turn = self._turns.get(request.context.id)
+            if turn is None or turn.length != length:
+                turn = self._enter(request)
+                if turn is None:
+                    return None
+            turns.append(turn)
+            if depth and (turn.seat is None or length - len(turn.seat.held) > LONG):
+                lacking = True
+        if lacking:
+            self._seat(requests, turns, depths)
+        moved = target.cache.moved or draft.cache.moved
+        asked: list[int] = []
+        missing = rows = 0
+        for request, turn, depth in zip(requests, turns, depths, strict=True):
+            seat, length = turn.seat, turn.length
+            if depth and seat is not None:
+                depth = min(depth, draft.max_context - length)
+                missing += length - len(seat.held)
+            else:
+                depth = 0
+            if moved or length + depth > turn.room:
+                turn.room = length + depth + AHEAD
+                assert request.slot is not None
+                target.cache.reserve(request.slot, turn.room)
+                if seat is not None:
+                    draft.cache.reserve(seat.slot, turn.room)
+            rows += depth + 1
+            asked += turn.number, depth
+        if rows > self._rows[-1] or max(missing, len(requests)) > self._rows[0]:
+            wanted = [max(missing, len(requests)), rows][-len(self._models) :]
+            return self._begin(requests, depths) if self._make(wanted) else None
+        return asked
+
+    def _enter(self, request: Request) -> _Turn | None:
+        """Give the kernels a request as it is now; None: they do not run its rounds."""
+        self._leave(request.id)
+        case, context = self._case(request), request.context
+        if not case or request.repeats:
+            return None
+        stops = struct.pack(f"={len(context.stop_ids)}q", *context.stop_ids)
+        at = self._rounds, case, request.slot, len(context.tokens), request.last, context.tokens[-1]
+        number = self._kernels.sk_enter(*at, len(context.stop_ids), stops)
+        turn = self._turns[request.id] = _Turn(number, len(context.tokens))
+        return turn
+
+    def _case(self, request: Request) -> bytes:
+        """How the request's drafts are judged, as the kernels take it; nothing: by Python, or it wants more of a round
+        than they leave.
+        """
+        context, params = request.context, request.context.params
+        seen = request.rounds_trace or request.keep_logits or params.logprobs is not None
+        if seen or context.source is not None or (self._drafter is not None and params.builder != "chain"):
+            return b""
+        case = Case(Draft.empty(), 0, len(context.tokens), request.verifier, request.sampler, context.noise)
+        return pack_case(case, self._target.vocab_size, [])
+
+    def _seat(self, requests: Sequence[Request], turns: Sequence[_Turn], depths: Sequence[int]) -> None:
+        """Have the draft model follow those that draft and whose text it has not read."""
+        drafter, lacking = self._drafter, []
+        for request, turn, depth in zip(requests, turns, depths, strict=True):
+            if depth and (turn.seat is None or turn.length - len(turn.seat.held) > LONG):
+                lacking.append((request.context, turn))
+        if not lacking or drafter is None:
+            return
+        for (context, turn), seat in zip(lacking, drafter.seats([each for each, _ in lacking]), strict=True):
+            turn.seat, turn.room = seat, 0
+            if seat is not None:
+                tokens: list[int] = []
+                state = drafter.chain(context, seat)
+                ask = pack_ask(state, state.first, None, tokens)
+                turn.stream = context.noise.fork(drafter.name) if state.drawn else None
+                self._kernels.sk_seat(self._rounds, turn.number, ask, struct.pack(f"={len(tokens)}q", *tokens))
+
+    def _make(self, rows: Sequence[int]) -> bool:
+        """Rounds with passes of up to so many rows of each model; whether these are replayed."""
+        kernels = loaded()
+        found = [model.native_passes(count) for model, count in zip(self._models, rows, strict=True)]
+        dtypes = [model.dtype in HALF for model in self._models]
+        if kernels is None or None in found or not all(dtypes):
+            return False
+        self.__del__()
+        self._turns.clear()
+        self._passes.clear()
+        self._checked.clear()
+        tables = []
+        for i, (model, known) in enumerate(zip(self._models, found, strict=True)):
+            assert known is not None
+            session, sizes = known
+            passes = {size: model.replayed(size) for size in sizes}
+            places = [ids.data_ptr() for _, ids, _ in passes.values()]
+            tables.append(numbers([session, model.vocab_size, HALF[model.dtype], len(sizes), *sizes, *places]))
+            which = i + 2 - len(self._models)  # 1: the target
+            self._passes |= {2 * size + which: found for size, found in passes.items()}
+        most = self._target.sizes[-1]
+        self._found = numbers([0] * ((_HEAD + 1) * most)), (ctypes.c_double * (2 * most))()
+        if len(tables) == 1:
+            tables.insert(0, numbers([0] * 4))
+        self._kernels = kernels
+        self._rounds = kernels.sk_rounds(tables[1], tables[0], *self._found)
+        self._rows, self._made_for = list(rows), [model.recorder for model in self._models]
+        return True
+
+    # ------------------------------------------------------------ the passes, and what comes of them
+
+    def _replay(self, asked: Sequence[int]) -> list[tuple[int, float]] | None:
+        """Run the passes of a round: which, and the seconds of each; None: a row holds no numbers."""
+        kernels, rounds, passes, now = self._kernels, self._rounds, self._passes, time.perf_counter
+        take, times = kernels.sk_pass, []
+        with self._lock, self._target_lock, interpreted():
+            code = kernels.sk_round(rounds, len(asked) // 2, struct.pack(f"={len(asked)}q", *asked))
+            while code > 0:
+                replay, ids, positions = passes[code]
+                began = now()
+                logits = replay(ids, positions)[0]
+                times.append((code, now() - began))
+                if code not in self._checked:
+                    self._check(code, logits)
+                code = take(rounds, logits.data_ptr())
+        return times if code == 0 else None
+
+    def _count(self, times: Sequence[tuple[int, float]]) -> float:
+        """Add up what passes took, and give the seconds of the draft model's."""
+        seconds = 0.0
+        for _, spent in times[:-1]:
+            seconds += spent
+        target, scoring = times[-1]
+        self._target.forward_seconds += scoring
+        self._since += 1
+        if self._since <= OFTEN or not self._since % OFTEN:  # a clock is read now and then: its mean hardly moves
+            self._target.clock.add(target // 2, True, scoring)
+            by_rows = dict(times[:-1])
+            for code, spent in by_rows.items():
+                self._models[0].clock.add(code // 2, True, spent)
+        if self._drafter is not None:
+            self._models[0].forward_seconds += seconds
+            self._drafter.reader.passes += len(times) - 1
+        return seconds
+
+    def _check(self, code: int, logits: Tensor) -> None:
+        """Whether logits are as the kernels read them."""
+        model = self._target if code % 2 else self._models[0]
+        fits = logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == model.vocab_size
+        if not fits:
+            self._able = False
+            raise UnsupportedError(f"logits {logits.dtype} of width {logits.shape[-1]}")
+        self._checked.add(code)
+
+    def _commit(self, request: Request, whole: list[int], chances: list[float], probs: list[float]) -> Step:
+        """Take what the kernels have committed of a request."""
+        used, ended, nodes, accepted, refused, kind, held, stream, drawn = whole[:_HEAD]
+        chain = ChainVerdict(
+            whole[_HEAD:], used, _REASONS[ended], nodes, accepted, refused, KINDS[kind], chances, probs
+        )
+        turn, drafter = self._turns[request.context.id], self._drafter
+        try:
+            request.cached += accepted + 1
+            turn.length += accepted + 1
+            request.context.noise.counter = stream % 2**64
+            step = request.commit_chain(chain, drafter.name if drafter is not None else "")
+            if nodes and drafter is not None:
+                seat = turn.seat
+                assert seat is not None
+                if turn.stream is not None:
+                    turn.stream.counter = drawn % 2**64
+                seat.held += request.context.tokens[len(seat.held) : held]
+                seat.sure = len(seat.held)
+                if step.finish_reason is None:
+                    drafter.reader.confidence[request.context.rule].follow(accepted, accepted < nodes)
+            return step
+        except Exception as error:
+            return request.fail(error)
+        except BaseException:
+            # Ctrl-C between cache and tokens: what they hold may no longer belong together.
+            request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
+            raise
