@@ -1,11 +1,12 @@
 """Real replicas of `sakiyomi serve` on Ray Serve, beside one server: throughput, and prompts found in the cache.
 
-python benchmarks/replicas.py [--rounds 3] [--conversations 12]
+python benchmarks/replicas.py [--rounds 3] [--conversations 12] [--stream]
 
-Three servers of the embedded pair take turns, so that what else the machine does meets all of them: one of one core,
-one of two cores, two replicas of one core each. Conversations of several turns run at once; tokens/s are those of all,
-and the share of prompt tokens that were in the cache is the replies' own. That of two simulated replicas stands beside
-it. Needs the extra scale.
+Three servers of the embedded pair take turns, so that what else the machine does meets all of them: one held to one
+core, one of two cores, two replicas of one core each. Conversations of several turns run at once. Of each lap: tokens/s
+of all, the share of prompt tokens that were in the cache, by the replies' own account, and the seconds that each kind
+of process took of the processors. (The client's are nobody's, but are taken from the same cores.) The share that two
+simulated replicas have stands beside it. Needs the extra scale.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
+
+import psutil
 
 GROUPS = 4
 WORDS = ("fox", "boat", "tree", "king", "cat", "river", "stone", "bird", "house", "moon", "child", "garden", "bear")
@@ -40,15 +45,50 @@ def user(conversation: int, turn: int) -> str:
     return " ".join(WORDS[(7 * conversation + 3 * turn + i) % len(WORDS)] for i in range(24))
 
 
+KINDS = (  # by what their command lines contain
+    ("engines", "#Replica#", ":Replica"),
+    ("front", "#Front#", ":Front"),
+    ("proxy", "ProxyActor", "haproxy"),
+    ("controller", "ServeController"),
+    ("Ray", "raylet", "gcs_server", "ray/_private", "ray::"),
+)
+"""Processes of replicas; whatever else belongs to a server is its engine."""
+
+
+class Running:
+    """A server that runs.
+
+    Args:
+        url: of its completions.
+        process: and those that it has started.
+    """
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
+        self.url, self._process = url, psutil.Process(process.pid)
+
+    def worked(self) -> Counter[str]:
+        """Seconds of the processor so far, by kind of process."""
+        found: Counter[str] = Counter()
+        for one in [self._process, *self._process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                line, times = " ".join(one.cmdline()), one.cpu_times()
+                kind = next((kind for kind, *marks in KINDS if any(mark in line for mark in marks)), "server")
+                found[kind] += times.user + times.system
+        return found
+
+
 @contextlib.contextmanager
-def server(threads: int, *flags: str) -> Iterator[str]:
-    """A server of its own, on so many threads; the address of its completions."""
+def server(cores: set[int], threads: int, *flags: str) -> Iterator[Running]:
+    """A server of its own, held to some cores, whose engines have so many threads each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "sakiyomi", "serve", "--target", "tales", "--port", str(port), *flags]
     own = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
     process = subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.sched_setaffinity(0, before)
     try:
         until = time.monotonic() + 600
         while True:
@@ -58,32 +98,37 @@ def server(threads: int, *flags: str) -> Iterator[str]:
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{' '.join(command)} did not start")
             time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1/completions"
+        yield Running(f"http://127.0.0.1:{port}/v1/completions", process)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(120)
 
 
-def ask(url: str, prompt: str, session: str, new: int) -> dict[str, Any]:
-    """A reply."""
-    body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
+def ask(connection: HTTPConnection, prompt: str, session: str, new: int, stream: bool) -> tuple[str, dict[str, Any]]:
+    """A reply: its text, and its usage."""
+    body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
     headers = {"content-type": "application/json", "x-session-id": session}
-    with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=600) as reply:
-        found: dict[str, Any] = json.load(reply)
-    return found
+    connection.request("POST", "/v1/completions", json.dumps(body).encode(), headers)
+    data = connection.getresponse().read()
+    if not stream:
+        found = json.loads(data)
+        return found["choices"][0]["text"], found["usage"]
+    events = [json.loads(line[6:]) for line in data.split(b"\n\n") if line.startswith(b"data: {")]
+    return "".join(one["choices"][0]["text"] for one in events if one["choices"]), events[-1]["usage"]
 
 
-def lap(url: str, lap_number: int, conversations: int, turns: int, new: int) -> dict[str, float]:
-    """All conversations at once: tokens/s of the lap, and the share of prompt tokens that were in the cache."""
-    counts, lock = {"new": 0, "prompt": 0, "cached": 0, "first": 0, "second": 0}, threading.Lock()
+def lap(running: Running, number: int, asked: argparse.Namespace) -> dict[str, Any]:
+    """All conversations at once: tokens/s of the lap, the share of prompt tokens that were in the cache, seconds."""
+    counts, lock = Counter[str](), threading.Lock()
 
-    def converse(number: int) -> None:
-        text = system(number % GROUPS)
-        for turn in range(turns):
-            text += f"\n{lap_number} {user(number, turn)}\n"
-            reply = ask(url, text, f"{lap_number} {number}", new)
-            text += reply["choices"][0]["text"]
-            usage = reply["usage"]
+    def converse(conversation: int) -> None:
+        text, connection = system(conversation % GROUPS), HTTPConnection(running.url.split("/")[2], timeout=600)
+        for turn in range(asked.turns):
+            text += f"\n{number} {user(conversation, turn)}\n"
+            reply, usage = ask(connection, text, f"{number} {conversation}", asked.new, asked.stream)
+            text += reply
             with lock:
                 counts["new"] += usage["completion_tokens"]
                 counts["prompt"] += usage["prompt_tokens"]
@@ -91,14 +136,18 @@ def lap(url: str, lap_number: int, conversations: int, turns: int, new: int) -> 
                     counts[("first", "second")[turn]] += usage["prompt_tokens"]
                 counts["cached"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
 
-    began = time.monotonic()
-    with ThreadPoolExecutor(conversations) as pool:
-        list(pool.map(converse, range(conversations)))
+    worked, own, began = running.worked(), time.process_time(), time.monotonic()
+    with ThreadPoolExecutor(asked.conversations) as pool:
+        list(pool.map(converse, range(asked.conversations)))
+    seconds = time.monotonic() - began
+    spent = running.worked() - worked + Counter({"client": time.process_time() - own})
     return {
-        "tokens_per_second": counts["new"] / (time.monotonic() - began),
+        "tokens_per_second": counts["new"] / seconds,
         "cached": counts["cached"] / counts["prompt"],
-        "first": counts["first"] / conversations,
-        "second": counts["second"] / conversations,
+        "first": counts["first"] / asked.conversations,
+        "second": counts["second"] / asked.conversations,
+        "seconds": seconds,
+        "worked": {kind: round(value, 2) for kind, value in spent.items()},
         "load": os.getloadavg()[0],
     }
 
@@ -134,18 +183,20 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--stream", action="store_true", help="replies come as streams")
     asked = parser.parse_args()
     size = asked.conversations, asked.turns, asked.new
-    found: dict[str, list[dict[str, float]]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
+    cores = os.sched_getaffinity(0)
     with contextlib.ExitStack() as stack:
-        urls = {
-            "one core": stack.enter_context(server(1)),
-            "two cores": stack.enter_context(server(2)),
-            "two replicas": stack.enter_context(server(1, "--replicas", "2")),
+        servers = {
+            "one core": stack.enter_context(server({max(cores)}, 1)),
+            "two cores": stack.enter_context(server(cores, len(cores))),
+            "two replicas": stack.enter_context(server(cores, 1, "--replicas", "2")),
         }
         for number in range(asked.rounds + 1):
-            for name, url in urls.items():
-                done = lap(url, number, *size)
+            for name, running in servers.items():
+                done = lap(running, number, asked)
                 print(f"lap {number}, {name}:", json.dumps(done), flush=True)
                 if number:  # the first warms up
                     found.setdefault(name, []).append(done)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -51,7 +52,7 @@ class Mortals:
         self.fixed: int | None = None
         self.spoils = False
 
-    async def ask(self, asked: Asked) -> AsyncIterator[Part]:
+    async def ask(self, asked: Asked) -> AsyncGenerator[Part]:
         if self.fixed is not None:
             asked.relay.seed, asked.relay.created = self.fixed, 7
         after = self.deaths.pop(0) if self.deaths else 1 << 30
@@ -61,11 +62,12 @@ class Mortals:
             first = asked.relay.given[0]
             asked.relay.given[0] = first._replace(tokens=tuple(token ^ 1 for token in first.tokens))
         body, relay = asked.body, asked.relay
-        async for part in self.servers[name].events(asked.path, body, asked.client, relay, asked.method):
-            if after == 0:
-                raise Dead
-            after -= 1
-            yield part
+        async with aclosing(self.servers[name].events(asked.path, body, asked.client, relay, asked.method)) as parts:
+            async for part in parts:
+                if after == 0:
+                    raise Dead
+                after -= 1
+                yield part
         if after == 0:
             raise Dead
 
@@ -225,6 +227,54 @@ def test_requests_are_read_in_front(llms: list[Any]) -> None:
     assert found[8].json()["replicas"] == 2 and "<td>s1" in found[10].text
     samples = [s for family in text_string_to_metric_families(found[9].text) for s in family.samples]
     assert {sample.labels["replica"] for sample in samples} == {"s0", "s1"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_frees_its_slot(stream: bool, llms: list[Any]) -> None:
+    body = {"prompt": "Number one of", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+
+    async def run(replicas: Mortals) -> None:
+        front = make_front(replicas, ServerConfig(max_body=1 << 20))
+        transport = Leaving(front)
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+            asking = asyncio.ensure_future(client.post("/v1/completions", json=body))
+            await busy(replicas, 1)
+            assert not asking.done()
+            transport.left.set()
+            await busy(replicas, 0)
+            asking.cancel()
+
+    asyncio.run(behind(llms, run))
+
+
+async def busy(replicas: Mortals, count: int) -> None:
+    """Wait until so many requests run."""
+    async with asyncio.timeout(20):
+        while sum(one["running"] for one in await replicas.figures()) != count:
+            await asyncio.sleep(0.01)
+
+
+class Leaving(httpx.ASGITransport):
+    """A connection that is dropped when it is told to."""
+
+    def __init__(self, app: Any) -> None:
+        self.left = asyncio.Event()
+
+        async def dropped(scope: Any, receive: Any, send: Any) -> None:
+            coming = True
+
+            async def receives() -> Any:
+                nonlocal coming
+                if not coming:
+                    await self.left.wait()
+                    return {"type": "http.disconnect"}
+                message = await receive()
+                coming = message.get("more_body", False)
+                return message
+
+            await app(scope, receives, send)
+
+        super().__init__(dropped, raise_app_exceptions=True)
 
 
 def test_merged_metrics() -> None:

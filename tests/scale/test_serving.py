@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import functools
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import psutil
 import pytest
+import uvicorn
 
 from clusters import StubServer, cluster
-from sakiyomi import InputError
+from sakiyomi import LLM, InputError, SamplingParams
 from sakiyomi.core.errors import LoadError
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.cluster import ReplicaOptions
 from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.run import uvicorn_config
 
 ray = pytest.importorskip("ray", reason="needs the extra scale")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -28,37 +33,64 @@ CLIENTS = 6
 NEW = 24
 
 
+CONFIG = ServerConfig(request_timeout=60)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def nodes() -> Iterator[Any]:
+    """A cluster whose Serve listens at `nodes.port`."""
     from ray import serve
 
-    with cluster(nodes=1, cpus=4):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-        yield f"http://127.0.0.1:{port}/v1/completions"
+    with cluster(nodes=1, cpus=4) as made:
+        made.port = free_port()
+        serve.start(http_options={"host": "127.0.0.1", "port": made.port}, proxy_location="HeadOnly")
+        yield made
         serve.shutdown()
 
 
-def deploy(make: Any, replicas: int, limit: float = 300) -> None:
-    from sakiyomi.scale.serving import application, started
+def deploy(make: Any, replicas: int) -> None:
+    from sakiyomi.scale.launch import started
+    from sakiyomi.scale.serving import application, deployment
 
-    config = ServerConfig(request_timeout=60)
-    options = ReplicaOptions(replicas=str(replicas))
-    assert started(application(make, config, options, LLMConfig(max_batch=32)), limit, threading.Event())
-
-
-def replicas() -> set[int]:
-    """Their processes."""
-    found = psutil.process_iter(["cmdline"])
-    return {process.pid for process in found if "ServeReplica:sakiyomi:Replica" in str(process.info["cmdline"])}
+    of = deployment(make, CONFIG, ReplicaOptions(replicas=str(replicas)), LLMConfig(max_batch=32))
+    assert started(application(of, CONFIG), "sakiyomi", 300, threading.Event(), "/")
 
 
-def ask(url: str, number: int) -> list[str]:
+@contextmanager
+def front() -> Iterator[int]:
+    """The front that `sakiyomi serve` has, for the replicas of `deploy`; its port."""
+    from ray import serve
+
+    from sakiyomi.scale.front import make_front
+    from sakiyomi.scale.serving import RayReplicas
+
+    replicas = RayReplicas(serve.get_deployment_handle("Replica", "sakiyomi"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn_config(make_front(replicas, CONFIG), CONFIG))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join()
+
+
+def replicas() -> set[str]:
+    """Their names."""
+    from sakiyomi.scale.serving import processes
+
+    return set(processes("sakiyomi"))
+
+
+def ask(client: httpx.Client, url: str, number: int) -> list[str]:
     """The text of a stream, or the errors in it."""
     body = {"prompt": [1 + number % 90, 5], "max_tokens": NEW, "seed": number, "stream": number % 2 == 0}
-    reply = httpx.post(url, json={**body, "ignore_eos": True}, timeout=120)
+    reply = client.post(url, json={**body, "ignore_eos": True})
     if reply.status_code != 200:
         return [f"{reply.status_code}: {reply.text[:300]}"]
     if "text/event-stream" not in reply.headers["content-type"]:
@@ -68,19 +100,21 @@ def ask(url: str, number: int) -> list[str]:
 
 
 class Load:
-    """Clients that ask one request after the other while the block runs."""
+    """Clients that ask one request after the other while the block runs, at each of some ports by turns."""
 
-    def __init__(self, url: str) -> None:
-        self._url, self._over = url, threading.Event()
+    def __init__(self, *ports: int) -> None:
+        self._urls = [f"http://127.0.0.1:{port}/v1/completions" for port in ports]
+        self._over = threading.Event()
         self.errors: list[str] = []
         self.replies = 0
 
     def _client(self, number: int) -> None:
-        while not self._over.is_set():
-            found = ask(self._url, number)
-            self.replies += 1
-            self.errors += found
-            number += CLIENTS
+        with httpx.Client(timeout=120) as client:
+            while not self._over.is_set():
+                found = ask(client, self._urls[self.replies % len(self._urls)], number)
+                self.replies += 1
+                self.errors += found
+                number += CLIENTS
 
     def __enter__(self) -> Load:
         self._pool = ThreadPoolExecutor(CLIENTS)
@@ -94,25 +128,22 @@ class Load:
             client.result()
 
 
-def wait_for(count: int, gone: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+def wait_for(count: int, gone: set[str] = frozenset()) -> None:  # type: ignore[assignment]
     until = time.monotonic() + 180
     while len(found := replicas()) != count or found & gone:
         assert time.monotonic() < until, (found, gone)
         time.sleep(0.2)
 
 
-def test_scale_down_and_update_under_load(url: str) -> None:
-    """Two replicas become one, the one two, and both are replaced by others; nobody hears of it."""
-    make = functools.partial(StubServer, 0.02)
-    deploy(make, 2)
-    with Load(url) as load:
+def test_scale_down_and_update_under_load(nodes: Any) -> None:
+    """Two replicas become one, and the one two others; nobody hears of it, where Serve listens and where the command
+    does."""
+    deploy(functools.partial(StubServer, 0.02), 2)
+    with front() as port, Load(nodes.port, port) as load:
         time.sleep(3)
-        deploy(make, 1)
+        deploy(functools.partial(StubServer, 0.02), 1)
         wait_for(1)
-        down = load.replies
-        deploy(make, 2)
-        before = replicas()
-        assert len(before) == 2
+        down, before = load.replies, replicas()
         deploy(functools.partial(StubServer, 0.01), 2)
         wait_for(2, gone=before)
         time.sleep(3)
@@ -128,14 +159,43 @@ class Hanging:
         time.sleep(3600)
 
 
-def test_a_start_that_hangs_is_one_error(url: str) -> None:
+def test_a_start_that_hangs_is_one_error(nodes: Any) -> None:
+    """And nothing is left of it; what else the cluster serves goes on."""
     from ray import serve
 
-    serve.delete("sakiyomi")
+    from sakiyomi.scale.launch import running
+    from sakiyomi.scale.serving import deployment, processes
+
+    of = deployment(Hanging(), CONFIG, ReplicaOptions(replicas="1"), LLMConfig(max_batch=32))
     began = time.monotonic()
-    with pytest.raises(LoadError, match=r"not ready within 4 s \(1 starting"):
-        deploy(Hanging(), 1, limit=4)
+    with (
+        pytest.raises(LoadError, match=r"not ready within 4 s \(1 starting"),
+        running(of, "hangs", 4, threading.Event()),
+    ):
+        pass
     assert time.monotonic() - began < 30
+    assert not processes("hangs")
+    assert "sakiyomi" in serve.status().applications
+
+
+def test_the_command(nodes: Any) -> None:
+    """The embedded model in a replica; the text is that of the engine, and Ctrl-C leaves the cluster as it was."""
+    from ray import serve
+
+    flags = ["--target", "tales", "--dtype", "float32", "--replicas", "1", "--address", nodes.address]
+    port = free_port()
+    command = [sys.executable, "-m", "sakiyomi", "serve", *flags, "--port", str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert any("at http://" in line for line in iter(process.stderr.readline, "")), process.wait()
+    body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+    reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
+    params = SamplingParams(max_new_tokens=12)
+    assert reply["choices"][0]["text"] == LLM("tales", dtype="float32").generate(body["prompt"], params).text
+    assert httpx.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ok", "replicas": 1}
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0, process.stderr.read()
+    assert serve.status().applications.keys() == {"sakiyomi"}
 
 
 def test_what_makes_no_sense_is_refused() -> None:
@@ -143,5 +203,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 
     with pytest.raises(InputError, match="start_timeout is 0"):
         ReplicaOptions(replicas="1", start_timeout=0.0)
+    with pytest.raises(InputError, match="give this command there, with --address auto"):
+        ReplicaOptions(replicas="1", address="ray://head:10001")
     with pytest.raises(InputError, match="'start_timeout' is a setting of `sakiyomi serve`"):
         build({"start_timeout": "5"})

@@ -36,7 +36,7 @@ def serve(config: ServerConfig, model: LLMConfig, scaled: ReplicaOptions) -> Non
         if config.kv_events is not None:
             raise InputError("kv_events are for routers in front of one server each; with replicas leave it out")
         import_ray()
-        from sakiyomi.scale.serving import run as run_replicas
+        from sakiyomi.scale.launch import run as run_replicas
 
         run_replicas(model, config, scaled, say)
         return

@@ -44,8 +44,8 @@ class ReplicaOptions:
         replicas: engines that answer, each in a process of its own, on Ray Serve: N, or MIN:MAX for as many as the
             requests under way ask for. By default one, in this process, without Ray.
         replica_cpus: processors of each replica; a replica on cuda has a GPU as well.
-        address: of the Ray cluster: auto for the one that runs on this machine, HOST:PORT or ray://HOST:PORT; by
-            default Ray is started here, and ended afterwards.
+        address: of the Ray cluster that this machine belongs to: auto, or HOST:PORT; by default Ray is started here,
+            and ended afterwards.
         start_timeout: seconds in which all replicas must have loaded the model.
     """
 
@@ -58,6 +58,11 @@ class ReplicaOptions:
         at_least(self, replica_cpus=1)
         if not self.start_timeout > 0:
             raise InputError(f"start_timeout is {self.start_timeout:g}; expected seconds, more than 0")
+        if self.address is not None and self.address.startswith("ray://"):
+            raise InputError(
+                f"address is {self.address!r}; replicas are asked from a machine of their cluster: give this command "
+                "there, with --address auto"
+            )
         if self.replicas is not None:
             Count.parse("replicas", self.replicas)
         elif self.address is not None or self.replica_cpus != 1:
@@ -132,8 +137,10 @@ def connected(address: str | None) -> Iterator[None]:
     try:
         _reach(address)
         ray.init(address=address or "local", logging_level=logging.ERROR, log_to_driver=False, **options)
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises no narrower one where its processes do not start in time
         reason = " ".join(str(error).split())[:300]
+        if address is None:
+            raise LoadError(f"Ray did not start on this machine ({reason}); try again when it is less busy") from None
         if "version" in reason.lower():
             raise LoadError(f"the cluster at {address!r} runs another version of Ray or Python: {reason}") from None
         raise LoadError(

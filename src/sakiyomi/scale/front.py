@@ -6,9 +6,11 @@ replica dies goes on with the same text on another one.
 
 from __future__ import annotations
 
+import asyncio
 import html
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +34,7 @@ from sakiyomi.server.reference import reference
 from sakiyomi.server.relay import Relay
 from sakiyomi.server.responses import ResponsesRequest
 from sakiyomi.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
-from sakiyomi.server.stream import event
+from sakiyomi.server.stream import event, gone
 
 __all__ = ["Asked", "Replicas", "follow", "make_front", "merged_metrics"]
 
@@ -71,15 +73,15 @@ class Replicas(Protocol):
     dead: tuple[type[BaseException], ...]
     busy: tuple[type[BaseException], ...]
 
-    def ask(self, asked: Asked) -> AsyncIterator[Part]:
-        """A replica's reply as it comes; raises where the replica dies."""
+    def ask(self, asked: Asked) -> AsyncGenerator[Part]:
+        """A replica's reply as it comes; raises where the replica dies. Closed, nothing is computed any longer."""
 
     async def figures(self) -> list[dict[str, Any]]:
         """What each replica says of itself: ``replica``, its ``metrics``, and figures."""
 
 
-async def follow(replicas: Replicas, asked: Asked) -> AsyncIterator[Part]:
-    """A reply, from as many replicas as it takes.
+async def follow(replicas: Replicas, asked: Asked) -> AsyncGenerator[Part]:
+    """A reply, from as many replicas as it takes. Leaving the loop frees the request's slot.
 
     Raises:
         ApiError: replicas died, again and again.
@@ -88,11 +90,12 @@ async def follow(replicas: Replicas, asked: Asked) -> AsyncIterator[Part]:
     for _ in range(TRIES):
         begun = over = False
         try:
-            async for part in replicas.ask(asked):
-                relay.given += [sent for sent in part.sent if sent.choice >= 0]
-                over = any(sent.choice < 0 for sent in part.sent) or not part.sent
-                begun = True
-                yield part
+            async with aclosing(replicas.ask(asked)) as parts:
+                async for part in parts:
+                    relay.given += [sent for sent in part.sent if sent.choice >= 0]
+                    over = any(sent.choice < 0 for sent in part.sent) or not part.sent
+                    begun = True
+                    yield part
             return
         except replicas.dead:
             if begun and over:  # all was said
@@ -194,10 +197,22 @@ def _add_pages(app: FastAPI, replicas: Replicas) -> None:
 
 
 async def _reply(replicas: Replicas, request: Request, body: Any) -> Response:
+    """What a replica says; nothing is asked for any longer when the client has gone."""
     key = affinity_key(body or {}, request.headers.get(SESSION, ""))
-    path, relay = request.url.path, Relay()
-    asked = Asked(path, body, request.state.client, key, relay, request.method)
-    parts = follow(replicas, asked)
+    asked = Asked(request.url.path, body, request.state.client, key, Relay(), request.method)
+    replying = asyncio.ensure_future(_begun(follow(replicas, asked)))
+    leaving = asyncio.ensure_future(gone(request.receive))
+    try:
+        await asyncio.wait({replying, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return replying.result() if replying.done() else Response(status_code=499)  # nobody reads it; the log does
+    finally:
+        for task in (replying, leaving):
+            task.cancel()
+        await asyncio.gather(replying, leaving, return_exceptions=True)
+
+
+async def _begun(parts: AsyncGenerator[Part]) -> Response:
+    """A reply that is whole, or a stream that has begun."""
     first = await anext(parts)
     headers = {
         name.decode("latin-1"): value.decode("latin-1")
@@ -209,12 +224,13 @@ async def _reply(replicas: Replicas, request: Request, body: Any) -> Response:
         return Response(data, first.status, headers)
 
     async def rest() -> AsyncIterator[bytes]:
-        yield first.data
-        try:
-            async for part in parts:
-                yield part.data
-        except ApiError as error:
-            yield event(error.body)
+        async with aclosing(parts):
+            yield first.data
+            try:
+                async for part in parts:
+                    yield part.data
+            except ApiError as error:
+                yield event(error.body)
 
     return StreamingResponse(rest(), first.status, headers)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -102,7 +102,7 @@ class InProcessServer:
 
     async def events(
         self, path: str, body: Any, client: str, relay: Relay | None = None, method: str = "POST"
-    ) -> AsyncIterator[Part]:
+    ) -> AsyncGenerator[Part]:
         """A reply as it comes. Leaving the loop frees the request's slot in the engine.
 
         Args:

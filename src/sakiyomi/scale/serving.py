@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import signal
 import socket
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from ray import serve
@@ -17,23 +14,19 @@ from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
-from ray.serve.schema import ApplicationStatus
 from ray.util import list_named_actors
 
-from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.version import __version__
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.cluster import MAX_BATCH, Count, ReplicaOptions, check_version, connected
+from sakiyomi.scale.cluster import MAX_BATCH, Count, ReplicaOptions, check_version
 from sakiyomi.scale.front import Asked, make_front
 from sakiyomi.scale.in_process import InProcessServer, Part
 from sakiyomi.scale.routing import SLACK, ranked
 from sakiyomi.server.config import ServerConfig
 
-__all__ = ["APPLICATION", "MakeServer", "application", "build", "run"]
+__all__ = ["MakeServer", "RayReplicas", "Replica", "application", "build", "deployment", "processes"]
 
-APPLICATION = "sakiyomi"
-QUIET = {"log_level": "ERROR", "enable_access_log": False}  # of what Serve writes
-PAUSE = 0.1  # seconds between questions whether the replicas are ready
 PATIENCE = 5.0  # seconds that a replica may take to say how it is
 TARGET = 0.75  # share of a replica's slots that autoscaling aims at
 
@@ -116,46 +109,69 @@ class Replica:
             raise RuntimeError("the engine's last round failed")
 
 
-class Front:
-    """One endpoint for all replicas; see ``front``.
+class RayReplicas:
+    """Replicas as a front asks them; see ``front.Replicas``.
 
     Args:
-        replica: Serve's handle.
-        config: of the server.
+        handle: Serve's, of the deployment ``Replica``.
     """
 
     dead: tuple[type[BaseException], ...] = (RayActorError,)
     busy: tuple[type[BaseException], ...] = (BackPressureError,)
 
-    def __init__(self, replica: Any, config: ServerConfig) -> None:
-        self._replica, self._config = replica.options(stream=True), config
+    def __init__(self, handle: Any) -> None:
+        self._handle, self._application = handle.options(stream=True), handle.app_name
 
-    def __serve_build_asgi_app__(self) -> Any:
-        return make_front(self, self._config)
-
-    def ask(self, asked: Asked) -> AsyncIterator[Part]:
-        """A replica's reply as it comes."""
-        found: AsyncIterator[Part] = self._replica.ask.remote(asked=asked, key=asked.key)
-        return found
+    async def ask(self, asked: Asked) -> AsyncGenerator[Part]:
+        """See ``front.Replicas``."""
+        parts = self._handle.ask.remote(asked=asked, key=asked.key)
+        try:
+            async for part in parts:
+                yield part
+        finally:
+            parts.cancel()
 
     async def figures(self) -> list[dict[str, Any]]:
         """What each replica says of itself; those that do not answer in time are left out."""
-        actors = await asyncio.to_thread(list_named_actors, all_namespaces=True)
-        names = [actor["name"] for actor in actors if f"#{Replica.__name__}#" in actor["name"]]
+        names = await asyncio.to_thread(processes, self._application)
 
         async def one(name: str) -> dict[str, Any] | None:
             try:
                 async with asyncio.timeout(PATIENCE):
-                    return await anext(aiter(self._replica.figures.remote(replica=name.rpartition("#")[2])))
+                    return await anext(aiter(self._handle.figures.remote(replica=name)))
             except (TimeoutError, RayActorError):
                 return None
 
-        found = [await one(name) for name in names]  # together, Serve gives one's place to another and tries for ever
+        found = [
+            await one(name) for name in names.values()
+        ]  # together, Serve gives one's place to another and tries for ever
         return list({each["replica"]: each for each in found if each is not None}.values())
 
 
-def application(make: Any, config: ServerConfig, options: ReplicaOptions, model: LLMConfig) -> Any:
-    """The application, for ``serve.run``.
+def processes(application: str) -> dict[str, str]:
+    """The replicas of an application: their names in Ray, and what Serve calls them."""
+    prefix = f"SERVE_REPLICA::{application}#{Replica.__name__}#"
+    names = [actor["name"] for actor in list_named_actors(all_namespaces=True)]
+    return {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
+class Front:
+    """One endpoint for all replicas, where Serve listens; see ``front``.
+
+    Args:
+        handle: Serve's, of the replicas.
+        config: of the server.
+    """
+
+    def __init__(self, handle: Any, config: ServerConfig) -> None:
+        self._replicas, self._config = RayReplicas(handle), config
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return make_front(self._replicas, self._config)
+
+
+def deployment(make: Any, config: ServerConfig, options: ReplicaOptions, model: LLMConfig) -> Any:
+    """The replicas, for ``serve.run``.
 
     Args:
         make: makes a replica's server, in its process.
@@ -173,7 +189,7 @@ def application(make: Any, config: ServerConfig, options: ReplicaOptions, model:
                 min_replicas=count.least, max_replicas=count.most, target_ongoing_requests=target
             )
         }
-    replica = serve.deployment(
+    return serve.deployment(
         Replica,
         max_ongoing_requests=slots + config.max_queue,
         max_queued_requests=max(1, config.max_queue),
@@ -190,6 +206,15 @@ def application(make: Any, config: ServerConfig, options: ReplicaOptions, model:
         },
         **scaled,
     ).bind(make)
+
+
+def application(replicas: Any, config: ServerConfig) -> Any:
+    """The replicas and a front for them, where Serve listens.
+
+    Args:
+        replicas: see ``deployment``.
+        config: of the server.
+    """
     front = serve.deployment(
         serve.ingress()(Front),
         max_ongoing_requests=config.max_connections,
@@ -197,7 +222,7 @@ def application(make: Any, config: ServerConfig, options: ReplicaOptions, model:
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},
     )
-    return front.bind(replica, config)
+    return front.bind(replicas, config)
 
 
 def build(args: Mapping[str, Any]) -> Any:
@@ -213,7 +238,7 @@ def build(args: Mapping[str, Any]) -> Any:
     model, config = LLMConfig(**_values(LLMConfig, given)), ServerConfig(**_values(ServerConfig, given))
     if given:
         raise InputError(f"{next(iter(given))!r} is no setting of a server; `sakiyomi serve --help` lists them")
-    return application(MakeServer(model, config), config, options, model)
+    return application(deployment(MakeServer(model, config), config, options, model), config)
 
 
 def _values(kind: type[Any], given: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -238,75 +263,3 @@ def _value(kind: type[Any], name: str, value: Any) -> Any:
         return float(value) if "float" in wanted else value
     except (ValueError, KeyError):
         raise InputError(f"{name} is {value!r}; expected {wanted}") from None
-
-
-def started(application_: Any, limit: float, told: threading.Event) -> bool:
-    """Have the replicas started, and wait until they answer.
-
-    Args:
-        application_: see ``application``.
-        limit: seconds that it may take.
-        told: set, it is given up.
-
-    Returns:
-        False: it was given up.
-
-    Raises:
-        LoadError: it took longer.
-        RuntimeError: a replica cannot be started.
-    """
-    target = serve.RunTarget(application_, name=APPLICATION, logging_config=QUIET)
-    serve.run_many([target], wait_for_applications_running=False)
-    until = time.monotonic() + limit
-    while not told.wait(PAUSE):
-        found = serve.status().applications[APPLICATION]
-        if found.status == ApplicationStatus.RUNNING:
-            return True
-        if found.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-            raise RuntimeError(found.message)
-        if time.monotonic() > until:
-            raise LoadError(
-                f"the replicas were not ready within {limit:g} s ({_waiting(found)}); is there a free processor for "
-                "each of them in the cluster (`ray status`), and is the model where they run? Give a longer "
-                "--start-timeout if it takes so long to load"
-            )
-    return False
-
-
-def _waiting(found: Any) -> str:
-    """What replicas are doing, and what Serve says of them."""
-    replica = found.deployments.get(Replica.__name__)
-    if replica is None:
-        return str(found.status.value).lower()
-    states = [
-        f"{count} {str(getattr(state, 'value', state)).lower()}" for state, count in replica.replica_states.items()
-    ]
-    return ", ".join([*states, *([" ".join(replica.message.split())[:300]] if replica.message else [])])
-
-
-def run(model: LLMConfig, config: ServerConfig, options: ReplicaOptions, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C; what runs then is ended first.
-
-    Raises:
-        LoadError: there is no cluster, or the model cannot be loaded in it.
-    """
-    told = threading.Event()
-    before = {kind: signal.signal(kind, lambda *_: told.set()) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with connected(options.address):
-            http = {"host": config.host, "port": config.port, "request_timeout_s": None}
-            serve.start(http_options=http, logging_config=QUIET, proxy_location="HeadOnly")
-            try:
-                application_ = application(MakeServer(model, config), config, options, model)
-                if started(application_, options.start_timeout, told):
-                    say(f"serving {config.served_name or model.target} at http://{config.host}:{config.port}")
-                    told.wait()
-                say("stopping; what runs is ended first")
-            except RuntimeError as error:
-                reason = " ".join(str(error).split())[-600:]
-                raise LoadError(f"the replicas cannot be started: {reason}") from None
-            finally:
-                serve.shutdown()
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)

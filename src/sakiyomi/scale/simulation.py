@@ -174,7 +174,17 @@ class SimulatedReplica:
         """See ``Replica``."""
         self._seat()
         seconds, room, complete = 0.0, CHUNK, []
+        there = {request.group for request in self.running if request.read >= self.system}
+        coming: set[int] = set()  # groups whose system prompt another request is reading: that is waited for
         for request in self.running:
+            if request.read < self.system:
+                if request.group in coming:
+                    continue
+                if request.group in there:
+                    request.reused += self.system - request.read
+                    request.read = self.system
+                else:
+                    coming.add(request.group)
             part = min(room, request.prompt - request.read)
             if part > 0:
                 request.read += part

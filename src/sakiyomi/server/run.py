@@ -11,17 +11,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.chat_template import read_template
 from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.connections import protocol
+from sakiyomi.server.worker import Worker
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["check", "serve", "uvicorn_config"]
+__all__ = ["check", "listen", "serve", "uvicorn_config"]
 
 logger = logging.getLogger("sakiyomi.server")
 BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
@@ -31,30 +33,33 @@ LAST = 2.0  # seconds for the last words to clients whose requests were cut
 class _Listener(uvicorn.Server):
     """Told to stop, it takes nothing new, lets what runs go on for a while, and cuts the rest."""
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+    def __init__(self, config: uvicorn.Config, patience: float, worker: Worker | None) -> None:
         super().__init__(config)
-        self._server = server
+        self._patience, self._worker = patience, worker
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        worker, patience = self._server.worker, self._server.config.shutdown_timeout
-        logger.info("stopping; %d requests have %g s to end", worker.load, patience)
-        worker.drain()
-        cut = asyncio.get_running_loop().call_later(patience, worker.stop)
+        count = len(self.server_state.tasks) if self._worker is None else self._worker.load
+        logger.info("stopping; %d requests have %g s to end", count, self._patience)
+        if self._worker is None:
+            await super().shutdown(sockets)
+            return
+        self._worker.drain()
+        cut = asyncio.get_running_loop().call_later(self._patience, self._worker.stop)
         try:
             await super().shutdown(sockets)
         finally:
             cut.cancel()
 
 
-def uvicorn_config(server: Server) -> uvicorn.Config:
-    """How uvicorn is to run a server."""
+def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
+    """How uvicorn is to run a server's application."""
     return uvicorn.Config(
-        make_app(server),
-        http=protocol(server.config),
+        app,
+        http=protocol(config),
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(server.config.shutdown_timeout + LAST) + 1,
+        timeout_graceful_shutdown=int(config.shutdown_timeout + LAST) + 1,
         lifespan="on",
         ws="none",  # there are none, and it would tell to install something for them
     )
@@ -85,7 +90,7 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = lambda url: None) -> None:
-    """Serve until SIGTERM or Ctrl-C; both end it in good order, a second Ctrl-C at once.
+    """Serve a model; see ``listen``.
 
     Args:
         llm: nobody else may generate with it meanwhile.
@@ -96,6 +101,23 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
         InputError: the address is taken, or none of this machine's.
     """
     server = Server(llm, config)
+    listen(make_app(server), config, server.worker, listening=listening)
+
+
+def listen(
+    app: ASGIApp, config: ServerConfig, worker: Worker | None = None, *, listening: Callable[[str], None]
+) -> None:
+    """Serve an application until SIGTERM or Ctrl-C; both end it in good order, a second Ctrl-C at once.
+
+    Args:
+        app: of the server, or of a front.
+        config: where and how.
+        worker: of the server, which takes nothing new then; None: whoever runs its requests is elsewhere.
+        listening: called with the address when clients may come.
+
+    Raises:
+        InputError: the address is taken, or none of this machine's.
+    """
     listener = _listen(config)
     port = listener.getsockname()[1]
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -105,7 +127,7 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
     before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
         listening(f"http://{host}:{port}")
-        _Listener(uvicorn_config(server), server).run([listener])
+        _Listener(uvicorn_config(app, config), config.shutdown_timeout, worker).run([listener])
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
