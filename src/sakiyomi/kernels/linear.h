@@ -38,6 +38,22 @@ constexpr int rows_at_once = 8, rows_of_halves = 4;
 constexpr int rows_at_once = 2, rows_of_halves = 2;
 #endif
 
+// Where so few rows go through a block at once that most of them read it from a near cache, the rows after the first read nothing from
+// memory: they fetch the next piece meanwhile, by a step of bytes at a time.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool pieces_ahead = true;
+#else
+constexpr bool pieces_ahead = false;
+#endif
+struct Ahead {
+  const char* next;
+  int64_t step;
+  void operator()() { fetch(next), next += step; }
+};
+struct NothingAhead {
+  void operator()() {}
+};
+
 // Calls f(number of rows as a constant, first row), leaving no row alone if possible.
 template <int most, typename F>
 inline void in_lines(int64_t rows, F f) {
@@ -102,12 +118,12 @@ inline V held(V x) {
   return x;
 }
 
-template <int R>
-APART void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v sums[R][2]) {
+template <int R, typename A = NothingAhead>
+APART void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v sums[R][2], A ahead = {}) {
   using Own = typename Sums<R, float>::Own;
   Sums<R, float> sum(sums);
   for (int64_t k = 0; k < in; ++k, w += block_width) {
-    go_on<R, 6>(w), go_on<R, 6>(w + 16);
+    go_on<R, 6>(w), go_on<R, 6>(w + 16), ahead();
     Own columns[sum.count];
     UNROLL for (int c = 0; c < sum.count; ++c) {
       columns[c] = load<Own>(w + c * native_bytes / 4);
@@ -192,10 +208,11 @@ using RowByte = int32_t;              // a pair of a row's numbers
 constexpr int64_t row_bytes_step = 2;  // inputs of a RowByte
 
 // weights(i): of inputs 4 * (i / 4) and on the channels 8 * (i % 4) and on.
-template <int R, typename W>
-inline void dot_pairs(const int32_t* x, int64_t stride, W weights, int64_t in, i16v sums[R][2]) {
+template <int R, typename W, typename A = NothingAhead>
+inline void dot_pairs(const int32_t* x, int64_t stride, W weights, int64_t in, i16v sums[R][2], A ahead = {}) {
   Sums<R, int32_t> sum(sums);
-  for (int64_t k = 0; k < in; k += 4)
+  for (int64_t k = 0; k < in; k += 4) {
+    ahead();
     UNROLL for (int c = 0; c < sum.count; ++c) {
       const Pairs& w = weights(k + c);
       const __m256i even = held(w.even), odd = held(w.odd);
@@ -205,6 +222,7 @@ inline void dot_pairs(const int32_t* x, int64_t stride, W weights, int64_t in, i
         sum.of[r][c] += (typename Native<int32_t>::type)_mm256_madd_epi16(odd, _mm256_set1_epi32(pairs[1]));
       }
     }
+  }
   sum.put(sums);
 }
 
@@ -218,9 +236,9 @@ inline void dot_halves(const int32_t* x, int64_t stride, const uint8_t* w, int64
   dot_pairs<R>(x, stride, [&](int64_t i) { return pairs_of(w + 16 * (i & ~3) + 32 * (i & 1), 2 * (i & 2)); }, in, sums);
 }
 
-template <int R>
-APART void dot(const int32_t* x, int64_t stride, const Pairs* w, int64_t in, i16v sums[R][2]) {
-  dot_pairs<R>(x, stride, [&](int64_t i) -> const Pairs& { return w[i]; }, in, sums);
+template <int R, typename A = NothingAhead>
+APART void dot(const int32_t* x, int64_t stride, const Pairs* w, int64_t in, i16v sums[R][2], A ahead = {}) {
+  dot_pairs<R>(x, stride, [&](int64_t i) -> const Pairs& { return w[i]; }, in, sums, ahead);
 }
 #else
 using RowByte = uint8_t;  // a number of a row with 128 added
@@ -288,8 +306,22 @@ template <int group, typename F>
 inline void in_strips(int64_t rows, F f) {
   for (int64_t row = 0; row < rows; row += strip_rows) {
     const int64_t count = std::min(strip_rows, rows - row);
-    f(row, count, count > 2 * group);
+    f(row, count, count > (pieces_ahead ? group + 1 : 2 * group));
   }
+}
+
+// Rows of a strip through a piece of weights: calls f(number of rows as a constant, first row, what to fetch meanwhile). `next` are the
+// `bytes` to fetch, `steps` how often each group of rows can.
+template <int group, typename F>
+inline void through_piece(int64_t count, const void* next, int64_t bytes, int64_t steps, F f) {
+  const int64_t calls = steps * (count / group);
+  Ahead ahead{(const char*)next, std::min<int64_t>(64, (bytes + calls - 1) / calls)};
+  const char* end = ahead.next + bytes;
+  in_lines<group>(count, [&](auto R, int64_t r) {
+    if (ahead.next >= end) return f(R, r, NothingAhead());
+    f(R, r, ahead);
+    ahead.next += ahead.step * steps;
+  });
 }
 
 // The first n of 16 numbers, zeros behind them.
@@ -316,18 +348,22 @@ void block(const Weight& w, const X* x, int64_t rows, T* y, int64_t first) {
     const int64_t step = many ? piece_length : w.in;
     for (int64_t k = 0; k < w.in; k += step) {
       const int64_t length = std::min(step, w.in - k);
-      auto add = [&](const auto* piece) {
-        in_lines<rows_at_once>(count, [&](auto R, int64_t r) { dot<R()>(x + (row + r) * w.in + k, w.in, piece, length, sum + r); });
+      const T* piece = data + k * block_width;
+      auto add = [&](const auto* numbers) {
+        auto some = [&](auto R, int64_t r, auto... ahead) { dot<R()>(x + (row + r) * w.in + k, w.in, numbers, length, sum + r, ahead...); };
+        if constexpr (pieces_ahead && std::is_same_v<decltype(numbers), const float*>)
+          if (many && !row) return through_piece<rows_at_once>(count, piece + length * block_width, length * block_width * sizeof(T), length, some);
+        in_lines<rows_at_once>(count, some);
       };
       if constexpr (std::is_same_v<X, float> && std::is_same_v<T, bf16>) {
         if (many) {
           float wide[piece_length * block_width];
-          widen_piece(data + k * block_width, length, wide);
+          widen_piece(piece, length, wide);
           add(wide);
           continue;
         }
       }
-      add(data + k * block_width);
+      add(piece);
     }
     for (int c = 0; c < 2; ++c)
       for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + first + 16 * c, sum[r][c], n[c]);
@@ -367,18 +403,20 @@ void block(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first) {
     const int64_t step = many ? piece_length : x.in;
     for (int64_t k = 0; k < x.in; k += step) {
       const int64_t length = std::min(step, x.in - k);
-      auto add = [&](const auto* piece) {
-        in_lines<rows_at_once>(count, [&](auto R, int64_t r) { dot<R()>(x.at(row + r, k), x.stride, piece, length, sum + r); });
+      const int8_t* piece = data + k * block_width;
+      auto with = [&](const auto* numbers) {
+        return [&, numbers](auto R, int64_t r, auto... ahead) { dot<R()>(x.at(row + r, k), x.stride, numbers, length, sum + r, ahead...); };
       };
 #if defined(PAIRS)
       if (many) {
         Pairs pairs[piece_length];
-        for (int64_t i = 0; i < length; ++i) pairs[i] = pairs_of(data + k * block_width + 32 * i);
-        add(pairs);
+        for (int64_t i = 0; i < length; ++i) pairs[i] = pairs_of(piece + 32 * i);
+        if (row) in_lines<rows_at_once>(count, with(pairs));
+        else through_piece<rows_at_once>(count, piece + length * block_width, length * block_width, length / 4, with(pairs));
         continue;
       }
 #endif
-      add(data + k * block_width);
+      in_lines<rows_at_once>(count, with(piece));
     }
     finish(w, x, row, count, std::is_same_v<RowByte, uint8_t>, sum, y, first);
   });
@@ -539,8 +577,11 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   if constexpr (std::is_same_v<T, bf16>) {
     const bool needed = !tiled && any([](const Weight* w) { return !w->rounded(); });
     widened.resize(needed ? rows * weights[0]->in : 0);
-    for (int64_t i = 0; i < (int64_t)widened.size(); ++i) widened[i] = widen(x[i]);
-    wide = widened.data();  // this thread's, for all threads
+    float* to = widened.data();
+    wide = to;  // this thread's, for all threads
+    parallel_for(0, widened.size(), 1 << 15, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) to[i] = widen(x[i]);
+    });
   }
 #endif
   parallel_for(0, ends.back(), grain, [&](int64_t begin, int64_t end) {
