@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sakiyomi import LLM
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.server.app import Server
+from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.run import uvicorn_config
 from toys import tiny_llama, tiny_tokenizer
@@ -67,7 +67,7 @@ def running(llm: LLM, **config: Any) -> Iterator[tuple[Server, str]]:
     server = Server(llm, ServerConfig(**({"served_name": "toy"} | config)))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    listening = uvicorn.Server(uvicorn_config(server))
+    listening = uvicorn.Server(uvicorn_config(make_app(server), server.config))
     thread = threading.Thread(target=listening.run, args=([listener],))
     thread.start()
     url = ""

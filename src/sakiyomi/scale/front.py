@@ -6,6 +6,7 @@ replica dies goes on with the same text on another one.
 
 from __future__ import annotations
 
+import asyncio
 import html
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,9 +22,10 @@ from sakiyomi.core.version import __version__
 from sakiyomi.scale.in_process import Part
 from sakiyomi.scale.routing import affinity_key
 from sakiyomi.server import errors
-from sakiyomi.server.app import ERRORS, IMAGES_BYTES, REPLIES
+from sakiyomi.server.app import BODY_THREADS, ERRORS, IMAGES_BYTES, PDF, REPLIES, SOUND
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
+from sakiyomi.server.extract import pdf_text
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.messages import CountRequest, MessagesRequest
 from sakiyomi.server.metrics import CONTENT_TYPE
@@ -32,7 +34,7 @@ from sakiyomi.server.reference import reference
 from sakiyomi.server.relay import Relay
 from sakiyomi.server.responses import ResponsesRequest
 from sakiyomi.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
-from sakiyomi.server.stream import event
+from sakiyomi.server.stream import event, gone
 
 __all__ = ["Asked", "Replicas", "follow", "make_front", "merged_metrics"]
 
@@ -46,10 +48,11 @@ class Asked:
     """What a replica is asked.
 
     Attributes:
-        path, body, method: of the request.
+        path, body, method: of the request; what is no JSON stays bytes.
         client: whose it is; many of them take turns.
         key: requests that have it in common should meet the same replica.
         relay: its seed, and what the client has of the reply already.
+        kind: of the body, as its header says.
     """
 
     path: str
@@ -58,6 +61,7 @@ class Asked:
     key: str
     relay: Relay
     method: str = "POST"
+    kind: str = "application/json"
 
 
 class Replicas(Protocol):
@@ -104,15 +108,22 @@ async def follow(replicas: Replicas, asked: Asked) -> AsyncIterator[Part]:
     raise ApiError(502, f"{TRIES} replicas died while they answered this request", code="replica_died")
 
 
-def make_front(replicas: Replicas, config: ServerConfig) -> FastAPI:
+def make_front(replicas: Replicas, config: ServerConfig, lifespan: Any = None) -> FastAPI:
     """The application.
 
     Args:
         replicas: that answer.
         config: of the server: whom it serves, and limits.
+        lifespan: of what stands behind it, if it begins and ends with the application.
     """
     app = FastAPI(
-        title="sakiyomi", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS, redirect_slashes=False
+        title="sakiyomi",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
+        redirect_slashes=False,
     )
     errors.install(app)
     app.add_middleware(Gate, config=config, max_body=config.max_body or IMAGES_BYTES)
@@ -151,6 +162,19 @@ def _add_interfaces(app: FastAPI, replicas: Replicas) -> None:
     add("/v1/embeddings", EmbeddingsRequest)
     add("/tokenize", TokenizeRequest)
     add("/detokenize", DetokenizeRequest)
+
+    @app.post("/v1/audio/transcriptions", responses=REPLIES, openapi_extra=SOUND)
+    @app.post("/v1/audio/translations", responses=REPLIES, openapi_extra=SOUND)
+    async def sound(request: Request) -> Response:
+        """The text of a sound; of translations in English."""
+        return await _reply(replicas, request, await request.body())
+
+    extracting = asyncio.Semaphore(BODY_THREADS)
+
+    @app.post("/extract", openapi_extra=PDF)
+    async def extract(request: Request) -> dict[str, Any]:
+        """The text of a PDF."""
+        return await pdf_text(await request.body(), extracting)
 
     @app.get("/v1/models")
     @app.get("/v1/models/{name:path}")
@@ -194,18 +218,26 @@ def _add_pages(app: FastAPI, replicas: Replicas) -> None:
 
 
 async def _reply(replicas: Replicas, request: Request, body: Any) -> Response:
-    key = affinity_key(body or {}, request.headers.get(SESSION, ""))
-    path, relay = request.url.path, Relay()
-    asked = Asked(path, body, request.state.client, key, relay, request.method)
-    parts = follow(replicas, asked)
-    first = await anext(parts)
+    key = affinity_key(body if isinstance(body, dict) else {}, request.headers.get(SESSION, ""))
+    kind = request.headers.get("content-type", "application/json")
+    parts = follow(replicas, Asked(request.url.path, body, request.state.client, key, Relay(), request.method, kind))
+    beginning = asyncio.ensure_future(_beginning(parts))
+    leaving = asyncio.ensure_future(gone(request.receive))
+    try:
+        await asyncio.wait({beginning, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not beginning.done():
+            return Response(status_code=499)  # nobody reads it; the log does
+        first, data = beginning.result()
+    finally:
+        for task in (beginning, leaving):
+            task.cancel()
+        await asyncio.gather(beginning, leaving, return_exceptions=True)
     headers = {
         name.decode("latin-1"): value.decode("latin-1")
         for name, value in first.headers
         if name not in (b"content-length", b"x-request-id")
     }
-    if not headers.get("content-type", "").startswith("text/event-stream"):
-        data = first.data + b"".join([part.data async for part in parts])
+    if data is not None:
         return Response(data, first.status, headers)
 
     async def rest() -> AsyncIterator[bytes]:
@@ -217,6 +249,14 @@ async def _reply(replicas: Replicas, request: Request, body: Any) -> Response:
             yield event(error.body)
 
     return StreamingResponse(rest(), first.status, headers)
+
+
+async def _beginning(parts: AsyncIterator[Part]) -> tuple[Part, bytes | None]:
+    """The first part of a reply, and all of it where it is no stream."""
+    first = await anext(parts)
+    if dict(first.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
+        return first, None
+    return first, first.data + b"".join([part.data async for part in parts])
 
 
 def merged_metrics(pages: Mapping[str, str]) -> bytes:

@@ -8,9 +8,10 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
+from fastapi import FastAPI
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.chat_template import read_template
@@ -21,7 +22,7 @@ from sakiyomi.server.connections import protocol
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["check", "serve", "uvicorn_config"]
+__all__ = ["Work", "check", "serve", "serve_app", "uvicorn_config"]
 
 logger = logging.getLogger("sakiyomi.server")
 BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
@@ -31,30 +32,43 @@ LAST = 2.0  # seconds for the last words to clients whose requests were cut
 class _Listener(uvicorn.Server):
     """Told to stop, it takes nothing new, lets what runs go on for a while, and cuts the rest."""
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+    def __init__(self, config: uvicorn.Config, work: Work, patience: float) -> None:
         super().__init__(config)
-        self._server = server
+        self._work, self._patience = work, patience
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        worker, patience = self._server.worker, self._server.config.shutdown_timeout
-        logger.info("stopping; %d requests have %g s to end", worker.load, patience)
-        worker.drain()
-        cut = asyncio.get_running_loop().call_later(patience, worker.stop)
+        logger.info("stopping; %d requests have %g s to end", self._work.load, self._patience)
+        self._work.drain()
+        cut = asyncio.get_running_loop().call_later(self._patience, self._work.stop)
         try:
             await super().shutdown(sockets)
         finally:
             cut.cancel()
 
 
-def uvicorn_config(server: Server) -> uvicorn.Config:
-    """How uvicorn is to run a server."""
+class Work(Protocol):
+    """What is under way behind an application; see ``Worker``."""
+
+    @property
+    def load(self) -> int:
+        """See there."""
+
+    def drain(self) -> None:
+        """See there."""
+
+    def stop(self) -> None:
+        """See there."""
+
+
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """How uvicorn is to run an application."""
     return uvicorn.Config(
-        make_app(server),
-        http=protocol(server.config),
+        app,
+        http=protocol(config),
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(server.config.shutdown_timeout + LAST) + 1,
+        timeout_graceful_shutdown=int(config.shutdown_timeout + LAST) + 1,
         lifespan="on",
         ws="none",  # there are none, and it would tell to install something for them
     )
@@ -96,6 +110,22 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
         InputError: the address is taken, or none of this machine's.
     """
     server = Server(llm, config)
+    serve_app(make_app(server), server.worker, config, listening=listening)
+
+
+def serve_app(
+    app: FastAPI, work: Work, config: ServerConfig, *, listening: Callable[[str], None] = lambda url: None
+) -> None:
+    """The same of an application.
+
+    Args:
+        app: what answers.
+        work: that is under way behind it.
+        config, listening: see ``serve``.
+
+    Raises:
+        InputError: see there.
+    """
     listener = _listen(config)
     port = listener.getsockname()[1]
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -105,7 +135,7 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
     before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
         listening(f"http://{host}:{port}")
-        _Listener(uvicorn_config(server), server).run([listener])
+        _Listener(uvicorn_config(app, config), work, config.shutdown_timeout).run([listener])
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
