@@ -14,62 +14,17 @@ from typing import Any
 import httpx
 import pytest
 
+from model_toys import SIZE, Shop, Toy
 from sakiyomi import LLM
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.front import Asked
-from sakiyomi.scale.in_process import InProcessServer, Part
 from sakiyomi.scale.model_options import ModelOptions, read_models
 from sakiyomi.scale.model_process import ModelProcess
 from sakiyomi.scale.models import BARE, ModelTable, make_models_app
 from sakiyomi.server.config import ServerConfig
 from server_toys import toy_llm
 from toys import tiny_llama, tiny_tokenizer
-
-SIZE = 1000  # of each toy, where the bound is in such numbers
-
-
-class Toy:
-    """A model in this process that says how much it takes. ``slow``: seconds before each part of a reply."""
-
-    slow = 0.0
-
-    def __init__(self, server: InProcessServer, size: int) -> None:
-        self.server, self.bytes, self.pid, self.alive = server, size, 1, True
-
-    async def ask(self, asked: Asked) -> AsyncIterator[Part]:
-        how = asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind
-        async for part in self.server.events(*how):
-            await asyncio.sleep(self.slow)
-            assert self.alive, "given up while it wrote"
-            yield part
-
-    async def figures(self) -> dict[str, Any]:
-        return self.server.figures()
-
-    async def stop(self) -> None:
-        self.alive = False
-        await self.server.__aexit__()
-
-
-class Shop:
-    """Starts toys, and notes what happened. ``broken``: targets that cannot be loaded."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.toys: dict[str, Toy] = {}
-        self.broken: set[str] = set()
-
-    async def start(self, model: LLMConfig, config: ServerConfig) -> Toy:
-        await asyncio.sleep(0.01)
-        if model.target in self.broken:
-            raise LoadError("its file is damaged")
-        name = str(config.served_name)
-        self.events.append(name)
-        server = InProcessServer(toy_llm("none"), config=config)
-        await server.__aenter__()
-        self.toys[name] = Toy(server, SIZE)
-        return self.toys[name]
 
 
 @asynccontextmanager
@@ -115,7 +70,9 @@ def test_models_are_loaded_by_name_and_the_oldest_is_given_up(monkeypatch: pytes
             cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
             assert {name: card["loaded"] for name, card in cards.items()} == {"a": True, "b": True, "c": False}
             assert cards["c"]["max_model_len"] == cards["a"]["max_model_len"]  # known from when it was loaded
-            wrong = await client.post("/v1/chat/completions", json={"model": "d", "messages": [{"role": "user", "content": "Say"}]})
+            wrong = await client.post(
+                "/v1/chat/completions", json={"model": "d", "messages": [{"role": "user", "content": "Say"}]}
+            )
             assert wrong.status_code == 404
             assert wrong.json()["error"]["message"] == "there is no model 'd'; this server has 'a', 'b', 'c'"
             assert (await client.get("/v1/models/d")).status_code == 404
@@ -163,7 +120,7 @@ def test_who_writes_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_streams_and_forms_find_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        async with shop("ab", 2.5, monkeypatch) as (found, _, client):
+        async with shop("ab", 2.5, monkeypatch) as (_, _, client):
             right = await said(client, "b")
             async with client.stream("POST", "/v1/completions", json=ask("b", stream=True)) as reply:
                 lines = [line[6:] async for line in reply.aiter_lines() if line.startswith("data: {")]
@@ -207,7 +164,7 @@ def test_what_cannot_be_loaded_is_an_error_of_who_asks(monkeypatch: pytest.Monke
     run(work())
 
     async def small() -> None:
-        with pytest.raises(InputError, match="'a' takes about .* may take .* together"):
+        with pytest.raises(InputError, match=r"'a' takes about .* may take .* together"):
             async with shop("a", 0.5, monkeypatch):
                 pass
 
