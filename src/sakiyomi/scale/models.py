@@ -51,9 +51,17 @@ class ModelName(Strict):
 class Running(Protocol):
     """A loaded model; see ``ModelProcess``."""
 
-    alive: bool
-    pid: int
-    bytes: int
+    @property
+    def alive(self) -> bool:
+        """See there."""
+
+    @property
+    def pid(self) -> int:
+        """See there."""
+
+    @property
+    def bytes(self) -> int:
+        """See there."""
 
     def ask(self, asked: Asked) -> AsyncIterator[Part]:
         """See there."""
