@@ -256,7 +256,12 @@ def test_a_model_is_chosen_and_loaded(browser: Tab, monkeypatch: pytest.MonkeyPa
         assert browser.run("current.tokens") == 6 and shop.events == ["first", "second"]
         browser.until("$('slots').textContent !== ''")
         shoot(browser, "models")
-        assert browser.run("$('choice').labels[0].textContent").startswith("Model")
+        tree = browser.call("Accessibility.getFullAXTree")["nodes"]
+        boxes = [node for node in tree if node["role"]["value"] == "combobox" and node["name"]["value"] == "Model"]
+        assert [box["value"]["value"] for box in boxes] == ["second"]
+        browser.size(320, 640, phone=True)
+        assert browser.run("document.documentElement.scrollWidth") <= 320
+        shoot(browser, "models-phone")
     browser.run("localStorage.clear(); store('readwrite', (place) => place.clear())")
 
 
