@@ -1,10 +1,11 @@
-"""Whether clients work unchanged: litellm and llm, each against a live ``sakiyomi serve`` with the embedded pair.
+"""Whether clients work unchanged: litellm, llm and an agent of openai-agents, each against a live ``sakiyomi serve``.
 
-    pip install litellm llm            # into an environment of their own, if you like: this script installs nothing
-    python benchmarks/clients.py       # both that are there; --python OTHER/bin/python where they are elsewhere
+    pip install litellm llm openai-agents  # into an environment of their own, if you like: this installs none
+    python benchmarks/clients.py           # those that are there; --python OTHER/bin/python where they are elsewhere
 
-Each says the same greedy text as the server's own paths give, whole and streamed. One line a client; 1 is the status if
-one fails, or none is there.
+Each says the same greedy text as the server's own paths give, whole and streamed; the agent calls its tool, is given
+the result, and replies. One line a client; 1 is the status if one fails, or none is there. The server has the embedded
+pair.
 """
 
 from __future__ import annotations
@@ -49,7 +50,28 @@ chat = model.prompt(prompt, stream=False, temperature=0, max_tokens=tokens).text
 streamed = "".join(model.prompt(prompt, stream=True, temperature=0, max_tokens=tokens))
 print(json.dumps({"version": version("llm"), "chat": chat, "streamed": streamed}))
 """
-CLIENTS = {"litellm": LITELLM, "llm": LLM}
+
+AGENTS = """
+import json, sys
+from importlib.metadata import version
+from typing import Literal
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+set_tracing_disabled(True)
+cities = []
+@function_tool
+def weather(city: Literal["Paris", "Rome"]) -> str:
+    "The weather of a city."
+    cities.append(city)
+    return "It is sunny."
+model = OpenAIChatCompletionsModel("tales", AsyncOpenAI(base_url=sys.argv[1] + "/v1", api_key="none"))
+how = ModelSettings(temperature=0, tool_choice="required", max_tokens=200)
+agent = Agent("guide", instructions="Help.", model=model, tools=[weather], model_settings=how)
+reply = Runner.run_sync(agent, sys.argv[2], max_turns=3).final_output
+print(json.dumps({"version": version("openai-agents"), "calls": len(cities), "replied": bool(reply)}))
+"""
+CLIENTS = {"litellm": LITELLM, "llm": LLM, "agents": AGENTS}
+PACKAGES = {"agents": "openai-agents"}
 
 
 @contextmanager
@@ -85,13 +107,14 @@ def wanted(url: str) -> dict[str, object]:
     vectors = ask(url, "/v1/embeddings", {"input": PROMPT})
     text = chat["choices"][0]["message"]["content"]  # type: ignore[index]
     width = len(vectors["data"][0]["embedding"])  # type: ignore[index]
-    return {"chat": text, "streamed": text, "plain": plain["choices"][0]["text"], "width": width}  # type: ignore[index]
+    plainly = plain["choices"][0]["text"]  # type: ignore[index]
+    return {"chat": text, "streamed": text, "plain": plainly, "width": width, "calls": 1, "replied": True}
 
 
 def run(python: str, name: str, url: str, expected: dict[str, object]) -> bool | None:
     """Whether a client says what is expected; None: it is not installed."""
     if subprocess.run([python, "-c", f"import {name}"], capture_output=True, check=False).returncode:
-        print(f"{name}: not installed; pip install {name}")
+        print(f"{name}: not installed; pip install {PACKAGES.get(name, name)}")
         return None
     with tempfile.TemporaryDirectory() as folder:
         lines = f'- model_id: tales-here\n  model_name: tales\n  api_base: "{url}/v1"\n'

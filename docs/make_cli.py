@@ -17,10 +17,10 @@ from sakiyomi.cli import app
 PAGE = Path(__file__).with_name("cli.md")
 HEAD = """# Command line
 
-Results are on stdout, progress is on stderr: a spinner on a terminal, elsewhere a line every 20 seconds. With `--json`
-the last line of stdout is one JSON object. Exit codes: 0; 1 for what cannot be done, and for a defect that `audit`
-found; 2 for misuse; 130 after Ctrl-C. Colours are left out where the output is no terminal, or where `NO_COLOR` is set.
-Lists are given by repeating a flag.
+Look up a command and its flags here. Results are on stdout, progress is on stderr: a spinner on a terminal, elsewhere
+a line every 20 seconds. With `--json` the last line of stdout is one JSON object. Exit codes: 0; 1 for what cannot be
+done, and for a defect that `audit` found; 2 for misuse; 130 after Ctrl-C. Colours are left out where the output is no
+terminal, or where `NO_COLOR` is set. Lists are given by repeating a flag.
 
 This page is made by `python docs/make_cli.py`.
 """

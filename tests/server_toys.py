@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from sakiyomi import LLM
@@ -65,21 +66,28 @@ def marked_tokenizer(marks: Sequence[str], special: bool = True) -> Any:
 def running(llm: LLM, **config: Any) -> Iterator[tuple[Server, str]]:
     """The server, and the address of its root."""
     server = Server(llm, ServerConfig(**({"served_name": "toy"} | config)))
+    with listening(make_app(server), server.config) as url:
+        yield server, url
+
+
+@contextmanager
+def listening(app: FastAPI, config: ServerConfig) -> Iterator[str]:
+    """The address of an application's root."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    listening = uvicorn.Server(uvicorn_config(make_app(server), server.config))
-    thread = threading.Thread(target=listening.run, args=([listener],))
+    server = uvicorn.Server(uvicorn_config(app, config))
+    thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     url = ""
     try:
         until = time.monotonic() + 20
-        while not listening.started and time.monotonic() < until:
+        while not server.started and time.monotonic() < until:
             time.sleep(0.005)
-        yield server, (url := f"http://127.0.0.1:{listener.getsockname()[1]}")
+        yield (url := f"http://127.0.0.1:{listener.getsockname()[1]}")
     finally:
         for used in _clients.pop(url, ()):
             used.close()
-        listening.should_exit = True
+        server.should_exit = True
         thread.join(20)
         listener.close()
 

@@ -45,7 +45,7 @@ def test_command_is_sound(command: str) -> None:
 
 def test_the_first_screen_is_short() -> None:
     first, *_ = README.partition("\n## ")
-    assert len(first.splitlines()) < 50
+    assert len(first.splitlines()) < 50 and len(README.encode()) <= 8000
     (code,) = blocks("python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
 

@@ -18,8 +18,12 @@ import httpx
 import pytest
 
 from browser import Tab, chromium, tab
+from model_toys import SIZE, Shop
+from sakiyomi.engine.config import LLMConfig
+from sakiyomi.scale.models import ModelTable, make_models_app
 from sakiyomi.server.app import Server
-from server_toys import running, small_pdf, toy_llm
+from sakiyomi.server.config import ServerConfig
+from server_toys import listening, running, small_pdf, toy_llm
 
 PROGRAM = chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here; apt-get install chromium-headless-shell")
@@ -97,7 +101,7 @@ def shoot(page: Tab, name: str) -> None:
 
 
 def test_it_opens_with_the_model_and_runs_no_foreign_script(page: Tab) -> None:
-    assert page.run("$('model').textContent").startswith("toy · draft: model")
+    assert page.run("$('model').textContent").startswith("toy · drafted by draft model · context of ")
     shoot(page, "open")
     broken = (
         "new Promise((done) => { document.addEventListener('securitypolicyviolation',"
@@ -233,6 +237,32 @@ def test_the_draft_is_chosen_among_those_that_are_loaded(browser: Tab) -> None:
         browser.until(IDLE)
         assert browser.run("$('drafter').value") == "suffix"
         browser.run("localStorage.clear()")
+
+
+def test_a_model_is_chosen_and_loaded(browser: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two models, one of which has room: who is chosen is loaded, and writes; the other one has gone."""
+    monkeypatch.setattr("sakiyomi.scale.models._likely", lambda model: SIZE)
+    shop, config = Shop(), ServerConfig(max_body=1 << 20)
+    table = ModelTable({name: LLMConfig(target=name) for name in ("first", "second")}, config, SIZE, shop.start)
+    with listening(make_models_app(table, config), config) as url:
+        browser.open(url)
+        browser.until(IDLE)
+        assert browser.run("card.id") == "first" and not browser.run("$('choice-box').hidden")
+        put(browser, max=6, temperature=0)
+        browser.run("$('choice').value = 'second'; $('choice').dispatchEvent(new Event('change'))")
+        browser.until(IDLE)
+        assert browser.run("$('model').textContent").startswith("second · no draft · context of ")
+        send(browser, "A fox")
+        assert browser.run("current.tokens") == 6 and shop.events == ["first", "second"]
+        browser.until("$('slots').textContent !== ''")
+        shoot(browser, "models")
+        tree = browser.call("Accessibility.getFullAXTree")["nodes"]
+        boxes = [node for node in tree if node["role"]["value"] == "combobox" and node["name"]["value"] == "Model"]
+        assert [box["value"]["value"] for box in boxes] == ["second"]
+        browser.size(320, 640, phone=True)
+        assert browser.run("document.documentElement.scrollWidth") <= 320
+        shoot(browser, "models-phone")
+    browser.run("localStorage.clear(); store('readwrite', (place) => place.clear())")
 
 
 def test_a_reply_that_breaks_off_stays_and_is_asked_for_again(page: Tab) -> None:

@@ -161,14 +161,16 @@ def add_command(
     def body(ctx: typer.Context, **given: Any) -> None:
         given.pop("config", None)  # read before the others
         if ctx.invoked_subcommand is None:
-            made = [_build(group, given) for group in groups]
+            made = [_build(group, {f.name: given[f.name] for own, f in flags if own is group}) for group in groups]
             check_settings({name: value for group in made for name, value in vars(group).items()})
             quiet()
             run(*made)
         else:
             _refuse_flags(ctx, given)
 
-    flags = [(group, field) for group in groups for field in _flags(group)]
+    flags: list[tuple[type[Any], dataclasses.Field[Any]]] = []
+    for group in groups:  # of two fields with one name the first is the flag
+        flags += [(group, field) for field in _flags(group) if field.name not in {other.name for _, other in flags}]
     found = [_parameter(group, field, (defaults or {}).get(field.name, field.default)) for group, field in flags]
     found.append(config_flag({field.name: _KINDS[str(field.type)][0] for _, field in flags}))
     found.append(keyword("ctx", inspect.Parameter.empty, typer.Context))
@@ -274,7 +276,8 @@ def _refuse_flags(context: typer.Context, given: Mapping[str, Any]) -> None:
 
 
 def _build(group: type[Any], given: Mapping[str, Any]) -> Any:
-    return group(**{field.name: _KINDS[str(field.type)][1](given[field.name]) for field in _flags(group)})
+    kinds = {field.name: _KINDS[str(field.type)][1] for field in _flags(group)}
+    return group(**{name: kinds[name](value) for name, value in given.items()})
 
 
 def _truth(word: str) -> bool:

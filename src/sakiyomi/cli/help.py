@@ -23,6 +23,7 @@ _PANELS = {
     "LLMConfig": "Model and machine",
     "SamplingParams": "Sampling and speculation",
     "ServerConfig": "Server",
+    "ModelOptions": "Server",
     "AuditConfig": "Checks",
     "LoopConfig": "Budget, schedule, checkpoints",
     "TextConfig": "Learning from text",

@@ -16,6 +16,7 @@ from sakiyomi.core.errors import InputError
 TABLE = Path(__file__).with_suffix(".jsonl")
 HEAD = """# Models
 
+Look up whether your model runs.
 Every class that transformers {transformers} names for causal language models, by `model_type` (see `config.json` of a
 model), and what became of a tiny model of it with random weights: *runs* means that its greedy text was that of
 transformers, token for token, in a batch of three, plain, with chains and with trees of draft tokens, and with a prompt

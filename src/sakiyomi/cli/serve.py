@@ -10,24 +10,32 @@ from sakiyomi.cli.output import note
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.cluster import ReplicaOptions, import_ray
+from sakiyomi.scale.model_options import ModelOptions, memory_of, read_models
 from sakiyomi.server.config import ServerConfig
 
 __all__ = ["serve"]
 
 
-def serve(config: ServerConfig, model: LLMConfig, scaled: ReplicaOptions) -> None:
-    """Serve a model over an OpenAI-compatible HTTP API.
+def serve(config: ServerConfig, options: ModelOptions, model: LLMConfig, scaled: ReplicaOptions) -> None:
+    """Serve a model, or several by name, over an OpenAI-compatible HTTP API.
 
     Every flag can also be set by an environment variable (--max-queue by SAKIYOMI_MAX_QUEUE), or in a TOML file
     (max_queue = 8) that --config names. Flags override the environment, and the environment overrides the file.
 
     Example: sakiyomi serve --model FOLDER --port 8000
     """
+    models = read_models(options, model)
     with server_packages():
         from sakiyomi.server.logs import set_up
         from sakiyomi.server.run import check
         from sakiyomi.server.run import serve as run
     check(config)
+    several = len(models) > 1 or options.models is not None
+    if several:
+        _check_several(config, scaled)
+    elif options.model_memory is not None:
+        raise InputError("model_memory is of several models; give --model more than once, or --models")
+    model = next(iter(models.values()))
     say: Callable[[str], None] = note
     if config.log_format == "json":  # every line, from now on
         set_up(config.log_format)
@@ -40,6 +48,15 @@ def serve(config: ServerConfig, model: LLMConfig, scaled: ReplicaOptions) -> Non
 
         run_replicas(model, config, scaled, say)
         return
+    if several:
+        from sakiyomi.scale.models import ModelTable, make_models_app
+        from sakiyomi.server.run import serve_app
+
+        set_up(config.log_format)
+        table = ModelTable(models, config, memory_of(options))
+        names = ", ".join(models)
+        serve_app(make_models_app(table, config), table, config, listening=lambda url: say(f"serving {names} at {url}"))
+        return
     llm = load(model, say)
     if config.warm_up != "none":
         if not llm.compiled():
@@ -48,3 +65,15 @@ def serve(config: ServerConfig, model: LLMConfig, scaled: ReplicaOptions) -> Non
         llm.record()
     set_up(config.log_format)
     run(llm, config, listening=lambda url: say(f"serving {config.served_name or llm.name} at {url}"))
+
+
+def _check_several(config: ServerConfig, scaled: ReplicaOptions) -> None:
+    """Refuse what only one model can have."""
+    if scaled.replicas is not None:
+        raise InputError("replicas are of one model; give one, or leave replicas out")
+    if config.kv_events is not None:
+        raise InputError("kv_events tell of one model's cache; serve one model, or leave them out")
+    if config.served_name is not None:
+        raise InputError(
+            "served_name is the name of one model; several get theirs from their folders, or from --models"
+        )

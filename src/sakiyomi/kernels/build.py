@@ -187,6 +187,11 @@ def builder() -> threading.Thread:
     return thread
 
 
+def building() -> bool:
+    """Whether they are being built in the background."""
+    return builder.cache_info().currsize > 0 and builder().is_alive()
+
+
 def loaded() -> ctypes.CDLL | None:
     """The kernels if they are in use by now; never builds or loads them."""
     return _native()[0] if _native.cache_info().currsize else None

@@ -23,9 +23,10 @@ from sakiyomi.core.version import __version__
 from sakiyomi.scale.in_process import Part
 from sakiyomi.scale.routing import affinity_key
 from sakiyomi.server import errors
-from sakiyomi.server.app import ERRORS, IMAGES_BYTES, REPLIES
+from sakiyomi.server.app import BODY_THREADS, ERRORS, IMAGES_BYTES, PDF, REPLIES, SOUND
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
+from sakiyomi.server.extract import pdf_text
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.messages import CountRequest, MessagesRequest
 from sakiyomi.server.metrics import CONTENT_TYPE
@@ -48,10 +49,11 @@ class Asked:
     """What a replica is asked.
 
     Attributes:
-        path, body, method: of the request.
+        path, body, method: of the request; what is no JSON stays bytes.
         client: whose it is; many of them take turns.
         key: requests that have it in common should meet the same replica.
         relay: its seed, and what the client has of the reply already.
+        kind: of the body, as its header says.
     """
 
     path: str
@@ -60,6 +62,7 @@ class Asked:
     key: str
     relay: Relay
     method: str = "POST"
+    kind: str = "application/json"
 
 
 class Replicas(Protocol):
@@ -107,15 +110,22 @@ async def follow(replicas: Replicas, asked: Asked) -> AsyncGenerator[Part]:
     raise ApiError(502, f"{TRIES} replicas died while they answered this request", code="replica_died")
 
 
-def make_front(replicas: Replicas, config: ServerConfig) -> FastAPI:
+def make_front(replicas: Replicas, config: ServerConfig, lifespan: Any = None) -> FastAPI:
     """The application.
 
     Args:
         replicas: that answer.
         config: of the server: whom it serves, and limits.
+        lifespan: of what stands behind it, if it begins and ends with the application.
     """
     app = FastAPI(
-        title="sakiyomi", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS, redirect_slashes=False
+        title="sakiyomi",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
+        redirect_slashes=False,
     )
     errors.install(app)
     app.add_middleware(Gate, config=config, max_body=config.max_body or IMAGES_BYTES)
@@ -154,6 +164,19 @@ def _add_interfaces(app: FastAPI, replicas: Replicas) -> None:
     add("/v1/embeddings", EmbeddingsRequest)
     add("/tokenize", TokenizeRequest)
     add("/detokenize", DetokenizeRequest)
+
+    @app.post("/v1/audio/transcriptions", responses=REPLIES, openapi_extra=SOUND)
+    @app.post("/v1/audio/translations", responses=REPLIES, openapi_extra=SOUND)
+    async def sound(request: Request) -> Response:
+        """The text of a sound; of translations in English."""
+        return await _reply(replicas, request, await request.body())
+
+    extracting = asyncio.Semaphore(BODY_THREADS)
+
+    @app.post("/extract", openapi_extra=PDF)
+    async def extract(request: Request) -> dict[str, Any]:
+        """The text of a PDF."""
+        return await pdf_text(await request.body(), extracting)
 
     @app.get("/v1/models")
     @app.get("/v1/models/{name:path}")
@@ -198,8 +221,9 @@ def _add_pages(app: FastAPI, replicas: Replicas) -> None:
 
 async def _reply(replicas: Replicas, request: Request, body: Any) -> Response:
     """What a replica says; nothing is asked for any longer when the client has gone."""
-    key = affinity_key(body or {}, request.headers.get(SESSION, ""))
-    asked = Asked(request.url.path, body, request.state.client, key, Relay(), request.method)
+    key = affinity_key(body if isinstance(body, dict) else {}, request.headers.get(SESSION, ""))
+    kind = request.headers.get("content-type", "application/json")
+    asked = Asked(request.url.path, body, request.state.client, key, Relay(), request.method, kind)
     replying = asyncio.ensure_future(_begun(follow(replicas, asked)))
     leaving = asyncio.ensure_future(gone(request.receive))
     try:

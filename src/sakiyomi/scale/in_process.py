@@ -101,17 +101,26 @@ class InProcessServer:
         return parts[0].status, json.loads(b"".join(part.data for part in parts))
 
     async def events(
-        self, path: str, body: Any, client: str, relay: Relay | None = None, method: str = "POST"
+        self,
+        path: str,
+        body: Any,
+        client: str,
+        relay: Relay | None = None,
+        method: str = "POST",
+        kind: str = "application/json",
     ) -> AsyncGenerator[Part]:
         """A reply as it comes. Leaving the loop frees the request's slot in the engine.
 
         Args:
-            path, body, client: see ``post``.
+            path, client: see ``post``.
+            body: what is asked for; JSON can hold it, or it is bytes.
             relay: what is known of the request where it may go on elsewhere.
             method: of the request.
+            kind: of the body.
         """
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent: asyncio.Queue[tuple[Message, list[Sent]] | None] = asyncio.Queue()
-        asked: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        asked: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
         left = asyncio.Event()
 
         async def receive() -> Message:
@@ -124,7 +133,7 @@ class InProcessServer:
             events = relay is not None and message["type"] == "http.response.body"
             sent.put_nowait((message, relay.take() if events else []))  # type: ignore[union-attr]
 
-        scope = _scope(path, client, method, {} if relay is None else {"relay": relay})
+        scope = _scope(path, client, method, kind, {} if relay is None else {"relay": relay})
         task = asyncio.ensure_future(self._app(scope, receive, send))
         task.add_done_callback(lambda _: sent.put_nowait(None))
         status, headers = 500, []
@@ -151,7 +160,7 @@ def load_server(model: LLMConfig, name: str | None = None) -> InProcessServer:
     return InProcessServer(LLM(**dataclasses.asdict(model)), name)
 
 
-def _scope(path: str, client: str, method: str, state: dict[str, Any]) -> dict[str, Any]:
+def _scope(path: str, client: str, method: str, kind: str, state: dict[str, Any]) -> dict[str, Any]:
     return {
         "state": state,
         "type": "http",
@@ -163,7 +172,7 @@ def _scope(path: str, client: str, method: str, state: dict[str, Any]) -> dict[s
         "raw_path": path.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
+        "headers": [(b"content-type", kind.encode("latin-1")), (b"host", b"localhost")],
         "server": ("localhost", 80),
         "client": (client, 1),
     }

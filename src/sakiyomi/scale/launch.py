@@ -25,7 +25,7 @@ from sakiyomi.scale.cluster import ReplicaOptions, connected
 from sakiyomi.scale.front import make_front
 from sakiyomi.scale.serving import MakeServer, RayReplicas, Replica, deployment, processes
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.run import listen
+from sakiyomi.server.run import serve_app
 
 __all__ = ["run", "running", "started"]
 
@@ -120,8 +120,9 @@ def run(model: LLMConfig, config: ServerConfig, options: ReplicaOptions, say: Ca
                 deployment(MakeServer(model, config), config, options, model), name, options.start_timeout, told
             ) as found:
                 if found is not None:
-                    listen(
+                    serve_app(
                         make_front(found, config),
+                        None,
                         config,
                         listening=lambda url: say(f"serving {config.served_name or model.target} at {url}"),
                     )

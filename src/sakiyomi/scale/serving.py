@@ -94,7 +94,7 @@ class Replica:
     async def ask(self, *, asked: Asked, key: str) -> AsyncIterator[Part]:
         """A reply as it comes."""
         server = await self._server()
-        async for part in server.events(asked.path, asked.body, asked.client, asked.relay, asked.method):
+        async for part in server.events(asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind):
             yield part
 
     async def figures(self, *, replica: str) -> AsyncIterator[dict[str, Any]]:

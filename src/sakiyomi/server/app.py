@@ -68,6 +68,14 @@ BODY_BYTES = 1 << 20  # the least that is taken by default
 IMAGES_BYTES = 1 << 25  # the same where the model reads images
 TOKEN_BYTES = 64  # of a body by default, for each token of the context
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
+BYTES = {"type": "string", "format": "binary"}
+_FORM = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {"file": BYTES} | TranscriptionForm.model_json_schema()["properties"],
+}
+SOUND = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
+PDF = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": BYTES}}}}
 REPLIES: dict[int | str, dict[str, Any]] = {
     200: {"description": "An object, or, with stream, events", "content": {"text/event-stream": {}}}
 }
@@ -436,20 +444,12 @@ def _add_interfaces(app: FastAPI, server: Server) -> None:
         read = functools.partial(embedding_jobs, server.llm, server.bodies, body)
         return await server.answer(request, asked(body), read, style)
 
-    form = {
-        "type": "object",
-        "required": ["file"],
-        "properties": {"file": {"type": "string", "format": "binary"}}
-        | TranscriptionForm.model_json_schema()["properties"],
-    }
-    sound = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
-
-    @app.post("/v1/audio/transcriptions", responses=REPLIES, openapi_extra=sound)
+    @app.post("/v1/audio/transcriptions", responses=REPLIES, openapi_extra=SOUND)
     async def transcriptions(request: Request) -> Response:
         """The text of a sound."""
         return await server.transcribe(request, "transcribe")
 
-    @app.post("/v1/audio/translations", responses=REPLIES, openapi_extra=sound)
+    @app.post("/v1/audio/translations", responses=REPLIES, openapi_extra=SOUND)
     async def translations(request: Request) -> Response:
         """The text of a sound, in English."""
         return await server.transcribe(request, "translate")
@@ -461,12 +461,7 @@ def _add_interfaces(app: FastAPI, server: Server) -> None:
         named = [server.names(token)[0] for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": server.llm.max_context, "tokens": tokens, "token_strs": named}
 
-    pdf = {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-
-    @app.post("/extract", openapi_extra={"requestBody": pdf})
+    @app.post("/extract", openapi_extra=PDF)
     async def extract(request: Request) -> dict[str, Any]:
         """The text of a PDF."""
         return await pdf_text(await request.body(), server.extracting)

@@ -27,7 +27,7 @@ logger = logging.getLogger("sakiyomi.server")
 BODY_SECONDS = 60.0  # a body that has not come by then is not waited for
 LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 26  # how long, and how far, a body that is refused is read on
 REFUSALS, REFUSAL_PAUSE = 10, 0.5  # refusals of a client in a second, beyond which each waits so many seconds
-GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/extract")
+GUARDED = ("/v1/", "/models/", "/metrics", "/tokenize", "/detokenize", "/extract")
 
 
 class Gate:

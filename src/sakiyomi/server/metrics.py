@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from sakiyomi.core.drops import Tau, TauWatch
 from sakiyomi.core.outputs import Step
 from sakiyomi.engine.request import GIVEN
+from sakiyomi.kernels import build
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.kv_events import BLOCK
 
@@ -73,6 +74,7 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         config.labels(model, str(BLOCK), str(blocks)).set(1)
+        gauge("sakiyomi:compiling", "1 while the CPU kernels are compiled for this machine", build.building)
         gauge("sakiyomi:kv_cache_bytes", "Bytes that are allocated for the cache", cache_bytes)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens prefilled")
         self.new_tokens = counter("vllm:generation_tokens", "New tokens")

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,12 +18,11 @@ from sakiyomi.engine.chat_template import read_template
 from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.connections import protocol
-from sakiyomi.server.worker import Worker
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["check", "listen", "serve", "uvicorn_config"]
+__all__ = ["Work", "check", "serve", "serve_app", "uvicorn_config"]
 
 logger = logging.getLogger("sakiyomi.server")
 BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
@@ -33,26 +32,40 @@ LAST = 2.0  # seconds for the last words to clients whose requests were cut
 class _Listener(uvicorn.Server):
     """Told to stop, it takes nothing new, lets what runs go on for a while, and cuts the rest."""
 
-    def __init__(self, config: uvicorn.Config, patience: float, worker: Worker | None) -> None:
+    def __init__(self, config: uvicorn.Config, work: Work | None, patience: float) -> None:
         super().__init__(config)
-        self._patience, self._worker = patience, worker
+        self._work, self._patience = work, patience
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        count = len(self.server_state.tasks) if self._worker is None else self._worker.load
+        count = len(self.server_state.tasks) if self._work is None else self._work.load
         logger.info("stopping; %d requests have %g s to end", count, self._patience)
-        if self._worker is None:
+        if self._work is None:
             await super().shutdown(sockets)
             return
-        self._worker.drain()
-        cut = asyncio.get_running_loop().call_later(self._patience, self._worker.stop)
+        self._work.drain()
+        cut = asyncio.get_running_loop().call_later(self._patience, self._work.stop)
         try:
             await super().shutdown(sockets)
         finally:
             cut.cancel()
 
 
+class Work(Protocol):
+    """What is under way behind an application; see ``Worker``."""
+
+    @property
+    def load(self) -> int:
+        """See there."""
+
+    def drain(self) -> None:
+        """See there."""
+
+    def stop(self) -> None:
+        """See there."""
+
+
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
-    """How uvicorn is to run a server's application."""
+    """How uvicorn is to run an application."""
     return uvicorn.Config(
         app,
         http=protocol(config),
@@ -101,22 +114,21 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
         InputError: the address is taken, or none of this machine's.
     """
     server = Server(llm, config)
-    listen(make_app(server), config, server.worker, listening=listening)
+    serve_app(make_app(server), server.worker, config, listening=listening)
 
 
-def listen(
-    app: ASGIApp, config: ServerConfig, worker: Worker | None = None, *, listening: Callable[[str], None]
+def serve_app(
+    app: ASGIApp, work: Work | None, config: ServerConfig, *, listening: Callable[[str], None] = lambda url: None
 ) -> None:
-    """Serve an application until SIGTERM or Ctrl-C; both end it in good order, a second Ctrl-C at once.
+    """The same of an application.
 
     Args:
-        app: of the server, or of a front.
-        config: where and how.
-        worker: of the server, which takes nothing new then; None: whoever runs its requests is elsewhere.
-        listening: called with the address when clients may come.
+        app: what answers.
+        work: that is under way behind it; None: nothing has to be told that the end comes.
+        config, listening: see ``serve``.
 
     Raises:
-        InputError: the address is taken, or none of this machine's.
+        InputError: see there.
     """
     listener = _listen(config)
     port = listener.getsockname()[1]
@@ -127,7 +139,7 @@ def listen(
     before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
         listening(f"http://{host}:{port}")
-        _Listener(uvicorn_config(app, config), config.shutdown_timeout, worker).run([listener])
+        _Listener(uvicorn_config(app, config), work, config.shutdown_timeout).run([listener])
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)

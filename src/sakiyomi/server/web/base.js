@@ -95,7 +95,7 @@ const failed = (error) => error instanceof Failure ? error : new Failure("eOther
 
 // ------------------------------------------------------------ the server
 
-let card = null, key = "", under = null;  // the model's card; the controller of the request that is under way
+let card = null, key = "", under = null, compiling = false;  // the model's card; the controller of the request that is under way; kernels are being built
 
 async function ask(path, options = {}) {
   let response;

@@ -2,7 +2,7 @@
 
 const drafters = new Map();  // name -> colour
 // A drafter as people know it: a draft model by its own name.
-const named = (drafter) => drafter?.replace(/\bmodel\b/, card?.draft ?? "model");
+const named = (drafter) => drafter?.replace(/\bmodel\b/, card?.draft ?? text("draftModel"));
 const origin = (token) => token.status === "accepted" ? `accepted ${token.source}` : token.status;
 const about = new WeakMap();  // element of a token -> {token, lane, at}
 const style = (token) => token.status === "accepted" ? `accepted d${drafters.get(token.source) % 4}` : token.status;
@@ -146,7 +146,7 @@ function redraw() {
 }
 // Why nothing is drafted, where nothing is.
 function idle() {
-  const why = !card ? "" : !card.drafter ? "idleNone" : $("drafter").value === "off" ? "idleOff" : current?.stats && current.plain > 24 ? "idleSlow" : "";
+  const why = !card ? "" : compiling ? "compiling" : !card.drafter ? "idleNone" : $("drafter").value === "off" ? "idleOff" : current?.stats && current.plain > 24 ? "idleSlow" : "";
   $("idle").hidden = !why;
   if (why) say($("idle"), why);
 }

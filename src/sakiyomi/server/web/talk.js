@@ -212,12 +212,20 @@ function welcome() {
     return found;
   }));
 }
-async function meet() {
+let meeting = 0;  // the last one counts
+async function meet(name = $("choice").value) {
+  const mine = ++meeting;
   $("error").hidden = true;
   say($("model"), "loading");
   try {
-    card = (await (await ask("/v1/models")).json()).data[0];
-  } catch (error) { say($("model"), "unknown"); show(error); return; }
+    const known = (await (await ask("/v1/models")).json()).data, found = known.find((one) => one.id === name) ?? known[0];
+    $("choice").replaceChildren(...known.map((one) => new Option(one.id, one.id, false, one === found)));
+    $("choice-box").hidden = known.length < 2;
+    if (found.loaded === false) say($("model"), "fetching", {name: found.id});
+    const loaded = found.loaded === false ? await (await ask("/models/load", {method: "POST", body: JSON.stringify({model: found.id})})).json() : found;
+    if (mine !== meeting) return;
+    card = loaded;
+  } catch (error) { if (mine === meeting) { say($("model"), "unknown"); show(error); } return; }
   $("keyform").hidden = true;
   $("system-box").hidden = !card.chat_template;
   say($("model"), card.drafter ? "model" : "modelPlain", {name: card.id, drafter: named(card.drafter), context: card.max_model_len});
@@ -235,10 +243,16 @@ async function places() {
   clearTimeout(places_due);
   if (card && !document.hidden) {
     try {
-      const found = await (await ask("/metrics")).text(), value = (name) => Number(new RegExp(`^vllm:num_requests_${name}\\{.*\\} (\\S+)$`, "m").exec(found)[1]);
-      const running = value("running"), waits = value("waiting");
+      const found = await (await ask("/metrics")).text(), own = found.split("\n").filter((line) => line.includes(`model_name="${card.id}"`));
+      const value = (name) => Number(own.find((line) => line.startsWith(`${name}{`))?.split(" ").at(-1) ?? 0);
+      const running = value("vllm:num_requests_running"), waits = value("vllm:num_requests_waiting");
+      compiling = value("sakiyomi:compiling") > 0;
+      idle();
       say($("slots"), "slots", {running, waiting: waits});
-      if (under && current && !current.tokens) say(current.line, waits ? "queued" : "reading", {waiting: waits});
+      if (under && current && !current.tokens) {
+        const away = own.some((line) => line.startsWith("sakiyomi:model_loaded{") && line.endsWith(" 0"));  // given up meanwhile
+        say(current.line, away ? "fetching" : waits ? "queued" : "reading", {waiting: waits, name: card.id});
+      }
     } catch { hush($("slots")); }
   }
   places_due = setTimeout(places, under ? 2000 : 15000);
@@ -268,6 +282,7 @@ function remember() { stored("settings", JSON.stringify(Object.fromEntries(SETTI
 $("settings").addEventListener("change", () => { settle(); remember(); });
 $("view").addEventListener("change", () => { for (const element of document.querySelectorAll(".lane")) { const lane = Lane.of.get(element); if (lane) stale.add(lane); } redraw(); });
 $("defaults").addEventListener("click", () => { $("settings").reset(); try { localStorage.removeItem("settings"); } catch { /* forbidden */ } settle(); });
+$("choice").addEventListener("change", () => { card = null; meet(); });
 $("language").addEventListener("change", (event) => { stored("language", event.target.value); speak(event.target.value); });
 $("theme").addEventListener("change", (event) => { stored("theme", event.target.value); dress(event.target.value); });
 

@@ -1,0 +1,407 @@
+"""Several models behind one address, by name: each is loaded when a request names it, within a bound on memory.
+
+Where there is no room for another one, the model that was used longest ago is given up. What a model is writing is
+never taken from it: it is waited for, and whoever comes after it waits too, so that each has its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+
+from sakiyomi.core.draft_specs import model_spec, split_spec
+from sakiyomi.core.embedded import folder_of
+from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.memory import available_bytes, readable
+from sakiyomi.engine.config import LLMConfig
+from sakiyomi.scale.front import Asked, make_front
+from sakiyomi.scale.in_process import Part
+from sakiyomi.scale.model_process import ModelDied, ModelProcess
+from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.errors import ApiError
+from sakiyomi.server.forms import read_form
+from sakiyomi.server.relay import Relay
+from sakiyomi.server.schema import Strict
+
+__all__ = ["ModelName", "ModelTable", "make_models_app"]
+
+logger = logging.getLogger("sakiyomi.server")
+BARE = 450 << 20  # bytes of a process with the libraries and no model
+SHARE = 0.8  # of the memory that is available at the start, by default
+SHRINKS = {"int8": 0.55, "int4": 0.32}  # of weights of 16 bits
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_JSON = [(b"content-type", b"application/json")]
+
+
+class ModelName(Strict):
+    """Which model."""
+
+    model: str
+
+
+class Running(Protocol):
+    """A loaded model; see ``ModelProcess``."""
+
+    @property
+    def alive(self) -> bool:
+        """See there."""
+
+    @property
+    def pid(self) -> int:
+        """See there."""
+
+    @property
+    def bytes(self) -> int:
+        """See there."""
+
+    def ask(self, asked: Asked) -> AsyncGenerator[Part]:
+        """See there."""
+
+    async def figures(self) -> dict[str, Any]:
+        """See there."""
+
+    async def stop(self) -> None:
+        """See there."""
+
+
+class _Model:
+    """One of the table.
+
+    Attributes:
+        users: requests that it has.
+        used: when one came or went last.
+        leaving: it is given up as soon as it has no more requests; those that come wait for it to be loaded again.
+        size: bytes that it took when it was looked at last.
+        loads: how often it was loaded.
+        card: as ``/v1/models`` shows it, of its last process.
+    """
+
+    def __init__(self, name: str, model: LLMConfig) -> None:
+        self.name, self.model = name, model
+        self.process: Running | None = None
+        self.users, self.used, self.leaving, self.size, self.loads = 0, 0.0, False, 0, 0
+        self.card: dict[str, Any] = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sakiyomi"}
+
+    @property
+    def loaded(self) -> bool:
+        return self.process is not None and self.process.alive
+
+    def weigh(self) -> int:
+        """Bytes that it takes, or is likely to."""
+        if self.process is not None and self.process.alive:
+            self.size = self.process.bytes or self.size
+        return self.size or _likely(self.model)
+
+    def shown(self) -> dict[str, Any]:
+        """Its card."""
+        state = {"loaded": self.loaded, "bytes": self.weigh(), "requests": self.users}
+        return self.card | state
+
+
+class ModelTable:
+    """Models by name, for ``make_front``.
+
+    Args:
+        models: what each is made of; the first is loaded at once, and asked where a request names none.
+        config: of the server.
+        memory: bytes that they may take together.
+        start: loads one.
+
+    Raises:
+        InputError: a model does not fit, whatever else is given up.
+    """
+
+    dead: tuple[type[BaseException], ...] = (ModelDied,)
+    busy: tuple[type[BaseException], ...] = ()
+
+    def __init__(
+        self,
+        models: Mapping[str, LLMConfig],
+        config: ServerConfig,
+        memory: int | None = None,
+        start: Callable[[LLMConfig, ServerConfig], Awaitable[Running]] = ModelProcess.start,
+    ) -> None:
+        self._models = {name: _Model(name, model) for name, model in models.items()}
+        self._config, self._start = config, start
+        self._limit = memory if memory is not None else int(SHARE * available_bytes())
+        self._door = asyncio.Lock()  # whoever loads or gives up holds it
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._draining = False
+        for model in self._models.values():
+            if (needed := model.weigh()) > self._limit:
+                raise InputError(
+                    f"model {model.name!r} takes about {readable(needed)}, and models may take {readable(self._limit)} "
+                    "together (model_memory); quantize it, or allow more"
+                )
+
+    # ------------------------------------------------------------ for the front
+
+    async def ask(self, asked: Asked) -> AsyncGenerator[Part]:
+        """A reply as it comes, of the model that the request names."""
+        if asked.path.startswith("/v1/models"):
+            yield self._listed(asked.path)
+            return
+        async with self._lent(_named(asked)) as model:
+            assert model.process is not None
+            async with aclosing(model.process.ask(asked)) as parts:
+                async for part in parts:
+                    yield part
+
+    async def figures(self) -> list[dict[str, Any]]:
+        """What each model says of itself; of those that are not loaded there is little to say."""
+        found = []
+        for model in self._models.values():
+            said: dict[str, Any] = dict.fromkeys(("running", "waiting", "slots", "requests", "tokens"), 0)
+            said |= {"pid": "", "tau": "", "cache": "", "metrics": ""}
+            if model.process is not None and model.process.alive:
+                try:
+                    said |= {"pid": model.process.pid, **await model.process.figures()}
+                except (TimeoutError, ModelDied):
+                    logger.warning("model %s does not say how it is", model.name)
+            said["metrics"] += _gauges(model)
+            found.append({"replica": model.name, "machine": socket.gethostname(), **said})
+        return found
+
+    async def load_model(self, name: str) -> dict[str, Any]:
+        """Load a model now; its card."""
+        async with self._lent(name) as model:
+            return model.shown()
+
+    async def unload_model(self, name: str) -> dict[str, Any]:
+        """Give a model up when it has nothing to do; its card."""
+        model = self._find(name)
+        async with self._door:
+            try:
+                while model.loaded and model.users:
+                    model.leaving = True
+                    await self._change()
+                await self._stop(model)
+            finally:
+                model.leaving = False
+        return model.shown()
+
+    # ------------------------------------------------------------ for who listens
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """The first model is loaded; at the end no process is left."""
+        self._later(self._first())
+        try:
+            yield
+        finally:
+            self._draining = True
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*(self._stop(model) for model in self._models.values()))
+
+    @property
+    def load(self) -> int:
+        """Requests under way."""
+        return sum(model.users for model in self._models.values())
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self._draining = True
+
+    def stop(self) -> None:
+        """End what is under way."""
+        self._draining = True
+        for model in self._models.values():
+            self._later(self._stop(model))
+
+    # ------------------------------------------------------------ lending
+
+    @asynccontextmanager
+    async def _lent(self, name: str | None) -> AsyncIterator[_Model]:
+        """A loaded model, which stays so meanwhile."""
+        model = self._find(name)
+        try:
+            async with asyncio.timeout(self._config.request_timeout):
+                await self._ready(model)
+        except TimeoutError:
+            raise ApiError(
+                503,
+                f"model {model.name!r} was not loaded within {self._config.request_timeout:g} s; try again later",
+                code="model_not_loaded",
+                headers={"retry-after": "30"},
+            ) from None
+        model.users += 1
+        model.used = time.monotonic()
+        try:
+            yield model
+        finally:
+            model.users -= 1
+            model.used = time.monotonic()
+            self._changed.set()
+            if self._taken() > self._limit:
+                self._later(self._trim())
+
+    def _find(self, name: str | None) -> _Model:
+        if self._draining:
+            raise ApiError(503, "the server is stopping", code="stopping")
+        if name is None:
+            return next(iter(self._models.values()))
+        if name not in self._models:
+            known = ", ".join(map(repr, self._models))
+            raise ApiError(
+                404,
+                f"there is no model {name!r:.80}; this server has {known}",
+                param="model",
+                code="model_not_found",
+            )
+        return self._models[name]
+
+    async def _ready(self, model: _Model) -> None:
+        while not model.loaded or model.leaving:
+            async with self._door:
+                if not model.loaded:
+                    await self._make_room(model)
+                    await self._load(model)
+
+    async def _make_room(self, model: _Model) -> None:
+        """Give up others, the one that was used longest ago first; idle ones before those that must be waited for."""
+        needed = model.weigh()
+        if needed > self._limit:
+            raise ApiError(
+                503,
+                f"model {model.name!r} takes {readable(needed)}, and models may take {readable(self._limit)} together",
+                code="out_of_memory",
+            )
+        try:
+            while self._taken() + needed > self._limit and (held := self._held()):
+                victim = min(held, key=lambda one: (one.users > 0, one.used))
+                if victim.users:
+                    victim.leaving = True
+                    await self._change()
+                else:
+                    await self._stop(victim)
+        finally:
+            for one in self._models.values():
+                one.leaving = False
+
+    async def _load(self, model: _Model) -> None:
+        config = dataclasses.replace(self._config, served_name=model.name, api_key=None, cors_origins=())
+        logger.info("loading model %s", model.name)
+        began = time.monotonic()
+        try:
+            model.process = await self._start(model.model, config)
+        except (SakiyomiError, ModelDied) as error:
+            logger.error("model %s cannot be loaded: %s", model.name, error)
+            raise ApiError(503, f"model {model.name!r} cannot be loaded: {error}", code="model_not_loaded") from error
+        model.loads += 1
+        model.used = time.monotonic()
+        asked = Asked(f"/v1/models/{model.name}", None, "", "", Relay(), "GET")
+        data = b"".join([part.data async for part in model.process.ask(asked)])
+        model.card = json.loads(data) | {"created": model.card["created"]}
+        taken = readable(model.weigh())
+        logger.info("model %s is loaded: %s, %.1f s", model.name, taken, time.monotonic() - began)
+
+    async def _trim(self) -> None:
+        """Give up idle models until the others keep to the bound; the one that was used last stays."""
+        async with self._door:
+            while self._taken() > self._limit and len(held := self._held()) > 1:
+                idle = [one for one in sorted(held, key=lambda one: one.used)[:-1] if not one.users]
+                if not idle:
+                    return
+                await self._stop(idle[0])
+
+    async def _stop(self, model: _Model) -> None:
+        process, model.process, model.leaving = model.process, None, False
+        if process is not None:
+            await process.stop()
+            logger.info("model %s is given up", model.name)
+
+    async def _first(self) -> None:
+        with suppress(ApiError):  # it is in the log, and whoever asks for the model is told
+            await self.load_model(next(iter(self._models)))
+
+    def _held(self) -> list[_Model]:
+        return [model for model in self._models.values() if model.loaded]
+
+    def _taken(self) -> int:
+        return sum(model.weigh() for model in self._held())
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _listed(self, path: str) -> Part:
+        name = path.removeprefix("/v1/models").removeprefix("/")
+        if name:
+            found: Any = self._find(name).shown()
+        else:
+            found = {"object": "list", "data": [model.shown() for model in self._models.values()]}
+        return Part(200, _JSON, json.dumps(found).encode(), [])
+
+
+def make_models_app(table: ModelTable, config: ServerConfig) -> FastAPI:
+    """The application: a front, and what loads and gives up models by hand."""
+    app = make_front(table, config, table.lifespan)
+
+    @app.post("/models/load")
+    async def load(body: ModelName) -> dict[str, Any]:
+        """Load a model before it is asked for."""
+        return await table.load_model(body.model)
+
+    @app.post("/models/unload")
+    async def unload(body: ModelName) -> dict[str, Any]:
+        """Give a model up as soon as it has nothing to do."""
+        return await table.unload_model(body.model)
+
+    return app
+
+
+def _named(asked: Asked) -> str | None:
+    """The model that a request names."""
+    if isinstance(asked.body, Mapping):
+        return asked.body.get("model")
+    if isinstance(asked.body, bytes):
+        names = read_form(asked.body, asked.kind).get("model")
+        return names[-1].decode("utf-8", "replace") if names else None
+    return None
+
+
+def _likely(model: LLMConfig) -> int:
+    """Bytes that a model is likely to take, by its files: weights and a process. A hub id counts as nothing."""
+    drafts = [part.partition(":") for part in split_spec(model.draft)]
+    files = _file_bytes(model.target) * SHRINKS.get(model.quantize or "", 1.0)
+    return BARE + int(files + sum(_file_bytes(model_spec(rest).name) for _, _, rest in drafts if rest))
+
+
+def _file_bytes(name: str) -> int:
+    path = folder_of(name)
+    if path.is_file():
+        return path.stat().st_size
+    for pattern in WEIGHTS if path.is_dir() else ():
+        if sizes := [file.stat().st_size for file in path.glob(pattern)]:
+            return sum(sizes)
+    return 0
+
+
+def _gauges(model: _Model) -> str:
+    """What the table itself knows of a model, for Prometheus."""
+    found = [
+        ("sakiyomi:model_loaded", "gauge", "1 where the model is loaded", int(model.loaded)),
+        ("sakiyomi:model_bytes", "gauge", "Memory of its process", model.weigh() if model.loaded else 0),
+        ("sakiyomi:model_loads_total", "counter", "How often it was loaded", model.loads),
+    ]
+    return "".join(
+        f'# HELP {name} {text}\n# TYPE {name} {kind}\n{name}{{model_name="{model.name}"}} {value}\n'
+        for name, kind, text, value in found
+    )

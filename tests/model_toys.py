@@ -1,0 +1,59 @@
+"""Models of a table that live in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from sakiyomi.core.errors import LoadError
+from sakiyomi.engine.config import LLMConfig
+from sakiyomi.scale.front import Asked
+from sakiyomi.scale.in_process import InProcessServer, Part
+from sakiyomi.server.config import ServerConfig
+from server_toys import toy_llm
+
+SIZE = 1000  # of each toy, where the bound is in such numbers
+
+
+class Toy:
+    """A model in this process that says how much it takes. ``slow``: seconds before each part of a reply."""
+
+    slow = 0.0
+
+    def __init__(self, server: InProcessServer, size: int) -> None:
+        self.server, self.bytes, self.pid, self.alive = server, size, 1, True
+
+    async def ask(self, asked: Asked) -> AsyncIterator[Part]:
+        how = asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind
+        async for part in self.server.events(*how):
+            await asyncio.sleep(self.slow)
+            assert self.alive, "given up while it wrote"
+            yield part
+
+    async def figures(self) -> dict[str, Any]:
+        return self.server.figures()
+
+    async def stop(self) -> None:
+        self.alive = False
+        await self.server.__aexit__()
+
+
+class Shop:
+    """Starts toys, and notes what happened. ``broken``: targets that cannot be loaded."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.toys: dict[str, Toy] = {}
+        self.broken: set[str] = set()
+
+    async def start(self, model: LLMConfig, config: ServerConfig) -> Toy:
+        await asyncio.sleep(0.01)
+        if model.target in self.broken:
+            raise LoadError("its file is damaged")
+        name = str(config.served_name)
+        self.events.append(name)
+        server = InProcessServer(toy_llm("none"), config=config)
+        await server.__aenter__()
+        self.toys[name] = Toy(server, SIZE)
+        return self.toys[name]
