@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ __all__ = ["ModelState"]
 
 SAMPLES = 16
 """Values of each tensor that are compared."""
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str)  # not None: in its place some classes put what they keep of a text
 _PASSING = {"training", "max_seq_len_cached"}
 """Attributes that change while a model is used as it is."""
+_BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies follow the length of the text."""
 
 
 class ModelState:
@@ -49,8 +51,12 @@ class ModelState:
         return [torch.cat(group).view(torch.uint8) for group in groups.values()]
 
 
-def _tensors(model: nn.Module) -> itertools.chain[Tensor]:
-    return itertools.chain(model.parameters(), model.buffers())
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    for module in model.modules():
+        kinds = str(vars(module).get("rope_type"))  # one, or those of kinds of layers
+        moves = any(kind in kinds for kind in _BY_LENGTH)
+        yield from (b for name, b in module._buffers.items() if b is not None and not (moves and "inv_freq" in name))
 
 
 def _tensor_facts(model: nn.Module) -> list[tuple[Any, ...]]:
@@ -83,7 +89,7 @@ def _module_facts(model: nn.Module) -> list[tuple[Any, ...]]:
         for name, value in vars(module).items():
             if name not in _PASSING and type(value) in _PLAIN:
                 own.append((name, value))
-            elif type(value) in (dict, list, tuple) and name[:1] != "_" and len(value) < SAMPLES:
+            elif (type(value) in (list, tuple) or (type(value) is dict and name[:1] != "_")) and len(value) < SAMPLES:
                 parts = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
                 if all(type(part) in _PLAIN for part in parts):
                     own.append((name, parts))
