@@ -44,9 +44,9 @@ class Locret(Policy):
         "sinks": 0,
         "local": 0,
         "ends": 0.0,
-        "recent": 100 / 6000,
         "stabilizers": 2500 / 6000,
         "where": "prompt",
+        "beside": 100,
     }
 
     file: str = ""
@@ -58,6 +58,10 @@ class Locret(Policy):
     def __post_init__(self) -> None:
         if not self.file:
             raise InputError("cache='locret' without heads; give their folder as 'locret:FOLDER', or an embedded name")
+        if self.beside and self.where != "prompt":
+            raise InputError(
+                f"locret with beside={self.beside}: what is written would push these tokens out again; add where=prompt"
+            )
 
     def least_of(self, budget: int) -> int:
         """The stabilizers too."""
