@@ -281,6 +281,7 @@ def test_a_section_that_was_broken_off_goes_on(
 
 def test_a_section_that_fails_says_why_and_is_tried_again(toys: ReportConfig, tmp_path: Path) -> None:
     config = dataclasses.replace(toys, out=str(tmp_path), sections=("medusa", "predicted"))
+    (tmp_path / "none.json").write_text("{")
     broken = dataclasses.replace(config, heads=None, predictions=str(tmp_path / "none.json"))
     rows = list(run(broken))
     assert all(row.error for row in rows)
@@ -306,6 +307,13 @@ def test_heads_of_another_model_are_refused_before_work(toys: ReportConfig, tmp_
     run(dataclasses.replace(others, sections=("ranks",)))  # reads no heads
     with pytest.raises(LoadError, match="with Medusa heads; check the path"):
         run(dataclasses.replace(others, sections=("sparse",), heads=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize(("name", "section"), [("prompts", "places"), ("models", "several"), ("tasks", "tasks")])
+def test_files_that_are_not_there_are_refused_before_work(name: str, section: str, tmp_path: Path) -> None:
+    given = str(tmp_path / "none")
+    with pytest.raises(LoadError, match=f"{name}: there is no file or folder '{given}'; check the path"):
+        run(ReportConfig(str(tmp_path), (section,), **{name: (given,) if name == "tasks" else given}))  # type: ignore[arg-type]
 
 
 def test_refused_before_work(tmp_path: Path) -> None:

@@ -142,12 +142,14 @@ def test_last_tokens_beside_the_budget() -> None:
             for head in itertools.chain(*llm.target.eviction.places(0)):
                 assert len(head) == BUDGET + end - before
                 assert head[BUDGET:].tolist() == list(range(before, end))
-    beginning, others = prompt(90, 4), [prompt(count, 5) for count in (7, 23)]
-    longer = [[*beginning, *more] for more in others]
-    alone = [llm_of("llama", policy).generate([tokens], params())[0].token_ids for tokens in longer]
-    together = llm_of("llama", policy).generate(longer, params())
-    assert [out.token_ids for out in together] == alone
-    assert any(out.stats.reused for out in together)
+    # The shorter prompt ends so that a chunk's end lies among the last pairs of it that are reserved.
+    reserving = f"locret:{heads_of('llama')}[local=0,sinks=0,ends=0.5,stabilizers=0,where=prompt,beside=10]"
+    longer = [[*prompt(90, 4), *prompt(count, 5)] for count in (2, 23)]
+    for shared in (policy, reserving):
+        alone = [llm_of.__wrapped__("llama", shared).generate([tokens], params())[0].token_ids for tokens in longer]
+        together = llm_of.__wrapped__("llama", shared).generate(longer, params())
+        assert [out.token_ids for out in together] == alone
+        assert any(out.stats.reused for out in together)
 
 
 @cache
