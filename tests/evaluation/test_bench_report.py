@@ -499,7 +499,7 @@ def test_on_the_command_line(toys: ReportConfig, tmp_path: Path) -> None:
     assert again.exit_code == 0, again.output
     failed = CliRunner().invoke(app, ["bench", "report", out, "--sections", "predicted", "--predictions", "nothing"])
     assert failed.exit_code == 1
-    assert "cannot be read" in failed.output
+    assert "there is no file or folder 'nothing'" in failed.output
     refused = CliRunner().invoke(app, ["bench", "report", out, "--sections", "nothing"])
     assert refused.exit_code != 0
 
@@ -532,5 +532,5 @@ def test_systems_and_what_they_kept_are_drawn(toys: ReportConfig, tmp_path: Path
     assert {name: row.error for name, row in rows.items()} == {"locret": None, "kept": None}
     assert [line["name"] for line in rows["locret"].lines][-1] == "Locret"
     shares = [sum(line["kept"]) / len(line["kept"]) for line in rows["kept"].lines]
-    assert len(shares) == 8 and all(0.1 < share < 0.25 for share in shares)
+    assert len(shares) == 8 and all(0.31 < share < 0.36 for share in shares), "an eighth, and the last 100 tokens"
     assert (tmp_path / "kept.png").is_file() and "eads" in SECTIONS["kept"].alt(rows["kept"])

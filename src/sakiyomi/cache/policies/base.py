@@ -119,7 +119,7 @@ class Policy:
     pyramid: float = 0.0
     positions: Literal["kept", "reassigned"] = "kept"
     where: Literal["both", "prompt"] = "both"
-    beside: int = 0
+    beside: int = field(default=0, init=False)
     merger: Merger | None = field(default=None, init=False)
 
     def least_of(self, budget: int) -> int:

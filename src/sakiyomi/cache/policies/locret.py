@@ -52,6 +52,7 @@ class Locret(Policy):
     file: str = ""
     ends: float = 0.1
     stabilizers: float = 0.25
+    beside: int = 0
     _heads: RetainingHeads | None = field(default=None, init=False, repr=False)
     _raw: Raw | None = field(default=None, init=False, repr=False)
 
