@@ -186,6 +186,8 @@ WRONG = [
     (["tree", ""], "the prompt '' is empty"),
     (["serve", "--target", "./nofolder"], "there is no folder './nofolder'"),
     (["bench", "--draft", "model:./nofolder"], "there is no folder './nofolder'"),
+    (["bench", "report", "out", "--sizes", "134M", "--sizes", "./nofolder"], "there is no folder './nofolder'"),
+    (["bench", "report", "out", "--memory-target", "./nofolder"], "there is no folder './nofolder'"),
     (["tune", "medusa", "./nofolder"], "there is no folder './nofolder' with heads"),
     (["train", "draft", "--target", "./nofolder", "--text", "x.txt", "--out", "out"], "no folder './nofolder'"),
     (

@@ -87,7 +87,10 @@ def test_from_end_to_end(query_aware: bool, tmp_path: Path) -> None:
     assert 0.5 < summary["tokens"] / (60 * 192) <= 1.0
 
 
-def test_another_architecture_and_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("multiplies", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_another_architecture_and_precision(
+    multiplies: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen, note = set[torch.dtype](), HeadsLoss._note
 
     def noting(self: HeadsLoss, layer: int, qkv: torch.Tensor) -> None:
@@ -95,9 +98,10 @@ def test_another_architecture_and_precision(tmp_path: Path, monkeypatch: pytest.
         note(self, layer, qkv)
 
     monkeypatch.setattr(HeadsLoss, "_note", noting)
-    config = retaining_config(tmp_path, tiny_gpt2(tmp_path), precision="no", queries="writing", labels="chances")
+    monkeypatch.setattr("sakiyomi.train.config.base.multiplies_bf16", lambda: multiplies)
+    config = retaining_config(tmp_path, tiny_gpt2(tmp_path), queries="writing", labels="chances")
     summary = train_retaining(config)
-    assert seen == {torch.float32}  # the target's passes too
+    assert seen == {dtype}, "the target's passes"
     found = read_heads(Path(summary["model"]))
     assert found.heads.shape == RetainingShape((96, 96), (2, 2), 16, "gelu_new")
     assert (found.recipe["labels"], found.recipe["queries"]) == ("chances", "writing")
