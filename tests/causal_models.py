@@ -250,6 +250,7 @@ def values(made: type, given: dict[str, Any]) -> dict[str, Any]:
 PROMPTS = [architectures.prompt(11, 1), architectures.prompt(3, 2), architectures.prompt(19, 3)]
 NEW = 20
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
+VERSION = {"transformers": transformers.__version__}
 TABLE = Path(__file__).parents[1] / "src" / "sakiyomi" / "cli" / "models.jsonl"
 UNCACHED = "equal to transformers' own forward without cache; its generate() with a cache writes something else"
 
@@ -351,7 +352,14 @@ def rows(table: Path = TABLE) -> list[dict[str, Any]]:
 
 
 def main(kinds: Sequence[str]) -> None:
-    """Run all types, or those that are named, and write their rows of the table."""
+    """Run all types, or those that are named, and write their rows of the table.
+
+    Raises:
+        ValueError: the other rows are those of another version of transformers, whose name the table would lose.
+    """
+    head, *old = rows() if TABLE.is_file() and kinds else [VERSION]
+    if head != VERSION:
+        raise ValueError(f"{TABLE.name} is that of {head}, and this is {VERSION}: run all types, without names")
     found = {}
     for kind in kinds or KINDS:
         try:
@@ -360,9 +368,8 @@ def main(kinds: Sequence[str]) -> None:
             what = f"{type(error).__name__}: {error}"
             found[kind] = {"type": kind, "class": KINDS[kind], "state": "wrong", "why": what}
         print(json.dumps(found[kind]), flush=True)
-    known = {row["type"]: row for row in rows()[1:]} if TABLE.is_file() else {}
-    known = {kind: row for kind, row in (known | found).items() if kind in KINDS}
-    lines = [{"transformers": transformers.__version__}, *(known[kind] for kind in sorted(known))]
+    known = {row["type"]: row for row in old} | found
+    lines = [VERSION, *(known[kind] for kind in sorted(known))]
     TABLE.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 

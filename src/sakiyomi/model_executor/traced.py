@@ -182,8 +182,9 @@ class _Origins(TorchFunctionMode):
         before = len(self._told)
         result = func(*args, **(kwargs or {}))
         if len(self._told) > before:
+            traced: Any = torch._C
             given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-            if all(self._fixed(torch._C._get_value_trace(value)) for value in given):
+            if all(self._fixed(traced._get_value_trace(value)) for value in given):
                 self.harmless.update(range(before, len(self._told)))
         return result
 
