@@ -72,7 +72,7 @@ def front() -> Iterator[int]:
 
     replicas = RayReplicas(serve.get_deployment_handle("Replica", "sakiyomi"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn_config(make_front(replicas, CONFIG), CONFIG))
+        server = uvicorn.Server(uvicorn_config(make_front(replicas, CONFIG, replicas.lifespan), CONFIG))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         yield listener.getsockname()[1]
