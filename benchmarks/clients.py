@@ -1,11 +1,11 @@
-"""Whether clients work unchanged: litellm, llm and an agent of openai-agents, each against a live ``sakiyomi serve``.
+"""Whether clients work unchanged: each against a live ``sakiyomi serve`` of the embedded pair.
 
-    pip install litellm llm openai-agents  # into an environment of their own, if you like: this installs none
-    python benchmarks/clients.py           # those that are there; --python OTHER/bin/python where they are elsewhere
+    pip install litellm llm openai-agents guidellm lm-eval[api] transformers  # in an environment of their own
+    python benchmarks/clients.py --python OTHER/bin/python                    # those that are there
 
-Each says the same greedy text as the server's own paths give, whole and streamed; the agent calls its tool, is given
-the result, and replies. One line a client; 1 is the status if one fails, or none is there. The server has the embedded
-pair.
+litellm and llm say the same greedy text as the server's own paths give, whole and streamed; the agent of openai-agents
+calls its tool, is given the result, and replies; guidellm's streams all succeed; lm-evaluation-harness finds the
+likeliest answers and writes the text. One line a client; 1 is the status if one fails, or none is there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from sakiyomi import embedded
 
 PROMPT, TOKENS = "The fox said", 16
 
@@ -70,14 +72,61 @@ agent = Agent("guide", instructions="Help.", model=model, tools=[weather], model
 reply = Runner.run_sync(agent, sys.argv[2], max_turns=3).final_output
 print(json.dumps({"version": version("openai-agents"), "calls": len(cities), "replied": bool(reply)}))
 """
-CLIENTS = {"litellm": LITELLM, "llm": LLM, "agents": AGENTS}
-PACKAGES = {"agents": "openai-agents"}
+GUIDELLM = """
+import json, subprocess, sys
+from importlib.metadata import version
+data = "kind=synthetic_text,prompt_tokens=32,output_tokens=" + sys.argv[3]
+command = [sys.executable, "-m", "guidellm", "run", "--backend", "kind=openai_http,target=" + sys.argv[1],
+           "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=8", "--data", data,
+           "--tokenizer", "kind=hf_auto,model=" + sys.argv[4], "--output", "kind=json,path=report.json",
+           "--disable-console"]
+subprocess.run(command, check=True)
+with open("report.json") as file:
+    metrics = json.load(file)["benchmarks"][0]["metrics"]
+written = metrics["output_token_count"]["successful"]["mean"]
+print(json.dumps({"version": version("guidellm"), "streams": metrics["request_totals"]["successful"],
+                  "written": written}))
+"""
+
+LM_EVAL = """
+import json, sys
+from importlib.metadata import version
+import lm_eval
+url, prompt, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+with open("items.jsonl", "w") as file:
+    for text, answers in ("The little girl was very", [" happy", " parliament"]), (prompt, [" hello", "!!?"]):
+        print(json.dumps({"prompt": text, "answers": answers, "text": ""}), file=file)
+task = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "items.jsonl"}}, "test_split": "test",
+        "doc_to_text": "{{prompt}}", "target_delimiter": ""}
+chosen = {**task, "task": "chosen", "output_type": "multiple_choice", "doc_to_choice": "{{answers}}",
+          "doc_to_target": 0}
+written = {**task, "task": "written", "output_type": "generate_until", "doc_to_target": "{{text}}",
+           "generation_kwargs": {"until": [], "max_gen_toks": tokens, "do_sample": False}}
+how = {"model": "tales", "base_url": url + "/v1/completions", "tokenizer": sys.argv[4]}
+found = lm_eval.simple_evaluate("local-completions", model_args=how, tasks=[chosen, written], log_samples=True)
+print(json.dumps({"version": version("lm_eval"), "likeliest": found["results"]["chosen"]["acc,none"],
+                  "unmarked": found["samples"]["written"][1]["resps"][0][0]}))
+"""
+CLIENTS = {"litellm": LITELLM, "llm": LLM, "agents": AGENTS, "guidellm": GUIDELLM, "lm_eval": LM_EVAL}
+PACKAGES = {"agents": "openai-agents", "lm_eval": "lm-eval[api] transformers"}
+
+# The embedded models have none.
+TEMPLATE = """{% if tools %}{{ tools | tojson }}
+Write <tool_call>
+{"name": ..., "arguments": ...}
+</tool_call>
+{% endif %}{% for message in messages %}{{ message.content or "" }}{% for call in message.tool_calls %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}
+{% endfor %}"""
 
 
 @contextmanager
-def served() -> Iterator[str]:
+def served(folder: str) -> Iterator[str]:
     """A server of the embedded pair on a free port; its address."""
-    command = [sys.executable, "-m", "sakiyomi", "serve", "--port", "0"]
+    template = Path(folder, "template.jinja")
+    template.write_text(TEMPLATE, encoding="utf-8")
+    command = [sys.executable, "-m", "sakiyomi", "serve", "--port", "0", "--chat-template", str(template)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert process.stdout is not None
@@ -108,25 +157,38 @@ def wanted(url: str) -> dict[str, object]:
     text = chat["choices"][0]["message"]["content"]  # type: ignore[index]
     width = len(vectors["data"][0]["embedding"])  # type: ignore[index]
     plainly = plain["choices"][0]["text"]  # type: ignore[index]
-    return {"chat": text, "streamed": text, "plain": plainly, "width": width, "calls": 1, "replied": True}
+    unmarked = ask(url, "/tokenize", {"prompt": PROMPT, "add_special_tokens": False})["tokens"]  # as lm-eval sends it
+    written = ask(url, "/v1/completions", {"prompt": unmarked, **how})
+    return {
+        "chat": text,
+        "streamed": text,
+        "plain": plainly,
+        "unmarked": written["choices"][0]["text"],  # type: ignore[index]
+        "width": width,
+        "calls": 1,
+        "replied": True,
+        "streams": 8,
+        "written": TOKENS,
+        "likeliest": 1.0,
+    }
 
 
-def run(python: str, name: str, url: str, expected: dict[str, object]) -> bool | None:
+def run(python: str, name: str, url: str, folder: str, expected: dict[str, object]) -> bool | None:
     """Whether a client says what is expected; None: it is not installed."""
     if subprocess.run([python, "-c", f"import {name}"], capture_output=True, check=False).returncode:
         print(f"{name}: not installed; pip install {PACKAGES.get(name, name)}")
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        lines = f'- model_id: tales-here\n  model_name: tales\n  api_base: "{url}/v1"\n'
-        Path(folder, "extra-openai-models.yaml").write_text(lines, encoding="utf-8")
-        settings = {
-            **os.environ,
-            "LLM_USER_PATH": folder,
-            "OPENAI_API_KEY": "none",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        }
-        command = [python, "-c", CLIENTS[name], url, PROMPT, str(TOKENS)]
-        done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False, timeout=300)
+    lines = f'- model_id: tales-here\n  model_name: tales\n  api_base: "{url}/v1"\n'
+    Path(folder, "extra-openai-models.yaml").write_text(lines, encoding="utf-8")
+    settings = {
+        **os.environ,
+        "LLM_USER_PATH": folder,
+        "OPENAI_API_KEY": "none",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [python, "-c", CLIENTS[name], url, PROMPT, str(TOKENS), str(embedded("tales"))]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=settings, check=False, timeout=300)
     if done.returncode:
         print(f"{name}: failed\n{done.stderr[-2000:]}")
         return False
@@ -143,9 +205,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="interpreter that has the clients")
     options = parser.parse_args()
-    with served() as url:
+    with tempfile.TemporaryDirectory() as folder, served(folder) as url:
         expected = wanted(url)
-        results = [run(options.python, name, url, expected) for name in CLIENTS]
+        results = [run(options.python, name, url, folder, expected) for name in CLIENTS]
     return 0 if True in results and False not in results else 1
 
 

@@ -14,6 +14,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from sakiyomi import LLM
+
 VOCAB = 120
 WINDOW = 7
 """Sliding windows are that short, so that every test is longer than its window."""
@@ -338,6 +340,22 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     """Random token ids; those below 3 are left to special tokens."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()  # type: ignore[no-any-return]
+
+
+def rounds_decoding_otherwise(llm: LLM) -> None:
+    """Have decoding passes differ from those over prompts, as other orders of sums do on some processors; by 1 %."""
+    score, decoding = llm.target.score, False
+
+    def scored(segments: Any, **options: Any) -> Any:
+        nonlocal decoding
+        decoding = not any(segment.prompt for segment in segments)
+        return score(segments, **options)
+
+    def rounded(module: nn.Module, given: Any, hidden: Tensor) -> Tensor:
+        return hidden * 1.01 if decoding else hidden
+
+    llm.target.score = scored  # type: ignore[method-assign]
+    llm.target.module.model.layers[0].register_forward_hook(rounded)
 
 
 @torch.no_grad()

@@ -40,20 +40,27 @@ class Toy:
 
 
 class Shop:
-    """Starts toys, and notes what happened. ``broken``: targets that cannot be loaded."""
+    """Starts toys, and notes what happened.
+
+    Attributes:
+        broken: targets that cannot be loaded.
+        size: of the next one.
+        patience: seconds that it takes to load.
+    """
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.toys: dict[str, Toy] = {}
         self.broken: set[str] = set()
+        self.size, self.patience = SIZE, 0.01
 
     async def start(self, model: LLMConfig, config: ServerConfig) -> Toy:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.patience)
         if model.target in self.broken:
             raise LoadError("its file is damaged")
         name = str(config.served_name)
         self.events.append(name)
         server = InProcessServer(toy_llm("none"), config=config)
         await server.__aenter__()
-        self.toys[name] = Toy(server, SIZE)
+        self.toys[name] = Toy(server, self.size)
         return self.toys[name]

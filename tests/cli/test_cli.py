@@ -186,6 +186,8 @@ WRONG = [
     (["tree", ""], "the prompt '' is empty"),
     (["serve", "--target", "./nofolder"], "there is no folder './nofolder'"),
     (["bench", "--draft", "model:./nofolder"], "there is no folder './nofolder'"),
+    (["bench", "report", "out", "--sizes", "134M", "--sizes", "./nofolder"], "there is no folder './nofolder'"),
+    (["bench", "report", "out", "--memory-target", "./nofolder"], "there is no folder './nofolder'"),
     (["tune", "medusa", "./nofolder"], "there is no folder './nofolder' with heads"),
     (["train", "draft", "--target", "./nofolder", "--text", "x.txt", "--out", "out"], "no folder './nofolder'"),
     (
@@ -609,6 +611,17 @@ def test_a_file_and_the_environment_set_what_flags_set(
     assert "did you mean 'max_new_tokens'?" in runner.invoke(app, run).stderr
     monkeypatch.setenv("SAKIYOMI_TOKENS", "some")
     assert "SAKIYOMI_TOKENS is 'some'" in runner.invoke(app, ["train", "draft"]).stderr
+
+
+def test_the_environment_names_several_models_or_one_with_a_blank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text, missing in ((f"{tmp_path}/a {tmp_path}/b", "/a'"), (f"'{tmp_path}/a b' tales", "/a b'")):
+        monkeypatch.setenv("SAKIYOMI_TARGET", text)
+        assert f"there is no folder '{tmp_path}{missing}" in runner.invoke(app, ["serve"]).stderr
+    (tmp_path / "a b").mkdir()
+    monkeypatch.setenv("SAKIYOMI_TARGET", f"{tmp_path}/a b")
+    assert f"no config.json in {tmp_path}/a b" in runner.invoke(app, ["serve"]).stderr
 
 
 def test_shells_complete_commands() -> None:

@@ -51,13 +51,15 @@ def test_what_cannot_be_is_refused_before_any_work(tmp_path: Path) -> None:
 def test_published_settings_scale_with_the_budget() -> None:
     locret = read_cache("locret:retriever-retaining[paper]").policy
     assert locret is not None and locret.where == "prompt"
-    assert (locret.last_of(6000), locret.least_of(6000)) == (100, 2600)
+    assert (locret.beside, locret.last_of(6000), locret.least_of(6000)) == (100, 0, 2500)
     sirllm = read_cache("sirllm[paper,sinks=8]").policy
     assert sirllm is not None
     assert (sirllm.sinks, sirllm.last_of(17388), sirllm.positions) == (8, 1000, "reassigned")
     packing, sparse = read_cache("quant-2[paper]").packing, read_cache("minference[paper]").sparse
     assert packing is not None and packing.residual == 128
     assert (sparse.vertical, sparse.slash) == (1000, 6096)  # type: ignore[union-attr]
+    with pytest.raises(InputError, match="add where=prompt"):
+        read_cache("locret:retriever-retaining[beside=40]")
     for spec in ("h2o[paper]", "kvquant-2[paper]"):
         with pytest.raises(InputError, match="paper"):
             read_cache(spec)

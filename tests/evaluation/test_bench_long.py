@@ -251,6 +251,7 @@ def test_right_answers_and_their_spread() -> None:
     first, second = row.lines
     assert first["accuracy"] == 0.75 and first["seeds"] == {"0": 1.0, "1": 0.5}
     assert first["accuracy_spread"] == pytest.approx(math.sqrt(0.125))
+    assert first["accuracy_error"] == pytest.approx(0.25)
     assert (first["prefill_tokens_per_second"], first["decode_tokens_per_second"]) == (20.0, 5.0)
     assert second["kv_bytes"] == 2 * first["kv_bytes"]
     memory = growth(row)

@@ -180,7 +180,7 @@ def test_longbench(tmp_path: Path) -> None:
         ({"input": "q", "context": "c", "answers": [], "dataset": "lcc"}, InputError, "dataset 'lcc'"),
         ({"input": "q", "context": "c", "dataset": "qasper"}, LoadError, "'answers'"),
         ({"input": "q", "context": "c", "answers": "x", "dataset": "qasper"}, LoadError, "a list"),
-        ("text", LoadError, "has no 'input'"),
+        ("text", LoadError, "expected a JSON object with input"),
     ],
 )
 def test_longbench_refuses(tmp_path: Path, row: Any, kind: type[SakiyomiError], words: str) -> None:

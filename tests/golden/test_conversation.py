@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from architectures import VOCAB, model_of, prompt
+from architectures import VOCAB, model_of, prompt, rounds_decoding_otherwise
 from sakiyomi import LLM, Generation, SamplingParams
 from toys import character_tokenizer, save_model
 
@@ -89,6 +89,8 @@ def test_exact_must_not_use_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would see it: rows of decoding passes used again change log probabilities, in bfloat16."""
     model = copy.deepcopy(model_of("llama")).to(torch.bfloat16)
     fresh, llm = llm_with("none", model, exact=True), llm_with("none", model, exact=True)
+    for each in (fresh, llm):
+        rounds_decoding_otherwise(each)
     monkeypatch.setattr(llm.engine._slots, "_exact", False)
     different = 0
     for tokens, out in turns(llm, GREEDY):

@@ -128,6 +128,30 @@ def test_reading_ahead_with_retaining_heads(name: str) -> None:
     assert drafted(name, policy, Branching, gamma=4) == plain(name, policy)
 
 
+def test_last_tokens_beside_the_budget() -> None:
+    """What is before them is brought down to the budget, whole chunks or not; they and what is written stay, also where
+    another request has read the beginning.
+    """
+    policy = f"locret:{heads_of('llama')}[local=0,sinks=0,ends=0,where=prompt,beside=10]"
+    assert drafted("llama", policy, Branching, gamma=5) == plain("llama", policy)
+    for tokens in (PROMPTS[0], PROMPTS[2]):
+        llm = llm_of("llama", policy)
+        with llm.conversation() as conversation:
+            conversation.generate(tokens, params())
+            before, end = len(tokens) - 10, len(tokens) + 64
+            for head in itertools.chain(*llm.target.eviction.places(0)):
+                assert len(head) == BUDGET + end - before
+                assert head[BUDGET:].tolist() == list(range(before, end))
+    # The shorter prompt ends so that a chunk's end lies among the last pairs of it that are reserved.
+    reserving = f"locret:{heads_of('llama')}[local=0,sinks=0,ends=0.5,stabilizers=0,where=prompt,beside=10]"
+    longer = [[*prompt(90, 4), *prompt(count, 5)] for count in (2, 23)]
+    for shared in (policy, reserving):
+        alone = [llm_of.__wrapped__("llama", shared).generate([tokens], params())[0].token_ids for tokens in longer]
+        together = llm_of.__wrapped__("llama", shared).generate(longer, params())
+        assert [out.token_ids for out in together] == alone
+        assert any(out.stats.reused for out in together)
+
+
 @cache
 def merging_of(name: str) -> str:
     """A folder with convolutions of random weights for this architecture."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import sakiyomi.model_executor.build
 import seq2seq_toys
-from architectures import VOCAB, model_of, prompt
+from architectures import VOCAB, model_of, prompt, rounds_decoding_otherwise
 from sakiyomi import LLM, MemoryLimitError, SamplingParams
 from sakiyomi.cache.eviction import EvictingCache
 from sakiyomi.cache.prefix import alike
@@ -159,6 +159,8 @@ def test_what_must_not_be_shared(broken: str, monkeypatch: pytest.MonkeyPatch) -
     """The tests above see it, with ``exact``."""
     kind = "h2o" if broken == "what the policy knows" else "full"
     llm = shared(kind)
+    if kind == "full":
+        rounds_decoding_otherwise(llm)
 
     def same() -> bool:
         first = llm.engine.submit(PROMPTS[0], GREEDY)

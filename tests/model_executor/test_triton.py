@@ -11,6 +11,7 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from drafters import Branching, texts_of
 from gpu_stand_ins import Replayed, stand_in
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.slots import FIRST_ROOM
+from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.kernels import native
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention.triton import TritonBackend
@@ -219,21 +221,32 @@ def test_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, draft: str,
 
 
 def test_rounds_run_in_native_code(monkeypatch: pytest.MonkeyPatch, draft: str) -> None:
-    """A drafted tree grows without Python between its levels, and a commit is one move for all layers."""
+    """A draft grows without Python between its levels, alone or in a whole round; a commit is one move."""
     stand_in(monkeypatch)
     llm = LLM((tiny_llama(), tiny_tokenizer()), draft)
     target, drafts = runners(llm)
-    replayed: list[int] = []
-    replay = ModelRunner.replay
+    grown: list[int] = []
+    rounds: list[int] = []
+    replay, whole = ModelRunner.replay, NativeRounds._replay
 
     def note(self: ModelRunner, size: int, take: object) -> tuple[int, int]:
         found = replay(self, size, take)  # type: ignore[arg-type]
-        replayed.append(found[0])
+        grown.append(found[0])
+        return found
+
+    def note_round(self: NativeRounds, asked: list[int]) -> list[tuple[int, float]] | None:
+        found = whole(self, asked)
+        rounds.append(len(found or ()))
         return found
 
     monkeypatch.setattr(ModelRunner, "replay", note)
-    llm.generate([prompt(9, 1)], SamplingParams(max_new_tokens=30, ignore_eos=True, gamma=3))
-    assert sum(replayed) >= 3 * len(replayed) > 0
+    monkeypatch.setattr(NativeRounds, "_replay", note_round)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, gamma=3)
+    llm.generate([prompt(9, 1)], replace(params, logprobs=1))  # of which Python has a say in every round
+    assert sum(grown) >= 3 * len(grown) > 0 and not rounds
+    grown.clear()
+    llm.generate([prompt(9, 1)], params)
+    assert sum(rounds) >= 3 * len(rounds) > 0 and not grown
     assert all(made.count(shape) == 1 for made in (captures(target), captures(drafts)) for shape in made)
 
 

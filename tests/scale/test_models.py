@@ -19,9 +19,9 @@ from sakiyomi import LLM
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.front import Asked
-from sakiyomi.scale.model_options import ModelOptions, read_models
+from sakiyomi.scale.model_options import BARE, ModelOptions, read_models, room_of
 from sakiyomi.scale.model_process import ModelProcess
-from sakiyomi.scale.models import BARE, ModelTable, make_models_app
+from sakiyomi.scale.models import ModelTable, make_models_app
 from sakiyomi.server.config import ServerConfig
 from server_toys import toy_llm
 from toys import tiny_llama, tiny_tokenizer
@@ -32,7 +32,7 @@ async def shop(
     names: str, room: float, monkeypatch: pytest.MonkeyPatch, **config: Any
 ) -> AsyncIterator[tuple[Shop, ModelTable, httpx.AsyncClient]]:
     """Toys behind a front: one for each letter; so many have room."""
-    monkeypatch.setattr("sakiyomi.scale.models._likely", lambda model: SIZE)
+    monkeypatch.setattr("sakiyomi.scale.models.likely_bytes", lambda model: SIZE)
     found, settings = Shop(), ServerConfig(**{"max_body": 1 << 20, **config})
     models = {name: LLMConfig(target=name) for name in names}
     table = ModelTable(models, settings, int(room * SIZE), found.start)
@@ -151,7 +151,7 @@ def test_models_are_loaded_and_given_up_by_hand(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_cannot_be_loaded_is_an_error_of_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others go on; what does not fit whatever else is given up is refused before anything is loaded."""
+    """The others go on. What takes more than was guessed, and than there may be, is given up again and refused."""
 
     async def work() -> None:
         async with shop("ab", 1.5, monkeypatch) as (found, _, client):
@@ -160,22 +160,48 @@ def test_what_cannot_be_loaded_is_an_error_of_who_asks(monkeypatch: pytest.Monke
             assert reply.status_code == 503 and reply.json()["error"]["code"] == "model_not_loaded"
             assert "its file is damaged" in reply.json()["error"]["message"]
             assert await said(client, "a")
+            found.broken, found.size = set(), 2 * SIZE
+            for _ in range(2):
+                reply = await client.post("/v1/completions", json=ask("b"))
+                assert reply.status_code == 503 and reply.json()["error"]["code"] == "out_of_memory"
+                assert found.events.count("b") == 1 and not found.toys["b"].alive
 
     run(work())
 
-    async def small() -> None:
-        with pytest.raises(InputError, match=r"'a' takes about .* may take .* together"):
-            async with shop("a", 0.5, monkeypatch):
-                pass
 
-    run(small())
+def test_a_server_that_stops_loads_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a model counts as under way; cut, it is told why at once, and so is who waits behind it."""
+
+    async def work() -> None:
+        async with shop("ab", 1.5, monkeypatch) as (found, table, client):
+            await said(client, "a")
+            found.patience = 3600.0
+            waiting = [asyncio.ensure_future(client.post("/v1/completions", json=ask("b"))) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            assert table.load == 2
+            table.drain()
+            assert (await client.post("/v1/completions", json=ask("a"))).status_code == 503
+            table.stop()
+            for reply in await asyncio.gather(*waiting):
+                assert (reply.status_code, reply.json()["error"]["code"]) == (503, "stopping")
+            assert table.load == 0 and found.events == ["a"]
+
+    run(work())
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_loaded() -> None:
+    models = {"a": LLMConfig("tales")}
+    with pytest.raises(InputError, match=r"'a' takes about .* may take 105 MB together"):
+        room_of(ModelOptions(model_memory="100MiB"), models)
+    assert room_of(ModelOptions(model_memory="1GiB"), models) == 1 << 30
+    assert room_of(ModelOptions(), models) > BARE
 
 
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
         ("", "names no model"),
-        ("a = 1", "'a' is no model; expected a table with its target"),
+        ("a = 1", "'a' is no model; expected a table for each model: [name]"),
         ("[a]\ndraft = 'none'", "'a' is no model"),
         ("[a]\ntarget = 'tales'\nport = 1", "sets 'port' of model 'a'; known settings: target, draft"),
         ("[a]\ntarget = 'tales'\nmax_batch = '8'", "max_batch = '8' of model 'a'; expected int"),

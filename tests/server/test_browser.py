@@ -241,7 +241,7 @@ def test_the_draft_is_chosen_among_those_that_are_loaded(browser: Tab) -> None:
 
 def test_a_model_is_chosen_and_loaded(browser: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two models, one of which has room: who is chosen is loaded, and writes; the other one has gone."""
-    monkeypatch.setattr("sakiyomi.scale.models._likely", lambda model: SIZE)
+    monkeypatch.setattr("sakiyomi.scale.models.likely_bytes", lambda model: SIZE)
     shop, config = Shop(), ServerConfig(max_body=1 << 20)
     table = ModelTable({name: LLMConfig(target=name) for name in ("first", "second")}, config, SIZE, shop.start)
     with listening(make_models_app(table, config), config) as url:

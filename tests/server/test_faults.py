@@ -576,7 +576,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
         ("port = true", "sets port = True; expected a whole number"),
         ("port = 8000.5", "sets port = 8000.5; expected a whole number"),
         ("reuse = 1", "sets reuse = 1; expected true or false"),
-        ("target = [1]", "sets target = [1]; expected a text"),
+        ("target = [1]", "sets target = [1]; expected a list"),
         ("cors_origins = [1]", "expected a list"),
         ("max_n = 0", "max_n is 0"),
     ):

@@ -10,8 +10,10 @@ import openai
 import pytest
 import torch
 from openai import OpenAI
+from tokenizers import Tokenizer
 
 from sakiyomi.core.text import TextStream
+from sakiyomi.model_executor.loading.recorded_tokenizer import KNOWN, RecordedTokenizer
 from sakiyomi.server.bodies import BodyReader
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
@@ -19,7 +21,7 @@ from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.tools import FORMATS, ToolFormat, ToolReader, shown, tool_format
 from server_toys import client, marked_tokenizer, running, toy_llm
-from toys import tiny_tokenizer
+from toys import character_tokenizer, tiny_tokenizer
 
 SAID: list[Any] = [{"role": "user", "content": "Tell me of the fox"}]
 SCHEMA: dict[str, Any] = {
@@ -50,6 +52,18 @@ def chat(api: OpenAI, drafted: bool = True, **values: Any) -> Any:
 
 
 # ---------------------------------------------------------------- schemas
+
+
+def test_tokenizers_of_recorded_models_are_taken_and_those_without_a_backend_are_not() -> None:
+    whole = tiny_tokenizer()
+    known = {name: getattr(whole, name) for name in KNOWN}
+    recorded = RecordedTokenizer(Tokenizer.from_str(whole.backend_tokenizer.to_str()), known, lambda: None)
+    for tokenizer in (whole, recorded):
+        matcher = Grammars(tokenizer, len(whole), []).of_schema(SCHEMA, "response_format")
+        text = '{"name": "fox", "age": 7, "kind": "fox"}'
+        assert matcher.try_consume_tokens(ids := whole(text, add_special_tokens=False)["input_ids"]) == len(ids)
+    with pytest.raises(ApiError, match="does not support grammars"):
+        Grammars(character_tokenizer(), 300, []).of_schema(SCHEMA, "response_format")
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

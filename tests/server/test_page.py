@@ -103,6 +103,6 @@ def test_every_field_has_a_label(reply: httpx.Response) -> None:
     tags = Elements(reply.text).tags
     labelled = {values.get("for") for tag, values in tags if tag == "label"}
     fields = {values.get("id") for tag, values in tags if tag in ("input", "select", "textarea")}
-    assert fields - labelled == {"language", "theme", "keep"}  # which their labels hold
+    assert fields - labelled == {"language", "theme", "keep", "choice"}  # which their labels hold
     ids = [values["id"] for _, values in tags if "id" in values]
     assert len(ids) == len(set(ids))

@@ -170,15 +170,16 @@ def test_filler_of_the_user(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) 
     example = Needle("passkey", filler=filler).make(np.random.default_rng(0), LENGTH, tokenizer, 0.5)
     assert "Nobody knew!" in example.context
     assert "rain" not in example.context
-    sentences = filler.sentences(np.random.default_rng(0))
-    assert [next(sentences) for _ in range(6)] == [
-        "The cat sat.",
-        "“Who is it?”",
-        "The dog barked.",
-        "Nobody knew!",
-        "猫がいた。",
-        "犬もいた。",
-    ]
+    document = ["The cat sat.", "“Who is it?”", "The dog barked.", "Nobody knew!", "猫がいた。", "犬もいた。"]
+    begun = set[str]()
+    for seed in range(40):
+        sentences = filler.sentences(np.random.default_rng(seed))
+        some = [next(sentences)]
+        while some[-1] != document[-1]:
+            some.append(next(sentences))
+        assert some == document[-len(some) :], "it goes on to the document's end"
+        begun.add(some[0])
+    assert begun == set(document), "each sentence begins a text"
     with pytest.raises(LoadError, match="missing"):
         read_filler([tmp_path / "missing.txt"])
     with pytest.raises(InputError, match="no sentence"):

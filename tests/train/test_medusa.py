@@ -266,11 +266,21 @@ def test_a_row_that_comes_twice_in_a_batch_is_kept_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("joint", [False, True])
-def test_without_mixed_precision(joint: bool, tmp_path: Path) -> None:
+def test_without_mixed_precision(joint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if joint:
         pytest.importorskip("peft", reason="joint training needs peft")
+    seen, compute = set[torch.dtype](), HiddenStates._compute
+
+    def noted(self: HiddenStates, ids: torch.Tensor) -> torch.Tensor:
+        hidden = compute(self, ids)
+        seen.add(hidden.dtype)
+        return hidden
+
+    monkeypatch.setattr(HiddenStates, "_compute", noted)
+    monkeypatch.setattr("sakiyomi.train.config.base.multiplies_bf16", lambda: False)
     more: dict[str, Any] = {"joint": True, "heads_first": 0.5} if joint else {}
-    assert train_medusa(medusa_config(tmp_path, tiny_target(tmp_path), precision="no", **more))["finished"]
+    assert train_medusa(medusa_config(tmp_path, tiny_target(tmp_path), **more))["finished"]
+    assert seen == {torch.float32}, "of the target, too"
 
 
 def test_a_log_that_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

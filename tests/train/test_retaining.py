@@ -87,7 +87,10 @@ def test_from_end_to_end(query_aware: bool, tmp_path: Path) -> None:
     assert 0.5 < summary["tokens"] / (60 * 192) <= 1.0
 
 
-def test_another_architecture_and_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("multiplies", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_another_architecture_and_precision(
+    multiplies: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen, note = set[torch.dtype](), HeadsLoss._note
 
     def noting(self: HeadsLoss, layer: int, qkv: torch.Tensor) -> None:
@@ -95,9 +98,10 @@ def test_another_architecture_and_precision(tmp_path: Path, monkeypatch: pytest.
         note(self, layer, qkv)
 
     monkeypatch.setattr(HeadsLoss, "_note", noting)
-    config = retaining_config(tmp_path, tiny_gpt2(tmp_path), precision="no", queries="writing", labels="chances")
+    monkeypatch.setattr("sakiyomi.train.config.base.multiplies_bf16", lambda: multiplies)
+    config = retaining_config(tmp_path, tiny_gpt2(tmp_path), queries="writing", labels="chances")
     summary = train_retaining(config)
-    assert seen == {torch.float32}  # the target's passes too
+    assert seen == {dtype}, "the target's passes"
     found = read_heads(Path(summary["model"]))
     assert found.heads.shape == RetainingShape((96, 96), (2, 2), 16, "gelu_new")
     assert (found.recipe["labels"], found.recipe["queries"]) == ("chances", "writing")
@@ -168,6 +172,7 @@ def test_the_loss_and_its_gradient_are_the_slow_ones(name: str, queries: str) ->
     """Labels from whole matrices of logits, all layers at once, and torch's own losses."""
     loss, heads, model = toy_loss(name, queries=queries, smooth=0.05, huber=0.7)
     batch = batch_of((30, 21), (20, 16))
+    hooks = [len(module._forward_hooks) for module in model.modules()]  # others' are there, where an LLM of it lives
     with loss.hooks():
         found = loss(batch)
     assert not found.requires_grad
@@ -194,7 +199,7 @@ def test_the_loss_and_its_gradient_are_the_slow_ones(name: str, queries: str) ->
     for one, other in zip(mine, theirs, strict=True):
         assert torch.allclose(one, other, atol=1e-5, rtol=1e-3)
     assert len(mine) == len(theirs) == 6
-    assert not any(module._forward_hooks for module in model.modules())
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
 
 
 def eager_logits(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:

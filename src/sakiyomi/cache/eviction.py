@@ -213,7 +213,7 @@ class EvictingCache(ManagedCache):
         self.policy, self.sparse, self.tail, self.chunked = plan.policy, plan.sparse, capacity.tail, True
         self.chunk, self._budgets = plan.chunk, capacity.budgets
         policy = plan.policy or Policy
-        self.interval, self.reread_tokens = policy.interval, policy.reread_tokens
+        self.interval, self.reread_tokens, self._beside = policy.interval, policy.reread_tokens, policy.beside
         self.needs_log_probs = policy.needs_log_probs
         if plan.observer is not None:
             self.observations = RowObservations(len(cache.shapes), cache.max_slots + cache.extra)
@@ -305,8 +305,9 @@ class EvictingCache(ManagedCache):
     def boundary(self, slot: int, prompt: int) -> int:
         """The next eviction boundary, in tokens of the text."""
         last = self._slots[slot].boundary
-        if last < prompt:
-            return min(last + self.chunk, prompt)
+        for end in (prompt - self._beside, prompt):
+            if last < end:
+                return min(last + self.chunk, end)
         return last + self.interval - (last - prompt) % self.interval
 
     def reread_from(self, slot: int, prompt: int, length: int) -> int:
@@ -400,7 +401,7 @@ class EvictingCache(ManagedCache):
                     layer=layer,
                     heads=part.heads,
                     all_heads=self.cache.shapes[layer].heads,
-                    prompt=prompt,
+                    prompt=prompt - policy.beside,
                     length=length,
                     budget=self._budgets[layer][part.heads.start],
                     new_count=new_count,

@@ -160,7 +160,7 @@ class EvictionPlan:
         self._check_budget(policy, min(map(min, budgets)), between)
         self._check_memory(budget, pair, group / GROUP if group else pair, between, shapes)
         endless = policy.where == "prompt"
-        tail = max(1, int(policy.ends / 2 * max(map(max, budgets))))
+        tail = policy.beside + max(1, int(policy.ends / 2 * max(map(max, budgets))))
         if packing is None:
             limits = [[ENDLESS if endless else own + slack for own in layer] for layer in budgets]
             return Capacity(limits, None, budgets, tail)

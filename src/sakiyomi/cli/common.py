@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -260,8 +262,18 @@ def _parameter(group: type[Any], field: dataclasses.Field[Any], default: Any) ->
         show_envvar=False,
         rich_help_panel=panel(group.__name__, field.name),
         show_default=default not in (None, []) and default is not False,
+        callback=_words if kind == list[str] else None,
     )
     return keyword(field.name, default, Annotated[kind, option])
+
+
+def _words(context: typer.Context, parameter: typer.CallbackParam, values: list[str]) -> list[str]:
+    """Texts of a flag. In the environment they are parted as a shell does, but a path is one, with blanks in it."""
+    source = context.get_parameter_source(parameter.name or "")
+    if source is None or source.name != "ENVIRONMENT":
+        return values
+    text = os.environ[str(parameter.envvar)]
+    return [text] if Path(text).expanduser().exists() else shlex.split(text)
 
 
 def _refuse_flags(context: typer.Context, given: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from sakiyomi.cli.output import note
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.cluster import ReplicaOptions, import_ray
-from sakiyomi.scale.model_options import ModelOptions, memory_of, read_models
+from sakiyomi.scale.model_options import ModelOptions, read_models, room_of
 from sakiyomi.server.config import ServerConfig
 
 __all__ = ["serve"]
@@ -25,24 +25,25 @@ def serve(config: ServerConfig, options: ModelOptions, model: LLMConfig, scaled:
     Example: sakiyomi serve --model FOLDER --port 8000
     """
     models = read_models(options, model)
+    several, room = len(models) > 1 or options.models is not None, 0
+    if several:
+        _check_several(config, scaled)
+        room = room_of(options, models)
+    elif options.model_memory is not None:
+        raise InputError("model_memory is of several models; give --model more than once, or --models")
+    if scaled.replicas is not None and config.kv_events is not None:
+        raise InputError("kv_events are for routers in front of one server each; with replicas leave it out")
     with server_packages():
         from sakiyomi.server.logs import set_up
         from sakiyomi.server.run import check
         from sakiyomi.server.run import serve as run
     check(config)
-    several = len(models) > 1 or options.models is not None
-    if several:
-        _check_several(config, scaled)
-    elif options.model_memory is not None:
-        raise InputError("model_memory is of several models; give --model more than once, or --models")
     model = next(iter(models.values()))
     say: Callable[[str], None] = note
     if config.log_format == "json":  # every line, from now on
         set_up(config.log_format)
         say = logging.getLogger("sakiyomi.server").info
     if scaled.replicas is not None:
-        if config.kv_events is not None:
-            raise InputError("kv_events are for routers in front of one server each; with replicas leave it out")
         import_ray()
         from sakiyomi.scale.launch import run as run_replicas
 
@@ -53,7 +54,7 @@ def serve(config: ServerConfig, options: ModelOptions, model: LLMConfig, scaled:
         from sakiyomi.server.run import serve_app
 
         set_up(config.log_format)
-        table = ModelTable(models, config, memory_of(options))
+        table = ModelTable(models, config, room)
         names = ", ".join(models)
         serve_app(make_models_app(table, config), table, config, listening=lambda url: say(f"serving {names} at {url}"))
         return

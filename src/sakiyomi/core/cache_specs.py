@@ -106,7 +106,7 @@ def _policy(options: Mapping[str, Option] | None = None, published: bool = False
 
 
 CACHE_FORMS: dict[str, CacheForm] = {
-    "locret": _policy({"stabilizers": _SHARE}, published=True)._replace(file=True, made_by="train retaining"),
+    "locret": _policy({"stabilizers": _SHARE, "beside": _COUNT}, True)._replace(file=True, made_by="train retaining"),
     "infllm": _policy({"block": _COUNT, "representatives": _COUNT, "ranking": _choice("most", "mean")}, published=True),
     "h2o": _policy(),
     "snapkv": _policy(_WINDOW),

@@ -49,6 +49,10 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         check_drafts(several, **trust)
     if isinstance(target := settings.get("target"), str) and target:
         check_target(target, **trust)
+    for size in settings.get("sizes", ()):  # a number of parameters can be a hub id
+        local_folder(size)
+    if (answering := settings.get("memory_target")) is not None:
+        check_target(answering, **trust)
     heads = settings.get("heads")
     if isinstance(heads, str) and heads != PUBLISHED and not folder_of(heads).is_dir():
         raise LoadError(f"there is no folder {heads!r} with heads; check the path")

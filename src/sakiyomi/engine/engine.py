@@ -180,7 +180,23 @@ class Engine:
                 clock = RoundClock(self.target)
                 depths = self._speculation.depths(requests)
                 native = self._native.run(requests, depths, clock)
-                steps += self._round(requests, depths, clock) if native is None else native
+                if native is not None:  # the same in the kernels
+                    self._retire()
+                    return steps + native
+                drafted = self._speculation.propose(requests, depths)  # draft
+                batch = Batch.of_drafts(requests, drafted.drafts)
+                steps += make_room(batch, self.target.cache, self._speculation.check)
+                try:
+                    output = self.target.score(batch.rows)  # score
+                except Exception as error:
+                    output = score_alone(self.target, batch, error, steps)
+                clock.scored(batch.requests, drafted)
+                lengths = [len(request.tokens) for request in batch.requests]
+                steps += self._decide(batch, output)  # verify, commit
+                kept = [len(r.tokens) - n - 1 for r, n in zip(batch.requests, lengths, strict=True)]
+                depths = [draft.tree.depth for draft in batch.drafts]
+                rows = sum([len(rows.tokens) for rows in batch.rows])
+                self._speculation.observe(batch.requests, depths, kept, rows, drafted, clock)
 
             self._retire()
             return steps
@@ -252,23 +268,6 @@ class Engine:
                 self._settle()
 
     # ------------------------------------------------------------ one round
-
-    def _round(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> list[Step]:
-        """Draft, score, verify, commit; see ``NativeRounds`` for those that the kernels run."""
-        drafted = self._speculation.propose(requests, depths)  # draft
-        batch = Batch.of_drafts(requests, drafted.drafts)
-        steps = make_room(batch, self.target.cache, self._speculation.check)
-        try:
-            output = self.target.score(batch.rows)  # score
-        except Exception as error:
-            output = score_alone(self.target, batch, error, steps)
-        clock.scored(batch.requests, drafted)
-        lengths = [len(request.tokens) for request in batch.requests]
-        steps += self._decide(batch, output)  # verify, commit
-        kept = [len(r.tokens) - n - 1 for r, n in zip(batch.requests, lengths, strict=True)]
-        depths, rows = [draft.tree.depth for draft in batch.drafts], sum([len(rows.tokens) for rows in batch.rows])
-        self._speculation.observe(batch.requests, depths, kept, rows, drafted, clock)
-        return steps
 
     def _decide(self, batch: Batch, output: PassOutput) -> list[Step]:
         """Verify each request's draft and commit what was accepted; an error of its own options ends a request alone.

@@ -84,7 +84,6 @@ class NativeRounds:
         self._passes: dict[int, tuple[PassForward, Tensor, Tensor]] = {}  # as the kernels name them
         self._checked: set[int] = set()
         self._found: tuple[Any, Any] = (), ()
-        self._lock, self._target_lock = self._models[0].lock, target.lock
         self._since = 0
 
     def __del__(self) -> None:
@@ -276,7 +275,7 @@ class NativeRounds:
         """Run the passes of a round: which, and the seconds of each; None: a row holds no numbers."""
         kernels, rounds, passes, now = self._kernels, self._rounds, self._passes, time.perf_counter
         take, times = kernels.sk_pass, []
-        with self._lock, self._target_lock, interpreted():
+        with self._models[0].lock, self._target.lock, interpreted():
             code = kernels.sk_round(rounds, len(asked) // 2, struct.pack(f"={len(asked)}q", *asked))
             while code > 0:
                 replay, ids, positions = passes[code]

@@ -132,7 +132,17 @@ class ModelRunner(Session):
             observe.listen(self.eviction.observations, plan)
             began = time.perf_counter()
             try:
-                found, replayed = self._forward(plan, ids, positions, keep)
+                found = None
+                if self.recorder is not None and keep is None and prompts is None:
+                    found = self.recorder.run(self.begin, plan, ids, positions)
+                replayed = found is not None
+                if found is None:
+                    wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
+                    ids, positions = ids.to(self.device), positions.to(self.device)
+                    arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(size) | wanted
+                    self.weights.capture.begin()
+                    logits = self.module(input_ids=ids, position_ids=positions, **arguments).logits
+                    found = logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
             finally:
@@ -150,19 +160,6 @@ class ModelRunner(Session):
             if not self._proven and plan.rows:
                 self._prove(prompts or self.backend)
             return self._output(found, plan.rows, keep)
-
-    def _forward(self, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None) -> tuple[PassResult, bool]:
-        """The pass that was begun, and whether it was replayed."""
-        if self.recorder is not None and keep is None and not (self._prompts is not None and plan.prompts):
-            found = self.recorder.run(self.begin, plan, ids, positions)
-            if found is not None:
-                return found, True
-        wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
-        ids, positions = ids.to(self.device), positions.to(self.device)
-        arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(ids.shape[1]) | wanted
-        self.weights.capture.begin()
-        logits = self.module(input_ids=ids, position_ids=positions, **arguments).logits
-        return (logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()), False
 
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
         """Without the rows that only filled the pass up."""

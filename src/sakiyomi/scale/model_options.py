@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sakiyomi.core.draft_specs import model_spec, split_spec
+from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
-from sakiyomi.core.memory import parse_bytes
+from sakiyomi.core.memory import available_bytes, parse_bytes, readable
 from sakiyomi.core.preflight import check_settings
 from sakiyomi.engine.config import LLMConfig
 
-__all__ = ["ModelOptions", "memory_of", "read_models"]
+__all__ = ["BARE", "ModelOptions", "likely_bytes", "read_models", "room_of"]
+
+BARE = 450 << 20  # bytes of a process with the libraries and no model
+SHARE = 0.8  # of the memory that is available at the start, by default
+SHRINKS = {"int8": 0.55, "int4": 0.32}  # of weights of 16 bits
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 @dataclass(frozen=True)
@@ -35,9 +42,23 @@ class ModelOptions:
     model_memory: str | None = None
 
 
-def memory_of(options: ModelOptions) -> int | None:
-    """Bytes that models may take together, if somebody said so."""
-    return None if options.model_memory is None else parse_bytes(options.model_memory, "model_memory")
+def room_of(options: ModelOptions, models: Mapping[str, LLMConfig]) -> int:
+    """Bytes that models may take together.
+
+    Raises:
+        InputError: a model does not fit, whatever else is given up.
+    """
+    if options.model_memory is not None:
+        room = parse_bytes(options.model_memory, "model_memory")
+    else:
+        room = int(SHARE * available_bytes())
+    for name, model in models.items():
+        if (needed := likely_bytes(model)) > room:
+            raise InputError(
+                f"model {name!r} takes about {readable(needed)}, and models may take {readable(room)} together "
+                "(model_memory); quantize it, or allow more"
+            )
+    return room
 
 
 def read_models(options: ModelOptions, flags: LLMConfig) -> dict[str, LLMConfig]:
@@ -82,7 +103,7 @@ def _tables(path: str, flags: LLMConfig) -> Sequence[tuple[str, LLMConfig]]:
     for name, values in tables.items():
         if not isinstance(values, dict) or not isinstance(values.get("target"), str):
             raise InputError(
-                f"{path!r}: {name!r} is no model; expected a table with its target: [{name}], target = ..."
+                f"{path!r}: {name!r} is no model; expected a table for each model: [name], and below it target = ..."
             )
         for key, value in values.items():
             if key not in known:
@@ -92,3 +113,20 @@ def _tables(path: str, flags: LLMConfig) -> Sequence[tuple[str, LLMConfig]]:
                 raise InputError(f"{path!r} sets {key} = {value!r} of model {name!r}; expected {' or '.join(kinds)}")
         found.append((name, dataclasses.replace(flags, **values)))
     return found
+
+
+def likely_bytes(model: LLMConfig) -> int:
+    """Bytes that a model is likely to take, by its files: weights and a process. A hub id counts as nothing."""
+    drafts = [part.partition(":") for part in split_spec(model.draft)]
+    files = _file_bytes(model.target) * SHRINKS.get(model.quantize or "", 1.0)
+    return BARE + int(files + sum(_file_bytes(model_spec(rest).name) for _, _, rest in drafts if rest))
+
+
+def _file_bytes(name: str) -> int:
+    path = folder_of(name)
+    if path.is_file():
+        return path.stat().st_size
+    for pattern in WEIGHTS if path.is_dir() else ():
+        if sizes := [file.stat().st_size for file in path.glob(pattern)]:
+            return sum(sizes)
+    return 0

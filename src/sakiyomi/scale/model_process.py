@@ -53,8 +53,8 @@ def _frame(number: int, value: Any) -> bytes:
 class ModelProcess:
     """The process, seen from who asks it; ``start`` makes one."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, name: str | None) -> None:
+        self._process, self._name, self._stopped = process, name, False
         self._numbers = itertools.count(_READY + 1)
         self._open: dict[int, asyncio.Queue[Any]] = {_READY: asyncio.Queue()}
         self._reading = asyncio.ensure_future(self._read())
@@ -74,7 +74,7 @@ class ModelProcess:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        made = cls(process)
+        made = cls(process, config.served_name)
         try:
             made._send(_READY, (model, config))
             found = await made._open[_READY].get()
@@ -127,6 +127,7 @@ class ModelProcess:
 
     async def stop(self) -> None:
         """End it; what it was asked for fails."""
+        self._stopped = True
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -169,6 +170,8 @@ class ModelProcess:
                 if number in self._open:
                     self._open[number].put_nowait(value)
         code = await self._process.wait()
+        if not self._stopped and _READY not in self._open:
+            logger.error("the process %d of model %s ended with status %d", self.pid, self._name, code)
         for queue in self._open.values():
             queue.put_nowait(ModelDied(f"its process ended with status {code}"))
 
@@ -182,6 +185,7 @@ class _Asked:
     def __init__(self, source: BinaryIO, out: BinaryIO) -> None:
         self._source, self._out = source, out
         self._loop = asyncio.get_running_loop()
+        self.loaded = False
         self.frames: asyncio.Queue[tuple[int, Any] | None] = asyncio.Queue()
         threading.Thread(target=self._listen, name="asked", daemon=True).start()
 
@@ -190,6 +194,8 @@ class _Asked:
         while frame is not None:
             head = self._source.read(_LENGTH.size)
             frame = pickle.loads(self._source.read(*_LENGTH.unpack(head))) if len(head) == _LENGTH.size else None
+            if frame is None and not self.loaded:
+                os._exit(0)  # loading may take minutes, and nobody waits for it
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self.frames.put_nowait, frame)
 
@@ -224,6 +230,7 @@ async def _serve(source: BinaryIO, out: BinaryIO) -> None:
         pipes.send(_READY, error)
         return
     async with made as server:
+        pipes.loaded = True
         pipes.send(_READY, None)
         tasks: dict[int, asyncio.Task[None]] = {}
 

@@ -12,19 +12,18 @@ import json
 import logging
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from fastapi import FastAPI
 
-from sakiyomi.core.draft_specs import model_spec, split_spec
-from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import InputError, SakiyomiError
-from sakiyomi.core.memory import available_bytes, readable
+from sakiyomi.core.errors import SakiyomiError
+from sakiyomi.core.memory import readable
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.front import Asked, make_front
 from sakiyomi.scale.in_process import Part
+from sakiyomi.scale.model_options import likely_bytes
 from sakiyomi.scale.model_process import ModelDied, ModelProcess
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
@@ -35,10 +34,6 @@ from sakiyomi.server.schema import Strict
 __all__ = ["ModelName", "ModelTable", "make_models_app"]
 
 logger = logging.getLogger("sakiyomi.server")
-BARE = 450 << 20  # bytes of a process with the libraries and no model
-SHARE = 0.8  # of the memory that is available at the start, by default
-SHRINKS = {"int8": 0.55, "int4": 0.32}  # of weights of 16 bits
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _JSON = [(b"content-type", b"application/json")]
 
 
@@ -80,7 +75,7 @@ class _Model:
         users: requests that it has.
         used: when one came or went last.
         leaving: it is given up as soon as it has no more requests; those that come wait for it to be loaded again.
-        size: bytes that it took when it was looked at last.
+        size: bytes that it took when it had been loaded; caches grow afterwards.
         loads: how often it was loaded.
         card: as ``/v1/models`` shows it, of its last process.
     """
@@ -97,9 +92,8 @@ class _Model:
 
     def weigh(self) -> int:
         """Bytes that it takes, or is likely to."""
-        if self.process is not None and self.process.alive:
-            self.size = self.process.bytes or self.size
-        return self.size or _likely(self.model)
+        taken = self.process.bytes if self.process is not None and self.process.alive else 0
+        return taken or self.size or likely_bytes(self.model)
 
     def shown(self) -> dict[str, Any]:
         """Its card."""
@@ -113,11 +107,8 @@ class ModelTable:
     Args:
         models: what each is made of; the first is loaded at once, and asked where a request names none.
         config: of the server.
-        memory: bytes that they may take together.
+        memory: bytes that they may take together; see ``room_of``.
         start: loads one.
-
-    Raises:
-        InputError: a model does not fit, whatever else is given up.
     """
 
     dead: tuple[type[BaseException], ...] = (ModelDied,)
@@ -127,22 +118,18 @@ class ModelTable:
         self,
         models: Mapping[str, LLMConfig],
         config: ServerConfig,
-        memory: int | None = None,
-        start: Callable[[LLMConfig, ServerConfig], Awaitable[Running]] = ModelProcess.start,
+        memory: int,
+        start: Callable[[LLMConfig, ServerConfig], Coroutine[Any, Any, Running]] = ModelProcess.start,
     ) -> None:
         self._models = {name: _Model(name, model) for name, model in models.items()}
         self._config, self._start = config, start
-        self._limit = memory if memory is not None else int(SHARE * available_bytes())
+        self._limit = memory
         self._door = asyncio.Lock()  # whoever loads or gives up holds it
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._draining = False
-        for model in self._models.values():
-            if (needed := model.weigh()) > self._limit:
-                raise InputError(
-                    f"model {model.name!r} takes about {readable(needed)}, and models may take {readable(self._limit)} "
-                    "together (model_memory); quantize it, or allow more"
-                )
+        self._waiting = 0  # requests whose model is not loaded yet
+        self._loading: asyncio.Task[Running] | None = None
+        self._draining = self._over = False
 
     # ------------------------------------------------------------ for the front
 
@@ -207,8 +194,8 @@ class ModelTable:
 
     @property
     def load(self) -> int:
-        """Requests under way."""
-        return sum(model.users for model in self._models.values())
+        """Requests under way, those that wait for their model included."""
+        return self._waiting + sum(model.users for model in self._models.values())
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -216,7 +203,9 @@ class ModelTable:
 
     def stop(self) -> None:
         """End what is under way."""
-        self._draining = True
+        self._draining = self._over = True
+        if self._loading is not None:
+            self._loading.cancel()
         for model in self._models.values():
             self._later(self._stop(model))
 
@@ -226,6 +215,7 @@ class ModelTable:
     async def _lent(self, name: str | None) -> AsyncIterator[_Model]:
         """A loaded model, which stays so meanwhile."""
         model = self._find(name)
+        self._waiting += 1
         try:
             async with asyncio.timeout(self._config.request_timeout):
                 await self._ready(model)
@@ -236,6 +226,8 @@ class ModelTable:
                 code="model_not_loaded",
                 headers={"retry-after": "30"},
             ) from None
+        finally:
+            self._waiting -= 1
         model.users += 1
         model.used = time.monotonic()
         try:
@@ -249,7 +241,7 @@ class ModelTable:
 
     def _find(self, name: str | None) -> _Model:
         if self._draining:
-            raise ApiError(503, "the server is stopping", code="stopping")
+            raise _stopping()
         if name is None:
             return next(iter(self._models.values()))
         if name not in self._models:
@@ -265,19 +257,16 @@ class ModelTable:
     async def _ready(self, model: _Model) -> None:
         while not model.loaded or model.leaving:
             async with self._door:
+                if self._over:
+                    raise _stopping()
                 if not model.loaded:
                     await self._make_room(model)
                     await self._load(model)
 
     async def _make_room(self, model: _Model) -> None:
         """Give up others, the one that was used longest ago first; idle ones before those that must be waited for."""
+        self._check_size(model)
         needed = model.weigh()
-        if needed > self._limit:
-            raise ApiError(
-                503,
-                f"model {model.name!r} takes {readable(needed)}, and models may take {readable(self._limit)} together",
-                code="out_of_memory",
-            )
         try:
             while self._taken() + needed > self._limit and (held := self._held()):
                 victim = min(held, key=lambda one: (one.users > 0, one.used))
@@ -294,18 +283,40 @@ class ModelTable:
         config = dataclasses.replace(self._config, served_name=model.name, api_key=None, cors_origins=())
         logger.info("loading model %s", model.name)
         began = time.monotonic()
+        self._loading = asyncio.create_task(self._start(model.model, config))
         try:
-            model.process = await self._start(model.model, config)
+            model.process = await self._loading
         except (SakiyomiError, ModelDied) as error:
             logger.error("model %s cannot be loaded: %s", model.name, error)
             raise ApiError(503, f"model {model.name!r} cannot be loaded: {error}", code="model_not_loaded") from error
+        except asyncio.CancelledError:
+            if self._over:
+                raise _stopping() from None
+            raise
+        finally:
+            self._loading = None
         model.loads += 1
         model.used = time.monotonic()
         asked = Asked(f"/v1/models/{model.name}", None, "", "", Relay(), "GET")
         data = b"".join([part.data async for part in model.process.ask(asked)])
         model.card = json.loads(data) | {"created": model.card["created"]}
-        taken = readable(model.weigh())
-        logger.info("model %s is loaded: %s, %.1f s", model.name, taken, time.monotonic() - began)
+        model.size = model.weigh()
+        logger.info("model %s is loaded: %s, %.1f s", model.name, readable(model.size), time.monotonic() - began)
+        try:
+            self._check_size(model)
+        except ApiError as error:
+            logger.error("%s", error.message)
+            await self._stop(model)
+            raise
+
+    def _check_size(self, model: _Model) -> None:
+        """Refuse what takes more than all models may."""
+        if (needed := model.weigh()) > self._limit:
+            raise ApiError(
+                503,
+                f"model {model.name!r} takes {readable(needed)}, and models may take {readable(self._limit)} together",
+                code="out_of_memory",
+            )
 
     async def _trim(self) -> None:
         """Give up idle models until the others keep to the bound; the one that was used last stays."""
@@ -377,21 +388,8 @@ def _named(asked: Asked) -> str | None:
     return None
 
 
-def _likely(model: LLMConfig) -> int:
-    """Bytes that a model is likely to take, by its files: weights and a process. A hub id counts as nothing."""
-    drafts = [part.partition(":") for part in split_spec(model.draft)]
-    files = _file_bytes(model.target) * SHRINKS.get(model.quantize or "", 1.0)
-    return BARE + int(files + sum(_file_bytes(model_spec(rest).name) for _, _, rest in drafts if rest))
-
-
-def _file_bytes(name: str) -> int:
-    path = folder_of(name)
-    if path.is_file():
-        return path.stat().st_size
-    for pattern in WEIGHTS if path.is_dir() else ():
-        if sizes := [file.stat().st_size for file in path.glob(pattern)]:
-            return sum(sizes)
-    return 0
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="stopping")
 
 
 def _gauges(model: _Model) -> str:

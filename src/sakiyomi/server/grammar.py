@@ -6,9 +6,9 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
-import llguidance.hf
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
@@ -151,11 +151,18 @@ class Grammars:
     def _tokens(self, field: str) -> LLTokenizer:
         with self._lock:
             if self._made is None:
-                try:
-                    self._made = llguidance.hf.from_tokenizer(
-                        self._tokenizer, n_vocab=self._vocab_size, eos_token=self._stop_ids or None
+                if (found := getattr(self._tokenizer, "backend_tokenizer", None)) is None:
+                    raise bad_request(
+                        "this model's tokenizer does not support grammars: it has none of the package tokenizers",
+                        field,
+                        code=None,
                     )
-                except (ValueError, TypeError, AttributeError) as error:
+                backend, ends = copy(found), self._stop_ids or self._tokenizer.eos_token_id
+                backend.no_padding()
+                backend.no_truncation()
+                try:
+                    self._made = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
+                except (ValueError, TypeError) as error:
                     raise bad_request(
                         f"this model's tokenizer does not support grammars: {error}", field, code=None
                     ) from None

@@ -17,6 +17,7 @@ from sakiyomi.core.trained import Origin
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.answered import Answered, Questions, TaskRows, joined, parse_tasks, read_answered
 from sakiyomi.train.config import AnsweredConfig
+from sakiyomi.train.config.base import passes_on
 from sakiyomi.train.data import check_shares, hold_back, parse_text
 from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.export import Result
@@ -39,6 +40,7 @@ class BesideTarget(Recipe[Settings]):
     """A recipe whose target is frozen.
 
     Attributes:
+        passes: their precision: bf16 or no.
         device: where the target is.
         target, tokenizer: of the run.
         files, tasks: training files with their shares, and tasks with theirs.
@@ -53,7 +55,7 @@ class BesideTarget(Recipe[Settings]):
     def check(self) -> None:
         """See `Recipe`."""
         config = self.config
-        parse_device(config.device)
+        self.passes = passes_on(parse_device(config.device).type, config.precision)
         self.files, self.tasks = [parse_text(spec) for spec in config.data], parse_tasks(config.tasks)
         check_shares("--data and --tasks", [*self.files, *self.tasks])
         self.valid = parse_valid(config.loop.valid)
@@ -69,9 +71,8 @@ class BesideTarget(Recipe[Settings]):
             InputError, LoadError: a file cannot be read or has too few prompts, or the rows are too short for a task.
         """
         config, longest = self.config, max(self.config.loop.row_tokens)
-        self.device = accelerator(config.device, config.precision).device
-        # Passes in float32 are ten times as fast as in bf16 where a processor does not compute in it (AVX2).
-        dtype = "float32" if config.precision == "no" else "bfloat16"
+        self.device = accelerator(config.device, self.passes).device
+        dtype = "float32" if self.passes == "no" else "bfloat16"
         self.target, self.tokenizer = load_target(config.target, dtype)
         nn.Module.to(self.target, self.device)
         self.check_target()
@@ -164,7 +165,7 @@ class BesideTarget(Recipe[Settings]):
             lambda _: measures(),
             optimizers=optimizers,
             device=str(self.device),
-            precision=config.precision,
+            precision=self.passes,
             warmup_share=config.warmup_share,
             **more,
         )

@@ -168,7 +168,7 @@ class HeadsLoss:
 
     def _precision(self, qkv: Tensor) -> torch.autocast:
         # Without its cache: a weight's bf16 copy would belong to a graph that is gone with the layer's loss.
-        enabled = self._config.precision == "bf16"
+        enabled = self._target.dtype == torch.bfloat16
         return torch.autocast(qkv.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
     def _pass(self, ids: Tensor, prompt: int, each: Each) -> None:

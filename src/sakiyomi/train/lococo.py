@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
@@ -42,11 +42,6 @@ class _Lococo(BesideTarget[LococoConfig]):
         config = self.config
         self.policy = policy_of(config.scores, config.kv_budget, config.merged)
         super().check()
-
-    def check_target(self) -> None:
-        """See `BesideTarget`; gradients pass through this target."""
-        if self.config.precision == "no":
-            nn.Module.to(self.target, torch.float32)
 
     def loop(self) -> Loop:
         """See `Recipe`."""

@@ -25,6 +25,7 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS
 from sakiyomi.train.config import MedusaConfig
+from sakiyomi.train.config.base import passes_on
 from sakiyomi.train.counted import read_counted
 from sakiyomi.train.data import Ids, hold_back, parse_texts
 from sakiyomi.train.evaluate import parse_valid
@@ -59,12 +60,12 @@ class _Medusa(Recipe[MedusaConfig]):
         config = self.config
         self.specs, self.valid = parse_texts("--data", config.data), parse_valid(config.loop.valid)
         check_run(config, [])
-        self.device = _device(config)
+        self.device, self.passes = _device(config)
 
     def read(self) -> None:
         """See `Recipe`; the target answers the held-out prompts."""
         config = self.config
-        self.target, self.tokenizer = load_target(config.target)
+        self.target, self.tokenizer = load_target(config.target, "float32" if self.passes == "no" else "bfloat16")
         vocab = vocabulary(self.target)
         self.files = {spec.path: read_counted(spec.path, self.tokenizer, vocab) for spec in self.specs}
         valid = {name: read_counted(path, self.tokenizer, vocab) for name, path in self.valid.items()}
@@ -109,7 +110,7 @@ class _Medusa(Recipe[MedusaConfig]):
             self._measures,
             optimizers=_optimizers(config, heads),
             device=str(self.device),
-            precision=config.precision,
+            precision=self.passes,
         )
         return loop
 
@@ -164,8 +165,8 @@ class _Medusa(Recipe[MedusaConfig]):
         return Result(heads, config.layers, measures, loop.epochs(self.specs), more)
 
 
-def _device(config: MedusaConfig) -> torch.device:
-    """Where the run takes place.
+def _device(config: MedusaConfig) -> tuple[torch.device, str]:
+    """Where the run takes place, and the precision of its passes.
 
     Raises:
         InputError: there is no such device, or the precision is none of its own.
@@ -173,8 +174,8 @@ def _device(config: MedusaConfig) -> torch.device:
     device = parse_device(config.device)
     if device.type == "cpu" and config.precision == "fp16":
         raise InputError("precision is 'fp16', for which a CPU has no passes; set --precision bf16, or no for float32")
-    found: torch.device = accelerator(str(device), config.precision).device
-    return found
+    passes = passes_on(device.type, config.precision)
+    return accelerator(str(device), passes).device, passes
 
 
 def _about(config: MedusaConfig, base: str) -> str:

@@ -149,8 +149,9 @@ def memory(
     """What the run held at most, and what of it must be."""
     frozen = sum(weight.nbytes for weight in target.parameters())
     trained = sum(weight.numel() * 4 for weight in heads.parameters())
-    states = config.loop.step_tokens * int(heads.shape.hidden_size) * 2
-    kept = int(config.loop.step_tokens * config.positions) * int(heads.shape.hidden_size) * heads.shape.heads * 2
+    row = next(target.parameters()).element_size() * int(heads.shape.hidden_size)
+    states = config.loop.step_tokens * row
+    kept = int(config.loop.step_tokens * config.positions) * row * heads.shape.heads
     peak = (
         torch.cuda.max_memory_allocated(device)
         if device.type == "cuda"

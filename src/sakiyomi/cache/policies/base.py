@@ -28,7 +28,7 @@ class View:
         layer: which.
         heads: which of its key heads, h of them.
         all_heads: key heads of the layer.
-        prompt: tokens of the prompt.
+        prompt: tokens of the prompt, without those that stay beside the budget (``Policy.beside``).
         length: tokens in the cache, dropped ones included.
         budget: pairs of these heads that may stay.
         new_count: pairs, the last ones, that have come since the last boundary.
@@ -57,7 +57,7 @@ class View:
 
     @property
     def final(self) -> bool:
-        """Whether the prompt is through."""
+        """Whether the prompt is through, as far as pairs are dropped of it."""
         return self.length >= self.prompt
 
 
@@ -91,6 +91,8 @@ class Policy:
             1 / pyramid, and the layers before it evenly more (PyramidKV, arXiv 2406.02069); 0: all have the same.
         where: "both": pairs are dropped between the chunks of a prompt and while text is generated; "prompt": not
             behind the prompt.
+        beside: last tokens of a prompt that come on top of the budget: what is before them is brought down to it, and
+            nothing is dropped any more. Only with ``where="prompt"``.
         merger: makes the last of the pairs that stay mixtures of what goes; None: what goes is lost.
     """
 
@@ -117,6 +119,7 @@ class Policy:
     pyramid: float = 0.0
     positions: Literal["kept", "reassigned"] = "kept"
     where: Literal["both", "prompt"] = "both"
+    beside: int = field(default=0, init=False)
     merger: Merger | None = field(default=None, init=False)
 
     def least_of(self, budget: int) -> int:

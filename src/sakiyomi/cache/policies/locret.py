@@ -44,20 +44,25 @@ class Locret(Policy):
         "sinks": 0,
         "local": 0,
         "ends": 0.0,
-        "recent": 100 / 6000,
         "stabilizers": 2500 / 6000,
         "where": "prompt",
+        "beside": 100,
     }
 
     file: str = ""
     ends: float = 0.1
     stabilizers: float = 0.25
+    beside: int = 0
     _heads: RetainingHeads | None = field(default=None, init=False, repr=False)
     _raw: Raw | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.file:
             raise InputError("cache='locret' without heads; give their folder as 'locret:FOLDER', or an embedded name")
+        if self.beside and self.where != "prompt":
+            raise InputError(
+                f"locret with beside={self.beside}: what is written would push these tokens out again; add where=prompt"
+            )
 
     def least_of(self, budget: int) -> int:
         """The stabilizers too."""

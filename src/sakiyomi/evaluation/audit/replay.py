@@ -221,6 +221,10 @@ class TableModel:
         """There is nothing but the text."""
         return True
 
+    def describable(self) -> bool:
+        """No: no kernel describes these passes."""
+        return False
+
     def native_passes(self, rows: int) -> None:
         """Nothing: no compiled code runs these passes."""
 

@@ -36,6 +36,7 @@ HEADS = {
     "speculative_latency_seconds": ("spec s", 1),
     "accuracy": ("right", 100),
     "accuracy_spread": ("±", 100),
+    "accuracy_error": ("s.e.", 100),
     "of_full": ("of full", 100),
     "agreement": ("agree", 100),
     "agreement_spread": ("± agree", 100),

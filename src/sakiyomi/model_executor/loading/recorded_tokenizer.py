@@ -110,6 +110,11 @@ class RecordedTokenizer:
         return self.unk_token_id if found is None else found
 
     @property
+    def backend_tokenizer(self) -> Any:
+        """Of the package tokenizers; not to be changed."""
+        return self._backend if self._whole is None else self._whole.backend_tokenizer
+
+    @property
     def added_tokens_decoder(self) -> Any:
         """Added tokens by number."""
         return self._backend.get_added_tokens_decoder() if self._whole is None else self._whole.added_tokens_decoder

@@ -22,6 +22,7 @@ __all__ = [
     "Settings",
     "TextConfig",
     "check_sizes",
+    "passes_on",
     "require",
     "setting",
 ]
@@ -256,9 +257,19 @@ class TextConfig(Group):
     @property
     def passes(self) -> str:
         """Precision of the passes on this machine: bf16 or no."""
-        if self.precision != "auto":
-            return self.precision
-        return "bf16" if multiplies_bf16() else "no"
+        return passes_on("cpu", self.precision)
+
+
+def passes_on(device: str, precision: str) -> str:
+    """Precision of a run's passes as it is asked for; of "auto" what the device is fast in: bf16 or no.
+
+    Args:
+        device: its type, as torch calls it. All but processors multiply bf16.
+        precision: of the settings.
+    """
+    if precision != "auto":
+        return precision
+    return "bf16" if device != "cpu" or multiplies_bf16() else "no"
 
 
 @dataclass(frozen=True, kw_only=True)

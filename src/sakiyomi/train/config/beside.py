@@ -85,7 +85,12 @@ class MedusaConfig(RunConfig):
         resume=True,
     )
     device: str = setting("auto", "Where to train: auto, cpu, cuda or cuda:N.", resume=True)
-    precision: str = setting("bf16", "Precision of the passes: bf16, fp16 or no (float32).", resume=True)
+    precision: str = setting(
+        "auto",
+        "Precision of the passes: bf16, fp16, no (float32, the target's too), or auto: bf16, but no on a processor "
+        "that does not multiply bf16, which is several times slower there.",
+        resume=True,
+    )
     eval_prompts: int = setting(24, "Held-out prompts of each file, continued by up to 128 tokens.", least=1)
 
     def __post_init__(self) -> None:
@@ -93,7 +98,7 @@ class MedusaConfig(RunConfig):
         rows, joint = self.loop.row_tokens, self.joint.joint
         require(len(rows) == 1, "row_tokens", rows, "one length")
         require(rows[0] > max(self.heads + 1, 7), "row_tokens", rows, f"more than {max(self.heads + 1, 7)}")
-        require(self.precision in ("bf16", "fp16", "no"), "precision", self.precision, "bf16, fp16 or no")
+        require(self.precision in ("auto", "bf16", "fp16", "no"), "precision", self.precision, "auto, bf16, fp16 or no")
         require(not joint or not self.cache_gib, "cache_gib", self.cache_gib, "0 where the target changes")
 
 
@@ -168,14 +173,19 @@ class AnsweredConfig(RunConfig):
     )
     adam: AdamConfig = AdamConfig()
     device: str = setting("auto", "Where to train: auto, cpu, cuda or cuda:N.", resume=True)
-    precision: str = setting("bf16", "Precision of the passes: bf16 or no (float32).", resume=True)
+    precision: str = setting(
+        "auto",
+        "Precision of the passes: bf16, no (float32, the target's too), or auto: bf16, but no on a processor that "
+        "does not multiply bf16, which is several times slower there.",
+        resume=True,
+    )
     eval_rows: int = setting(16, "Held-out rows of each file or task.", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.data or self.tasks), "data", self.data, "a file of prompts with answers, or --tasks")
         require(bool(self.tasks) or not self.filler, "filler", self.filler, "its default without --tasks")
-        require(self.precision in ("bf16", "no"), "precision", self.precision, "bf16 or no")
+        require(self.precision in ("auto", "bf16", "no"), "precision", self.precision, "auto, bf16 or no")
         require(
             self.query_aware or self.query_tokens == type(self).query_tokens,
             "query_tokens",
@@ -235,7 +245,7 @@ class LococoConfig(AnsweredConfig):
     warmup_share: float = setting(
         0.1, "First share of the budget in which the learning rate rises linearly from 0.", least=0, most=1
     )
-    precision: str = setting("no", "Precision of the passes: bf16 or no (float32).", resume=True)
+    precision: str = setting("no", "Precision of the passes: bf16, no (float32), or auto.", resume=True)
     scores: str = setting(
         "h2o", "Policy that chooses which pairs stay, as --cache takes it, such as h2o or locret:HEADS."
     )

@@ -66,7 +66,8 @@ NOISE = Noise()
 
 
 class Texts:
-    """Documents of the user, a random one after the other, each from its beginning.
+    """Documents of the user, a random one after the other, each from a random sentence on: with their beginnings, texts
+    of a few long books would all begin alike.
 
     Args:
         documents: their texts.
@@ -83,7 +84,8 @@ class Texts:
     def sentences(self, rng: np.random.Generator) -> Iterator[str]:
         """See ``Filler``."""
         while True:
-            yield from self._documents[int(rng.integers(len(self._documents)))]
+            document = self._documents[int(rng.integers(len(self._documents)))]
+            yield from document[int(rng.integers(len(document))) :]
 
 
 class Supply:

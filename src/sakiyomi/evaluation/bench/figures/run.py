@@ -6,7 +6,7 @@ A new section is a few functions in a file and one line in ``SECTIONS``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.figures.alphas import ALPHAS
 from sakiyomi.evaluation.bench.figures.articles import article
 from sakiyomi.evaluation.bench.figures.assisted import BATCH, ORACLE, TASKS
-from sakiyomi.evaluation.bench.figures.config import ReportConfig
+from sakiyomi.evaluation.bench.figures.config import COMMON, ReportConfig
 from sakiyomi.evaluation.bench.figures.drafts import DRAFTS
 from sakiyomi.evaluation.bench.figures.formulas import EXPECTED, OPERATIONS
 from sakiyomi.evaluation.bench.figures.locret import KEPT, LOCRET
@@ -78,7 +78,7 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
     Raises:
         InputError: a section is not known, the folder cannot be written, or there is nothing to draw again.
         UnsupportedError: matplotlib is not installed, or the heads are another model's.
-        LoadError: what is in the folder is damaged, or there are no such heads.
+        LoadError: what is in the folder is damaged, or a file or heads are not there.
     """
     unknown = [name for name in config.sections if name not in SECTIONS]
     if unknown:
@@ -87,8 +87,8 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
     folder = Path(config.out)
     kept = _kept(folder)
     wanted = config.wanted(SECTIONS)
-    if config.heads is not None and not config.redraw and any("heads" in SECTIONS[name].reads for name in wanted):
-        _check_heads(config.heads, config.target)
+    if not config.redraw:
+        _check_given(config, {*COMMON, *(name for section in wanted for name in SECTIONS[section].reads)})
     if config.redraw:
         wanted = tuple(name for name in wanted if name in kept)
         if not wanted:
@@ -109,12 +109,27 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
     return rows()
 
 
-def _check_heads(name: str, target: str) -> None:
-    """Refuse heads of another model before anything is measured; of a model that lies elsewhere nothing is known yet.
+def _check_given(config: ReportConfig, reads: Set[str]) -> None:
+    """Refuse files that are not there, and heads of another model, before anything is measured.
+
+    Args:
+        config: the settings.
+        reads: those that the sections read.
 
     Raises:
         LoadError, UnsupportedError: see ``run``.
     """
+    for name in sorted(reads & {"prompts", "models", "predictions", "tasks"}):
+        value = getattr(config, name)
+        for given in [value] if isinstance(value, str) else value or ():
+            if not Path(given).expanduser().exists():
+                raise LoadError(f"{name}: there is no file or folder {given!r}; check the path")
+    if config.heads is not None and "heads" in reads:
+        _check_heads(config.heads, config.target)
+
+
+def _check_heads(name: str, target: str) -> None:
+    """Refuse heads of another model; of a model that lies elsewhere nothing is known yet."""
     folder = folder_of(target)
     if folder.is_dir():
         sizes = text_config(read_config(folder))

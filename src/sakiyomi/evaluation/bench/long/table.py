@@ -99,7 +99,10 @@ def table(
         "limit_bytes": config.limit_bytes,
         "peak": "of the process, or the GPU, while it answers" if config.memory else None,
     }
-    title = "right answers in percent (± standard deviation over seeds), keys and values, memory and speed"
+    title = (
+        "right answers in percent (± standard deviation over seeds, s.e. standard error over prompts), keys and "
+        "values, memory and speed"
+    )
     return Row("long", title, lines, conditions, reasons(why))
 
 
@@ -208,6 +211,7 @@ def measured(
     line |= {
         "accuracy": statistics.fmean(scores),
         "accuracy_spread": statistics.stdev(seeds.values()) if len(seeds) > 1 else None,
+        "accuracy_error": statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
         "seeds": {str(seed): share for seed, share in seeds.items()},
         "kv_bytes": record["kv_bytes"],
         **({"far_bytes": record["far_bytes"]} if record["far_bytes"] else {}),
