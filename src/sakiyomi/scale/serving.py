@@ -24,7 +24,7 @@ from sakiyomi.scale.cluster import MAX_BATCH, Count, ReplicaOptions, check_versi
 from sakiyomi.scale.front import Asked, make_front
 from sakiyomi.scale.in_process import InProcessServer, Part
 from sakiyomi.scale.routing import SLACK, ranked
-from sakiyomi.scale.wire import Address, Lines, opened
+from sakiyomi.scale.wire import Address, Dialer, Lines
 from sakiyomi.server.config import ServerConfig
 
 __all__ = ["MakeServer", "RayReplicas", "Replica", "application", "build", "deployment", "processes"]
@@ -85,6 +85,7 @@ class Replica:
     def __init__(self, make: Any) -> None:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._made = make()
+        self._dialer = Dialer()
         self._ready: asyncio.Future[Any] | None = None
 
     async def _server(self) -> Any:
@@ -99,7 +100,7 @@ class Replica:
         parts = server.events(asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind)
         async with aclosing(parts):
             first = await anext(parts)
-            async with opened(address if first.streams else None) as line:
+            async with self._dialer.opened(address if first.streams else None) as line:
                 yield first, line is not None
                 async for part in parts:
                     if line is None:
@@ -137,8 +138,9 @@ class RayReplicas:
 
     @asynccontextmanager
     async def lifespan(self, _: Any) -> AsyncIterator[None]:
-        """Of the front: streams may come by sockets, unless whoever runs the cluster wants all that it says encrypted."""
-        async with nullcontext() if os.environ.get("RAY_USE_TLS", "0") != "0" else self._lines.listening():
+        """Of the front: streams may come by sockets, unless what a cluster says is to be encrypted."""
+        encrypted = os.environ.get("RAY_USE_TLS", "0") != "0"
+        async with nullcontext() if encrypted else self._lines.listening():
             yield
 
     async def ask(self, asked: Asked) -> AsyncGenerator[Part]:
@@ -151,9 +153,13 @@ class RayReplicas:
                     yield part
                     if wired and line is not None:
                         watched = asyncio.ensure_future(anext(parts, None))
-                        async with aclosing(line.parts(watched, part)) as rest:
-                            async for later in rest:
-                                yield later
+                        try:
+                            async with aclosing(line.parts(watched, part)) as rest:
+                                async for later in rest:
+                                    yield later
+                            await watched
+                        finally:
+                            watched.cancel()
                         return
             finally:
                 parts.cancel()

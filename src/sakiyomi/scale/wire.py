@@ -1,8 +1,8 @@
-"""Streams that come from a replica's process by a socket: of Ray's messages each costs both sides most of a millisecond.
+"""Streams that come from a replica's process by a socket: each message of Ray's costs both sides about a millisecond.
 
-Ray still starts and ends a request, and knows of deaths; only what comes behind the first event of a stream is sent
-here. Frames hold the length of a JSON list, that list (which tokens the events have), the length of the bytes, and
-those. A line is opened by the replica, with the secret that the request came with.
+Ray still starts and ends a request, and knows of deaths; what comes behind the first event of a stream is sent here. A
+frame has two lengths, a JSON list (which tokens its events have), and bytes of events; an empty one is the last. A line
+is opened by the replica, with the secret that the request came with.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import NamedTuple
 from sakiyomi.scale.in_process import Part
 from sakiyomi.server.relay import Sent
 
-__all__ = ["Address", "Line", "Lines", "opened"]
+__all__ = ["Address", "Dialer", "Line", "Lines"]
 
 SECRET = 16  # bytes
-PATIENCE = 5.0  # seconds that a line may take to be there
+PATIENCE = 5.0  # seconds that a line may take to be there, and Ray to notice why it is cut off
+DIALING = 1.0  # seconds until a front counts as out of reach
 _HEAD = struct.Struct(">II")
 
 
@@ -60,11 +61,10 @@ class Line:
         Raises:
             ConnectionError: it is cut off, or nobody opened it.
         """
-        try:
-            async with asyncio.timeout(PATIENCE):
-                reader, _ = await asyncio.shield(self.there)
-        except TimeoutError:
-            raise ConnectionError("a stream was announced and did not come") from None
+        await asyncio.wait({self.there, watched}, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+        if not self.there.done():
+            raise (watched.done() and watched.exception()) or ConnectionError("a stream was announced and did not come")
+        reader, _ = self.there.result()
 
         def dies(watched: asyncio.Future[object]) -> None:
             if not watched.cancelled() and (error := watched.exception()) is not None:
@@ -79,11 +79,9 @@ class Line:
                 text, data = await reader.readexactly(of_sent), await reader.readexactly(of_data)
                 sent = [Sent(choice, tuple(tokens), over) for choice, tokens, over in json.loads(text)]
                 yield Part(first.status, first.headers, data, sent)
-        except asyncio.IncompleteReadError:
-            with contextlib.suppress(TimeoutError):  # the socket is gone before Ray knows why
-                async with asyncio.timeout(PATIENCE):
-                    await asyncio.shield(watched)
-            raise ConnectionError("a stream was cut off") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await asyncio.wait({watched}, timeout=PATIENCE)  # asked again sooner, Ray would name the dead one again
+            raise (watched.done() and watched.exception()) or ConnectionError("a stream was cut off") from None
 
 
 class Lines:
@@ -152,17 +150,25 @@ class _Sender:
         await self._writer.drain()
 
 
-@asynccontextmanager
-async def opened(address: Address | None) -> AsyncIterator[_Sender | None]:
-    """A line to a front; None where it cannot be reached, and parts have to take Ray's way."""
-    writer: asyncio.StreamWriter | None = None
-    if address is not None:
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(PATIENCE):
-                _, writer = await asyncio.open_connection(address.host, address.port)
+class Dialer:
+    """Opens lines to fronts. One that was out of reach is not tried again, or each stream would wait for it."""
+
+    def __init__(self) -> None:
+        self._beyond: set[tuple[str, int]] = set()
+
+    @asynccontextmanager
+    async def opened(self, address: Address | None) -> AsyncIterator[_Sender | None]:
+        """A line; None where there is none, and parts have to take Ray's way."""
+        writer: asyncio.StreamWriter | None = None
+        if address is not None and address[:2] not in self._beyond:
+            try:
+                async with asyncio.timeout(DIALING):
+                    _, writer = await asyncio.open_connection(address.host, address.port)
                 writer.write(address.secret)
-    try:
-        yield None if writer is None else _Sender(writer)
-    finally:
-        if writer is not None:
-            writer.close()
+            except (OSError, TimeoutError):
+                self._beyond.add(address[:2])
+        try:
+            yield None if writer is None else _Sender(writer)
+        finally:
+            if writer is not None:
+                writer.close()
