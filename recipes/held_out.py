@@ -1,16 +1,22 @@
-"""Held-out examples of a pair's task: a file beside the model, so that whoever measures asks the same questions."""
+"""Held-out examples of a pair's task: a file beside the model, so that whoever measures asks the same questions.
+
+python recipes/held_out.py edits/target/model questions     # for `sakiyomi bench tasks`: questions/fix.jsonl and so on
+python recipes/held_out.py tones/target/model questions     # questions/tones.jsonl and its recordings
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sakiyomi.core.errors import LoadError
+from sounds import RATE, recording
 
-__all__ = ["HELD_OUT", "Example", "read_examples", "write_examples"]
+__all__ = ["HELD_OUT", "Example", "read_examples", "write_examples", "write_questions"]
 
 HELD_OUT = "held_out.jsonl"
 """Name of the file in a model's folder."""
@@ -59,3 +65,26 @@ def read_examples(folder: Path) -> list[Example]:
             f"cannot read {path}: {error}; expected the folder of a target that `recipes/edits.py` or "
             "`recipes/tones.py` made, or that was inflated from one"
         ) from error
+
+
+def write_questions(examples: Sequence[Example], folder: Path) -> None:
+    """Write a file a task as `sakiyomi bench tasks` takes it, and recordings beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for task in dict.fromkeys(example.task for example in examples):
+        lines = []
+        for number, example in enumerate(one for one in examples if one.task == task):
+            asked = {"source": example.source} if example.source else {"audio": _recorded(example, folder, number)}
+            lines.append(json.dumps(asked | {"reference": example.target}, ensure_ascii=False) + "\n")
+        (folder / f"{task}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _recorded(example: Example, folder: Path, number: int) -> str:
+    import soundfile
+
+    name = f"{example.task}-{number}.flac"
+    soundfile.write(folder / name, recording(example.target, example.seed), RATE)
+    return name
+
+
+if __name__ == "__main__":
+    write_questions(read_examples(Path(sys.argv[1])), Path(sys.argv[2]))

@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import architectures
 from architectures import VOCAB, WINDOW
-from drafters import Branching, Scripted, texts_of
-from sakiyomi import LLM, SamplingParams
+from drafters import Branching, texts_of
+from sakiyomi import LLM, Draft, SamplingParams
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.loading.families import _ENCODERS as ENCODERS
 from sakiyomi.model_executor.loading.families import NO_TEXT, check_supported
@@ -249,9 +249,8 @@ def values(made: type, given: dict[str, Any]) -> dict[str, Any]:
 
 PROMPTS = [architectures.prompt(11, 1), architectures.prompt(3, 2), architectures.prompt(19, 3)]
 NEW = 20
-HOW = ("plain", "chain", "tree", "chunks")
-"""A batch of three with nothing drafted, with chains, with trees; and prompts read in chunks of four tokens."""
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
+VERSION = {"transformers": transformers.__version__}
 TABLE = Path(__file__).parents[1] / "src" / "sakiyomi" / "cli" / "models.jsonl"
 UNCACHED = "equal to transformers' own forward without cache; its generate() with a cache writes something else"
 
@@ -274,8 +273,18 @@ def uncached(model: Any, tokens: list[int]) -> list[int]:
     return text[len(tokens) :]
 
 
+class Either(Branching):
+    """Chains or trees, as its ``branches`` says: one ``LLM`` is made for both."""
+
+    branches = False
+
+    def draft(self, ahead: Sequence[int]) -> Draft:
+        return super().draft(ahead) if self.branches else Draft.chain(ahead, self.name)
+
+
 def check(model: Any) -> dict[str, Any]:
-    """What our path makes of a model.
+    """What our path makes of a model: in a batch of three with nothing drafted; with chains, and with trees, behind
+    prompts read in chunks of four tokens.
 
     Returns:
         ``state``: "runs", or "wrong" with ``why``; ``without``: what else it cannot have; ``note``: what to know.
@@ -285,24 +294,30 @@ def check(model: Any) -> dict[str, Any]:
     """
     wanted = [architectures.greedy(model, tokens, NEW) for tokens in PROMPTS]
     found: dict[str, Any] = {"state": "runs"}
-    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, gamma=3)
-    for how in HOW:
-        kind = {"chain": Scripted, "tree": Branching}.get(how)
-        drafter: Any = kind(texts_of(PROMPTS, wanted), "sometimes", VOCAB) if kind else "none"
-        llm = LLM((model, TOKENIZER), drafter, compile=False, chunk_size=4 if how == "chunks" else 512)
-        done = [out.token_ids for out in llm.generate(PROMPTS, params)]
-        if how == "plain":
-            if llm.target.weights.own_attention:
-                found["without"] = ["cache policies", "quantized caches", "the CPU kernels"]
-                if isinstance(llm.target.module, OwnForward):
-                    found["note"] = BY_TEXT[llm.target.module.reader.way]
-            elif not llm.target.cache.shapes:
-                found["without"] = ["cache policies", "quantized caches"]
-            if done != wanted and done == (other := [uncached(model, tokens) for tokens in PROMPTS]):
-                found["note"], wanted = UNCACHED, other
-        if done != wanted or llm.engine._speculation.broken:
-            return found | {"state": "wrong", "why": how}
+    llm = LLM((model, TOKENIZER), "none", compile=False)
+    if llm.target.weights.own_attention:
+        found["without"] = ["cache policies", "quantized caches", "the CPU kernels"]
+        if isinstance(llm.target.module, OwnForward):
+            found["note"] = BY_TEXT[llm.target.module.reader.way]
+    elif not llm.target.cache.shapes:
+        found["without"] = ["cache policies", "quantized caches"]
+    done = texts(llm)
+    if done != wanted and done == (other := [uncached(model, tokens) for tokens in PROMPTS]):
+        found["note"], wanted = UNCACHED, other
+    if done != wanted:
+        return found | {"state": "wrong", "why": "plain"}
+    drafter = Either(texts_of(PROMPTS, wanted), "sometimes", VOCAB)
+    llm = LLM((model, TOKENIZER), drafter, compile=False, chunk_size=4)
+    for drafter.branches in (False, True):
+        if texts(llm) != wanted or llm.engine._speculation.broken:
+            return found | {"state": "wrong", "why": "tree" if drafter.branches else "chain"}
     return found
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    """What it writes behind the prompts."""
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, gamma=3)
+    return [out.token_ids for out in llm.generate(PROMPTS, params)]
 
 
 def refusal(kind: str) -> str:
@@ -337,7 +352,14 @@ def rows(table: Path = TABLE) -> list[dict[str, Any]]:
 
 
 def main(kinds: Sequence[str]) -> None:
-    """Run all types, or those that are named, and write their rows of the table."""
+    """Run all types, or those that are named, and write their rows of the table.
+
+    Raises:
+        ValueError: the other rows are those of another version of transformers, whose name the table would lose.
+    """
+    head, *old = rows() if TABLE.is_file() and kinds else [VERSION]
+    if head != VERSION:
+        raise ValueError(f"{TABLE.name} is that of {head}, and this is {VERSION}: run all types, without names")
     found = {}
     for kind in kinds or KINDS:
         try:
@@ -346,9 +368,8 @@ def main(kinds: Sequence[str]) -> None:
             what = f"{type(error).__name__}: {error}"
             found[kind] = {"type": kind, "class": KINDS[kind], "state": "wrong", "why": what}
         print(json.dumps(found[kind]), flush=True)
-    known = {row["type"]: row for row in rows()[1:]} if TABLE.is_file() else {}
-    known = {kind: row for kind, row in (known | found).items() if kind in KINDS}
-    lines = [{"transformers": transformers.__version__}, *(known[kind] for kind in sorted(known))]
+    known = {row["type"]: row for row in old} | found
+    lines = [VERSION, *(known[kind] for kind in sorted(known))]
     TABLE.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 

@@ -23,7 +23,7 @@ from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.core.hf_names import CACHE
 from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.hf_generate.generate import CustomGenerate, _receive_all_arguments
-from sakiyomi.engine.hf_generate.state import ModelState
+from sakiyomi.model_executor.model_state import ModelState
 from seq2seq_toys import FOUR, sources
 from seq2seq_toys import build as build_seq2seq
 from seq2seq_toys import model_of as seq2seq_of
@@ -504,11 +504,11 @@ def test_a_model_that_is_used_is_not_packed_again() -> None:
     state = ModelState(model)
     first = same(model, inputs, max_new_tokens=4)
     engines = OURS._engines
-    packed = [runner for runner, _ in engines._packed[model].values()]
+    packed = [*engines._packed[model].values()]
     model.train().eval()
     same(model, inputs, tiny_llama(seed=1), max_new_tokens=4)
     same(model, inputs, max_new_tokens=4, prompt_lookup_num_tokens=2)
-    assert [runner for runner, _ in engines._packed[model].values()] == packed  # all drafts share it
+    assert [*engines._packed[model].values()] == packed  # all drafts share it
     assert state.changed(model) is None
     OURS.forget(model)
     assert model not in engines._packed
@@ -518,7 +518,7 @@ def test_a_model_that_is_used_is_not_packed_again() -> None:
 def test_what_is_kept_goes_with_the_model() -> None:
     model = tiny_llama()
     same(model, {"input_ids": torch.tensor([[5, 6]])}, tiny_llama(seed=1), max_new_tokens=3)
-    (packed,) = (weakref.ref(runner) for runner, _ in OURS._engines._packed[model].values())
+    (packed,) = map(weakref.ref, OURS._engines._packed[model].values())
     del model
     gc.collect()
     assert packed() is None

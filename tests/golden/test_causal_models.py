@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 import causal_models
@@ -53,3 +56,19 @@ def test_a_wrong_text_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_models.architectures, "greedy", lambda model, tokens, count: [3] * count)
     monkeypatch.setattr(causal_models, "uncached", lambda model, tokens: [4] * causal_models.NEW)
     assert outcome("arcee")["state"] == "wrong"
+
+
+def test_rows_of_another_version_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A few types run with another version would give the whole table its name."""
+    table = tmp_path / "models.jsonl"
+    before = json.dumps({"transformers": "5.0.0"}) + "\n" + json.dumps({"type": "blt"}) + "\n"
+    table.write_text(before, encoding="utf-8")
+    monkeypatch.setattr(causal_models, "TABLE", table)
+    monkeypatch.setattr(causal_models, "rows", lambda: rows(table))
+    with pytest.raises(ValueError, match=r"that of .*5\.0\.0.* run all types"):
+        causal_models.main(["blt"])
+    assert table.read_text(encoding="utf-8") == before
+    monkeypatch.setattr(causal_models, "VERSION", {"transformers": "5.0.0"})
+    causal_models.main(["blt"])
+    head, row = rows(table)
+    assert head == {"transformers": "5.0.0"} and row["state"] == "refused"

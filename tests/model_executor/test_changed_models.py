@@ -14,7 +14,8 @@ from torch import Tensor
 
 import sakiyomi
 import seq2seq_toys
-from architectures import ALL, VOCAB, _gpt2, greedy, make, prompt
+from architectures import ALL, VOCAB, _gpt2, greedy, make, model_of, prompt
+from multimodal_toys import seeing_model
 from sakiyomi import LLM, SamplingParams, UnsupportedError
 from sakiyomi.core.hf_names import CACHE
 from sakiyomi.model_executor.loading import stop_tokens
@@ -113,30 +114,98 @@ def test_a_patched_layer_is_not_packed(name: str) -> None:
     assert by_transformers(model, custom_generate=sakiyomi.custom_generate) == expected
 
 
-@pytest.mark.parametrize("compile", [False, "auto"])
-@pytest.mark.parametrize("name", PATCHED)
-def test_a_layer_that_is_patched_while_the_model_is_in_use(name: str, compile: str | bool) -> None:
-    model = make(ALL["llama"]())
-    llm = LLM((model, TOKENIZER), "none", compile=compile)
-    plain = by_transformers(model)
+# ---------------------------------------------------------------- changes while the model is in use
+
+
+def switched(model: Any) -> None:
+    """Another adapter, of those that the model has."""
+    model.set_adapter("other")
+
+
+def two_adapters() -> Any:
+    peft = pytest.importorskip("peft")
+    model = adapted("lora")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", **LAYERS))
+    for name, parameter in model.named_parameters():
+        if ".other." in name:
+            parameter.data.mul_(3.0)
+    return model.eval()
+
+
+def replaced(model: Any) -> None:
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(-layer.weight.detach())
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: 2 * out)
+
+
+def other_weights() -> dict[str, Tensor]:
+    return make(ALL["llama"](), seed=1).state_dict()  # type: ignore[no-any-return]
+
+
+def norm_of(model: Any) -> Tensor:
+    return model.model.layers[0].input_layernorm.weight.data  # type: ignore[no-any-return]
+
+
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "adapter switched": (two_adapters, switched),
+    "adapters off": (two_adapters, lambda model: model.base_model.disable_adapter_layers()),
+    "weights replaced": (lambda: make(ALL["llama"]()), replaced),
+    "weights in place": (lambda: make(ALL["llama"]()), lambda model: norm_of(model).mul_(-1.5)),
+    "weights loaded": (lambda: make(ALL["llama"]()), lambda model: model.load_state_dict(other_weights())),
+    "hook": (lambda: make(ALL["llama"]()), hooked),
+    "layer patched": (lambda: make(ALL["llama"]()), lambda model: patch(model, PATCHED[1])),
+    "module patched": (lambda: make(ALL["llama"]()), lambda model: patch(model, "model.layers.1.mlp")),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_model_that_is_changed_while_it_is_in_use(kind: str) -> None:
+    """An LLM that packed it refuses, with one sentence; the drop-in packs it again, as a new LLM does."""
+    made, change = CHANGES[kind]
+    model = made()
+    llm, plain = LLM((model, TOKENIZER), "none", compile=False), by_transformers(model)
     assert llm.generate([TEXT], PARAMS)[0].token_ids == plain
     assert by_transformers(model, custom_generate=sakiyomi.custom_generate) == plain
-    patch(model, name)
+    change(model)
     expected = by_transformers(model)
-    assert llm.generate([TEXT], PARAMS)[0].token_ids == expected
-    assert by_transformers(model, custom_generate=sakiyomi.custom_generate) == expected
-
-
-def test_another_module_that_is_patched_while_the_model_is_in_use() -> None:
-    """A new engine has it; the one that has the modules from before says so."""
-    model = make(ALL["llama"]())
-    llm = LLM((model, TOKENIZER), "none", compile=False)
-    patch(model, "model.layers.1.mlp")
-    with pytest.raises(UnsupportedError, match="mlp was replaced"):
-        llm.generate([TEXT], PARAMS)
-    expected = by_transformers(model)
+    assert expected != plain
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"changed since it was packed.*make a new LLM"):
+            llm.generate([TEXT], PARAMS)
+    assert not llm.engine.busy
     assert by_llm(model) == expected
     assert by_transformers(model, custom_generate=sakiyomi.custom_generate) == expected
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "dynamic", "longrope", "qwen3_5"])
+def test_a_model_that_transformers_runs_meanwhile(name: str) -> None:
+    """Some keep states of the text that came last, or frequencies for its length: nothing of the model changes."""
+    model = meanwhile(name)
+    llm, ids = LLM((model, TOKENIZER), "none", compile=False), torch.tensor([prompt(70, 2)])
+    before = llm.generate([TEXT], PARAMS)[0].token_ids
+    model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0
+    )
+    assert llm.generate([TEXT], PARAMS)[0].token_ids == before
+
+
+def meanwhile(name: str) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCAB, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": None}
+    if name == "dynamic":
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        return make(hf.LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rope))
+    if name == "longrope":
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        rope["original_max_position_embeddings"] = 32
+        return make(hf.Phi3Config(**sizes, max_position_embeddings=256, rope_parameters=rope))
+    return seeing_model(name) if name == "qwen3_5" else model_of(name)
 
 
 # ---------------------------------------------------------------- small models at borders of self-tests

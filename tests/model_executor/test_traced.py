@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
-from architectures import CONFIGS, KINDS, VOCAB, model_of, prompt
+from architectures import CONFIGS, HYBRIDS, KINDS, VOCAB, make, model_of, prompt
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
@@ -48,29 +50,93 @@ def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "opt", "gpt2", *KINDS, "mamba", "jamba"])
 def test_common_models_are_traced(name: str) -> None:
-    """Though one makes a tensor of its settings in each pass, and others multiply by weights from the left."""
-    if name == "gemma4":
-        pytest.skip("asks whether there is one row in a condition of several kinds, which is not taken apart")
+    """Though one makes a tensor of its settings in each pass, one asks how many rows there are, and others multiply by
+    weights from the left.
+    """
     traced = build_runner(model_of(name), compile="auto")
     passes(traced)
     assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed
     assert traced.recorded(8)
 
 
+def test_a_norm_in_groups_is_traced() -> None:
+    """It cuts rows by ``int(width // groups)``, a number that a trace makes of a size."""
+    grouped = {"mamba_rms_norm": True, "mamba_n_groups": 2, "mamba_norm_before_gate": False}
+    model = make(hf.FalconH1Config(**(HYBRIDS["falcon_h1"]().to_dict() | grouped)))
+    traced = build_runner(model, compile="auto")
+    found, expected = passes(traced), passes(build_runner(model, compile=False))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed
+
+
 class Deciding(nn.Module):
-    """In the place of an MLP: what it does depends on the values of its input."""
+    """In the place of an MLP: what it does depends on what a function finds of its input."""
+
+    def __init__(self, decide: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.decide = decide
+        self.weight = nn.Parameter(torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if float(x.abs().max()) > 1e9 else 2 * x
+        return (2.00001 if self.decide(x, self.weight) else 2) * x
 
 
-def test_what_decides_by_values_is_not_traced() -> None:
+def rows_of(x: torch.Tensor) -> Any:
+    return x.shape[1]
+
+
+BY_VALUES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "float": lambda x, _: float(x.abs().max()) > 1e9,
+    "truth": lambda x, _: x.abs().max() > 1e9,
+    "item": lambda x, _: x.abs().max().item() > 1e9,
+    "list": lambda x, _: x.flatten().tolist()[0] > 1e9,
+    "loop": lambda x, _: any(row.sum() > 1e9 for row in x[0, :, 0].nonzero()),
+    "among others": lambda x, w: rows_of(x) > 99 or w.sum() * x.abs().max() > 1e9,
+    "constant": lambda x, _: torch.tensor(x.abs().max()) > 1e9,
+    "how many": lambda x, _: x.nonzero().shape[0] > 1e9,
+    "how many chosen": lambda x, _: x[x > 0].shape[0] > 1e9,
+    "how many masked": lambda x, _: torch.masked_select(x, x > 0).flatten().shape[0] * 2 > 1e9,
+}
+BY_SIZES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "rows": lambda x, _: rows_of(x) == 1 or any([False]),
+    "width": lambda x, _: int(x.shape[2] // 2) > 1000,
+    "few": lambda x, _: rows_of(x) < 6,
+    "weights": lambda x, w: w.sum() > 99,
+    "settings": lambda x, _: torch.tensor([1.0, 2.0])[0] > 99,
+    "made": lambda x, _: torch.zeros(x.shape[1]).sum() > 99,
+}
+
+
+def deciding(decide: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
     model = tiny_llama(vocab=VOCAB)
-    model.model.layers[0].mlp = Deciding()
+    model.model.layers[0].mlp = Deciding(decide)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
+@pytest.mark.parametrize("kind", BY_VALUES)
+def test_what_decides_by_values_is_not_traced(kind: str) -> None:
+    model = deciding(BY_VALUES[kind])
     traced = build_runner(model, compile="auto")
     expected = passes(build_runner(model, compile=False))
     assert all(torch.equal(a, b) for a, b in zip(expected, passes(traced), strict=True))
     assert isinstance(traced.recorder, TracedPasses) and traced.recorder.failed
+
+
+@pytest.mark.parametrize("kind", BY_SIZES)
+def test_what_decides_by_sizes_is_traced(kind: str) -> None:
+    """One row count after the other, with logits of the eager passes, whatever is decided for it."""
+    model = deciding(BY_SIZES[kind])
+    traced, eager = build_runner(model, compile="auto"), build_runner(model, compile=False)
+    traced.record((8,))
+    for _ in range(2):
+        for rows in (1, 4, 8, 16):
+            with traced.cache.lent(rows) as one, eager.cache.lent(rows) as other:
+                found = traced.score([SequenceRows(one, 0, prompt(rows))]).logits
+                expected = eager.score([SequenceRows(other, 0, prompt(rows))]).logits
+            assert torch.equal(found, expected)
+    assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed
+    assert set(traced.recorder.ready) == {1, 4, 8, 16}
 
 
 def test_a_trace_that_differs_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

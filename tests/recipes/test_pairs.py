@@ -13,10 +13,12 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer
 
 from edits import CONTINUE, FIX, Edits, train_edits
-from held_out import Example, read_examples, write_examples
+from held_out import Example, read_examples, write_examples, write_questions
 from pair_toys import edits_config, tones_config
 from pairs import states
+from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.evaluation.bench.tasks.data import Question, read_questions
 from sounds import HIGH, LETTERS, LOW, RATE, recording, spelled
 from texts import read_texts
 from tones import Tones, letters_tokenizer, train_tones
@@ -212,3 +214,21 @@ def test_examples_survive_their_file(tmp_path: Path) -> None:
     (tmp_path / "held_out.jsonl").write_text('{"task": "fix"}\n')
     with pytest.raises(LoadError, match=r"recipes/edits\.py"):
         read_examples(tmp_path)
+
+
+def test_examples_become_questions_of_bench_tasks(tmp_path: Path) -> None:
+    pytest.importorskip("soundfile", reason="recordings are read with soundfile")
+    examples = [Example("fix", "fix: a", "b"), Example("tones", "", "abc", (2, 1, 0)), Example("tones", "", "d", (2,))]
+    write_questions(examples, tmp_path / "questions")
+    names = {name: name for name in ("source", "audio", "reference")}
+
+    def read(kind: str, task: str) -> list[Question]:
+        path = tmp_path / "questions" / f"{task}.jsonl"
+        return read_questions(kind, path, names, 9, language=None, seconds=2.0)
+
+    assert read("translation", "fix") == [Question(("fix: a",), ("b",))]
+    heard = read("speech", "tones")
+    assert [question.references for question in heard] == [("abc",), ("d",)]
+    (sound,) = heard[0].prompts
+    assert isinstance(sound, Audio)
+    np.testing.assert_allclose(sound.samples, recording("abc", (2, 1, 0)), atol=1e-4)

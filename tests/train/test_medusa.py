@@ -92,6 +92,7 @@ def test_from_end_to_end(own: bool, tmp_path: Path) -> None:
     for words in ("2 Medusa heads of 2 residual blocks", "the command", "head 2 top 5", "expected tau", "memory:"):
         assert words in card, words
     assert {"loss.png", "accuracy.png", "card.json"} <= {path.name for path in folder.iterdir()}
+    assert (Path(config.loop.out) / "heads.png").is_file(), "drawn at every evaluation"
     steps = losses(config.loop.out)
     assert sum(steps[-10:]) < 0.9 * sum(steps[:10])
     measures = summary["held_out"]["stories"]

@@ -156,14 +156,17 @@ class Session:
     # ------------------------------------------------------------ attention, and recorded passes
 
     def settle(self) -> None:
-        """Take into use what changed since the model was loaded: kernels that were being built, layers that the user
-        patched. Only while no request runs.
+        """Take kernels into use that were being built when the model was loaded. Only while no request runs.
 
         Raises:
-            UnsupportedError: another module than a linear layer was patched.
+            UnsupportedError: the user's model is another one by now.
         """
         weights = self.weights
-        weights.take_patches()
+        if changed := weights.changed():
+            raise UnsupportedError(
+                f"{type(self.module).__name__}: {changed} changed since it was packed, and what runs is the model as "
+                "it was; make a new LLM of the changed model"
+            )
         if weights.unsettled and native_at_hand():
             weights.unsettled = False
             share_processors(False)

@@ -3,25 +3,24 @@
 A trace takes a fraction of a second, needs no compiler, and serves every batch, length, tree and row count, since plan
 and cache lie outside of it and sizes are read from its inputs. It runs the very operators of the eager pass, so that
 its logits are equal to the last bit. What Python decides from a tensor's values would be baked in: tracing such a model
-is refused by torch's own warning. What torch itself decides by sizes may be baked in, too: of every row count the first
-pass is compared with an eager one, and a row count that differs gets a trace of its own.
+is refused, for torch warns of it. What follows from sizes, settings and weights may be baked in: of every row count the
+first pass is compared with an eager one, and a row count that differs gets a trace of its own.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import linecache
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan
@@ -30,10 +29,12 @@ from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, P
 __all__ = ["TracedPasses", "interpreted", "no_gradients", "trace"]
 
 logger = logging.getLogger("sakiyomi")
-_TRANSFORMERS = importlib.util.find_spec("transformers")
-assert _TRANSFORMERS is not None and _TRANSFORMERS.origin is not None
-_BY_SIZE = (str(Path(torch.__file__).parent), str(Path(_TRANSFORMERS.origin).with_name("masking_utils.py")))
-"""Code that decides by sizes, which a comparison finds out; masks are ours."""
+_TORCH = str(Path(torch.__file__).parent)
+"""Code that decides by sizes, which a comparison finds out."""
+_SIZED_BY_VALUES = {"aten::nonzero", "aten::nonzero_numpy", "aten::masked_select", "aten::repeat_interleave"} | {
+    "aten::bincount", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+}  # fmt: skip
+"""Operators whose results have a size that follows from values; so has a tensor that is indexed by truth values."""
 WORTH_IT = 4  # eager passes after which one is traced
 
 
@@ -146,49 +147,69 @@ def trace(forward: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> An
     """
     with warnings.catch_warnings(record=True) as told, _detached(module):
         warnings.simplefilter("always")
-        made = torch.jit.trace(forward, inputs, check_trace=False)
-    doubts = [w for w in told if issubclass(w.category, TracerWarning) and not _harmless(w)]
-    if doubts:
-        raise UnsupportedError(f"{doubts[0].filename}:{doubts[0].lineno}: {doubts[0].message}")
+        with _Origins(told) as origins:
+            made = torch.jit.trace(forward, inputs, check_trace=False)
+    for place, warning in enumerate(told):
+        doubted = issubclass(warning.category, TracerWarning) and place not in origins.harmless
+        if doubted and not warning.filename.startswith(_TORCH):
+            raise UnsupportedError(f"{warning.filename}:{warning.lineno}: {warning.message}")
     return made
 
 
-def _harmless(told: warnings.WarningMessage) -> bool:
-    """Whether what stands there makes a constant of settings, or decides by sizes alone, which a comparison with an
-    eager pass finds out.
+class _Origins(TorchFunctionMode):
+    """Tells, while a model is traced, what the values are made of that the trace makes constants of.
+
+    Those that are made of settings, weights and sizes alone may be constants: whether another row count makes something
+    else of them, a comparison with an eager pass finds out.
+
+    Args:
+        told: the trace's warnings, as they come.
+
+    Attributes:
+        harmless: which of them are about such values, by their places.
     """
-    if told.filename.startswith(_BY_SIZE):
+
+    def __init__(self, told: Sequence[warnings.WarningMessage]) -> None:
+        super().__init__()
+        self.harmless: set[int] = set()
+        self._told = told
+        self._known: set[tuple[int, bool]] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call it; warnings that come of it are about its arguments."""
+        before = len(self._told)
+        result = func(*args, **(kwargs or {}))
+        if len(self._told) > before:
+            traced: Any = torch._C
+            given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            if all(self._fixed(traced._get_value_trace(value)) for value in given):
+                self.harmless.update(range(before, len(self._told)))
+        return result
+
+    def _fixed(self, value: Any) -> bool:
+        """Whether a traced value is made of constants and sizes alone, and these sizes of no values."""
+        waiting = [(value, False)]
+        while waiting:
+            value, size_of = waiting.pop()
+            if (value.unique(), size_of) in self._known:  # after the first one that is not the trace is refused
+                continue
+            self._known.add((value.unique(), size_of))
+            node = value.node()
+            kind, sources = node.kind(), list(node.inputs())
+            if kind == "prim::Param" and not size_of:
+                return False
+            if size_of and (kind in _SIZED_BY_VALUES or (kind == "aten::index" and _has_mask(sources[1]))):
+                return False
+            waiting += [(source, size_of or kind == "aten::size") for source in sources]
         return True
-    line = linecache.getline(told.filename, told.lineno).strip()
-    try:
-        statement = ast.parse(f"{line} pass" if line.startswith("if ") else line).body[0]
-    except SyntaxError:
-        return False
-    if str(told.message).startswith("torch.tensor results are registered as constants"):
-        made = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and _of_torch(node.func)]
-        return bool(made) and all(call.args and _is_setting(call.args[0]) for call in made)
-    return isinstance(statement, ast.If) and _by_size(statement)
 
 
-def _of_torch(function: ast.expr) -> bool:
-    """Whether this is ``torch.tensor``."""
-    return ast.unparse(function) == "torch.tensor"
-
-
-def _is_setting(value: ast.expr) -> bool:
-    """Whether this is ``self.name``, which a module was made with."""
-    return isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id == "self"
-
-
-def _by_size(statement: ast.If) -> bool:
-    sizes = {id(node.value) for node in ast.walk(statement.test) if _is_size(node)}
-    plain = (ast.BoolOp, ast.Compare, ast.Constant, ast.Subscript, ast.boolop, ast.cmpop, ast.expr_context)
-    return all(id(node) in sizes or _is_size(node) or isinstance(node, plain) for node in ast.walk(statement.test))
-
-
-def _is_size(node: ast.AST) -> TypeGuard[ast.Attribute]:
-    """Whether this is ``name.shape`` or ``name.ndim``."""
-    return isinstance(node, ast.Attribute) and node.attr in ("shape", "ndim") and isinstance(node.value, ast.Name)
+def _has_mask(indices: Any) -> bool:
+    """Whether a list of indices has one of truth values among them."""
+    types = [index.type() for index in indices.node().inputs()]
+    return any(isinstance(found, torch._C.TensorType) and found.scalarType() == "Bool" for found in types)
 
 
 @contextmanager

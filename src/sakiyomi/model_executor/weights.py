@@ -10,7 +10,7 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from sakiyomi.kernels.experts import expert_bytes, pack_experts
 from sakiyomi.kernels.joined import join_linears
 from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights
 from sakiyomi.kernels.norms import serve_norms
-from sakiyomi.kernels.pack import is_linear, pack_linears, replaced_forward
+from sakiyomi.kernels.pack import is_linear, pack_linears
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
 from sakiyomi.model_executor.attention import BackendNeeds, op
 from sakiyomi.model_executor.attention.latent import serve_latents
@@ -39,6 +39,7 @@ from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import WeightStream, attach, is_offloaded
+from sakiyomi.model_executor.model_state import ModelState
 from sakiyomi.model_executor.multimodal import set_aside
 from sakiyomi.model_executor.own_forward import expect_own, run_by_text
 from sakiyomi.model_executor.positions import rope_limit, take_positions
@@ -68,7 +69,8 @@ class _Given(NamedTuple):
     quantize: str | None
     text: list[int]
     latents: bool
-    forwards: list[tuple[str, weakref.ref[nn.Module], Any]]  # of the user's model, see ``_forwards``
+    theirs: weakref.ref[Any]  # the user's model
+    state: ModelState | None  # what it was like; None: nobody else has it
 
 
 class ModelWeights:
@@ -147,8 +149,8 @@ class ModelWeights:
         for module in self.module.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
-        forwards = [] if owned or recorded else _forwards(model)
-        self._given = _Given(owned, prepared, quantize, list(text), latents, forwards)
+        state = None if owned or recorded else ModelState(model)
+        self._given = _Given(owned, prepared, quantize, list(text), latents, weakref.ref(model), state)
         self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self.packed: PackedWeights | None = None
@@ -341,14 +343,10 @@ class ModelWeights:
         table.experts = pack_experts(self.module, table, free=given.owned, bits=bits)
         return table
 
-    def take_patches(self) -> None:
-        """Run linear layers whose forward the user has replaced in his model since they were packed.
-
-        Raises:
-            UnsupportedError: he has replaced that of another module.
-        """
-        root = "" if self.encoder is None else "inner."
-        self.generation += _take_patches(self.module, root, self._given.forwards)
+    def changed(self) -> str | None:
+        """What changed in the user's model since this was made of it, in words; None: nothing did."""
+        model, state = self._given.theirs(), self._given.state
+        return None if model is None or state is None else state.changed(model)
 
     def check_quantized(self) -> None:
         """Raise where quantizing was asked for and the kernels do not serve the model.
@@ -386,24 +384,6 @@ def _choose_bits(module: Any, encoder: Encoder | None, kind: str, text: Sequence
     module.set_attn_implementation("eager")
     errors, logits = layer_errors(module, {"input_ids": torch.tensor([text])}, {kind, "int8"})
     return choose_bits(kind, errors, module.get_output_embeddings()), logits
-
-
-def _take_patches(module: Any, root: str, forwards: list[tuple[str, weakref.ref[nn.Module], Any]]) -> bool:
-    """See ``ModelWeights.take_patches``; whether there were any."""
-    taken = False
-    for name, theirs in _patched(forwards):
-        path = f"{root}{name}"
-        ours = dict(module.named_modules()).get(path)
-        if ours is theirs:
-            continue
-        if not isinstance(ours, nn.Linear | PackedLinear):
-            raise UnsupportedError(
-                f"forward of {name} was replaced in the user's model after sakiyomi had taken it over; make a new LLM "
-                "of the changed model"
-            )
-        module.set_submodule(path, theirs)
-        taken = True
-    return taken
 
 
 def _context_note(config: Any, limit: int) -> str:
@@ -457,19 +437,6 @@ def _serve_gpu(model: nn.Module, probed: Probed | None) -> None:
     if probed is not None:
         join_linears(model, [group for group in probed.siblings if not probed.read & {id(layer) for layer in group}])
     _serve_elementwise(model)
-
-
-def _forwards(model: nn.Module) -> list[tuple[str, weakref.ref[nn.Module], Any]]:
-    """The modules of a model, not kept alive, and what stands in the place of their forwards."""
-    return [(name, weakref.ref(part), vars(part).get("forward")) for name, part in model.named_modules() if name]
-
-
-def _patched(forwards: list[tuple[str, weakref.ref[nn.Module], Any]]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose forward was replaced since then, by name."""
-    for name, place, before in forwards:
-        module = place()
-        if module is not None and vars(module).get("forward") is not before and replaced_forward(module) is not None:
-            yield name, module
 
 
 def _enough(model: nn.Module, count: int) -> list[int] | None:

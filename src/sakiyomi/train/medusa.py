@@ -6,7 +6,7 @@ token t + k + 2; the one in between is the target's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
+from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.drafters.medusa_heads.tuned import FILE as TUNED
 from sakiyomi.engine.llm import LLM
 from sakiyomi.model_executor.loading.model import parse_device
@@ -116,9 +117,16 @@ class _Medusa(Recipe[MedusaConfig]):
 
     def _measures(self, _: nn.Module) -> dict[str, dict[str, float]]:
         losses = {f"head_{head}_loss": loss for head, loss in enumerate(self.log.recent(), start=1)}
-        return {
-            name: losses | measured(rank_answers(self.heads, self.backbone, some)) for name, some in self.texts.items()
-        }
+        ranks = {name: rank_answers(self.heads, self.backbone, some) for name, some in self.texts.items()}
+        if self.workers.leads:
+            self._draw(ranks, Path(self.config.loop.out) / "heads.png")
+        return {name: losses | measured(found) for name, found in ranks.items()}
+
+    def _draw(self, ranks: Mapping[str, Ranks], path: Path) -> bool:
+        """The curves up to here; False without matplotlib."""
+        accuracies = {name: found.accuracies() for name, found in ranks.items()}
+        with writing(path):
+            return plot_heads(self.log.curve(), accuracies, path, tops=self.log.curve("top"))
 
     def hooks(self) -> AbstractContextManager[object]:
         """See `Recipe`."""
@@ -143,9 +151,7 @@ class _Medusa(Recipe[MedusaConfig]):
             write_heads(heads.bfloat16(), folder, base=base)
             (folder / TUNED).unlink(missing_ok=True)  # of heads that are no longer there
             ranks = {name: rank_answers(heads, self.backbone, some) for name, some in self.texts.items()}
-            accuracies = {name: found.accuracies() for name, found in ranks.items()}
-            picture = folder / "accuracy.png"
-            drawn = plot_heads(self.log.curve(), accuracies, picture, tops=self.log.curve("top"))
+            drawn = self._draw(ranks, folder / "accuracy.png")
         held = memory(config, self.target, heads, adapters, self.device)
         self.reporter.note(held["explained"])
         more = {
@@ -155,7 +161,7 @@ class _Medusa(Recipe[MedusaConfig]):
             "held_back": 0 if self.valid else sum(map(len, self.prompts.values())),
             "base": base,
             "trees": {name: best_trees(found) for name, found in ranks.items()},
-            "accuracies": accuracies,
+            "accuracies": {name: found.accuracies() for name, found in ranks.items()},
             "accuracy_curve": "accuracy.png" if drawn else None,
             "memory": held,
             "rows_from_disk": self.hidden.found,

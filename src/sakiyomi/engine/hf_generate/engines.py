@@ -15,7 +15,6 @@ from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
 from sakiyomi.drafters.lookup import MOST, PromptLookup
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.engine import Engine
-from sakiyomi.engine.hf_generate.state import ModelState
 from sakiyomi.engine.model_pool import wait
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import (
@@ -93,9 +92,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.turn = threading.RLock()
-        # Packed models, and what the model was like when each was packed.
-        self._packed: WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[ModelRunner, ModelState]]]
-        self._packed = WeakKeyDictionary()
+        self._packed: WeakKeyDictionary[Any, dict[tuple[Any, ...], ModelRunner]] = WeakKeyDictionary()
         self._ready: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Assistance, Ready]]] = WeakKeyDictionary()
 
     def find(self, model: Any, assistant: Any, assistance: Assistance) -> Ready:
@@ -131,17 +128,15 @@ class Engines:
         kept = self._packed.setdefault(model, {})
         key = (draft, compile, exact)
         if key in kept:
-            packed, state = kept[key]
-            changed = state.changed(model)
+            changed = kept[key].weights.changed()
             if changed is None:
-                return packed
+                return kept[key]
             logger.warning("%s: %s changed since it was packed; it is packed anew", type(model).__name__, changed)
             kept.clear()
         loaded = _loaded(model)
         sizes = DRAFT_SIZES if draft else TARGET_SIZES
-        packed = build_runner(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes)
-        kept[key] = packed, ModelState(model)
-        return packed
+        kept[key] = build_runner(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes)
+        return kept[key]
 
 
 def _loaded(model: Any, tokenizer: Any = None) -> Loaded:
