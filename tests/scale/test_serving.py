@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import signal
 import socket
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import uvicorn
 
@@ -159,7 +159,7 @@ def test_scale_down_and_update_under_load(nodes: Any) -> None:
 def shown(port: int) -> list[tuple[int, int]]:
     """Of each replica that answers its process and how many requests run there, by the page that shows them."""
     page = httpx.get(f"http://127.0.0.1:{port}/replicas", timeout=30).text
-    return [(int(pid), int(running)) for pid, running in re.findall(r"<td>[^<]*<td>[^<]*<td>(\d+)<td>(\d+)", page)]
+    return [(int(pid), int(running)) for pid, running in re.findall(r"<tr><td>[^<]*<td>[^<]*<td>(\d+)<td>(\d+)", page)]
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -180,7 +180,7 @@ def streamed(port: int, number: int) -> list[str]:
 
 
 def test_streams_outlive_a_replica_that_is_killed(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token comes once; streams come by sockets, and none is left. A client that goes frees its slot."""
+    """Each token comes once; streams come by sockets, and none is left."""
     lines: list[Line] = []
     parts = Line.parts
 
@@ -195,18 +195,25 @@ def test_streams_outlive_a_replica_that_is_killed(nodes: Any, monkeypatch: pytes
         assert len(lines) == 8
         asked = [pool.submit(streamed, port, number) for number in range(8)]
         until(lambda: len(lines) == 16)
-        os.kill(max(shown(port), key=lambda replica: replica[1])[0], signal.SIGKILL)
+        victim = psutil.Process(max(shown(port), key=lambda replica: replica[1])[0])
+        assert "Replica" in " ".join(victim.cmdline())
+        victim.kill()
         found = [one.result() for one in asked]
         assert ["".join(texts) for texts in found] == ["".join(texts) for texts in right]
         assert len(lines) > 16
-        body = {"prompt": [3, 5], "max_tokens": 4000, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60) as reply:
-            next(reply.iter_lines())
-            assert sum(running for _, running in shown(port)) == 1
-        until(lambda: sum(running for _, running in shown(port)) == 0)
         assert all(line.there.result()[1].is_closing() for line in lines)
     with pytest.raises(OSError):
         socket.create_connection(lines[-1].address[:2], 1)
+
+
+def test_a_client_that_goes_frees_its_slot(nodes: Any) -> None:
+    deploy(functools.partial(StubServer, 0.02), 1)
+    body = {"prompt": [3, 5], "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    with front() as port:
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60) as reply:
+            assert next(reply.iter_lines()).startswith("data:")
+            until(lambda: sum(running for _, running in shown(port)) == 1)
+        until(lambda: sum(running for _, running in shown(port)) == 0)
 
 
 class Hanging:

@@ -14,7 +14,7 @@ import secrets
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sakiyomi.scale.in_process import Part
 from sakiyomi.server.relay import Sent
@@ -61,7 +61,8 @@ class Line:
         Raises:
             ConnectionError: it is cut off, or nobody opened it.
         """
-        await asyncio.wait({self.there, watched}, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {self.there, watched}
+        await asyncio.wait(either, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
         if not self.there.done():
             raise (watched.done() and watched.exception()) or ConnectionError("a stream was announced and did not come")
         reader, _ = self.there.result()
