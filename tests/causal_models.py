@@ -166,6 +166,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "xlnet": {"attn_type": "bi"},
     "xlstm": {"hidden_size": 64, "embedding_dim": 64, "vocab_size": VOCAB, "num_blocks": 3, "qk_dim_factor": 1.0},
     "prophetnet": {
+        "max_position_embeddings": 64,  # of each pass it makes masks for all of them
         "is_decoder": True,
         "is_encoder_decoder": False,
         "num_decoder_layers": 3,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from torch.overrides import TorchFunctionMode
 
 from architectures import KINDS, VOCAB, WINDOW, greedy, make, model_of, prompt, widen
 from drafters import Branching, Scripted, texts_of
@@ -16,8 +17,10 @@ from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.kernels.native import native
 from sakiyomi.model_executor.attention import latent
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.probe import expect
 from sakiyomi.model_executor.proof import prove
 from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.structural_copy import structural_copy
 from toys import character_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -164,6 +167,37 @@ def test_a_large_model_is_proven_on_some_of_its_layers(
     monkeypatch.setattr("sakiyomi.model_executor.build.prove", note)
     check(LLM((model_of(name), TOKENIZER), "none", compile=False), name)
     assert depths == [depth]
+
+
+class Noting(TorchFunctionMode):
+    """Notes of which types linear layers are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: list[torch.dtype] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            self.types.append(args[1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_proof_widens_weights_where_the_processor_multiplies_none_of_16_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And gets torch's own logits but for the rounding of sums."""
+    model = make(KINDS["gemma3n"]()).to(dtype)
+    found, types = [], []
+    for multiplies in (False, True):
+        monkeypatch.setattr("sakiyomi.model_executor.probe.multiplies_bf16", lambda at=multiplies: at)
+        with Noting() as noted:
+            expected = expect(structural_copy(model), VOCAB, torch.device("cpu"), stateful=False)
+        assert expected is not None
+        found.append(expected.logits)
+        types.append(set(noted.types))
+    assert types == [{torch.float32}, {dtype}]
+    torch.testing.assert_close(*found, atol=0.03 * float(found[1].abs().max()), rtol=0.0)
 
 
 @pytest.mark.parametrize("kind", ["BigBirdPegasus", "Bart"])

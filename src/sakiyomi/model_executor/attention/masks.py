@@ -7,6 +7,7 @@ kinds that are known here: all positions before a row, a sliding window, or chun
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,17 +44,21 @@ def reach_of(function: Callable[..., Any]) -> Reach | None:
     """
     zero = torch.tensor(0)
 
+    @functools.cache  # a far row is long
     def seen(row: int) -> Tensor:
         found: Tensor = torch.as_tensor(function(zero, zero, torch.tensor(row), torch.arange(row + 2)))
         return found.expand(row + 2)
 
     def first(row: int) -> int:
-        return int(seen(row).nonzero()[0])
+        columns = seen(row)
+        if not columns.any():
+            raise IndexError
+        return int(columns.byte().argmax())
 
     try:
         end = first(FAR)
         size = end - first(end - 1) if end else 0
-        rows = {FAR, FAR - 1, max(end - 1, 0), end, 2 * size, size, 3}
+        rows = sorted({FAR, FAR - 1, max(end - 1, 0), end, 2 * size, size, 3})
         for kind in (Reach(), Reach(window=size), Reach(chunk=size)):
             if all(torch.equal(seen(row), kind.sees(row, torch.arange(row + 2))) for row in rows):
                 return kind
