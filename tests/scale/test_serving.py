@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import uvicorn
 
@@ -23,6 +26,7 @@ from sakiyomi import LLM, InputError, SamplingParams
 from sakiyomi.core.errors import LoadError
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.cluster import ReplicaOptions
+from sakiyomi.scale.wire import Line
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.run import uvicorn_config
 
@@ -72,7 +76,7 @@ def front() -> Iterator[int]:
 
     replicas = RayReplicas(serve.get_deployment_handle("Replica", "sakiyomi"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn_config(make_front(replicas, CONFIG), CONFIG))
+        server = uvicorn.Server(uvicorn_config(make_front(replicas, CONFIG, replicas.lifespan), CONFIG))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         yield listener.getsockname()[1]
@@ -150,6 +154,56 @@ def test_scale_down_and_update_under_load(nodes: Any) -> None:
     print(f"{load.replies} replies, {down} of them until one replica was gone; {len(load.errors)} errors")
     assert load.errors == []
     assert load.replies > down > CLIENTS
+
+
+def shown(port: int) -> list[tuple[int, int]]:
+    """Of each replica that answers its process and how many requests run there, by the page that shows them."""
+    page = httpx.get(f"http://127.0.0.1:{port}/replicas", timeout=30).text
+    return [(int(pid), int(running)) for pid, running in re.findall(r"<tr><td>[^<]*<td>[^<]*<td>(\d+)<td>(\d+)", page)]
+
+
+def until(what: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def streamed(port: int, number: int) -> list[str]:
+    """The texts of a stream's events."""
+    body = {"prompt": [1 + number, 5], "max_tokens": 400, "seed": number, "stream": True, "ignore_eos": True}
+    reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120)
+    events = reply.text.removesuffix("\n\n").split("\n\n")
+    assert events.pop() == "data: [DONE]", reply.text[-300:]
+    return [json.loads(event[6:])["choices"][0]["text"] for event in events]
+
+
+def test_streams_outlive_a_replica_that_is_killed(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token comes once; streams come by sockets, and none is left."""
+    lines: list[Line] = []
+    parts = Line.parts
+
+    def noted(line: Line, *given: Any) -> Any:
+        lines.append(line)
+        return parts(line, *given)
+
+    monkeypatch.setattr(Line, "parts", noted)
+    deploy(functools.partial(StubServer, 0.02), 2)
+    with front() as port, ThreadPoolExecutor(8) as pool:
+        right = [streamed(port, number) for number in range(8)]
+        assert len(lines) == 8
+        asked = [pool.submit(streamed, port, number) for number in range(8)]
+        until(lambda: len(lines) == 16)
+        victim = psutil.Process(max(shown(port), key=lambda replica: replica[1])[0])
+        assert "Replica" in " ".join(victim.cmdline())
+        victim.kill()
+        found = [one.result() for one in asked]
+        assert ["".join(texts) for texts in found] == ["".join(texts) for texts in right]
+        assert len(lines) > 16
+        assert all(line.there.result()[1].is_closing() for line in lines)
+    with pytest.raises(OSError):
+        socket.create_connection(lines[-1].address[:2], 1)
 
 
 class Hanging:

@@ -44,6 +44,11 @@ class Part(NamedTuple):
     data: bytes
     sent: list[Sent]
 
+    @property
+    def streams(self) -> bool:
+        """Whether the reply consists of events."""
+        return any(name == b"content-type" and kind.startswith(b"text/event-stream") for name, kind in self.headers)
+
 
 class InProcessServer:
     """A model behind the server's application. Use it as an asynchronous context manager.

@@ -121,7 +121,7 @@ def run(model: LLMConfig, config: ServerConfig, options: ReplicaOptions, say: Ca
             ) as found:
                 if found is not None:
                     serve_app(
-                        make_front(found, config),
+                        make_front(found, config, found.lifespan),
                         None,
                         config,
                         listening=lambda url: say(f"serving {config.served_name or model.target} at {url}"),

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 from ray import serve
@@ -14,7 +15,7 @@ from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
-from ray.util import list_named_actors
+from ray.util import get_node_ip_address, list_named_actors
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.version import __version__
@@ -23,6 +24,7 @@ from sakiyomi.scale.cluster import MAX_BATCH, Count, ReplicaOptions, check_versi
 from sakiyomi.scale.front import Asked, make_front
 from sakiyomi.scale.in_process import InProcessServer, Part
 from sakiyomi.scale.routing import SLACK, ranked
+from sakiyomi.scale.wire import Address, Dialer, Lines
 from sakiyomi.server.config import ServerConfig
 
 __all__ = ["MakeServer", "RayReplicas", "Replica", "application", "build", "deployment", "processes"]
@@ -83,6 +85,7 @@ class Replica:
     def __init__(self, make: Any) -> None:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._made = make()
+        self._dialer = Dialer()
         self._ready: asyncio.Future[Any] | None = None
 
     async def _server(self) -> Any:
@@ -91,11 +94,21 @@ class Replica:
             self._ready = asyncio.ensure_future(self._made.__aenter__())
         return await asyncio.shield(self._ready)
 
-    async def ask(self, *, asked: Asked, key: str) -> AsyncIterator[Part]:
-        """A reply as it comes."""
+    async def ask(self, *, asked: Asked, key: str, address: Address | None) -> AsyncIterator[tuple[Part, bool]]:
+        """A reply as it comes, and whether the rest of it comes to the address."""
         server = await self._server()
-        async for part in server.events(asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind):
-            yield part
+        parts = server.events(asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind)
+        async with aclosing(parts):
+            first = await anext(parts)
+            async with self._dialer.opened(address if first.streams else None) as line:
+                yield first, line is not None
+                async for part in parts:
+                    if line is None:
+                        yield part, False
+                    else:
+                        await line.send(part)
+                if line is not None:
+                    await line.end()
 
     async def figures(self, *, replica: str) -> AsyncIterator[dict[str, Any]]:
         """How it is."""
@@ -116,20 +129,40 @@ class RayReplicas:
         handle: Serve's, of the deployment ``Replica``.
     """
 
-    dead: tuple[type[BaseException], ...] = (RayActorError,)
+    dead: tuple[type[BaseException], ...] = (RayActorError, ConnectionError)
     busy: tuple[type[BaseException], ...] = (BackPressureError,)
 
     def __init__(self, handle: Any) -> None:
         self._handle, self._application = handle.options(stream=True), handle.app_name
+        self._lines = Lines(get_node_ip_address())
+
+    @asynccontextmanager
+    async def lifespan(self, _: Any) -> AsyncIterator[None]:
+        """Of the front: streams may come by sockets, unless what a cluster says is to be encrypted."""
+        encrypted = os.environ.get("RAY_USE_TLS", "0") != "0"
+        async with nullcontext() if encrypted else self._lines.listening():
+            yield
 
     async def ask(self, asked: Asked) -> AsyncGenerator[Part]:
         """See ``front.Replicas``."""
-        parts = self._handle.ask.remote(asked=asked, key=asked.key)
-        try:
-            async for part in parts:
-                yield part
-        finally:
-            parts.cancel()
+        async with self._lines.line() as line:
+            address = None if line is None else line.address
+            parts = aiter(self._handle.ask.remote(asked=asked, key=asked.key, address=address))
+            try:
+                async for part, wired in parts:
+                    yield part
+                    if wired and line is not None:
+                        watched = asyncio.ensure_future(anext(parts, None))
+                        try:
+                            async with aclosing(line.parts(watched, part)) as rest:
+                                async for later in rest:
+                                    yield later
+                            await watched
+                        finally:
+                            watched.cancel()
+                        return
+            finally:
+                parts.cancel()
 
     async def figures(self) -> list[dict[str, Any]]:
         """What each replica says of itself; those that do not answer in time are left out."""
@@ -167,7 +200,7 @@ class Front:
         self._replicas, self._config = RayReplicas(handle), config
 
     def __serve_build_asgi_app__(self) -> Any:
-        return make_front(self._replicas, self._config)
+        return make_front(self._replicas, self._config, self._replicas.lifespan)
 
 
 def deployment(make: Any, config: ServerConfig, options: ReplicaOptions, model: LLMConfig) -> Any:
