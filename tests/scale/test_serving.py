@@ -206,6 +206,17 @@ def test_streams_outlive_a_replica_that_is_killed(nodes: Any, monkeypatch: pytes
         socket.create_connection(lines[-1].address[:2], 1)
 
 
+def test_a_client_that_goes_frees_its_slot(nodes: Any) -> None:
+    deploy(functools.partial(StubServer, 0.02), 1)
+    body = {"prompt": [3, 5], "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    with front() as port:
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()  # closed, it would close the stream
+            assert next(lines).startswith("data:")
+            until(lambda: sum(running for _, running in shown(port)) == 1)
+        until(lambda: sum(running for _, running in shown(port)) == 0)
+
+
 class Hanging:
     """A model whose loading does not end."""
 
