@@ -41,7 +41,7 @@ from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import WeightStream, attach, is_offloaded
 from sakiyomi.model_executor.model_state import ModelState
 from sakiyomi.model_executor.multimodal import set_aside
-from sakiyomi.model_executor.own_forward import expect_own, run_by_text
+from sakiyomi.model_executor.own_forward import OwnForward, expect_own, run_by_text
 from sakiyomi.model_executor.positions import rope_limit, take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
@@ -344,7 +344,12 @@ class ModelWeights:
         return table
 
     def changed(self) -> str | None:
-        """What changed in the user's model since this was made of it, in words; None: nothing did."""
+        """What changed in the user's model since this was made of it, in words; None: nothing did.
+
+        Where a class runs through its own forward nothing was packed, and some rescale their weights at first.
+        """
+        if isinstance(self.module, OwnForward):
+            return None
         model, state = self._given.theirs(), self._given.state
         return None if model is None or state is None else state.changed(model)
 
