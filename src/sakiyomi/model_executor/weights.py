@@ -391,9 +391,10 @@ def _choose_bits(module: Any, encoder: Encoder | None, kind: str, text: Sequence
 def _scale_for_inference(model: nn.Module) -> None:
     """Do once what RWKV's class does to its weights in its first forward: copies of the model have the same ones."""
     for module in model.modules():
-        if hasattr(module, "_rescale_layers") and not is_offloaded(model):
+        rescale: Any = getattr(module, "_rescale_layers", None)
+        if rescale is not None and not is_offloaded(model):
             training, module.training = module.training, False
-            module._rescale_layers()
+            rescale()
             module.training = training
 
 
