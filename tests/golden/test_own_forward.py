@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 from torch import nn
 
@@ -112,6 +113,21 @@ def test_a_class_that_asserts_what_it_is_given_runs_by_itself() -> None:
     model = make(ALL["llama"]())
     model.register_forward_pre_hook(checked, with_kwargs=True)
     assert isinstance(build_runner(model, compile=False).module, OwnForward)
+
+
+def test_weights_that_a_class_rescales_are_rescaled_once() -> None:
+    """The user's model and our copy of it share them: each would halve those of the second layer when it first runs."""
+    config = REFUSED["rwkv"]()
+    config.rescale_every = 1
+    theirs, model = make(config), make(config)
+    expected = greedy(theirs, PROMPTS[0], 12)
+    llm = LLM((model, TOKENIZER), "none", compile=False)
+    values = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    assert llm.generate([PROMPTS[0]], values)[0].token_ids == expected
+    assert greedy(model, PROMPTS[0], 12) == expected
+    for one, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert llm.generate([PROMPTS[0]], values)[0].token_ids == expected
 
 
 def test_conversations_go_on_from_what_was_read() -> None:

@@ -41,7 +41,7 @@ from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import WeightStream, attach, is_offloaded
 from sakiyomi.model_executor.model_state import ModelState
 from sakiyomi.model_executor.multimodal import set_aside
-from sakiyomi.model_executor.own_forward import OwnForward, expect_own, run_by_text
+from sakiyomi.model_executor.own_forward import expect_own, run_by_text
 from sakiyomi.model_executor.positions import rope_limit, take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
@@ -124,6 +124,8 @@ class ModelWeights:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_quantization(f"quantize={quantize!r}", model.dtype)
         recorded = isinstance(model, RecordedModel)
+        if not recorded:
+            _scale_for_inference(model)
         self.module: Any = model if recorded else structural_copy(model, owned=owned).eval()
         self.encoder: Encoder | None = None
         self.multimodal, before = False, 0
@@ -344,12 +346,7 @@ class ModelWeights:
         return table
 
     def changed(self) -> str | None:
-        """What changed in the user's model since this was made of it, in words; None: nothing did.
-
-        Where a class runs through its own forward nothing was packed, and some rescale their weights at first.
-        """
-        if isinstance(self.module, OwnForward):
-            return None
+        """What changed in the user's model since this was made of it, in words; None: nothing did."""
         model, state = self._given.theirs(), self._given.state
         return None if model is None or state is None else state.changed(model)
 
@@ -389,6 +386,16 @@ def _choose_bits(module: Any, encoder: Encoder | None, kind: str, text: Sequence
     module.set_attn_implementation("eager")
     errors, logits = layer_errors(module, {"input_ids": torch.tensor([text])}, {kind, "int8"})
     return choose_bits(kind, errors, module.get_output_embeddings()), logits
+
+
+def _scale_for_inference(model: nn.Module) -> None:
+    """Do once what RWKV's class does to its weights in its first forward: copies of the model have the same ones."""
+    for module in model.modules():
+        rescale: Any = getattr(module, "_rescale_layers", None)
+        if rescale is not None and not is_offloaded(model):
+            training, module.training = module.training, False
+            rescale()
+            module.training = training
 
 
 def _context_note(config: Any, limit: int) -> str:
