@@ -178,8 +178,6 @@ def run(python: str, name: str, url: str, folder: str, expected: dict[str, objec
     if subprocess.run([python, "-c", f"import {name}"], capture_output=True, check=False).returncode:
         print(f"{name}: not installed; pip install {PACKAGES.get(name, name)}")
         return None
-    lines = f'- model_id: tales-here\n  model_name: tales\n  api_base: "{url}/v1"\n'
-    Path(folder, "extra-openai-models.yaml").write_text(lines, encoding="utf-8")
     settings = {
         **os.environ,
         "LLM_USER_PATH": folder,
@@ -206,6 +204,8 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="interpreter that has the clients")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, served(folder) as url:
+        lines = f'- model_id: tales-here\n  model_name: tales\n  api_base: "{url}/v1"\n'
+        Path(folder, "extra-openai-models.yaml").write_text(lines, encoding="utf-8")  # llm's
         expected = wanted(url)
         results = [run(options.python, name, url, folder, expected) for name in CLIENTS]
     return 0 if True in results and False not in results else 1

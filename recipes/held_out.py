@@ -6,6 +6,7 @@ python recipes/held_out.py tones/target/model questions     # questions/tones.js
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -87,4 +88,11 @@ def _recorded(example: Example, folder: Path, number: int) -> str:
 
 
 if __name__ == "__main__":
-    write_questions(read_examples(Path(sys.argv[1])), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path, help="folder of the pair's target")
+    parser.add_argument("out", type=Path, help="folder of the files")
+    asked = parser.parse_args()
+    try:
+        write_questions(read_examples(asked.target), asked.out)
+    except (LoadError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -72,8 +72,7 @@ class BesideTarget(Recipe[Settings]):
         """
         config, longest = self.config, max(self.config.loop.row_tokens)
         self.device = accelerator(config.device, self.passes).device
-        dtype = "float32" if self.passes == "no" else "bfloat16"
-        self.target, self.tokenizer = load_target(config.target, dtype)
+        self.target, self.tokenizer = load_target(config.target, self.passes)
         nn.Module.to(self.target, self.device)
         self.check_target()
         positions = int(getattr(self.target.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)

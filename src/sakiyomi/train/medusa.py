@@ -66,7 +66,7 @@ class _Medusa(Recipe[MedusaConfig]):
     def read(self) -> None:
         """See `Recipe`; the target answers the held-out prompts."""
         config = self.config
-        self.target, self.tokenizer = load_target(config.target, "float32" if self.passes == "no" else "bfloat16")
+        self.target, self.tokenizer = load_target(config.target, self.passes)
         vocab = vocabulary(self.target)
         self.files = {spec.path: read_counted(spec.path, self.tokenizer, vocab) for spec in self.specs}
         valid = {name: read_counted(path, self.tokenizer, vocab) for name, path in self.valid.items()}

@@ -92,18 +92,18 @@ def _plan(config: TaughtConfig, workers: Workers) -> Plan:
     )
 
 
-def load_target(name: str, dtype: str = "bfloat16") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_target(name: str, passes: str = "bf16") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A frozen causal LM and its tokenizer.
 
     Args:
         name: embedded name, folder or hub id.
-        dtype: of its weights.
+        passes: their precision; with "no" its weights are in float32, else in bfloat16.
 
     Raises:
         SakiyomiError: see `load_model`; or the tokenizer has no end token.
     """
     # Rows and labels are made on the CPU; a target elsewhere would need them moved.
-    loaded = load_model(name, dtype=dtype, device="cpu")
+    loaded = load_model(name, dtype="float32" if passes == "no" else "bfloat16", device="cpu")
     model: PreTrainedModel = loaded.model
     tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
     if tokenizer.eos_token_id is None:

@@ -90,18 +90,14 @@ GAMMAS = (1, 2, 4, 8, 16)
 """At rate 1: passes against length."""
 
 
-def oracle(row: PairRow, **options: Any) -> Row:
+def oracle(row: PairRow) -> Row:
     """Greedy text, one prompt at a time; the answers are known after the warm-up lap.
 
     Each line is a rate and a gamma. ``expected``: tokens a pass by theory, (1 - rate^(gamma + 1)) / (1 - rate), which
     would be the speed-up too if a pass over more rows cost no more; ``predicted``: the speed-up with what the passes
     and the bookkeeping took here. ``passes``: of the target, of all texts; ``least``: as few as theory allows.
-
-    Args:
-        row: about the pair.
-        options: of the engine, where they are others than the row's.
     """
-    llm = row.llm(draft="oracle", **options)
+    llm = row.llm(draft="oracle")
     drafter = llm.draft
     assert isinstance(drafter, Oracle)
     points = [(rate, row.config.gamma) for rate in RATES]

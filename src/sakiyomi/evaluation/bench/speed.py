@@ -127,18 +127,14 @@ def batch(row: PairRow) -> Row:
     return row.row("speculative, total tokens/s", standings, **row.conditions(llm, prompts))
 
 
-def sweep(row: PairRow, **options: Any) -> Row:
+def sweep(row: PairRow) -> Row:
     """So many requests at once, no others waiting; plain and speculative take turns at each size, on one target.
 
     A size pays if speculation has more total tokens/s than plain generation, by more than two equal things differ.
     Latency is the median over requests of the time from a request's start to its last token.
-
-    Args:
-        row: about the pair.
-        options: of the engine, where they are others than the row's.
     """
     config, sizes = row.config, sorted(set(row.config.batch_sizes))
-    llm = row.llm(max_batch=sizes[-1], **options)
+    llm = row.llm(max_batch=sizes[-1])
     ways = {"plain": EngineView(llm), "speculative": llm}
     everyone = list(islice(cycle(row.pair.prompts), sizes[-1]))
     judge = row.pair.judge(llm, everyone)

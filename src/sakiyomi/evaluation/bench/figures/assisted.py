@@ -29,7 +29,7 @@ __all__ = ["BATCH", "ORACLE", "TASKS"]
 
 def oracle(work: Work) -> Row:
     """A draft of known rate at no cost."""
-    return oracle_row(work.row("oracle"), compile=work.config.passes)
+    return oracle_row(work.row("oracle"))
 
 
 def _paint_oracle(row: Row, theme: Theme) -> Figure:
@@ -65,7 +65,7 @@ ORACLE = Section(
 
 def batch(work: Work) -> Row:
     """Requests at once, 1 to 64, plain and speculative."""
-    return replace(sweep(work.row("batch"), compile=work.config.passes), name="batch")
+    return replace(sweep(work.row("batch")), name="batch")
 
 
 def _paint_batch(row: Row, theme: Theme) -> Figure:

@@ -83,7 +83,7 @@ def sizes(work: Work) -> Row:
     """Greedy; transformers plain and assisted, and our ways, on the target as it is and on further sizes."""
 
     def contenders(row: PairRow, heads: str | None) -> list[Contender]:
-        llm = row.llm(compile=work.config.passes)
+        llm = row.llm()
         judge = row.pair.judge(llm)
         prompts = row.pair.prompts[:RACED]
         laps = {way: partial(peer_lap, row.pair.peer(way), prompts, row.params()) for way in WAYS[:2]}
@@ -153,7 +153,7 @@ def medusa(work: Work) -> Row:
     params = work.params(gamma="auto")
 
     def contenders(row: PairRow, heads: str | None) -> list[Contender]:
-        llm = row.llm(f"medusa:{heads}", compile=work.config.passes)
+        llm = row.llm(f"medusa:{heads}")
         llm.wait()
         runs = {
             name: partial(lap, way, row.pair.prompts[:RACED], params)

@@ -95,7 +95,8 @@ class Work:
 
     def row(self, what: str, **changed: Any) -> PairRow:
         """A row about the pair, or with some settings changed about another one."""
-        return PairRow(what, self.config.bench(**changed), self.note, None if changed else self.pair)
+        config = self.config.bench(**changed)
+        return PairRow(what, config, self.note, None if changed else self.pair, self.config.passes)
 
     def conditions(self, **more: Any) -> dict[str, Any]:
         """What has to be known of a section about the pair, after its laps."""
