@@ -33,7 +33,7 @@ CHATML = (
 
 
 # Authorities, which nobody here asks, take 27 ms to load, for each client and for each of httpx's own functions.
-web = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0, max_connections=None))
+web = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0, max_connections=None))
 """``web.get`` and the others are ``httpx.get`` and so on, at once."""
 _clients: dict[str, list[openai.OpenAI]] = {}
 

@@ -200,7 +200,7 @@ def test_a_refused_body_is_read_on_for_a_moment_alone(site: tuple[Server, str]) 
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         began = time.monotonic()
         connection.sendall(head + b"expect: 100-continue\r\n\r\n")
-        assert connection.recv(100).startswith(b"HTTP/1.1 413") and time.monotonic() - began < 1
+        assert connection.recv(100).startswith(b"HTTP/1.1 413") and time.monotonic() - began < 5
 
 
 def test_a_form_of_a_foreign_page_is_no_request(site: tuple[Server, str]) -> None:
