@@ -93,7 +93,7 @@ def test_trees_are_those_of_python(rule: str, shape: str) -> None:
         found = []
         choices = random.Random(1)
         for _ in range(7):
-            made.reader._besides = 0.0
+            made.reader.besides = 0.0
             proposed = made.propose(contexts, [5] * 3)
             # The memory of their probabilities is used again.
             found += [replace(draft, probs=None if draft.probs is None else draft.probs.clone()) for draft in proposed]

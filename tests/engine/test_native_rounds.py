@@ -74,9 +74,13 @@ def test_rounds_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) 
     assert texts(params) == found
 
 
-CHAINS = {name: options for name, options in CASES.items() if "tree" not in options} | {
+WHOLE = {name: options for name, options in CASES.items() if options.get("tree") != "static"} | {
     "temperature": {"temperature": 0.8},
+    "point masses": {"temperature": 0.8, "acceptance": "ratio", "tree": "best-first", "nodes": 6, "top_k": 40},
+    "wide": {"tree": "best-first", "nodes": 10, "gamma": 3},
     "greedy auto": {"gamma": "auto", "tree": "chain"},
+    "tree auto": {"gamma": "auto"},
+    "coupled tree auto": {"gamma": "auto", "temperature": 0.9},
 }
 
 
@@ -101,10 +105,10 @@ class Watched:
         monkeypatch.setattr(NativeRounds, "run", run)
 
 
-@pytest.mark.parametrize("case", CHAINS)
-def test_chains_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", WHOLE)
+def test_whole_rounds_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, traces to the last bit, counts, and what a stop within an accepted run leaves."""
-    options = {"gamma": 4} | CHAINS[case]
+    options = {"gamma": 4} | WHOLE[case]
     params = SamplingParams(max_new_tokens=25, ignore_eos=True, seed=3, **options)
     with monkeypatch.context() as patch:
         watched = Watched(patch, able=False)

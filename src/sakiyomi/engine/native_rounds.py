@@ -1,7 +1,8 @@
 """Rounds that the compiled kernels run: draft, score, verify, commit. Python runs the passes and reads what came of it.
 
-That is so for requests that draft chains with a draft model of their own, or nothing, where no code of Python has a say
-between the passes. All others, and any in a round with them, have the round of ``Engine``, which gives the same.
+That is so for requests that draft chains or best-first trees with a draft model of their own, or nothing, where no code
+of Python has a say between the passes. All others, and any in a round with them, have the round of ``Engine``, which
+gives the same.
 `kernels/round.h` keeps a request from round to round; whatever else happens to it in between shows in its length.
 """
 
@@ -13,7 +14,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,9 +23,12 @@ from sakiyomi.core.errors import RemovedError, UnsupportedError
 from sakiyomi.core.outputs import FinishReason, Step
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter
+from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.model import LONG, ModelDrafter, Seat
-from sakiyomi.drafters.native_trees import pack_ask
-from sakiyomi.engine.request import ChainVerdict, Request
+from sakiyomi.drafters.native_trees import EXTENT, GROWN, level_seconds, pack_ask, pack_extent, spread
+from sakiyomi.drafters.tree_reader import is_drawn
+from sakiyomi.drafters.trees.base import LISTED
+from sakiyomi.engine.request import Request, RoundVerdict
 from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
 from sakiyomi.kernels.build import loaded
 from sakiyomi.kernels.native import numbers
@@ -39,7 +43,8 @@ __all__ = ["NativeRounds"]
 logger = logging.getLogger("sakiyomi")
 AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
 OFTEN = 8  # rounds after which passes' clocks are read again
-_HEAD = 9  # numbers before the tokens of a request, see Rounds::write in round.h
+_HEAD = 10  # numbers before the tokens of a request, see Rounds::write in round.h
+_ASKED = struct.Struct("=2q")  # Asked in round.h, before its extent
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
 
@@ -50,7 +55,7 @@ class _Turn:
     Attributes:
         number: its own there; -1: it is not there.
         length: tokens of its text there.
-        room: columns that are reserved in both caches.
+        room, seat_room: columns that are reserved in the target's cache, and in the draft model's.
         seat: in the draft model's cache; None: it drafts nothing yet.
         stream: what chains are drawn by; None: they are not drawn.
     """
@@ -58,8 +63,31 @@ class _Turn:
     number: int = -1
     length: int = -1
     room: int = 0
+    seat_room: int = 0
     seat: Seat | None = None
     stream: Uniforms | None = None
+
+
+class _Size(NamedTuple):
+    """How large a request's draft may become.
+
+    Attributes:
+        depth, nodes: at most; 0: nothing is drafted.
+        width: most rows of a level.
+        columns: of the draft model's slot that may be in use.
+        worth: what a token is worth, where that is weighed.
+        extent: all this, as the kernels take it.
+    """
+
+    depth: int
+    nodes: int
+    width: int
+    columns: int
+    worth: TokenValue | None
+    extent: bytes
+
+
+NOTHING = _Size(0, 0, 0, 0, None, bytes(EXTENT.size))
 
 
 class NativeRounds:
@@ -73,7 +101,7 @@ class NativeRounds:
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, speculation: SpeculationController) -> None:
         self._target, self._speculation = target, speculation
-        self._drafter = drafter if type(drafter) is ModelDrafter and drafter.chains else None
+        self._drafter = drafter if type(drafter) is ModelDrafter and drafter.native else None
         self._able = drafter is None or self._drafter is not None
         self._models = [self._drafter.model, target] if self._drafter is not None else [target]
         self._turns: dict[int, _Turn] = {}
@@ -85,6 +113,7 @@ class NativeRounds:
         self._checked: set[int] = set()
         self._found: tuple[Any, Any] = (), ()
         self._since = 0
+        self._costs: tuple[Any, Any] = None, None  # seconds of passes, where drafts are weighed
 
     def __del__(self) -> None:
         if self._rounds:
@@ -106,7 +135,7 @@ class NativeRounds:
 
         Args:
             requests: with their prompts read.
-            depths: of their chains.
+            depths: of their drafts.
             clock: of the round.
 
         Returns:
@@ -116,11 +145,11 @@ class NativeRounds:
             return None
         drafter = self._drafter
         before = drafter.prefill_seconds if drafter is not None else 0.0
-        asked: list[int] | None = None
+        asked: bytes | None = None
         times: list[tuple[int, float]] | None = None
         try:
             asked = self._begin(requests, depths)
-            times = self._replay(asked) if asked else None
+            times = self._replay(len(requests), asked) if asked else None
         except Exception as error:
             logger.debug("a round in the kernels failed: %r", error)
         catching_up = drafter.prefill_seconds - before if drafter is not None else 0.0
@@ -132,25 +161,32 @@ class NativeRounds:
         seconds = self._count(times)
         drafted = DraftBatch([], seconds, catching_up, len(times) - 1, len(times) > 1)
         clock.scored(requests, drafted)
-        most = sum(asked) + len(requests)  # no fewer than there are rows
-        whole, real = self._found[0][: _HEAD * len(requests) + most], self._found[1][: 2 * most]
-        steps, nodes, kept = [], [], []
-        at = done = 0
+        ints, doubles = self._found
+        whole, real = ints[: ints[0]], doubles[: ints[1]]
+        steps, levels, kept, rows = [], [], [], 0
+        at, done = 2, 0
         for request in requests:
-            count, accepted = whole[at + 2 : at + 4]
+            accepted, began, first = whole[at + 4], at, done
             end, middle = at + _HEAD + accepted + 1, done + accepted + 1
-            step = self._commit(request, whole[at:end], real[done:middle], real[middle : middle + accepted])
+            at, done = end + 1 + 2 * whole[end], middle + accepted
+            places = []
+            for i in range(end + 1, at, 2):
+                rank, listed = whole[i : i + 2]
+                scores = real[done : done + listed] if listed > 1 else ()
+                places.append((rank, scores))
+                done += len(scores)
+            step = self._commit(request, whole[began:end], real[first:middle], real[middle : middle + accepted], places)
             steps.append(step)
-            nodes.append(count)
+            rows += 1 + whole[began + 2]
+            levels.append(whole[began + 3])
             kept.append(len(step.token_ids) - 1)
-            at, done = end, middle + accepted
-        self._speculation.observe(requests, nodes, kept, len(requests) + sum(nodes), drafted, clock)
+        self._speculation.observe(requests, levels, kept, rows, drafted, clock)
         return steps
 
     # ------------------------------------------------------------ before the passes
 
-    def _begin(self, requests: Sequence[Request], depths: Sequence[int]) -> list[int] | None:
-        """What to ask of the kernels: of each request its number and the depth of its chain; None: they cannot.
+    def _begin(self, requests: Sequence[Request], depths: Sequence[int]) -> bytes | None:
+        """What to ask of the kernels; None: they cannot.
 
         Raises:
             MemoryLimitError: there is no room for it.
@@ -177,28 +213,64 @@ class NativeRounds:
                 lacking = True
         if lacking:
             self._seat(requests, turns, depths)
-        moved = target.cache.moved or draft.cache.moved
-        asked: list[int] = []
-        missing = rows = 0
-        for request, turn, depth in zip(requests, turns, depths, strict=True):
-            seat, length = turn.seat, turn.length
-            if depth and seat is not None:
-                depth = min(depth, draft.max_context - length)
-                missing += length - len(seat.held)
-            else:
-                depth = 0
-            if moved or length + depth > turn.room:
-                turn.room = length + depth + AHEAD
-                assert request.slot is not None
-                target.cache.reserve(request.slot, turn.room)
-                if seat is not None:
-                    draft.cache.reserve(seat.slot, turn.room)
-            rows += depth + 1
-            asked += turn.number, depth
-        if rows > self._rows[-1] or max(missing, len(requests)) > self._rows[0]:
-            wanted = [max(missing, len(requests)), rows][-len(self._models) :]
+        sizes = [self._size(*each) for each in zip(requests, turns, depths, strict=True)]
+        missing = width = 0
+        for turn, size in zip(turns, sizes, strict=True):
+            if size.depth:
+                assert turn.seat is not None
+                missing, width = missing + turn.length - len(turn.seat.held), width + size.width
+        rows = len(requests) + sum([size.nodes for size in sizes])
+        if rows > self._rows[-1] or max(missing, width) > self._rows[0]:
+            wanted = [max(missing, width), rows][-len(self._models) :]
             return self._begin(requests, depths) if self._make(wanted) else None
-        return asked
+        moved = target.cache.moved or draft.cache.moved
+        for request, turn, size in zip(requests, turns, sizes, strict=True):
+            self._reserve(request, turn, size, moved)
+        self._weigh(sizes)
+        return b"".join(
+            [_ASKED.pack(turn.number, size.columns) + size.extent for turn, size in zip(turns, sizes, strict=True)]
+        )
+
+    def _size(self, request: Request, turn: _Turn, gamma: int) -> _Size:
+        """How large a request's draft may become, which is to have so many levels."""
+        drafter, context = self._drafter, request.context
+        if not gamma or turn.seat is None or drafter is None:
+            return NOTHING
+        reader = drafter.reader
+        depth = reader.depth(context, gamma)
+        if depth < 1:
+            return NOTHING
+        chain = context.params.builder == "chain"
+        nodes, width = (depth, 1) if chain else (context.nodes, context.nodes)
+        worth = None if is_drawn(context) else context.worth
+        extent = pack_extent(depth, nodes, min(LISTED, width), worth, reader.confidence[context.rule])
+        return _Size(depth, nodes, width, turn.length + spread(depth, width), worth, extent)
+
+    def _reserve(self, request: Request, turn: _Turn, size: _Size, moved: bool) -> None:
+        """Make room for a draft and some more.
+
+        Raises:
+            MemoryLimitError: there is none.
+        """
+        if moved or turn.length + size.nodes > turn.room:
+            assert request.slot is not None
+            turn.room = turn.length + size.nodes + AHEAD
+            self._target.cache.reserve(request.slot, turn.room)
+        if turn.seat is not None and (moved or size.columns > turn.seat_room):
+            turn.seat_room = max(turn.length, size.columns) + AHEAD
+            self._models[0].cache.reserve(turn.seat.slot, turn.seat_room)
+
+    def _weigh(self, sizes: Sequence[_Size]) -> None:
+        """What passes cost, where drafts are weighed: those of the draft model by rows, and of the target by nodes."""
+        worths = [size.worth.costs for size in sizes if size.worth is not None]
+        self._costs = None, None
+        if worths and self._drafter is not None:
+            costs, nodes = worths[0], max([size.nodes for size in sizes])
+            level = level_seconds(self._models[0], max([size.width for size in sizes]), self._drafter.reader.besides)
+            self._costs = (
+                level,
+                (ctypes.c_double * (nodes + 1))(*[costs.score(costs.batch * (n + 1)) for n in range(nodes + 1)]),
+            )
 
     def _enter(self, request: Request) -> _Turn | None:
         """Give the kernels a request as it is now; None: they do not run its rounds."""
@@ -218,7 +290,7 @@ class NativeRounds:
         """
         context, params = request.context, request.context.params
         seen = request.rounds_trace or request.keep_logits or params.logprobs is not None
-        if seen or context.source is not None or (self._drafter is not None and params.builder != "chain"):
+        if seen or context.source is not None or (self._drafter is not None and params.builder not in GROWN):
             return b""
         case = Case(Draft.empty(), 0, len(context.tokens), request.verifier, request.sampler, context.noise)
         return pack_case(case, self._target.vocab_size, [])
@@ -232,10 +304,10 @@ class NativeRounds:
         if not lacking or drafter is None:
             return
         for (context, turn), seat in zip(lacking, drafter.seats([each for each, _ in lacking]), strict=True):
-            turn.seat, turn.room = seat, 0
+            turn.seat, turn.seat_room = seat, 0
             if seat is not None:
                 tokens: list[int] = []
-                state = drafter.chain(context, seat)
+                state = drafter.tree(context, seat)
                 ask = pack_ask(state, state.first, None, tokens)
                 turn.stream = context.noise.fork(drafter.name) if state.drawn else None
                 self._kernels.sk_seat(self._rounds, turn.number, ask, struct.pack(f"={len(tokens)}q", *tokens))
@@ -260,23 +332,25 @@ class NativeRounds:
             tables.append(numbers([session, model.vocab_size, HALF[model.dtype], len(sizes), *sizes, *places]))
             which = i + 2 - len(self._models)  # 1: the target
             self._passes |= {2 * size + which: found for size, found in passes.items()}
-        most = self._target.sizes[-1]
-        self._found = numbers([0] * ((_HEAD + 1) * most)), (ctypes.c_double * (2 * most))()
+        most = self._target.sizes[-1]  # rows: each has a token, and may be a place with what is listed there
+        self._found = numbers([0] * ((_HEAD + 4) * most)), (ctypes.c_double * ((2 + LISTED) * most))()
         if len(tables) == 1:
             tables.insert(0, numbers([0] * 4))
         self._kernels = kernels
         self._rounds = kernels.sk_rounds(tables[1], tables[0], *self._found)
-        self._rows, self._made_for = list(rows), [model.recorder for model in self._models]
+        self._rows = [sizes[-1] for _, sizes in filter(None, found)]
+        self._made_for = [model.recorder for model in self._models]
         return True
 
     # ------------------------------------------------------------ the passes, and what comes of them
 
-    def _replay(self, asked: Sequence[int]) -> list[tuple[int, float]] | None:
+    def _replay(self, count: int, asked: bytes) -> list[tuple[int, float]] | None:
         """Run the passes of a round: which, and the seconds of each; None: a row holds no numbers."""
         kernels, rounds, passes, now = self._kernels, self._rounds, self._passes, time.perf_counter
         take, times = kernels.sk_pass, []
         with self._models[0].lock, self._target.lock, interpreted():
-            code = kernels.sk_round(rounds, len(asked) // 2, struct.pack(f"={len(asked)}q", *asked))
+            first = began = now()
+            code = kernels.sk_round(rounds, count, asked, *self._costs)
             while code > 0:
                 replay, ids, positions = passes[code]
                 began = now()
@@ -285,6 +359,9 @@ class NativeRounds:
                 if code not in self._checked:
                     self._check(code, logits)
                 code = take(rounds, logits.data_ptr())
+        if len(times) > 1 and self._drafter is not None:
+            drafting = began - first - sum([spent for _, spent in times[:-1]])
+            self._drafter.reader.took(len(times) - 1, drafting)
         return times if code == 0 else None
 
     def _count(self, times: Sequence[tuple[int, float]]) -> float:
@@ -314,10 +391,25 @@ class NativeRounds:
             raise UnsupportedError(f"logits {logits.dtype} of width {logits.shape[-1]}")
         self._checked.add(code)
 
-    def _commit(self, request: Request, whole: list[int], chances: list[float], probs: list[float]) -> Step:
-        """Take what the kernels have committed of a request."""
-        used, ended, nodes, accepted, refused, kind, held, stream, drawn = whole[:_HEAD]
-        chain = ChainVerdict(
+    def _commit(
+        self,
+        request: Request,
+        whole: list[int],
+        chances: list[float],
+        probs: list[float],
+        places: Sequence[tuple[int, Sequence[float]]],
+    ) -> Step:
+        """Take what the kernels have committed of a request.
+
+        Args:
+            request: whose it is.
+            whole: numbers, and behind them the tokens.
+            chances: of the tokens.
+            probs: what the draft gave those of its own.
+            places: where the target came to in the tree: which of the candidates it chose (-1: none), and their scores.
+        """
+        used, ended, nodes, _, accepted, refused, kind, held, stream, drawn = whole[:_HEAD]
+        verdict = RoundVerdict(
             whole[_HEAD:], used, _REASONS[ended], nodes, accepted, refused, KINDS[kind], chances, probs
         )
         turn, drafter = self._turns[request.context.id], self._drafter
@@ -325,8 +417,8 @@ class NativeRounds:
             request.cached += accepted + 1
             turn.length += accepted + 1
             request.context.noise.counter = stream % 2**64
-            step = request.commit_chain(chain, drafter.name if drafter is not None else "")
-            if nodes and drafter is not None:
+            step = request.commit_round(verdict, drafter.name if drafter is not None else "")
+            if places and drafter is not None:
                 seat = turn.seat
                 assert seat is not None
                 if turn.stream is not None:
@@ -334,7 +426,9 @@ class NativeRounds:
                 seat.held += request.context.tokens[len(seat.held) : held]
                 seat.sure = len(seat.held)
                 if step.finish_reason is None:
-                    drafter.reader.confidence[request.context.rule].follow(accepted, accepted < nodes)
+                    learn = drafter.reader.confidence[request.context.rule].learn
+                    for rank, scores in places:
+                        learn(scores, rank if rank >= 0 else None)
             return step
         except Exception as error:
             return request.fail(error)
