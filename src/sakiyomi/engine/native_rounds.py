@@ -13,21 +13,18 @@ import logging
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from sakiyomi.cache.eviction import FullCache
 from sakiyomi.core.errors import RemovedError, UnsupportedError
 from sakiyomi.core.outputs import FinishReason, Step
-from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter
-from sakiyomi.drafters.draft_length import TokenValue
-from sakiyomi.drafters.model import LONG, ModelDrafter, Seat
-from sakiyomi.drafters.native_trees import EXTENT, GROWN, level_seconds, pack_ask, pack_extent, spread
-from sakiyomi.drafters.tree_reader import is_drawn
+from sakiyomi.drafters.model import LONG, ModelDrafter
+from sakiyomi.drafters.native_trees import pack_ask
 from sakiyomi.drafters.trees.base import LISTED
+from sakiyomi.engine.native_turns import Turn, costs_of, judged, size_of
 from sakiyomi.engine.request import Request, RoundVerdict
 from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
 from sakiyomi.kernels.build import loaded
@@ -35,59 +32,14 @@ from sakiyomi.kernels.native import numbers
 from sakiyomi.model_executor.attention.registry import PassForward
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.traced import interpreted
-from sakiyomi.sampling.rng import Uniforms
-from sakiyomi.sampling.verifiers.native import HALF, KINDS, Case, pack_case
+from sakiyomi.sampling.verifiers.native import HALF, KINDS
 
 __all__ = ["NativeRounds"]
 
 logger = logging.getLogger("sakiyomi")
-AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
 OFTEN = 8  # rounds after which passes' clocks are read again
 _HEAD = 10  # numbers before the tokens of a request, see Rounds::write in round.h
-_ASKED = struct.Struct("=2q")  # Asked in round.h, before its extent
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
-
-
-@dataclass(eq=False, slots=True)
-class _Turn:
-    """A request in the kernels.
-
-    Attributes:
-        number: its own there; -1: it is not there.
-        length: tokens of its text there.
-        room, seat_room: columns that are reserved in the target's cache, and in the draft model's.
-        seat: in the draft model's cache; None: it drafts nothing yet.
-        stream: what chains are drawn by; None: they are not drawn.
-    """
-
-    number: int = -1
-    length: int = -1
-    room: int = 0
-    seat_room: int = 0
-    seat: Seat | None = None
-    stream: Uniforms | None = None
-
-
-class _Size(NamedTuple):
-    """How large a request's draft may become.
-
-    Attributes:
-        depth, nodes: at most; 0: nothing is drafted.
-        width: most rows of a level.
-        columns: of the draft model's slot that may be in use.
-        worth: what a token is worth, where that is weighed.
-        extent: all this, as the kernels take it.
-    """
-
-    depth: int
-    nodes: int
-    width: int
-    columns: int
-    worth: TokenValue | None
-    extent: bytes
-
-
-NOTHING = _Size(0, 0, 0, 0, None, bytes(EXTENT.size))
 
 
 class NativeRounds:
@@ -104,7 +56,7 @@ class NativeRounds:
         self._drafter = drafter if type(drafter) is ModelDrafter and drafter.native else None
         self._able = drafter is None or self._drafter is not None
         self._models = [self._drafter.model, target] if self._drafter is not None else [target]
-        self._turns: dict[int, _Turn] = {}
+        self._turns: dict[int, Turn] = {}
         self._kernels: Any = None
         self._rounds = 0  # in the kernels
         self._made_for: list[Any] = []
@@ -213,7 +165,7 @@ class NativeRounds:
                 lacking = True
         if lacking:
             self._seat(requests, turns, depths)
-        sizes = [self._size(*each) for each in zip(requests, turns, depths, strict=True)]
+        sizes = [size_of(*each, self._drafter) for each in zip(requests, turns, depths, strict=True)]
         missing = width = 0
         for turn, size in zip(turns, sizes, strict=True):
             if size.depth:
@@ -224,78 +176,24 @@ class NativeRounds:
             wanted = [max(missing, width), rows][-len(self._models) :]
             return self._begin(requests, depths) if self._make(wanted) else None
         moved = target.cache.moved or draft.cache.moved
-        for request, turn, size in zip(requests, turns, sizes, strict=True):
-            self._reserve(request, turn, size, moved)
-        self._weigh(sizes)
-        return b"".join(
-            [_ASKED.pack(turn.number, size.columns) + size.extent for turn, size in zip(turns, sizes, strict=True)]
-        )
+        for request, turn in zip(requests, turns, strict=True):
+            turn.reserve(request, target, draft, moved)
+        self._costs = costs_of(sizes, self._drafter)
+        return b"".join([size.asked for size in sizes])
 
-    def _size(self, request: Request, turn: _Turn, gamma: int) -> _Size:
-        """How large a request's draft may become, which is to have so many levels."""
-        drafter, context = self._drafter, request.context
-        if not gamma or turn.seat is None or drafter is None:
-            return NOTHING
-        reader = drafter.reader
-        depth = reader.depth(context, gamma)
-        if depth < 1:
-            return NOTHING
-        chain = context.params.builder == "chain"
-        nodes, width = (depth, 1) if chain else (context.nodes, context.nodes)
-        worth = None if is_drawn(context) else context.worth
-        extent = pack_extent(depth, nodes, min(LISTED, width), worth, reader.confidence[context.rule])
-        return _Size(depth, nodes, width, turn.length + spread(depth, width), worth, extent)
-
-    def _reserve(self, request: Request, turn: _Turn, size: _Size, moved: bool) -> None:
-        """Make room for a draft and some more.
-
-        Raises:
-            MemoryLimitError: there is none.
-        """
-        if moved or turn.length + size.nodes > turn.room:
-            assert request.slot is not None
-            turn.room = turn.length + size.nodes + AHEAD
-            self._target.cache.reserve(request.slot, turn.room)
-        if turn.seat is not None and (moved or size.columns > turn.seat_room):
-            turn.seat_room = max(turn.length, size.columns) + AHEAD
-            self._models[0].cache.reserve(turn.seat.slot, turn.seat_room)
-
-    def _weigh(self, sizes: Sequence[_Size]) -> None:
-        """What passes cost, where drafts are weighed: those of the draft model by rows, and of the target by nodes."""
-        worths = [size.worth.costs for size in sizes if size.worth is not None]
-        self._costs = None, None
-        if worths and self._drafter is not None:
-            costs, nodes = worths[0], max([size.nodes for size in sizes])
-            level = level_seconds(self._models[0], max([size.width for size in sizes]), self._drafter.reader.besides)
-            self._costs = (
-                level,
-                (ctypes.c_double * (nodes + 1))(*[costs.score(costs.batch * (n + 1)) for n in range(nodes + 1)]),
-            )
-
-    def _enter(self, request: Request) -> _Turn | None:
+    def _enter(self, request: Request) -> Turn | None:
         """Give the kernels a request as it is now; None: they do not run its rounds."""
         self._leave(request.id)
-        case, context = self._case(request), request.context
+        case, context = judged(request, self._drafter, self._target.vocab_size), request.context
         if not case or request.repeats:
             return None
         stops = struct.pack(f"={len(context.stop_ids)}q", *context.stop_ids)
         at = self._rounds, case, request.slot, len(context.tokens), request.last, context.tokens[-1]
         number = self._kernels.sk_enter(*at, len(context.stop_ids), stops)
-        turn = self._turns[request.id] = _Turn(number, len(context.tokens))
+        turn = self._turns[request.id] = Turn(number, len(context.tokens))
         return turn
 
-    def _case(self, request: Request) -> bytes:
-        """How the request's drafts are judged, as the kernels take it; nothing: by Python, or it wants more of a round
-        than they leave.
-        """
-        context, params = request.context, request.context.params
-        seen = request.rounds_trace or request.keep_logits or params.logprobs is not None
-        if seen or context.source is not None or (self._drafter is not None and params.builder not in GROWN):
-            return b""
-        case = Case(Draft.empty(), 0, len(context.tokens), request.verifier, request.sampler, context.noise)
-        return pack_case(case, self._target.vocab_size, [])
-
-    def _seat(self, requests: Sequence[Request], turns: Sequence[_Turn], depths: Sequence[int]) -> None:
+    def _seat(self, requests: Sequence[Request], turns: Sequence[Turn], depths: Sequence[int]) -> None:
         """Have the draft model follow those that draft and whose text it has not read."""
         drafter, lacking = self._drafter, []
         for request, turn, depth in zip(requests, turns, depths, strict=True):

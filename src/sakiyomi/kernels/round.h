@@ -33,7 +33,7 @@ struct Kept {
 // What is asked of a request in a round, as engine/native_rounds.py packs it.
 struct Asked {
   int64_t number;
-  int64_t room;  // columns of its slot that the draft model may use
+  int64_t spread;  // columns of its slot that the draft model may use behind its text
   Extent extent;  // depth 0: nothing is drafted
 };
 
@@ -90,7 +90,7 @@ struct Rounds {
       if (!extent.depth) continue;
       Ask& ask = kept.ask;
       (Extent&)ask = extent;
-      ask.room = asked[i].room;
+      ask.room = ask.first + asked[i].spread;
       ask.missing = kept.behind.size(), ask.stops = kept.stops.size(), ask.tokens = given.size();
       if (ask.rule == drawn) {
         if ((int64_t)kept.probs.size() < ask.depth * target.vocab) kept.probs.resize(ask.depth * target.vocab);
