@@ -210,8 +210,8 @@ class Noting(TorchFunctionMode):
 def test_sources_are_read_in_float32_where_the_processor_multiplies_no_16_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The encoder's weights stay in bfloat16, as do its results, which are torch's own but for the order of sums; drafted
-    text is the plain text of the same precision.
+    """The encoder's weights stay in bfloat16, as do its results, torch's own but for the order of sums; drafted text is
+    the plain text of the same precision.
     """
     model = copy.deepcopy(model_of(name)).bfloat16()
     llm = LLM((model, TOKENIZER), drafter(name, "other"), compile=False)
