@@ -18,7 +18,7 @@ from sakiyomi.train.data import Ids, Library, TextSpec, parse_texts
 from sakiyomi.train.labels import vocabulary
 from sakiyomi.train.recipe import TextRecipe
 from sakiyomi.train.rows import FixedRows, mixture_of
-from sakiyomi.train.samples import LONGEST_PROMPT, Plan, Samples
+from sakiyomi.train.samples import LONGEST_PROMPT, Plan, Samples, by, weights_digest
 from sakiyomi.train.workers import Workers
 
 __all__ = ["Taught", "load_target"]
@@ -64,8 +64,10 @@ class Taught(TextRecipe[Settings]):
         llm = LLM((target, self.tokenizer), "none", compile=False, max_batch=config.sampling.sample_batch)
         self.sources = list(self.specs)
         if config.sampling.samples:
-            samples = Samples(_plan(config, self.workers), target, self.tokenizer, prompts, self.held_back)
-            samples.extend(llm, pools, self.reporter)
+            samples = Samples(
+                _plan(config, self.workers), weights_digest(target), self.tokenizer, prompts, self.held_back
+            )
+            samples.extend(by(llm), pools, self.reporter)
             if samples.count:
                 self.sources = _with_samples(config, self.specs, samples.path)
                 self.texts.append(library.documents(samples.path)[: config.sampling.samples])
