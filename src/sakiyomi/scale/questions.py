@@ -22,11 +22,9 @@ def share(option: WorkersOption) -> Share:
     import_ray()
 
     def shared(config: SpecConfig, template: str, file: str, asked: Iterable[Asked]) -> Iterator[Answered]:
-        gpus = int(config.device.startswith("cuda"))
-        pieces = ((None, one) for one in asked)
-        return (
-            result for _, result in spread(functools.partial(_worker, config, template, digest), option, gpus, pieces)
-        )
+        make = functools.partial(_worker, config, template, file)
+        found = spread(make, option, int(config.device.startswith("cuda")), ((None, one) for one in asked))
+        return (result for _, result in found)
 
     return shared
 
