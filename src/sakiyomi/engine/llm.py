@@ -29,6 +29,7 @@ from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.engine.tuned_profile import find_profile
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import load_model, stop_tokens
+from sakiyomi.model_executor.weights import is_shared
 
 __all__ = ["LLM"]
 
@@ -113,6 +114,7 @@ class LLM:
         spec = read_cache(cache)
         eviction = _eviction(spec, budget, chunk_size or CHUNK)
         _check_options(quantize, compile, max_batch=max_batch, chunk_size=chunk_size, max_context=max_context)
+        compile = _compiling(target, compile)
         drafters = parse_drafters(draft)
         if spec.offloaded is not None:
             spec.offloaded.prepare()
@@ -354,3 +356,16 @@ def _eviction(spec: CacheSpec, budget: int | str | None, chunk_size: int) -> Evi
     if policy is None and packing is None and sparse is None:
         return None
     return EvictionPlan(policy, budget, chunk_size, packing=packing, sparse=sparse)
+
+
+def _compiling(target: Any, compile: str | bool) -> str | bool:
+    """Processes that share a target compile nothing: they are not ready for other passes at the same moment.
+
+    Raises:
+        InputError: it was asked for.
+    """
+    if not isinstance(target, tuple) or not is_shared(target[0]):
+        return compile
+    if compile is True:
+        raise InputError("compile is on, and processes share the target's weights; leave it out")
+    return False

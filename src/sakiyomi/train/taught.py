@@ -69,8 +69,8 @@ class Taught(TextRecipe[Settings]):
             )
             samples.extend(by(llm), pools, self.reporter)
             if samples.count:
-                self.sources = _with_samples(config, self.specs, samples.path)
-                self.texts.append(library.documents(samples.path)[: config.sampling.samples])
+                self.sources = _with_samples(config, self.specs, samples.out)
+                self.texts.append(library.documents(samples.out)[: config.sampling.samples])
         new_tokens = min(NEW_TOKENS, self.positions - PROMPT_TOKENS)
         measured = documents if self.workers.leads else {}
         self.held_out = {name: continuations(llm, some, new_tokens=new_tokens) for name, some in measured.items()}
