@@ -114,7 +114,6 @@ class LLM:
         spec = read_cache(cache)
         eviction = _eviction(spec, budget, chunk_size or CHUNK)
         _check_options(quantize, compile, max_batch=max_batch, chunk_size=chunk_size, max_context=max_context)
-        compile = _compiling(target, compile)
         drafters = parse_drafters(draft)
         if spec.offloaded is not None:
             spec.offloaded.prepare()
@@ -130,7 +129,7 @@ class LLM:
                 trust_remote_code=trust_remote_code,
                 allow_pickle=allow_pickle,
             ),
-            functools.partial(build_runner, max_slots=max_batch, compile=compile),
+            functools.partial(build_runner, max_slots=max_batch, compile=_compiling(target, compile)),
             quantize=quantize,
             offload=offload,
             eviction=eviction,
