@@ -48,6 +48,29 @@ def test_commands_are_taken(page: Path) -> None:
             pytest.fail(f"{command}: {error}")
 
 
+ARTICLES = sorted(page for page in (DOCS / "articles").glob("*.md") if "." in page.stem)
+
+
+def tables(page: Path) -> list[int]:
+    """Rows of each table of a page, in order."""
+    found, before = [], ""
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("|"):
+            if not before.startswith("|"):
+                found.append(0)
+            found[-1] += 1
+        before = line
+    return found
+
+
+@pytest.mark.parametrize("page", ARTICLES, ids=named)
+def test_an_article_in_its_own_language_has_the_rows_and_pictures_of_the_english_page(page: Path) -> None:
+    english = page.with_name(page.name.split(".")[0] + ".md")
+    assert tables(page) == tables(english)
+    pictures = [re.findall(r"\]\(([^)]+\.svg)\)", one.read_text(encoding="utf-8")) for one in (page, english)]
+    assert pictures[0] == pictures[1]
+
+
 def rows() -> list[list[str]]:
     lines = [line for line in ASKED.splitlines() if line.startswith("| ")][1:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.model_executor.attention.cpu import CpuBackend
 from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.widened import PRODUCTS
 from seq2seq_toys import ALL, FOUR, NEW, TOKENIZER, VOCAB, build, model_of, reference, sources
 
 
@@ -188,6 +191,44 @@ def test_a_source_is_read_once_a_request() -> None:
     calls = counted(llm)
     llm.generate(sources("marian"), params(gamma=2))
     assert len(calls) == 3
+
+
+class Noting(TorchFunctionMode):
+    """Notes in which types torch's products are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PRODUCTS:
+            self.types.add(args[1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_sources_are_read_in_float32_where_the_processor_multiplies_no_16_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder's weights stay in bfloat16, as do its results, torch's own but for the order of sums; drafted text is
+    the plain text of the same precision.
+    """
+    model = copy.deepcopy(model_of(name)).bfloat16()
+    llm = LLM((model, TOKENIZER), drafter(name, "other"), compile=False)
+    encoder = llm.target.weights.encoder
+    assert encoder is not None
+    source = llm.engine.process(sources(name)[0], params()).source
+    found, types = [], []
+    for multiplies in (True, False):
+        monkeypatch.setattr("sakiyomi.model_executor.widened.multiplies_bf16", lambda at=multiplies: at)
+        with Noting() as noted, torch.no_grad():
+            found.append(encoder.read(source))
+        types.append(noted.types)
+    assert types == [{torch.bfloat16}, {torch.float32}]
+    assert found[1].dtype == torch.bfloat16
+    torch.testing.assert_close(*found, atol=0.03 * float(found[0].abs().max()), rtol=0.0)
+    plain = [EngineView(llm).generate([llm.engine.process(one, params())], params())[0] for one in sources(name)]
+    assert tokens(llm, sources(name), params(gamma=3)) == [out.token_ids for out in plain]
 
 
 @pytest.mark.parametrize("name", FOUR)

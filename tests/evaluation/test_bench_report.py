@@ -153,6 +153,11 @@ def test_the_formulas_and_the_proof(made: dict[str, Row]) -> None:
     alpha, gamma = named["alpha"]["predicted"], made["formulas"].conditions["gamma"]
     assert named["E"]["predicted"] == pytest.approx(expected_tokens(alpha, gamma))
     assert named["E[X]"]["predicted"] == pytest.approx(named["E"]["predicted"])
+    real, alike = named["speed-up, the pass as it costs"], named["speed-up"]
+    rounds = made["formulas"].conditions
+    share = (gamma * rounds["c"] + 1) / (gamma * rounds["c"] + rounds["v"])
+    assert real["predicted"] == pytest.approx(share * alike["predicted"])
+    assert real["measured"] == alike["measured"]
     assert named["reads of the target"]["measured"] == pytest.approx(1 / named["E"]["measured"])
     plain, *others = made["traffic"].lines
     assert plain["counted"] == pytest.approx(plain["predicted"], rel=0.05)

@@ -190,7 +190,7 @@ def test_the_proof_widens_weights_where_the_processor_multiplies_none_of_16_bits
     model = make(KINDS["gemma3n"]()).to(dtype)
     found, types = [], []
     for multiplies in (False, True):
-        monkeypatch.setattr("sakiyomi.model_executor.probe.multiplies_bf16", lambda at=multiplies: at)
+        monkeypatch.setattr("sakiyomi.model_executor.widened.multiplies_bf16", lambda at=multiplies: at)
         with Noting() as noted:
             expected = expect(structural_copy(model), VOCAB, torch.device("cpu"), stateful=False)
         assert expected is not None

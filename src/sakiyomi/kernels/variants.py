@@ -46,6 +46,7 @@ VARIANTS = {"amx": _AMX, "zen4": _ZEN4, "avx512": _AVX512, "avx2": _AVX2}
 """By name, the best first."""
 
 
+@functools.cache
 def cpuinfo() -> list[str]:
     """What Linux tells of the processor; no lines on other systems."""
     try:

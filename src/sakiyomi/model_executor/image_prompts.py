@@ -12,6 +12,7 @@ from torch import Tensor
 from sakiyomi.core.hf_names import cache_argument
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.widened import widened
 
 __all__ = ["read_images"]
 
@@ -42,7 +43,7 @@ def read_images(runner: ModelRunner, slot: int, inputs: Mapping[str, Tensor]) ->
     rows = [SequenceRows(slot, 0, tokens, prompt=True)] if tokens else []  # recurrent states are written by ours
     pairs = _pairs()
     name = cache_argument(runner.module)
-    with torch.no_grad(), runner.lock:
+    with torch.no_grad(), runner.lock, widened(runner.device):
         began = time.perf_counter()
         runner.begin(BatchPlan(rows), count + 1)
         runner.module.set_attn_implementation("sdpa")

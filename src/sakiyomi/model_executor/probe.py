@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.hf_names import cache_of
 from sakiyomi.kernels.pack import Watch
-from sakiyomi.kernels.variants import multiplies_bf16
 from sakiyomi.model_executor.attention import op
 from sakiyomi.model_executor.structural_copy import changed_settings
+from sakiyomi.model_executor.widened import widened
 
 __all__ = ["FAULTS", "PROOF", "Expectation", "Probed", "expect", "probe", "proof_text"]
 
@@ -122,10 +118,8 @@ def expect(model: Any, vocab_size: int, device: torch.device, *, stateful: bool)
     text = torch.tensor([proof_text(config, vocab_size)[:PROOF]], device=device)
     found: list[Tensor] = []
 
-    slow = device.type == "cpu" and not multiplies_bf16()
-
     def forward() -> None:
-        with _Widened() if slow else nullcontext():
+        with widened(device):
             found.append(model(input_ids=text, use_cache=False).logits[0].float())
 
     try:
@@ -140,24 +134,6 @@ def expect(model: Any, vocab_size: int, device: torch.device, *, stateful: bool)
         return None  # what is wrong with it, the probe says
     numbers = range(len(callers)) if stateful else [int(module.layer_idx) for module in callers]
     return Expectation(found[0], {i: shape.reach for i, shape in zip(numbers, shapes, strict=True)})
-
-
-class _Widened(TorchFunctionMode):
-    """Has torch multiply weights of 16 bits as float32, whose sums it rounds in the same way: a third of the time where
-    the processor has no products of theirs.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is functional.linear and not kwargs and all(part is None or _is_short(part) for part in args):
-            wide: Tensor = func(*(None if part is None else part.float() for part in args))
-            return wide.to(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
-def _is_short(part: Tensor) -> bool:
-    return type(part) in (Tensor, nn.Parameter) and part.dtype in (torch.bfloat16, torch.float16)
 
 
 def _shortened(name: str, value: Any) -> Any:

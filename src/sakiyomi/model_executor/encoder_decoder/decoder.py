@@ -20,6 +20,7 @@ from sakiyomi.model_executor.attention.op import CROSS
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 from sakiyomi.model_executor.encoder_decoder.judged import Judged
 from sakiyomi.model_executor.structural_copy import structural_copy
+from sakiyomi.model_executor.widened import widened
 
 __all__ = ["Decoder", "DecoderConfig", "Encoder", "split"]
 
@@ -201,7 +202,8 @@ class Encoder:
         """The encoder's last layer, (1, places, width)."""
         inputs = {name: given.to(self.device) for name, given in source.inputs.items()}
         inputs = {name: given.to(self.dtype) if given.is_floating_point() else given for name, given in inputs.items()}
-        hidden: Tensor = self.module(**inputs).last_hidden_state
+        with widened(self.device):
+            hidden: Tensor = self.module(**inputs).last_hidden_state
         return hidden
 
     def noise(self, places: int) -> list[tuple[Tensor, Tensor]]:
@@ -215,7 +217,8 @@ class Encoder:
 
     def pairs(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values (heads, places, dim) of every layer."""
-        return [cross.read(hidden) for cross in self._crosses]
+        with widened(self.device):
+            return [cross.read(hidden) for cross in self._crosses]
 
 
 def split(model: Any, device: torch.device) -> tuple[Decoder, Encoder]:
