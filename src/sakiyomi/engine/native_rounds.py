@@ -245,7 +245,8 @@ class NativeRounds:
     def _replay(self, count: int, asked: bytes) -> list[tuple[int, float]] | None:
         """Run the passes of a round: which, and the seconds of each; None: a row holds no numbers."""
         kernels, rounds, passes, now = self._kernels, self._rounds, self._passes, time.perf_counter
-        take, times, held = kernels.sk_pass, [], []
+        take, times = kernels.sk_pass, []
+        held: list[Tensor] = []
         with self._models[0].lock, self._target.lock, interpreted():
             first = began = now()
             code = kernels.sk_round(rounds, count, asked, *self._costs)
