@@ -91,3 +91,29 @@ def test_memory_is_asked_about_once_for_many_requests(monkeypatch: pytest.Monkey
     left[0] = 0
     with pytest.raises(MemoryLimitError):  # a longer one is another question
         llm.engine.submit(prompt(5, 0), SamplingParams(max_new_tokens=400))
+
+
+def test_a_short_answer_is_not_worth_the_draft_s_reading_of_the_prompt() -> None:
+    """What drafts save in the tokens that are left is weighed against what reading takes, as both were measured."""
+    draft = build_runner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile=False)
+    llm = llm_with(ModelDrafter(draft, VOCAB))
+
+    drafting = llm.engine._speculation
+
+    def drafted(**more: Any) -> int:
+        (out,) = llm.generate([prompt(60)], SamplingParams(max_new_tokens=NEW, ignore_eos=True, **more))
+        return out.stats.drafted
+
+    def drafted_where_a_token_takes(reading: float, **more: Any) -> int:
+        """Where a plain round takes a second, and one with drafts brings two tokens in that time."""
+        drafting._paces.clear()
+        pace, drafting._reading = drafting._pace(1), reading
+        for _ in range(pace.settled):
+            pace.add_drafted(2.0, 1.0)
+            pace.add_plain(1.0)
+        return drafted(**more)
+
+    assert drafted() and drafting._reading > 0 and not drafting._read
+    assert not drafted_where_a_token_takes(0.1), "six seconds, where eleven tokens are half saved"
+    assert drafted_where_a_token_takes(0.1, gamma=3), "what a client asks for is done"
+    assert drafted_where_a_token_takes(0.05)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from sakiyomi.engine.pace import LOOK_EVERY, REST, REST_LATEST, SETTLED, TRIAL, Pace
+from sakiyomi.engine.pace import (
+    FEWEST,
+    FIRST_LOOKS,
+    LOOK_EVERY,
+    NEAR_EVERY,
+    READINGS,
+    REST,
+    REST_LATEST,
+    SETTLED,
+    TRIAL,
+    Pace,
+)
 
 
 def run(pace: Pace, rounds: int, *, tokens: float, drafted: float, plain: float) -> str:
@@ -21,34 +32,54 @@ def run(pace: Pace, rounds: int, *, tokens: float, drafted: float, plain: float)
 
 
 def test_what_wins_is_compared_with_a_plain_round_now_and_then() -> None:
-    seen = run(Pace(), 1000, tokens=3.0, drafted=2.0, plain=1.0)
-    assert seen.startswith("d" * SETTLED + "p" + "d" * LOOK_EVERY + "p")
-    assert seen.count("p") == 1 + (1000 - SETTLED - 1) // (LOOK_EVERY + 1)
+    first = "d" * FEWEST + "p" * FIRST_LOOKS
+    seen = run(Pace(8), 1000, tokens=3.0, drafted=1.5, plain=1.0)
+    assert seen.startswith(first + "d" * LOOK_EVERY + "pd")
+    assert seen.count("p") == FIRST_LOOKS + (1000 - len(first)) // (LOOK_EVERY + 1)
+    seen = run(Pace(8), 1000, tokens=3.0, drafted=2.5, plain=1.0)  # where it brings little, a look costs less
+    assert seen.startswith(first + "d" * NEAR_EVERY + "pd")
+
+
+def test_plain_rounds_that_something_else_held_up_do_not_count() -> None:
+    """A round that took four times as long made drafting look good until a hundred others had been measured."""
+    pace = Pace(8)
+    for _ in range(FEWEST):
+        pace.add_drafted(3.0, 3.3)
+    for seconds in (4.0, 1.0, 1.0):
+        assert pace.undrafted
+        pace.add_plain(seconds)
+    pace.add_drafted(3.0, 3.3)
+    assert pace.plain == 1.0 and pace.undrafted  # it rests
+    assert run(Pace(8), 100, tokens=3.0, drafted=3.3, plain=1.0).count("d") < 10
+    for _ in range(READINGS):  # and the text becomes longer
+        pace.add_plain(2.0)
+    assert pace.plain == 2.0
 
 
 def test_what_loses_rests_ever_longer() -> None:
-    seen = run(Pace(), 4000, tokens=3.0, drafted=4.0, plain=1.0)
+    seen = run(Pace(8), 4000, tokens=3.0, drafted=4.0, plain=1.0)
     rests = [len(part) for part in seen.split("d") if len(part) > 1]
-    assert rests[:4] == [REST, 2 * REST, 4 * REST, 8 * REST] and max(rests) <= REST_LATEST
+    assert rests[1:5] == [REST, 2 * REST, 4 * REST, 8 * REST] and max(rests) <= REST_LATEST
     trials = [len(part) for part in seen.split("p") if part]
-    assert trials[0] == SETTLED and set(trials[2:-1]) == {TRIAL}
+    assert trials[0] == FEWEST and set(trials[2:-1]) == {TRIAL}
     assert seen.count("d") < 0.02 * len(seen)
 
 
 def test_it_is_taken_up_again_when_it_wins() -> None:
-    pace = Pace()
+    pace = Pace(8)
     assert run(pace, 200, tokens=3.0, drafted=4.0, plain=1.0).endswith("p")
     seen = run(pace, 1000, tokens=3.0, drafted=1.0, plain=1.0)
     assert seen[300:].count("d") > 0.98 * len(seen[300:])
 
 
 def test_one_request_alone_decides_by_itself() -> None:
-    assert run(Pace(alone=True), 300, tokens=1.0, drafted=4.0, plain=1.0).count("p") == 3
+    assert run(Pace(1), 300, tokens=1.0, drafted=4.0, plain=1.0).count("p") == FIRST_LOOKS + (300 - SETTLED - 3) // 25
 
 
 def test_nothing_is_expected_before_enough_was_seen() -> None:
-    pace = Pace()
-    run(pace, SETTLED - 1, tokens=3.0, drafted=2.0, plain=1.0)
+    pace = Pace(2)
+    assert pace.settled == SETTLED // 2
+    run(pace, pace.settled - 1, tokens=3.0, drafted=2.0, plain=1.0)
     assert pace.rate == 0.0
     run(pace, 1, tokens=3.0, drafted=2.0, plain=1.0)
     assert pace.rate == pytest.approx(1.5)
@@ -56,7 +87,7 @@ def test_nothing_is_expected_before_enough_was_seen() -> None:
 
 def test_short_requests_try_anew_after_a_bad_beginning() -> None:
     """A request that begins where drafts have lost rests longer than a short one lasts: somebody has to forget."""
-    pace = Pace(alone=True)
+    pace = Pace(1)
     run(pace, SETTLED, tokens=1.0, drafted=4.0, plain=1.0)
     waits, plain = [], 0
     while len(waits) < 4:

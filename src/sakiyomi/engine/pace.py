@@ -6,13 +6,17 @@ whole, by how many requests they have, across requests: what the last request ha
 
 from __future__ import annotations
 
-from sakiyomi.core.running_mean import running_mean
+from collections import deque
+from statistics import median
+
 from sakiyomi.drafters.draft_length import LOSS, Throughput
 
 __all__ = ["Pace"]
 
-SETTLED = 16  # rounds with drafts, after which they are compared
+SETTLED, FEWEST = 16, 6  # rounds of one request with drafts, after which they are compared; least of many requests
 LOOK_EVERY = 128  # rounds with drafts, after which one is plain, to be measured
+NEAR, NEAR_EVERY = 1.5, 24  # the same where drafting brings no more than so many times what plain decoding does
+FIRST_LOOKS, READINGS = 3, 5  # plain rounds of the first look; readings whose median counts
 REST, REST_LATEST = 128, 2048  # rounds of the first rest and of the longest: each trial in vain doubles it
 TRIAL = 3  # rounds with drafts behind a rest, after which they are compared again
 
@@ -21,20 +25,25 @@ class Pace:
     """Of rounds with about as many requests.
 
     Args:
-        alone: it is one request, whose own policy decides when to rest: the next one's text may be easier. What rounds
-            with drafts brought is forgotten after many without, so that short requests try anew.
+        requests: how many. One alone has a policy of its own that decides when to rest: the next one's text may be
+            easier. What rounds with drafts brought is then forgotten after many without, so that short requests try
+            anew.
 
     Attributes:
         drafted: tokens a second of a request in rounds with drafts.
         plain: seconds of a round without; 0: none was measured.
         last: seconds of the last round.
+        settled: rounds with drafts, after which they are compared.
     """
 
-    def __init__(self, *, alone: bool = False) -> None:
-        self._alone = alone
+    def __init__(self, requests: int) -> None:
+        self._alone = requests == 1
+        self.settled = max(FEWEST, SETTLED // requests)
         self.drafted = Throughput()
         self.plain = self.last = 0.0
-        self._enough = SETTLED  # rounds with drafts, until the next comparison
+        self._readings: deque[float] = deque(maxlen=READINGS)  # seconds of plain rounds
+        self._enough = self.settled  # rounds with drafts, until the next comparison
+        self._look = self.settled  # rounds with drafts, until the next plain one
         self._since = 0  # rounds with drafts since the last plain one
         self._left, self._rest = 0, REST
         self._idle = 0  # rounds since the last one with drafts
@@ -42,17 +51,19 @@ class Pace:
     @property
     def rate(self) -> float:
         """Tokens a second to be expected of rounds with drafts; 0: too few were measured."""
-        return self.drafted.rate if self.drafted.rounds >= SETTLED else 0.0
+        return self.drafted.rate if self.drafted.rounds >= self.settled else 0.0
 
     @property
     def undrafted(self) -> bool:
         """Whether the next round is to be plain: drafting has lost, or plain rounds are to be measured."""
-        return self._left > 0 or self._since >= (LOOK_EVERY if self.plain else SETTLED)
+        return self._left > 0 or self._since >= self._look
 
     def add_plain(self, seconds: float) -> None:
         """A round without drafts took so long."""
-        self.plain = running_mean(self.plain or None, seconds)
-        self._since = 0
+        self._readings.append(seconds)
+        self.plain = median(self._readings)
+        if len(self._readings) >= FIRST_LOOKS:
+            self._since = 0
         self._idle += 1
         if self._alone and self._idle >= self._rest:
             self.drafted, self._idle, self._rest = Throughput(), 0, min(2 * self._rest, REST_LATEST)
@@ -69,7 +80,9 @@ class Pace:
         self._idle = 0
         if self.drafted.rounds < self._enough or not self.plain:
             return
-        if self.drafted.rate * self.plain >= LOSS:
+        gain = self.drafted.rate * self.plain
+        self._look = NEAR_EVERY if gain < NEAR else LOOK_EVERY  # a look costs the less, the less drafting brings
+        if gain >= LOSS:
             self._rest = REST
         elif not self._alone:
             self._left, self._rest = self._rest, min(2 * self._rest, REST_LATEST)

@@ -16,7 +16,7 @@ from sakiyomi.core.errors import DraftError, InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft
-from sakiyomi.drafters.base import Drafter, tell_states
+from sakiyomi.drafters.base import Context, Drafter, tell_states
 from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs
 from sakiyomi.engine.pace import Pace
 from sakiyomi.engine.request import GIVEN, Request
@@ -114,6 +114,8 @@ class SpeculationController:
         self._paces: dict[int, Pace] = {}  # by requests, the same for all that make a pass of the same rows
         self._timed: set[int] = set()
         self._overhead, self._step = 1e-4, 0.0
+        self._read: set[int] = set()  # requests whose text the drafter has
+        self._reading = 0.0  # seconds that it takes for a token of such a text
 
     def verifier(self, params: SamplingParams) -> Verifier:
         """The acceptance rule for a request.
@@ -147,11 +149,22 @@ class SpeculationController:
             room = _room(request)
             if room > 0 and context.id not in self._without and not (context.given and request.repeats):
                 depth, nodes, worth = request.policy.next(costs)
+                if depth and request.policy.adapts and not self._worth_reading(context, room, len(asking)):
+                    depth = 0
                 if depth:
                     assert request.slot is not None
                     context.slot, context.nodes, context.worth = request.slot, nodes, worth
             depths.append(min(depth, room) if depth else 0)
         return depths
+
+    def _worth_reading(self, context: Context, room: int, batch: int) -> bool:
+        """Whether what drafts save in so many further tokens is more than what the drafter needs to read the text."""
+        if context.id in self._read or not self._reading:
+            return True
+        pace = self._pace(batch)
+        if pace.rate * pace.plain <= 1:  # whether to draft at all is not decided here
+            return True
+        return len(context.tokens) * self._reading < room * (pace.plain - 1 / pace.rate)
 
     def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftBatch:
         """Drafts for a round.
@@ -221,6 +234,7 @@ class SpeculationController:
     def forget(self, request: int) -> None:
         """A request is over."""
         self._without.discard(request)
+        self._read.discard(request)
         self._faults.pop(request, None)
 
     def observe(
@@ -255,8 +269,14 @@ class SpeculationController:
         if not drafted.asked:
             pace.add_plain(seconds)
             return
+        unread = 0
         for request, depth, accepted in zip(requests, depths, kept, strict=True):
             request.policy.observe(depth, accepted, seconds)
+            if depth and request.id not in self._read:
+                self._read.add(request.id)
+                unread += len(request.context.tokens)
+        if unread:
+            self._reading = running_mean(self._reading or None, drafted.catching_up / unread)
         pace.add_drafted(1 + sum(kept) / len(kept), seconds)
         if drafted.passes:
             self._step = running_mean(self._step or None, drafted.seconds / drafted.passes)
@@ -303,7 +323,7 @@ class SpeculationController:
         pace = self._paces.get(batch)
         if pace is None:
             size = self.target.padded(batch)
-            pace = self._paces[batch] = self._paces.setdefault(size, Pace(alone=size == 1))
+            pace = self._paces[batch] = self._paces.setdefault(size, Pace(size))
         return pace
 
     def _checked(self, draft: Draft, request: Request) -> Draft:

@@ -170,7 +170,7 @@ def _lap(run: Run) -> Lap:
 
 def useless(row: PairRow) -> Row:
     """Plain, and with a draft whose every token is another one: gamma auto, which finds out, and a fixed gamma."""
-    llm = row.llm(draft=wrong_draft(row.pair))
+    llm = row.llm(draft=wrong_draft(row.pair, 1))
     ways = {
         "plain": row.run(EngineView(llm), ignore_eos=True),
         "auto": row.run(llm, ignore_eos=True, gamma="auto"),
@@ -182,11 +182,12 @@ def useless(row: PairRow) -> Row:
     return row.row("greedy with a draft that is never right, tokens/s", standings, **conditions)
 
 
-def wrong_draft(pair: Pair) -> ModelDrafter:
-    """The pair's draft model, each of whose tokens is called by the next one's number."""
+def wrong_draft(pair: Pair, max_slots: int) -> ModelDrafter:
+    """The pair's draft model, for so many requests, each of whose tokens is called by the next one's number."""
     model = pair.draft.model
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().roll(1, 0).clone(), requires_grad=False)
     model.config.tie_word_embeddings = False
-    packed = build_runner(model, max_slots=8, compile="auto" if pair.config.compile else False, first_sizes=DRAFT_SIZES)
+    compile: bool | str = "auto" if pair.config.compile else False
+    packed = build_runner(model, max_slots=max_slots, compile=compile, first_sizes=DRAFT_SIZES)
     return ModelDrafter(packed, int(pair.target.model.get_output_embeddings().out_features))

@@ -29,7 +29,7 @@ def never_slower(row: PairRow) -> Row:
     lines: list[dict[str, Any]] = []
     notes: list[str] = []
     for name in ("the pair's", "never right"):  # the second one is made of the first
-        llm = row.llm(draft=wrong_draft(row.pair) if name == "never right" else None, max_batch=sizes[-1])
+        llm = row.llm(draft=wrong_draft(row.pair, sizes[-1]) if name == "never right" else None, max_batch=sizes[-1])
         judge = row.pair.judge(llm, everyone)
         for size in fitting(sizes, llm, max(map(len, everyone)) + config.max_new_tokens, notes):
             for length in lengths:
