@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from sakiyomi.theory import best_tree, expected_tree_tokens
 from sakiyomi.train.checkpoint import checkpoints
 from sakiyomi.train.config import DistillDataConfig, MedusaConfig
 from sakiyomi.train.counted import chat_prompts, encode_chat, read_counted, token_ids
-from sakiyomi.train.distill_data import train_distill_data
+from sakiyomi.train.distill_data import load_writer, train_distill_data
 from sakiyomi.train.hidden import HiddenStates
 from sakiyomi.train.losses import heads_loss
 from sakiyomi.train.medusa import guess_loss, train_medusa
+from sakiyomi.train.samples import Asked, Write, by
 from toys import tiny_llama, tiny_tokenizer
 from train_toys import losses, stop_at, stories, story_file, tiny_gpt2, tiny_target
 
@@ -439,9 +440,10 @@ def test_answers_are_the_targets_and_go_on_where_they_stopped(tmp_path: Path, mo
     assert train_distill_data(config)["written"] == 8
     whole = Path(config.out).read_text(encoding="utf-8")
     lines = whole.splitlines(keepends=True)
-    Path(config.out).write_text("".join(lines[:4]) + lines[4][:9], encoding="utf-8")  # killed within a line
-    assert train_distill_data(config)["written"] == 4
-    assert Path(config.out).read_text(encoding="utf-8") == whole
+    for killed in (lines[4][:9], "".join(lines[4:7])):  # within a line, within a batch
+        Path(config.out).write_text("".join(lines[:4]) + killed, encoding="utf-8")
+        assert train_distill_data(config)["written"] == 4
+        assert Path(config.out).read_text(encoding="utf-8") == whole
     record = json.loads(lines[0])
     llm = LLM(str(target), "none", compile=False)
     text = llm.generate([record["tokens"][: record["prompt"]]], SamplingParams(max_new_tokens=8))[0].token_ids
@@ -453,6 +455,36 @@ def test_answers_are_the_targets_and_go_on_where_they_stopped(tmp_path: Path, mo
     assert (done["finished"], done["samples"]) == (False, 8)
     with pytest.raises(InputError, match="was written with seed 1"):
         train_distill_data(distill_config(tmp_path, target, seed=2))
+
+
+def test_batches_of_answers_come_in_any_order(tmp_path: Path) -> None:
+    """A later one waits under its number, also for the next run; the file is that of one engine."""
+    target = tiny_target(tmp_path)
+    config = distill_config(tmp_path, target, samples=16)
+    train_distill_data(config)
+    out, record = Path(config.out), Path(config.out).with_suffix(".json")
+    whole = out.read_bytes()
+    assert sorted(path.name for path in out.parent.iterdir()) == ["answers.json", "answers.jsonl"]
+    out.unlink()
+    done: list[int] = []
+
+    def backwards(_: str) -> Write:
+        def write(batches: Iterable[Asked]) -> Iterator[tuple[Asked, list[list[int]]]]:
+            for asked, texts in list(by(llm)(batches))[::-1]:
+                if len(done) == 3:
+                    raise KeyboardInterrupt
+                done.append(asked.seed)
+                yield asked, [list(text) for text in texts]
+
+        return write
+
+    llm = load_writer(config)[0]
+    assert not train_distill_data(config, "", backwards)["finished"]
+    assert done == [3, 2, 1] and out.read_bytes() == b"" and record.exists()
+    with pytest.raises(InputError, match="was written with seed 1"):
+        train_distill_data(distill_config(tmp_path, target, seed=2))
+    assert train_distill_data(config)["samples"] == 16
+    assert out.read_bytes() == whole and not list(out.parent.glob("*.parts"))
 
 
 def test_answers_to_chats_are_training_data(tmp_path: Path) -> None:

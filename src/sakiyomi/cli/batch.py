@@ -18,10 +18,9 @@ import typer
 from sakiyomi.cli.common import JsonOption, load, server_packages
 from sakiyomi.cli.output import note, say
 from sakiyomi.core.checks import at_least
-from sakiyomi.core.errors import InputError
 from sakiyomi.core.progress import progress
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.cluster import Count, connected, import_ray
+from sakiyomi.scale.cluster import WorkersOption, connected, import_ray
 
 if TYPE_CHECKING:
     from sakiyomi.scale.batch import BatchFile, BatchProgress
@@ -39,25 +38,15 @@ class BatchOptions:
         output: where the replies go, in the order of the requests.
         piece: requests that are written together; what was not when a run ends early is answered again.
         served_name: model name in the requests; by default the target's name.
-        workers: engines that answer, each in a process of its own, on a Ray cluster: N, or MIN:MAX for MIN and up to
-            MAX where the cluster has room. By default one, in this process, without Ray.
-        worker_cpus: processors of each worker; a worker on cuda has a GPU as well.
-        address: of the cluster: auto for the one that runs on this machine, HOST:PORT or ray://HOST:PORT; by default
-            Ray is started here, and ended afterwards.
     """
 
     input: str = field(metadata={"argument": "IN.jsonl"})
     output: str = field(metadata={"argument": "OUT.jsonl"})
     piece: int = 32
     served_name: str | None = None
-    workers: str | None = None
-    worker_cpus: int = 1
-    address: str | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, piece=1, worker_cpus=1)
-        if self.workers is None and (self.address is not None or self.worker_cpus != 1):
-            raise InputError("address and worker_cpus are of workers; say how many with --workers, or leave them out")
+        at_least(self, piece=1)
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,7 @@ class RunBatchOptions:
     output_file: str = field(metadata={"short": "-o"})
 
 
-def batch(options: BatchOptions, model: LLMConfig, output: JsonOption) -> None:
+def batch(options: BatchOptions, shared: WorkersOption, model: LLMConfig, output: JsonOption) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
     Replies have the order of the requests, each exactly once. A run that was interrupted or killed goes on where it was
@@ -84,8 +73,7 @@ def batch(options: BatchOptions, model: LLMConfig, output: JsonOption) -> None:
     """
     with server_packages():
         from sakiyomi.scale.batch import BatchFile
-    count = None if options.workers is None else Count.parse("workers", options.workers)
-    if count is not None:
+    if shared.count is not None:
         import_ray()  # or refuse before anything is written
     settings = {**dataclasses.asdict(model), "served_name": options.served_name}
     work = BatchFile(Path(options.input), Path(options.output), settings, options.piece)
@@ -95,7 +83,7 @@ def batch(options: BatchOptions, model: LLMConfig, output: JsonOption) -> None:
         if found.answered:
             note(f"{found.answered} of {found.lines} requests were answered before")
         if work.missing():
-            _run(work, model, found, options, count)
+            _run(work, model, found, options, shared)
         work.join()
     seconds = time.perf_counter() - began
     speed = f", {found.completion_tokens / seconds:.0f} tokens/s" if found.completion_tokens else ""
@@ -110,24 +98,24 @@ def run_batch(options: RunBatchOptions, model: LLMConfig, output: JsonOption) ->
 
     Example: sakiyomi run-batch -i requests.jsonl -o replies.jsonl --model FOLDER
     """
-    batch(BatchOptions(options.input_file, options.output_file), model, output)
+    batch(BatchOptions(options.input_file, options.output_file), WorkersOption(), model, output)
 
 
-def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, options: BatchOptions, count: Count | None) -> None:
+def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, options: BatchOptions, shared: WorkersOption) -> None:
     """Answer what is missing, and say how far it is."""
     from sakiyomi.scale.batch import IN_FLIGHT, answer_missing
     from sakiyomi.scale.in_process import InProcessServer, load_server
     from sakiyomi.scale.workers import WorkerOptions, WorkerPool
 
-    name = options.served_name
+    name, count = options.served_name, shared.count
     with ExitStack() as stack:
         if count is None:
             llm = load(model)
             server: Any = InProcessServer(llm, name)
         else:
-            stack.enter_context(connected(options.address))
+            stack.enter_context(connected(shared.address))
             gpus = int(model.device.startswith("cuda"))
-            worker = WorkerOptions(options.worker_cpus, gpus, IN_FLIGHT * options.piece)
+            worker = WorkerOptions(shared.worker_cpus, gpus, IN_FLIGHT * options.piece)
             server = WorkerPool(functools.partial(load_server, model, name), count, worker)
         began = time.perf_counter()
         shown = stack.enter_context(progress(f"answering {found.lines} requests"))

@@ -16,6 +16,7 @@ from sakiyomi.evaluation.bench.locret.config import LocretConfig
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
 from sakiyomi.evaluation.bench.tasks.config import TasksConfig
+from sakiyomi.scale.cluster import WorkersOption
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,13 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
     measured(start, output, pictures.plot)
 
 
-def spec(config: SpecConfig, picture: PlotOption, output: JsonOption) -> None:
+def spec(config: SpecConfig, shared: WorkersOption, picture: PlotOption, output: JsonOption) -> None:
     """Compare drafters on questions of several kinds, as Spec-Bench does.
 
     Greedy, one request at a time, everyone by turns on each question; every answer is compared with the plain one.
     Speed-ups are over plain decoding beside it, the prompt's pass included; decode is the speed-up behind the prompt,
-    tau the mean accepted tokens.
+    tau the mean accepted tokens. Workers share the questions, each of which one of them has everyone answer; they must
+    be equal machines, one worker each.
 
     Example: sakiyomi bench spec --model FOLDER --draft suffix
     """
@@ -86,7 +88,11 @@ def spec(config: SpecConfig, picture: PlotOption, output: JsonOption) -> None:
         from sakiyomi.evaluation.bench.spec.run import run
 
         _check(picture)
-        return run(config, note), draw
+        if shared.count is None:
+            return run(config, note), draw
+        from sakiyomi.scale.questions import share
+
+        return run(config, note, share(shared)), draw
 
     measured(start, output, picture.plot)
 

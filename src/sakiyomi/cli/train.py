@@ -125,9 +125,10 @@ def _check_files(settings: Mapping[str, Any]) -> None:
 
 
 def _load(name: str) -> Train:
-    """`train_NAME` of `sakiyomi.train.NAME`, with _ for -."""
+    """`train_NAME` of `sakiyomi.train.NAME`, with _ for -; of `distill-data` what can share it among workers."""
     name = name.replace("-", "_")
-    train: Train = getattr(importlib.import_module(f"sakiyomi.train.{name}"), f"train_{name}")
+    module = "sakiyomi.scale.samples" if name == "distill_data" else f"sakiyomi.train.{name}"
+    train: Train = getattr(importlib.import_module(module), f"train_{name}")
     return train
 
 

@@ -29,6 +29,7 @@ from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.engine.tuned_profile import find_profile
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import load_model, stop_tokens
+from sakiyomi.model_executor.weights import is_shared
 
 __all__ = ["LLM"]
 
@@ -128,7 +129,7 @@ class LLM:
                 trust_remote_code=trust_remote_code,
                 allow_pickle=allow_pickle,
             ),
-            functools.partial(build_runner, max_slots=max_batch, compile=compile),
+            functools.partial(build_runner, max_slots=max_batch, compile=_compiling(target, compile)),
             quantize=quantize,
             offload=offload,
             eviction=eviction,
@@ -354,3 +355,16 @@ def _eviction(spec: CacheSpec, budget: int | str | None, chunk_size: int) -> Evi
     if policy is None and packing is None and sparse is None:
         return None
     return EvictionPlan(policy, budget, chunk_size, packing=packing, sparse=sparse)
+
+
+def _compiling(target: Any, compile: str | bool) -> str | bool:
+    """Processes that share a target compile nothing: they are not ready for other passes at the same moment.
+
+    Raises:
+        InputError: it was asked for.
+    """
+    if not isinstance(target, tuple) or not is_shared(target[0]):
+        return compile
+    if compile is True:
+        raise InputError("compile is on, and processes share the target's weights; leave it out")
+    return False

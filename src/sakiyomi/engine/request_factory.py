@@ -22,6 +22,10 @@ from sakiyomi.sampling.verifiers import Verifier
 __all__ = ["RequestFactory", "SubmitOptions"]
 
 
+TOGETHER = 4
+"""Draft tokens of "auto" where processes share a target."""
+
+
 class SubmitOptions(RequestOptions, total=False):
     """Options of one request beside its parameters, see ``Engine.submit``; ``RequestOptions`` are stored in it.
 
@@ -60,6 +64,7 @@ class RequestFactory:
         exact: nothing that other requests have computed is used again.
         depth: length of the chains of requests that leave gamma, tree and nodes to "auto"; None: what pays is weighed
             anew in every round.
+        shared: other processes make the same passes, so that neither clocks nor chance of this one decide.
     """
 
     process: InputProcessor
@@ -70,6 +75,7 @@ class RequestFactory:
     max_context: int
     exact: bool
     depth: int | None
+    shared: bool = False
     ids: Iterator[int] = field(default_factory=itertools.count)
     _lengths: Mapping[str, Heuristic] = field(
         default_factory=lambda: {"gamma": Heuristic(), "nodes": Heuristic()}, init=False
@@ -92,6 +98,8 @@ class RequestFactory:
         """A request that has no slot yet. Takes and raises what ``Engine.submit`` does."""
         asked = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, as_params(params))
         tokens, params = asked.tokens, asked.params
+        if self.shared:
+            params, bounded = _alike(params), False
         scored = self._scored(asked, options.get("place"))
         shares = shares and not scored and options.get("states") is None
         depth = self.depth if params.gamma == params.tree == params.nodes == "auto" else None
@@ -151,3 +159,15 @@ class RequestFactory:
                 "out, or use a new conversation"
             )
         return True
+
+
+def _alike(params: SamplingParams) -> SamplingParams:
+    """Parameters of which processes that share a target make the same passes.
+
+    Raises:
+        InputError: each would draw a seed of its own.
+    """
+    if not params.greedy and params.seed is None:
+        raise InputError("seed is None, and processes that share this target would each draw their own; give a seed")
+    adapts = params.gamma == params.nodes == "auto" and params.tree in ("auto", "chain") and not params.choices
+    return replace(params, gamma=TOGETHER, tree="chain") if adapts else params

@@ -54,7 +54,7 @@ from sakiyomi.model_executor.structural_copy import (
     structural_copy,
 )
 
-__all__ = ["ModelWeights", "on_gpu"]
+__all__ = ["ModelWeights", "is_shared", "on_gpu"]
 
 logger = logging.getLogger("sakiyomi")
 LARGE = 1 << 27  # bytes of weights, from which on the proof at load takes some layers instead of all
@@ -71,6 +71,11 @@ class _Given(NamedTuple):
     latents: bool
     theirs: weakref.ref[Any]  # the user's model
     state: ModelState | None  # what it was like; None: nobody else has it
+
+
+def is_shared(model: Any) -> bool:
+    """Whether each of several processes has a part of the model's layers."""
+    return isinstance(model, nn.Module) and any(type(weight).__name__ == "DTensor" for weight in model.parameters())
 
 
 class ModelWeights:

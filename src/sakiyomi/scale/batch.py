@@ -2,15 +2,12 @@
 
 Input and output have OpenAI's batch format: a line is ``{"custom_id", "method", "url", "body"}``, and the reply to it
 ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``. The input is cut into pieces of so
-many lines. A piece is written under its number into a folder beside the output, under another name first: one that is
-answered twice is there once, a run that was killed is gone on with by answering what is missing, and the output has the
-order of the input.
+many lines, which ``core/pieces.py`` keeps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import shutil
@@ -22,12 +19,12 @@ from typing import Any, Protocol, TypeGuard
 from sakiyomi.core.digests import file_digest
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
+from sakiyomi.core.pieces import ADVICE, Pieces
 from sakiyomi.core.version import __version__
 
 __all__ = ["IN_FLIGHT", "BatchFile", "BatchProgress", "Endpoint", "Piece", "answer_missing", "seeded"]
 
 ABOUT = "about.json"
-LOCK = "lock"
 IN_FLIGHT = 2  # pieces at a time for each engine, so that the end of one does not leave its batch half empty
 URLS = ("/v1/chat/completions", "/v1/completions")
 
@@ -88,7 +85,7 @@ class BatchProgress:
 
 
 @dataclass
-class BatchFile:
+class BatchFile(Pieces):
     """An input, its output, and the pieces between them.
 
     Args:
@@ -122,18 +119,9 @@ class BatchFile:
             raise InputError(f"{self.out} is there already; choose another output, or remove it")
         self._compare()
 
-    @property
-    def folder(self) -> Path:
-        """Where the pieces are until all of them are there."""
-        return self.out.with_name(self.out.name + ".parts")
-
-    def path(self, piece: Piece) -> Path:
-        """Of a piece's replies."""
-        return self.folder / f"{piece.number:08d}.jsonl"
-
     def missing(self) -> list[Piece]:
         """Pieces that are still to be answered."""
-        return [piece for piece in self.pieces if not self.path(piece).exists()]
+        return [piece for piece in self.pieces if not self.path(piece.number).exists()]
 
     def begin(self) -> BatchProgress:
         """Have the folder there, and count what earlier runs have left in it."""
@@ -142,8 +130,7 @@ class BatchFile:
                 fresh.write_text(json.dumps(self._about(), indent=1), encoding="utf-8")
         progress = BatchProgress(sum(piece.lines for piece in self.pieces))
         for piece in self.pieces:
-            with contextlib.suppress(FileNotFoundError):
-                progress.add([json.loads(line) for line in self.path(piece).read_bytes().splitlines()])
+            progress.add(self.kept(piece.number))
         return progress
 
     def read(self, piece: Piece) -> Iterator[tuple[int, bytes]]:
@@ -155,42 +142,15 @@ class BatchFile:
 
     def write(self, piece: Piece, replies: Sequence[Mapping[str, Any]]) -> None:
         """Put the replies to a piece under its number."""
-        with (
-            whole_file(self.path(piece), "make room, and run the same command again") as fresh,
-            fresh.open("wb") as file,
-        ):
-            file.writelines(json.dumps(reply, ensure_ascii=False).encode() + b"\n" for reply in replies)
+        self.keep(piece.number, replies)
 
     def join(self) -> None:
         """Make the output of the pieces, all of which are there, and remove them."""
-        with whole_file(self.out, "make room, and run the same command again") as fresh, fresh.open("wb") as file:
+        with whole_file(self.out, ADVICE) as fresh, fresh.open("wb") as file:
             for piece in self.pieces:
-                with self.path(piece).open("rb") as part:
+                with self.path(piece.number).open("rb") as part:
                     shutil.copyfileobj(part, file)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep other runs away from the pieces.
-
-        Raises:
-            InputError: one is there.
-            LoadError: nothing can be written there.
-        """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle = (self.folder / LOCK).open("w")
-        except OSError as error:
-            raise LoadError(f"cannot write {self.folder}: {error.strerror or error}; choose another output") from None
-        with handle:
-            with contextlib.suppress(ImportError):  # Windows has none
-                import fcntl
-
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise InputError(f"another run writes {self.out}; wait for it, or choose another output") from None
-            yield
+        self.remove()
 
     def _about(self) -> dict[str, Any]:
         return {

@@ -17,7 +17,7 @@ from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.version import __version__
 
-__all__ = ["MAX_BATCH", "Count", "ReplicaOptions", "check_version", "connected", "import_ray"]
+__all__ = ["MAX_BATCH", "Count", "ReplicaOptions", "WorkersOption", "check_version", "connected", "import_ray"]
 
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # it would report to the makers of Ray
@@ -69,6 +69,35 @@ class ReplicaOptions:
             raise InputError(
                 "address and replica_cpus are of replicas; say how many with --replicas, or leave them out"
             )
+
+
+@dataclass(frozen=True)
+class WorkersOption:
+    """Engines that share the work.
+
+    Attributes:
+        workers: engines that share the work, each in a process of its own, on a Ray cluster: N, or MIN:MAX for MIN and
+            up to MAX where the cluster has room. By default one, in this process, without Ray.
+        worker_cpus: processors of each worker; a worker on cuda has a GPU as well.
+        address: of the cluster: auto for the one that runs on this machine, HOST:PORT or ray://HOST:PORT; by default
+            Ray is started here, and ended afterwards.
+    """
+
+    workers: str | None = None
+    worker_cpus: int = 1
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, worker_cpus=1)
+        if self.workers is not None:
+            Count.parse("workers", self.workers)
+        elif self.address is not None or self.worker_cpus != 1:
+            raise InputError("address and worker_cpus are of workers; say how many with --workers, or leave them out")
+
+    @property
+    def count(self) -> Count | None:
+        """How many workers; None: none, the work is done here."""
+        return None if self.workers is None else Count.parse("workers", self.workers)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.pieces import Pieces
 from sakiyomi.engine.llm import LLM
 from sakiyomi.train.counted import token_ids
 from sakiyomi.train.data import Ids, TextSpec
@@ -74,12 +76,39 @@ class Plan:
     keep: bool = False
 
 
-class Samples:
+@dataclass(frozen=True)
+class Asked:
+    """A batch that the target is to write.
+
+    Attributes:
+        prompts: token ids.
+        new_tokens, temperature, seed: of ``sample_continuations``.
+    """
+
+    prompts: list[list[int]]
+    new_tokens: int
+    temperature: float
+    seed: int
+
+
+Write = Callable[[Iterable[Asked]], Iterable[tuple[Asked, Sequence[Sequence[int]]]]]
+"""Writes batches, in any order."""
+
+
+def by(llm: LLM) -> Write:
+    """Batches written by an engine here, one after the other."""
+    return lambda batches: ((asked, sample_continuations(llm, **vars(asked))) for asked in batches)
+
+
+class Samples(Pieces):
     """A file of what a target writes, and the record beside it of what wrote it and how.
+
+    Its batches are its pieces. Each goes under its number first, and behind the file's end when all before it are
+    there: a file that is read meanwhile holds whole batches, in order.
 
     Args:
         plan: see there.
-        target: for the record.
+        target: ``weights_digest`` of it, for the record.
         tokenizer: of the target.
         prompts: files that the prompts come from, for the record; `held_back` documents of theirs are left out.
 
@@ -94,15 +123,15 @@ class Samples:
     def __init__(
         self,
         plan: Plan,
-        target: PreTrainedModel,
+        target: str,
         tokenizer: PreTrainedTokenizerBase,
         prompts: Sequence[TextSpec],
         held_back: int = 0,
     ) -> None:
-        self.plan, self.path = plan, plan.path
+        self.plan, self.out = plan, plan.path
         self._shares = np.array([spec.decay for spec in prompts], dtype=float)
         self._origin = {
-            "target": weights_digest(target),
+            "target": target,
             "tokenizer": _digest(json.dumps(sorted(tokenizer.get_vocab().items())).encode()),
             "prompts": [f"{spec.path.name}@{spec.decay:g}" for spec in prompts],
             "held_back": held_back,
@@ -115,59 +144,106 @@ class Samples:
 
     def _open(self) -> int:
         """Rows that the file holds, when it is this run's."""
-        record = self.path.with_suffix(".json")
-        if self.plan.keep and not self.path.exists():
-            raise LoadError(f"{self.path} is gone, and the run to resume was trained on it; put it back, or begin anew")
-        with writing(self.path):
-            count = whole_lines(self.path)
-            if not count:
+        record = self.out.with_suffix(".json")
+        if self.plan.keep and not self.out.exists():
+            raise LoadError(f"{self.out} is gone, and the run to resume was trained on it; put it back, or begin anew")
+        with writing(self.out):
+            if not whole_lines(self.out) and not self._parts():
                 record.write_text(json.dumps(self._origin, indent=2) + "\n", encoding="utf-8")
-                return 0
         if not record.exists():
             raise InputError(
-                f"{self.path} has no {record.name} beside it that says what wrote it; delete it to begin anew"
+                f"{self.out} has no {record.name} beside it that says what wrote it; delete it to begin anew"
             )
         before = read_json(record)
         for name, value in self._origin.items():
             if before.get(name) != value:
                 raise InputError(
-                    f"{self.path} was written with {name} {before.get(name)!r}, and this run has {value!r}; delete the "
-                    "file to have others written, or choose another --out"
+                    f"{self.out} was written with {name} {before.get(name)!r}, and this run has {value!r}; delete the "
+                    f"file and {self.folder.name} to have others written, or choose another --out"
                 )
-        return count
+        with writing(self.out):
+            return whole_lines(self.out, self.plan.batch)
 
-    def extend(self, llm: LLM, pools: Sequence[Sequence[Ids]], reporter: Reporter) -> None:
-        """Have the target write until the file holds as many as were wanted, or the time is spent.
-
-        Each line holds `tokens` (prompt and continuation), `prompt` (its length) and `temperature`. Batch b depends on
-        the seed and b alone, so that a run that was stopped goes on where it was. A run that is resumed has its rows:
-        more of them would be other rows than those of its first part.
+    def asked(self, number: int, pools: Sequence[Sequence[Ids]]) -> Asked:
+        """What is to be written for a batch: it depends on the seed and the number alone.
 
         Args:
-            llm: the target, which writes.
+            number: of the batch, from 0.
+            pools: see ``extend``.
+        """
+        plan = self.plan
+        rng = np.random.default_rng((plan.seed, number))
+        prompts = draw_prompts(pools, self._shares / self._shares.sum(), plan.batch, rng)
+        return Asked(prompts, plan.tokens, plan.temperatures[number % len(plan.temperatures)], number)
+
+    def add(self, asked: Asked, texts: Sequence[Sequence[int]]) -> None:
+        """Take a batch in; it may be before its turn.
+
+        Raises:
+            LoadError: it cannot be written.
+        """
+        records = (
+            {"tokens": [*prompt, *text], "prompt": len(prompt), "temperature": asked.temperature}
+            for prompt, text in zip(asked.prompts, texts, strict=True)
+        )
+        self.keep(asked.seed, list(records))
+        self._join()
+
+    def _join(self) -> None:
+        """Put the batches whose turn it is behind the file's end."""
+        with writing(self.out), self.out.open("ab") as file:
+            while (path := self.path(self.count // self.plan.batch)).exists():
+                file.write(path.read_bytes())
+                file.flush()
+                os.fsync(file.fileno())  # or a power cut could take the batch from both places
+                self.count += self.plan.batch
+                path.unlink()
+
+    def extend(self, write: Write, pools: Sequence[Sequence[Ids]], reporter: Reporter) -> None:
+        """Have the target write until the file holds as many as were wanted, or the time is spent.
+
+        Each line holds `tokens` (prompt and continuation), `prompt` (its length) and `temperature`. A run that is
+        resumed has its rows: more of them would be other rows than those of its first part.
+
+        Args:
+            write: who writes, see ``by``.
             pools: documents whose beginnings are the prompts, of each file; of one with tokens that do not count
                 (``train.counted``) these are the prompt.
             reporter: told after each batch.
         """
         plan = self.plan
-        if plan.keep:
+        if plan.keep or self.count >= plan.count:
             return
-        spent = 0.0
-        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            while self.count < plan.count and spent < plan.minutes * 60:
-                began = time.monotonic()
-                batch = self.count // plan.batch
-                rng = np.random.default_rng((plan.seed, batch))
-                chosen = draw_prompts(pools, self._shares / self._shares.sum(), plan.batch, rng)
-                temperature = plan.temperatures[batch % len(plan.temperatures)]
-                texts = sample_continuations(llm, chosen, new_tokens=plan.tokens, temperature=temperature, seed=batch)
-                for prompt, text in zip(chosen, texts, strict=True):
-                    record = {"tokens": prompt + text, "prompt": len(prompt), "temperature": temperature}
-                    file.write(json.dumps(record) + "\n")
-                file.flush()
-                self.count += len(texts)
-                spent += min(time.monotonic() - began, LONGEST_STEP_SECONDS)
-                reporter.note(f"samples: {self.count} of {plan.count}, {spent / 60:.1f} min")
+        with self.lock():
+            try:
+                for path in self._parts():
+                    if int(path.stem) < self.count // plan.batch:  # killed between the file and here
+                        path.unlink()
+                self._join()
+                self._extend(write, pools, reporter)
+            finally:
+                if not self._parts():
+                    self.remove()
+
+    def _parts(self) -> list[Path]:
+        return list(self.folder.glob("*.jsonl"))
+
+    def _extend(self, write: Write, pools: Sequence[Sequence[Ids]], reporter: Reporter) -> None:
+        plan, spent, began = self.plan, 0.0, time.monotonic()
+        numbers = range(self.count // plan.batch, -(-plan.count // plan.batch))
+        missing = [number for number in numbers if not self.path(number).exists()]
+
+        def batches() -> Iterator[Asked]:
+            for number in missing:
+                if spent >= plan.minutes * 60:
+                    return
+                yield self.asked(number, pools)
+
+        for asked, texts in write(batches()):
+            self.add(asked, texts)
+            now = time.monotonic()
+            spent, began = spent + min(now - began, LONGEST_STEP_SECONDS), now
+            reporter.note(f"samples: {self.count} of {plan.count}, {spent / 60:.1f} min")
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -213,13 +289,20 @@ def prompt_of(document: Ids, length: int) -> list[int]:
     return found
 
 
-def whole_lines(path: Path) -> int:
-    """Lines in the file after a last half-written one, if any, was cut off."""
+def whole_lines(path: Path, together: int = 1) -> int:
+    """Lines in the file after a last half-written one, if any, was cut off, and what does not fill a batch.
+
+    Args:
+        path: of the file.
+        together: lines of a batch.
+    """
     if not path.exists():
         return 0
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-    return content.count(b"\n")
+    lines = path.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    count = len(lines) // together * together
+    whole = sum(map(len, lines[:count]))
+    if whole < path.stat().st_size:
+        os.truncate(path, whole)
+    return count

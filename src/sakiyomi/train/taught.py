@@ -18,7 +18,7 @@ from sakiyomi.train.data import Ids, Library, TextSpec, parse_texts
 from sakiyomi.train.labels import vocabulary
 from sakiyomi.train.recipe import TextRecipe
 from sakiyomi.train.rows import FixedRows, mixture_of
-from sakiyomi.train.samples import LONGEST_PROMPT, Plan, Samples
+from sakiyomi.train.samples import LONGEST_PROMPT, Plan, Samples, by, weights_digest
 from sakiyomi.train.workers import Workers
 
 __all__ = ["Taught", "load_target"]
@@ -64,11 +64,13 @@ class Taught(TextRecipe[Settings]):
         llm = LLM((target, self.tokenizer), "none", compile=False, max_batch=config.sampling.sample_batch)
         self.sources = list(self.specs)
         if config.sampling.samples:
-            samples = Samples(_plan(config, self.workers), target, self.tokenizer, prompts, self.held_back)
-            samples.extend(llm, pools, self.reporter)
+            samples = Samples(
+                _plan(config, self.workers), weights_digest(target), self.tokenizer, prompts, self.held_back
+            )
+            samples.extend(by(llm), pools, self.reporter)
             if samples.count:
-                self.sources = _with_samples(config, self.specs, samples.path)
-                self.texts.append(library.documents(samples.path)[: config.sampling.samples])
+                self.sources = _with_samples(config, self.specs, samples.out)
+                self.texts.append(library.documents(samples.out)[: config.sampling.samples])
         new_tokens = min(NEW_TOKENS, self.positions - PROMPT_TOKENS)
         measured = documents if self.workers.leads else {}
         self.held_out = {name: continuations(llm, some, new_tokens=new_tokens) for name, some in measured.items()}

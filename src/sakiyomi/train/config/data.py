@@ -27,6 +27,13 @@ class DistillDataConfig(Settings):
     )
     device: str = setting("auto", "Where to run: auto, cpu, cuda or cuda:N.")
     seed: int = setting(1, "Seed of prompts and samples.", least=0)
+    workers: str = setting(
+        "",
+        "Engines that share the batches, each in a process of its own, on a Ray cluster: N, or MIN:MAX. By default "
+        "one, in this process, without Ray. The file does not depend on it.",
+    )
+    worker_cpus: int = setting(1, "Processors of each worker; a worker on cuda has a GPU as well.", least=1)
+    address: str = setting("", "Of the cluster: auto, HOST:PORT or ray://HOST:PORT; by default Ray is started here.")
 
     def __post_init__(self) -> None:
         for name, what in (("out", "a .jsonl file"), ("target", "the model that writes"), ("data", "files of prompts")):

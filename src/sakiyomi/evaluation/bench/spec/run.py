@@ -9,7 +9,7 @@ next prompt, so that texts that part at a near-tie do not make other work of the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,24 +29,48 @@ from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
 from sakiyomi.evaluation.bench.spec.questions import Question, chosen, digest, own_questions, read_questions
-from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results
+from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results, differences
 from sakiyomi.evaluation.bench.spec.table import rows, since
 from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.candidates import available, made
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.model_executor.loading import has_encoder
 
-__all__ = ["run"]
+__all__ = ["Answered", "Asked", "Share", "Spec", "run"]
 
 COUNTS = ("rounds", "committed", "drafted", "accepted", "prefill_seconds")
 
 
-def run(config: SpecConfig, note: Note = silent) -> list[Row]:
+@dataclass(frozen=True)
+class Answered:
+    """What came of a question.
+
+    Attributes:
+        settings: what has to be the same for all of them.
+        conditions: of the machine.
+        notes: why some drafters are not there.
+        records: of the drafters that had not answered yet, and of plain decoding beside them.
+    """
+
+    settings: dict[str, Any]
+    conditions: dict[str, Any]
+    notes: list[str]
+    records: list[Record]
+
+
+Asked = tuple[Question, frozenset[str]]
+"""A question, and whose answers are known already."""
+Share = Callable[[SpecConfig, str, str, Iterable[Asked]], Iterable[Answered]]
+"""Has questions answered, in any order: with these settings, this template and this digest of the questions' file."""
+
+
+def run(config: SpecConfig, note: Note = silent, share: Share | None = None) -> list[Row]:
     """Measure what is not known yet, and give the tables of everything that is.
 
     Args:
         config: what is asked for.
         note: is told what is going on.
+        share: has the questions answered; by default one after the other is, here.
 
     Raises:
         SakiyomiError: a file, a drafter or a setting is wrong; before any work where that can be told.
@@ -56,35 +80,83 @@ def run(config: SpecConfig, note: Note = silent) -> list[Row]:
     template = read_template(config.template)
     _check(config)
     before = None if config.against is None else Results.read(config.against)
-    note(f"loading {config.target}")
-    # One more slot than requests that run at once: the judge and oracles need one of their own.
-    llm = load(config, "none", exact=config.exact, compile=config.compile, max_batch=2, strict=True)
-    if has_encoder(llm.target.config):
-        raise UnsupportedError(f"{config.target!r} has an encoder, and questions are for models that go on with a text")
-    room = llm.max_context - config.max_new_tokens
-    if room < 2:
-        raise InputError(
-            f"max_new_tokens is {config.max_new_tokens} and the context has {llm.max_context} tokens; ask for fewer"
-        )
-    talks = partial(Talk, Dialogue(llm.tokenizer, template, config.system), min(room, config.prompt_tokens or room))
-    drafted, notes = _drafted(llm, config, note)
-    note("compiling")
-    if config.compile:
-        llm.wait()
-    settings = _settings(config, llm, template, questions)
-    results = Results.begin(config.out, settings, machine.conditions())
-    ways = {PLAIN: EngineView(llm), **drafted}
-    for way in ways.values():  # the first text on a way pays for what later ones find ready
-        way.generate(
-            [llm.tokenizer(STORIES[0]).input_ids[:room]], SamplingParams(max_new_tokens=16, gamma=config.gamma)
-        )
-    for place, question in enumerate(wanted, start=1):
-        missing = [name for name in ways if (question.id, name) not in results.records]
-        if missing:
-            where = f"question {place} of {len(wanted)} ({question.category}), "
-            asked = {name: ways[name] for name in dict.fromkeys((PLAIN, *missing))}
-            results.add(_ask(config, llm, talks(question), asked, lambda text, where=where: note(where + text)))  # type: ignore[misc]
+    kept = None if config.out is None else Results.kept(config.out)
+    known = () if kept is None else kept.records
+    asked = [(question, frozenset(name for of, name in known if of == question.id)) for question in wanted]
+    results, notes = kept, list[str]()
+    begun = False
+    for number, answered in enumerate((share or partial(_here, note))(config, template, digest(questions), asked), 1):
+        if not begun:
+            results, notes, begun = (
+                Results.begin(config.out, answered.settings, answered.conditions),
+                answered.notes,
+                True,
+            )
+        assert results is not None
+        if apart := differences(results.settings, answered.settings):
+            what = ", ".join(apart)
+            raise InputError(f"workers differ in {what}, and their times cannot be put together; use equal machines")
+        if answered.records:
+            results.add(answered.records)
+        if share is not None:
+            note(f"{number} of {len(wanted)} questions are answered")
+    assert results is not None
     return rows(results, notes) + ([] if before is None else [since(results, before)])
+
+
+def _here(note: Note, config: SpecConfig, template: str, file: str, asked: Sequence[Asked]) -> Iterator[Answered]:
+    spec = Spec(config, template, file, note)
+    for place, (question, known) in enumerate(asked, start=1):
+        where = f"question {place} of {len(asked)} ({question.category}), "
+        yield spec.answer(question, known, lambda text, where=where: note(where + text))  # type: ignore[misc]
+
+
+class Spec:
+    """A target and its drafters, ready to answer questions.
+
+    Args:
+        config: what is asked for.
+        template: of chats.
+        file: digest of that of the questions, for the settings.
+        note: is told what is going on.
+
+    Raises:
+        SakiyomiError: something cannot be loaded, or there is no room for answers.
+    """
+
+    def __init__(self, config: SpecConfig, template: str, file: str, note: Note = silent) -> None:
+        self._config = config
+        note(f"loading {config.target}")
+        # One more slot than requests that run at once: the judge and oracles need one of their own.
+        self._llm = llm = load(config, "none", exact=config.exact, compile=config.compile, max_batch=2, strict=True)
+        if has_encoder(llm.target.config):
+            raise UnsupportedError(
+                f"{config.target!r} has an encoder, and questions are for models that go on with a text"
+            )
+        room = llm.max_context - config.max_new_tokens
+        if room < 2:
+            raise InputError(
+                f"max_new_tokens is {config.max_new_tokens} and the context has {llm.max_context} tokens; ask for fewer"
+            )
+        dialogue = Dialogue(llm.tokenizer, template, config.system)
+        self._talk = partial(Talk, dialogue, min(room, config.prompt_tokens or room))
+        drafted, self._notes = _drafted(llm, config, note)
+        note("compiling")
+        if config.compile:
+            llm.wait()
+        self._settings = _settings(config, llm, template, file)
+        self._ways = {PLAIN: EngineView(llm), **drafted}
+        for way in self._ways.values():  # the first text on a way pays for what later ones find ready
+            way.generate(
+                [llm.tokenizer(STORIES[0]).input_ids[:room]], SamplingParams(max_new_tokens=16, gamma=config.gamma)
+            )
+
+    def answer(self, question: Question, known: Collection[str], note: Note = silent) -> Answered:
+        """Have everyone answer whose answer is not known."""
+        missing = [name for name in self._ways if name not in known]
+        asked = {name: self._ways[name] for name in dict.fromkeys((PLAIN, *missing))} if missing else {}
+        records = _ask(self._config, self._llm, self._talk(question), asked, note) if asked else []
+        return Answered(self._settings, machine.conditions(), self._notes, records)
 
 
 def _check(config: SpecConfig) -> None:
@@ -128,7 +200,7 @@ def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, Engine
     return views, notes
 
 
-def _settings(config: SpecConfig, llm: LLM, template: str, questions: Sequence[Question]) -> dict[str, Any]:
+def _settings(config: SpecConfig, llm: LLM, template: str, file: str) -> dict[str, Any]:
     """What has to be the same where results are put together."""
     shown = template if template in WORDS else hashlib.sha256(template.encode()).hexdigest()[:16]
     same = ("max_new_tokens", "prompt_tokens", "gamma", "repeats", "system", "exact")
@@ -139,7 +211,7 @@ def _settings(config: SpecConfig, llm: LLM, template: str, questions: Sequence[Q
         "device": str(llm.target.device),
         "graphs": llm.target.mode,
         "template": "plain text" if Dialogue(llm.tokenizer, template).plain else shown,
-        "questions": digest(questions),
+        "questions": file,
         **{name: getattr(config, name) for name in same},
         **{name: known[name] for name in ("processor", "cores", "threads")},
     }

@@ -1,0 +1,83 @@
+"""A file of JSON lines made in pieces, each of which is whole or not there.
+
+A piece is written under its number into a folder beside the file, under another name first: one that is made twice is
+there once, a run that was killed is gone on with by making what is missing, and the file has the order of the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.files import whole_file
+
+__all__ = ["Pieces"]
+
+LOCK = "lock"
+ADVICE = "make room, and run the same command again"
+
+
+class Pieces:
+    """The pieces of a file.
+
+    Attributes:
+        out: the file.
+    """
+
+    out: Path
+
+    @property
+    def folder(self) -> Path:
+        """Where the pieces are until the file has them."""
+        return self.out.with_name(self.out.name + ".parts")
+
+    def path(self, number: int) -> Path:
+        """Of a piece."""
+        return self.folder / f"{number:08d}.jsonl"
+
+    def keep(self, number: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Put a piece under its number.
+
+        Raises:
+            LoadError: it cannot be written.
+        """
+        with whole_file(self.path(number), ADVICE) as fresh, fresh.open("wb") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+
+    def kept(self, number: int) -> list[dict[str, Any]]:
+        """The records of a piece; none if it is not there."""
+        with contextlib.suppress(FileNotFoundError):
+            return [json.loads(line) for line in self.path(number).read_bytes().splitlines()]
+        return []
+
+    def remove(self) -> None:
+        """Remove the folder: the file has what was in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other runs away from the pieces.
+
+        Raises:
+            InputError: one is there.
+            LoadError: nothing can be written there.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = (self.folder / LOCK).open("w")
+        except OSError as error:
+            raise LoadError(f"cannot write {self.folder}: {error.strerror or error}; choose another output") from None
+        with handle:
+            with contextlib.suppress(ImportError):  # Windows has none
+                import fcntl
+
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    raise InputError(f"another run writes {self.out}; wait for it, or choose another output") from None
+            yield

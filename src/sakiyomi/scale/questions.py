@@ -1,0 +1,34 @@
+"""``bench spec`` by several workers: a question is a piece, and one of them has everyone answer it by turns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+
+from sakiyomi.evaluation.bench.spec.config import SpecConfig
+from sakiyomi.evaluation.bench.spec.run import Answered, Asked, Share, Spec
+from sakiyomi.scale.cluster import WorkersOption, import_ray
+from sakiyomi.scale.spread import OneByOne, spread
+
+__all__ = ["share"]
+
+
+def share(option: WorkersOption) -> Share:
+    """Has the questions answered by workers.
+
+    Raises:
+        LoadError: Ray is not installed.
+    """
+    import_ray()
+
+    def shared(config: SpecConfig, template: str, file: str, asked: Iterable[Asked]) -> Iterator[Answered]:
+        make = functools.partial(_worker, config, template, file)
+        found = spread(make, option, int(config.device.startswith("cuda")), ((None, one) for one in asked))
+        return (result for _, result in found)
+
+    return shared
+
+
+def _worker(config: SpecConfig, template: str, file: str) -> OneByOne:
+    spec = Spec(config, template, file)
+    return OneByOne(lambda asked: spec.answer(*asked))

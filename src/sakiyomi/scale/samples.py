@@ -1,0 +1,41 @@
+"""``train distill-data`` by several engines: its batches are the pieces, and no text depends on who writes it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from sakiyomi.core.errors import LoadError
+from sakiyomi.scale.cluster import WorkersOption, import_ray
+from sakiyomi.scale.spread import OneByOne, spread
+from sakiyomi.train import distill_data
+from sakiyomi.train.config import DistillDataConfig
+from sakiyomi.train.samples import Asked, Write, sample_continuations, weights_digest
+
+__all__ = ["train_distill_data"]
+
+
+def train_distill_data(config: DistillDataConfig, command: str = "") -> dict[str, Any]:
+    """Run `sakiyomi train distill-data`, here or with workers; see ``train.distill_data``."""
+    option = WorkersOption(config.workers or None, config.worker_cpus, config.address or None)
+    if option.workers is None:
+        return distill_data.train_distill_data(config, command)
+    import_ray()  # or refuse before a model is loaded
+
+    def write(digest: str) -> Write:
+        gpus = int(config.device.startswith("cuda"))
+
+        def written(batches: Iterable[Asked]) -> Iterator[tuple[Asked, Sequence[Sequence[int]]]]:
+            return spread(functools.partial(_worker, config, digest), option, gpus, ((one, one) for one in batches))
+
+        return written
+
+    return distill_data.train_distill_data(config, command, write)
+
+
+def _worker(config: DistillDataConfig, digest: str) -> OneByOne:
+    llm, target = distill_data.load_writer(config)
+    if weights_digest(target) != digest:
+        raise LoadError(f"{config.target!r} is another model on a worker than here; have the same on all machines")
+    return OneByOne(lambda asked: sample_continuations(llm, **vars(asked)))
