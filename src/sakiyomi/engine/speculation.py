@@ -153,7 +153,8 @@ class SpeculationController:
                     depth = 0
                 if depth:
                     assert request.slot is not None
-                    context.slot, context.nodes, context.worth = request.slot, nodes, worth
+                    context.slot, context.nodes = request.slot, nodes
+                    context.worth = worth.within(room) if worth is not None else None
             depths.append(min(depth, room) if depth else 0)
         return depths
 
