@@ -22,6 +22,7 @@ from sakiyomi.evaluation.bench.models import random_llama
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
 
@@ -93,7 +94,7 @@ def test_trees_are_those_of_python(rule: str, shape: str) -> None:
         found = []
         choices = random.Random(1)
         for _ in range(7):
-            made.reader._besides = 0.0
+            made.reader.besides = 0.0
             proposed = made.propose(contexts, [5] * 3)
             # The memory of their probabilities is used again.
             found += [replace(draft, probs=None if draft.probs is None else draft.probs.clone()) for draft in proposed]
@@ -153,3 +154,24 @@ def test_passes_of_many_requests_have_inputs_too() -> None:
     _, sizes = model.native_passes(128) or (0, ())
     assert sizes == model.sizes
     assert [model.replayed(size)[1].shape for size in sizes] == [(1, size) for size in sizes]
+
+
+def test_what_was_left_out_teaches_nothing_of_others() -> None:
+    """Behind a listed token that is worth too little come other places' candidates: their rows are not the text's."""
+    params = SamplingParams(tree="best-first", nodes=4, gamma=3)
+    made = drafter(torch.float32, VOCAB, native=False)
+    one = context(0, params, "greedy", None)
+    state = made.reader.begin(one, Sampler(params, VOCAB), made.name, 3, 0, 0)
+    assert state is not None
+    logits = torch.full((VOCAB,), -9.0)
+    for place, best in ((-1, [20, 21, 22]), (0, [30, 31])):
+        logits[best] = torch.tensor([9.0, 1.0, 0.5])[: len(best)]
+        state.candidates.begin_level()
+        state.candidates.floor = 0.01
+        state.read(place, logits)
+        logits[best] = -9.0
+    assert state.candidates.tokens == [20, 30]
+    assert len(state.listed[-1][1]) > 2
+    state.rows = [0, 1]
+    assert state.learn([*one.tokens, 20, 30, 1]) == [0, 1]
+    assert state.learn([*one.tokens, 21, 30, 1]) == []

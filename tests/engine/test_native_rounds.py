@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.drafters.draft_length import Throughput
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.drafters.tree_reader import TreeReader
 from sakiyomi.engine import engine as engine_module
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.evaluation.bench.models import Numbers, random_llama
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers.native import Case, verify_all
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
@@ -45,10 +48,10 @@ def engine() -> LLM:
     return llm
 
 
-def texts(params: SamplingParams | list[SamplingParams]) -> list[dict[str, Any]]:
+def texts(params: SamplingParams | list[SamplingParams], prompts: int = len(PROMPTS)) -> list[dict[str, Any]]:
     reader = engine().engine.drafter.reader  # type: ignore[union-attr]
     learnt = copy.deepcopy(reader.confidence)  # it changes the trees of later texts
-    found = [out.to_dict() for out in engine().generate(PROMPTS, params)]
+    found = [out.to_dict() for out in engine().generate(PROMPTS[:prompts], params)]
     reader.confidence = learnt
     for each in found:
         each["stats"] = {name: value for name, value in each["stats"].items() if "second" not in name}
@@ -74,9 +77,13 @@ def test_rounds_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) 
     assert texts(params) == found
 
 
-CHAINS = {name: options for name, options in CASES.items() if "tree" not in options} | {
+WHOLE = {name: options for name, options in CASES.items() if options.get("tree") != "static"} | {
     "temperature": {"temperature": 0.8},
+    "point masses": {"temperature": 0.8, "acceptance": "ratio", "tree": "best-first", "nodes": 6, "top_k": 40},
+    "wide": {"tree": "best-first", "nodes": 10, "gamma": 3},
     "greedy auto": {"gamma": "auto", "tree": "chain"},
+    "tree auto": {"gamma": "auto"},
+    "coupled tree auto": {"gamma": "auto", "temperature": 0.9},
 }
 
 
@@ -101,10 +108,10 @@ class Watched:
         monkeypatch.setattr(NativeRounds, "run", run)
 
 
-@pytest.mark.parametrize("case", CHAINS)
-def test_chains_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", WHOLE)
+def test_whole_rounds_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, traces to the last bit, counts, and what a stop within an accepted run leaves."""
-    options = {"gamma": 4} | CHAINS[case]
+    options = {"gamma": 4} | WHOLE[case]
     params = SamplingParams(max_new_tokens=25, ignore_eos=True, seed=3, **options)
     with monkeypatch.context() as patch:
         watched = Watched(patch, able=False)
@@ -120,6 +127,31 @@ def test_chains_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) 
             assert texts(params) == expected
             assert texts(replace(params, stop_token_ids=(stop,))) == stopped
         assert watched.native > 10 and not watched.python
+
+
+def test_weighed_trees_are_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where clocks always say the same, levels and nodes are weighed alike."""
+    monkeypatch.setattr(ModelRunner, "pass_seconds", lambda model, rows: 1e-4 + 2e-5 * model.padded(rows))
+    monkeypatch.setattr(Throughput, "expected", lambda gain, costs: 2000.0)
+    monkeypatch.setattr(TreeReader, "took", lambda *_: None)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, gamma=6, tree="best-first", nodes="auto")
+    with monkeypatch.context() as patch:
+        Watched(patch, able=False)
+        expected = texts(params, 1)
+    watched = Watched(monkeypatch)
+    assert texts(params, 1) == expected
+    assert watched.native and not watched.python
+    stats = expected[0]["stats"]
+    assert 1 < stats["drafted"] / stats["rounds"] < 30
+
+
+def test_a_round_that_learns_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above compare depends on what rounds have taught the draft."""
+    params = SamplingParams(max_new_tokens=25, ignore_eos=True, gamma=4, tree="best-first", nodes=7)
+    expected = texts(params)
+    inner = NativeRounds._commit
+    monkeypatch.setattr(NativeRounds, "_commit", lambda rounds, *found: inner(rounds, *found[:-1], [(0, ())]))
+    assert texts(params) != expected
 
 
 def test_plain_rounds_are_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,17 @@ def test_it_is_taken_up_again_when_it_wins() -> None:
     assert seen[300:].count("d") > 0.98 * len(seen[300:])
 
 
+def test_requests_behind_a_rest_do_not_hear_of_the_loss_before_it() -> None:
+    """Else short ones, which rest longer than they last where others lost, would never draft again."""
+    pace = Pace(8)
+    run(pace, FEWEST + FIRST_LOOKS + 1, tokens=3.0, drafted=4.0, plain=1.0)
+    assert pace.rate == pytest.approx(0.75)
+    run(pace, REST, tokens=3.0, drafted=4.0, plain=1.0)
+    assert pace.rate == 0.0 and not pace.undrafted
+    assert run(pace, TRIAL, tokens=3.0, drafted=1.0, plain=1.0) == "d" * TRIAL
+    assert pace.rate > 1.5
+
+
 def test_one_request_alone_decides_by_itself() -> None:
     assert run(Pace(1), 300, tokens=1.0, drafted=4.0, plain=1.0).count("p") == FIRST_LOOKS + (300 - SETTLED - 3) // 25
 

@@ -52,7 +52,7 @@ class AssistantReader(TreeReader):
         return torch.cat(found)
 
     def _pass_seconds(self, rows: int) -> float:
-        return self._besides  # none of the model's: all that a level takes
+        return self.besides  # none of the model's: all that a level takes
 
 
 class AssistantDrafter(TreeDrafter):

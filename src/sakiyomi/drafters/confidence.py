@@ -61,13 +61,6 @@ class Confidence:
         places = self._places
         return list(itertools.accumulate([min(hits / places, 1.0) for hits in self._hits], min))
 
-    def follow(self, accepted: int, missed: bool) -> None:
-        """Learn from a chain: so many tokens were the target's choice, and whether there was one that was not."""
-        for _ in range(accepted):
-            self.learn((), 0)
-        if missed:
-            self.learn((), None)
-
     def learn(self, scores: Sequence[float], rank: int | None) -> None:
         """Learn what the target chose at a place that it reached.
 

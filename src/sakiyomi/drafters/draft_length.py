@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -106,6 +106,14 @@ class TokenValue:
         """What a node costs on the way to a tree of so many: its share of the pass, in tokens."""
         score, batch = self.costs.score, self.costs.batch
         return self.rate * max(0.0, score(batch * (nodes + 1)) - score(batch)) / nodes
+
+    def floor(self, nodes: int) -> float:
+        """The least that a node has to be worth: less than its share, since several row counts cost the same."""
+        return self.price(nodes) / 2
+
+    def within(self, depth: int) -> TokenValue:
+        """The same for drafts that are no deeper."""
+        return self if self.depth <= depth else replace(self, depth=depth)
 
     def size(self, values: Sequence[float]) -> int:
         """How many nodes to score.

@@ -115,7 +115,9 @@ class DraftTreeState:
             start, listed, scores = self.listed[place]
             rank = listed.index(tokens[position]) if tokens[position] in listed else None
             self.confidence_at(position - first).learn(scores, rank)
-            place = start + rank if rank is not None else len(self.candidates.tokens)
+            above, place = place, len(self.candidates.tokens) if rank is None else start + rank
+            if place >= len(self.candidates.parents) or self.candidates.parents[place] != above:
+                break  # what the target chose is no candidate
             if place in rows and len(path) == position - first and position < len(tokens) - 1:
                 path.append(rows[place])
         return path

@@ -122,8 +122,8 @@ class ModelDrafter(LevelDrafter):
         return super().propose(contexts, gammas)
 
     @property
-    def chains(self) -> bool:
-        """Whether the kernels may grow its chains from round to round: a token is guessed in each pass, of any text."""
+    def native(self) -> bool:
+        """Whether the kernels may grow its trees from round to round: a token is guessed in each pass, of any text."""
         return self._knows_all and type(self.reader) is TreeReader
 
     def seats(self, contexts: Sequence[Context]) -> list[Seat | None]:
@@ -135,9 +135,9 @@ class ModelDrafter(LevelDrafter):
         found = (context.memory.get(self.name) if context in able else None for context in contexts)
         return [seat if seat is not None and seat.ready else None for seat in found]
 
-    def chain(self, context: Context, seat: Seat) -> DraftTreeState:
-        """A chain that has no token yet, as deep as it may be."""
-        state = self.reader.begin(context, seat.sampler, self.name, self.model.max_context, seat.slot, len(seat.held))
+    def tree(self, context: Context, seat: Seat) -> DraftTreeState:
+        """A tree that has no token yet."""
+        state = self.reader.begin(context, seat.sampler, self.name, 1, seat.slot, len(seat.held))
         assert state is not None
         return state
 

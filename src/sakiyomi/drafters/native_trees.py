@@ -15,15 +15,20 @@ import torch
 from torch import Tensor
 
 from sakiyomi.core.errors import InputError, MemoryLimitError
+from sakiyomi.drafters.confidence import Confidence
+from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
-from sakiyomi.drafters.trees import BestFirst, Chain
+from sakiyomi.drafters.trees import BestFirst, Builder, Chain
 from sakiyomi.kernels.build import loaded
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.probs import NOTHING_LEFT
 
-__all__ = ["NativeTrees", "pack_ask"]
+__all__ = ["EXTENT", "GROWN", "NativeTrees", "level_seconds", "pack_ask", "pack_extent", "spread"]
 
-_ASK = struct.Struct("=11q9d2Q4q")  # Ask in growth.h
+EXTENT = struct.Struct("=4q6d")  # Extent in growth.h
+_ASK = struct.Struct("=4q2q1q3d2Q4q")  # Ask in growth.h, behind its extent
+GROWN: dict[str, type[Builder]] = {"chain": Chain, "best-first": BestFirst}
+"""Builders that the kernels know."""
 _RULES = {"greedy": 0, "coupled": 1}  # else 2 where candidates are drawn, and 3
 LEVELS = 4  # most levels are narrow: rows for so many of the widest are more than a tree reads
 FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
@@ -76,8 +81,7 @@ class NativeTrees:
                 return None
             candidates = state.candidates
             width = 1 if type(state.builder) is Chain else candidates.nodes
-            # A tree that would read more rows of candidates is complete.
-            rooms.append(state.first + (candidates.depth if width == 1 else width * min(candidates.depth, LEVELS)))
+            rooms.append(state.first + spread(candidates.depth, width))
             missing, total, widest = missing + state.first - state.held, total + width, max(widest, width)
             weighed |= state.worth is not None
         native = self._model.native_passes(max(missing, total))
@@ -89,7 +93,7 @@ class NativeTrees:
         tokens: list[int] = []
         tables = [self._table(i, state.candidates.depth) if state.drawn else None for i, state in enumerate(states)]
         asks = [pack_ask(*each, tokens) for each in zip(states, rooms, tables, strict=True)]
-        seconds = self._seconds(widest, besides) if weighed else None
+        seconds = level_seconds(self._model, widest, besides) if weighed else None
         given = len(tokens), struct.pack(f"={len(tokens)}q", *tokens)
         size = kernels.sk_plant(self._forest, len(states), b"".join(asks), *given, seconds)
         passes, size = self._model.replay(size, partial(kernels.sk_grow, self._forest, self._half))
@@ -114,15 +118,6 @@ class NativeTrees:
         self._forest = kernels.sk_forest(session, self._model.vocab_size, self._width, len(sizes), *known)
         self._kernels = kernels
         self._half = self._model.dtype == torch.bfloat16
-
-    def _seconds(self, rows: int, besides: float) -> ctypes.Array[ctypes.c_double]:
-        """Of a level by its rows."""
-        model = self._model
-        found: list[float] = [besides]
-        while len(found) <= rows:
-            size = model.padded(len(found))
-            found += [model.pass_seconds(size) + besides] * (size + 1 - len(found))
-        return (ctypes.c_double * len(found))(*found)
 
     def _table(self, index: int, depth: int) -> Tensor:
         """Room for the distributions of a drawn chain."""
@@ -160,6 +155,34 @@ class NativeTrees:
             state.context.noise.fork(state.name).counter = stream % 2**64
 
 
+def spread(depth: int, width: int) -> int:
+    """Columns for a tree's candidates that are read, `width` at most in a level: with more of them it is complete."""
+    return depth if width == 1 else width * min(depth, LEVELS)
+
+
+def level_seconds(model: ModelRunner, rows: int, besides: float) -> ctypes.Array[ctypes.c_double]:
+    """Seconds of a pass by its rows, and of what comes with it."""
+    found: list[float] = [besides]
+    while len(found) <= rows:
+        size = model.padded(len(found))
+        found += [model.pass_seconds(size) + besides] * (size + 1 - len(found))
+    return (ctypes.c_double * len(found))(*found)
+
+
+def pack_extent(depth: int, nodes: int, siblings: int, worth: TokenValue | None, confidence: Confidence) -> bytes:
+    """How large a tree may become, as the kernels take it.
+
+    Args:
+        depth, nodes: at most.
+        siblings: candidates of a place.
+        worth: what a token is worth, where that is weighed.
+        confidence: what turns scores into chances.
+    """
+    floor, price, rate = (worth.floor(nodes), worth.price(nodes), worth.rate) if worth is not None else (0.0, 0.0, 0.0)
+    learnt = confidence.sharpness, confidence.coverage
+    return EXTENT.pack(depth, nodes, siblings, worth is not None, floor, price, rate, FOLLOWED, *learnt)
+
+
 def pack_ask(state: DraftTreeState, room: int, table: Tensor | None, tokens: list[int]) -> bytes:
     """What is asked of one tree, as the kernels take it.
 
@@ -169,19 +192,16 @@ def pack_ask(state: DraftTreeState, room: int, table: Tensor | None, tokens: lis
         table: for the distributions of a drawn chain; None: there is none, or they lie in the kernels.
         tokens: those that it names join those of other trees.
     """
-    context, params, candidates, worth = state.context, state.sampler.params, state.candidates, state.worth
+    context, params, candidates = state.context, state.sampler.params, state.candidates
     named, missing, stops = len(tokens), context.tokens[state.held :], context.stop_ids
     tokens += missing
     tokens += stops
     chain = type(state.builder) is Chain
-    price, rate = (worth.price(candidates.nodes), worth.rate) if worth is not None else (0.0, 0.0)
-    noise, confidence = context.noise, state.confidence
+    siblings, noise = state.candidate_count(-1), context.noise
     stream = noise.fork(state.name).counter if state.drawn else 0
-    return _ASK.pack(
-        *(state.slot, state.held, state.first, room, candidates.depth, candidates.nodes),
-        *(1 if chain else state.candidate_count(-1), chain, _RULES.get(context.rule, 2 if state.drawn else 3)),
-        *(worth is not None, params.top_k, params.temperature, params.top_p, params.min_p, candidates.floor),
-        *(price, rate, FOLLOWED, confidence.sharpness, confidence.coverage, noise.state, stream),
+    return pack_extent(candidates.depth, candidates.nodes, siblings, state.worth, state.confidence) + _ASK.pack(
+        *(state.slot, state.held, state.first, room, chain, _RULES.get(context.rule, 2 if state.drawn else 3)),
+        *(params.top_k, params.temperature, params.top_p, params.min_p, noise.state, stream),
         *(len(missing), len(stops), named, 0 if table is None else table.data_ptr()),
     )
 
@@ -190,7 +210,7 @@ def _fits(state: DraftTreeState) -> bool:
     """Whether the kernels know how this tree grows, and nobody changes its logits."""
     return (
         type(state) is DraftTreeState
-        and type(state.builder) in (Chain, BestFirst)
+        and type(state.builder) in GROWN.values()
         and not state.sampler.edits
         and not state.candidates.levels
     )

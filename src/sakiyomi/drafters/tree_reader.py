@@ -55,8 +55,7 @@ def begin_tree(context: Context, depth: int, nodes: int, ranks: Callable[[], Ran
     candidates = CandidateTree(depth, depth if shape == "chain" else nodes)
     builder = BUILDERS[shape](context.params, ranks)
     if builder.picks and worth is not None:
-        # A pass costs the same for several row counts: a node may pay that is worth less than its share of the largest.
-        candidates.floor = worth.price(candidates.nodes) / 2
+        candidates.floor = worth.floor(candidates.nodes)
     return candidates, builder
 
 
@@ -77,6 +76,7 @@ class TreeReader:
         one_pass: all levels come in one pass.
         passes: passes so far.
         confidence: by rule, how often the model is right where it gives such probabilities.
+        besides: seconds of a level outside the model.
     """
 
     state: type[DraftTreeState] = DraftTreeState
@@ -88,7 +88,7 @@ class TreeReader:
         self.confidence = {rule: Confidence(sharpness) for rule, sharpness in SHARPNESS.items()}
         self._vocab_size = vocab_size
         self._native = NativeTrees(model, vocab_size)
-        self._besides = 1e-4  # seconds of a level outside the model
+        self.besides = 1e-4
 
     def kind_for(self, params: SamplingParams) -> DraftKind:
         """See ``kind_of``."""
@@ -107,14 +107,17 @@ class TreeReader:
             slot: of the request in the model's cache.
             held: committed tokens whose keys and values are there; at least one is missing.
         """
-        room = self.model.max_context - len(context.tokens)
-        if room < 1:
+        depth, drawn = self.depth(context, gamma), is_drawn(context)
+        if depth < 1:
             return None
-        drawn = is_drawn(context)
-        depth = min(gamma if drawn or context.worth is None else context.worth.depth, room)
         confidence = self.confidence[context.rule]
         candidates, builder = begin_tree(context, depth, context.nodes, lambda: confidence.ranks)
         return self.state(context, sampler, name, candidates, builder, confidence, drawn, slot, held)
+
+    def depth(self, context: Context, gamma: int) -> int:
+        """How deep a request's tree may become, `gamma` wanted; not positive where the model's context ends."""
+        wanted = gamma if context.worth is None or is_drawn(context) else context.worth.depth
+        return min(wanted, self.model.max_context - len(context.tokens))
 
     def read(self, states: Sequence[DraftTreeState]) -> None:
         """Grow these trees until they are complete.
@@ -138,11 +141,15 @@ class TreeReader:
             active = [state for state in active if state.unread and self._has_room(state)]
         if self.passes > passes:
             besides = time.perf_counter() - began - (self.model.forward_seconds - inside)
-            self._besides = running_mean(self._besides, besides / (self.passes - passes))
+            self.took(self.passes - passes, besides)
+
+    def took(self, passes: int, besides: float) -> None:
+        """So many passes took so many seconds outside the model."""
+        self.besides = running_mean(self.besides, besides / passes)
 
     def _grow_natively(self, states: Sequence[DraftTreeState]) -> int | None:
         """See ``NativeTrees.grow``."""
-        return self._native.grow(states, self._besides)
+        return self._native.grow(states, self.besides)
 
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         """Logits (rows, V of the model) of a pass over these segments of the trees."""
@@ -176,7 +183,7 @@ class TreeReader:
 
     def _pass_seconds(self, rows: int) -> float:
         """What a pass over so many candidates takes."""
-        return self.model.pass_seconds(rows) + self._besides
+        return self.model.pass_seconds(rows) + self.besides
 
 
 class TreeDrafter(Drafter):

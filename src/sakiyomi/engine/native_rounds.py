@@ -1,7 +1,8 @@
 """Rounds that the compiled kernels run: draft, score, verify, commit. Python runs the passes and reads what came of it.
 
-That is so for requests that draft chains with a draft model of their own, or nothing, where no code of Python has a say
-between the passes. All others, and any in a round with them, have the round of ``Engine``, which gives the same.
+That is so for requests that draft chains or best-first trees with a draft model of their own, or nothing, where no code
+of Python has a say between the passes. All others, and any in a round with them, have the round of ``Engine``, which
+gives the same.
 `kernels/round.h` keeps a request from round to round; whatever else happens to it in between shows in its length.
 """
 
@@ -12,7 +13,6 @@ import logging
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,46 +20,26 @@ from torch import Tensor
 from sakiyomi.cache.eviction import FullCache
 from sakiyomi.core.errors import RemovedError, UnsupportedError
 from sakiyomi.core.outputs import FinishReason, Step
-from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter
-from sakiyomi.drafters.model import LONG, ModelDrafter, Seat
+from sakiyomi.drafters.model import LONG, ModelDrafter
 from sakiyomi.drafters.native_trees import pack_ask
-from sakiyomi.engine.request import ChainVerdict, Request
+from sakiyomi.drafters.trees.base import LISTED
+from sakiyomi.engine.native_turns import Turn, costs_of, judged, size_of
+from sakiyomi.engine.request import Request, RoundVerdict
 from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
 from sakiyomi.kernels.build import loaded
 from sakiyomi.kernels.native import numbers
 from sakiyomi.model_executor.attention.registry import PassForward
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.traced import interpreted
-from sakiyomi.sampling.rng import Uniforms
-from sakiyomi.sampling.verifiers.native import HALF, KINDS, Case, pack_case
+from sakiyomi.sampling.verifiers.native import HALF, KINDS
 
 __all__ = ["NativeRounds"]
 
 logger = logging.getLogger("sakiyomi")
-AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
 OFTEN = 8  # rounds after which passes' clocks are read again
-_HEAD = 9  # numbers before the tokens of a request, see Rounds::write in round.h
+_HEAD = 10  # numbers before the tokens of a request, see Rounds::write in round.h
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
-
-
-@dataclass(eq=False, slots=True)
-class _Turn:
-    """A request in the kernels.
-
-    Attributes:
-        number: its own there; -1: it is not there.
-        length: tokens of its text there.
-        room: columns that are reserved in both caches.
-        seat: in the draft model's cache; None: it drafts nothing yet.
-        stream: what chains are drawn by; None: they are not drawn.
-    """
-
-    number: int = -1
-    length: int = -1
-    room: int = 0
-    seat: Seat | None = None
-    stream: Uniforms | None = None
 
 
 class NativeRounds:
@@ -73,10 +53,10 @@ class NativeRounds:
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, speculation: SpeculationController) -> None:
         self._target, self._speculation = target, speculation
-        self._drafter = drafter if type(drafter) is ModelDrafter and drafter.chains else None
+        self._drafter = drafter if type(drafter) is ModelDrafter and drafter.native else None
         self._able = drafter is None or self._drafter is not None
         self._models = [self._drafter.model, target] if self._drafter is not None else [target]
-        self._turns: dict[int, _Turn] = {}
+        self._turns: dict[int, Turn] = {}
         self._kernels: Any = None
         self._rounds = 0  # in the kernels
         self._made_for: list[Any] = []
@@ -85,6 +65,7 @@ class NativeRounds:
         self._checked: set[int] = set()
         self._found: tuple[Any, Any] = (), ()
         self._since = 0
+        self._costs: tuple[Any, Any] = None, None  # seconds of passes, where drafts are weighed
 
     def __del__(self) -> None:
         if self._rounds:
@@ -106,7 +87,7 @@ class NativeRounds:
 
         Args:
             requests: with their prompts read.
-            depths: of their chains.
+            depths: of their drafts.
             clock: of the round.
 
         Returns:
@@ -116,11 +97,11 @@ class NativeRounds:
             return None
         drafter = self._drafter
         before = drafter.prefill_seconds if drafter is not None else 0.0
-        asked: list[int] | None = None
+        asked: bytes | None = None
         times: list[tuple[int, float]] | None = None
         try:
             asked = self._begin(requests, depths)
-            times = self._replay(asked) if asked else None
+            times = self._replay(len(requests), asked) if asked else None
         except Exception as error:
             logger.debug("a round in the kernels failed: %r", error)
         catching_up = drafter.prefill_seconds - before if drafter is not None else 0.0
@@ -132,25 +113,32 @@ class NativeRounds:
         seconds = self._count(times)
         drafted = DraftBatch([], seconds, catching_up, len(times) - 1, len(times) > 1)
         clock.scored(requests, drafted)
-        most = sum(asked) + len(requests)  # no fewer than there are rows
-        whole, real = self._found[0][: _HEAD * len(requests) + most], self._found[1][: 2 * most]
-        steps, nodes, kept = [], [], []
-        at = done = 0
+        ints, doubles = self._found
+        whole, real = ints[: ints[0]], doubles[: ints[1]]
+        steps, levels, kept, rows = [], [], [], 0
+        at, done = 2, 0
         for request in requests:
-            count, accepted = whole[at + 2 : at + 4]
+            accepted, began, first = whole[at + 4], at, done
             end, middle = at + _HEAD + accepted + 1, done + accepted + 1
-            step = self._commit(request, whole[at:end], real[done:middle], real[middle : middle + accepted])
+            at, done = end + 1 + 2 * whole[end], middle + accepted
+            places = []
+            for i in range(end + 1, at, 2):
+                rank, listed = whole[i : i + 2]
+                scores = real[done : done + listed] if listed > 1 else ()
+                places.append((rank, scores))
+                done += len(scores)
+            step = self._commit(request, whole[began:end], real[first:middle], real[middle : middle + accepted], places)
             steps.append(step)
-            nodes.append(count)
+            rows += 1 + whole[began + 2]
+            levels.append(whole[began + 3])
             kept.append(len(step.token_ids) - 1)
-            at, done = end, middle + accepted
-        self._speculation.observe(requests, nodes, kept, len(requests) + sum(nodes), drafted, clock)
+        self._speculation.observe(requests, levels, kept, rows, drafted, clock)
         return steps
 
     # ------------------------------------------------------------ before the passes
 
-    def _begin(self, requests: Sequence[Request], depths: Sequence[int]) -> list[int] | None:
-        """What to ask of the kernels: of each request its number and the depth of its chain; None: they cannot.
+    def _begin(self, requests: Sequence[Request], depths: Sequence[int]) -> bytes | None:
+        """What to ask of the kernels; None: they cannot.
 
         Raises:
             MemoryLimitError: there is no room for it.
@@ -177,53 +165,35 @@ class NativeRounds:
                 lacking = True
         if lacking:
             self._seat(requests, turns, depths)
-        moved = target.cache.moved or draft.cache.moved
-        asked: list[int] = []
-        missing = rows = 0
-        for request, turn, depth in zip(requests, turns, depths, strict=True):
-            seat, length = turn.seat, turn.length
-            if depth and seat is not None:
-                depth = min(depth, draft.max_context - length)
-                missing += length - len(seat.held)
-            else:
-                depth = 0
-            if moved or length + depth > turn.room:
-                turn.room = length + depth + AHEAD
-                assert request.slot is not None
-                target.cache.reserve(request.slot, turn.room)
-                if seat is not None:
-                    draft.cache.reserve(seat.slot, turn.room)
-            rows += depth + 1
-            asked += turn.number, depth
-        if rows > self._rows[-1] or max(missing, len(requests)) > self._rows[0]:
-            wanted = [max(missing, len(requests)), rows][-len(self._models) :]
+        sizes = [size_of(*each, self._drafter) for each in zip(requests, turns, depths, strict=True)]
+        missing = width = 0
+        for turn, size in zip(turns, sizes, strict=True):
+            if size.depth:
+                assert turn.seat is not None
+                missing, width = missing + turn.length - len(turn.seat.held), width + size.width
+        rows = len(requests) + sum([size.nodes for size in sizes])
+        if rows > self._rows[-1] or max(missing, width) > self._rows[0]:
+            wanted = [max(missing, width), rows][-len(self._models) :]
             return self._begin(requests, depths) if self._make(wanted) else None
-        return asked
+        moved = target.cache.moved or draft.cache.moved
+        for request, turn in zip(requests, turns, strict=True):
+            turn.reserve(request, target, draft, moved)
+        self._costs = costs_of(sizes, self._drafter)
+        return b"".join([size.asked for size in sizes])
 
-    def _enter(self, request: Request) -> _Turn | None:
+    def _enter(self, request: Request) -> Turn | None:
         """Give the kernels a request as it is now; None: they do not run its rounds."""
         self._leave(request.id)
-        case, context = self._case(request), request.context
+        case, context = judged(request, self._drafter, self._target.vocab_size), request.context
         if not case or request.repeats:
             return None
         stops = struct.pack(f"={len(context.stop_ids)}q", *context.stop_ids)
         at = self._rounds, case, request.slot, len(context.tokens), request.last, context.tokens[-1]
         number = self._kernels.sk_enter(*at, len(context.stop_ids), stops)
-        turn = self._turns[request.id] = _Turn(number, len(context.tokens))
+        turn = self._turns[request.id] = Turn(number, len(context.tokens))
         return turn
 
-    def _case(self, request: Request) -> bytes:
-        """How the request's drafts are judged, as the kernels take it; nothing: by Python, or it wants more of a round
-        than they leave.
-        """
-        context, params = request.context, request.context.params
-        seen = request.rounds_trace or request.keep_logits or params.logprobs is not None
-        if seen or context.source is not None or (self._drafter is not None and params.builder != "chain"):
-            return b""
-        case = Case(Draft.empty(), 0, len(context.tokens), request.verifier, request.sampler, context.noise)
-        return pack_case(case, self._target.vocab_size, [])
-
-    def _seat(self, requests: Sequence[Request], turns: Sequence[_Turn], depths: Sequence[int]) -> None:
+    def _seat(self, requests: Sequence[Request], turns: Sequence[Turn], depths: Sequence[int]) -> None:
         """Have the draft model follow those that draft and whose text it has not read."""
         drafter, lacking = self._drafter, []
         for request, turn, depth in zip(requests, turns, depths, strict=True):
@@ -232,10 +202,10 @@ class NativeRounds:
         if not lacking or drafter is None:
             return
         for (context, turn), seat in zip(lacking, drafter.seats([each for each, _ in lacking]), strict=True):
-            turn.seat, turn.room = seat, 0
+            turn.seat, turn.seat_room = seat, 0
             if seat is not None:
                 tokens: list[int] = []
-                state = drafter.chain(context, seat)
+                state = drafter.tree(context, seat)
                 ask = pack_ask(state, state.first, None, tokens)
                 turn.stream = context.noise.fork(drafter.name) if state.drawn else None
                 self._kernels.sk_seat(self._rounds, turn.number, ask, struct.pack(f"={len(tokens)}q", *tokens))
@@ -260,23 +230,25 @@ class NativeRounds:
             tables.append(numbers([session, model.vocab_size, HALF[model.dtype], len(sizes), *sizes, *places]))
             which = i + 2 - len(self._models)  # 1: the target
             self._passes |= {2 * size + which: found for size, found in passes.items()}
-        most = self._target.sizes[-1]
-        self._found = numbers([0] * ((_HEAD + 1) * most)), (ctypes.c_double * (2 * most))()
+        most = self._target.sizes[-1]  # rows: each has a token, and may be a place with what is listed there
+        self._found = numbers([0] * ((_HEAD + 4) * most)), (ctypes.c_double * ((2 + LISTED) * most))()
         if len(tables) == 1:
             tables.insert(0, numbers([0] * 4))
         self._kernels = kernels
         self._rounds = kernels.sk_rounds(tables[1], tables[0], *self._found)
-        self._rows, self._made_for = list(rows), [model.recorder for model in self._models]
+        self._rows = [sizes[-1] for _, sizes in filter(None, found)]
+        self._made_for = [model.recorder for model in self._models]
         return True
 
     # ------------------------------------------------------------ the passes, and what comes of them
 
-    def _replay(self, asked: Sequence[int]) -> list[tuple[int, float]] | None:
+    def _replay(self, count: int, asked: bytes) -> list[tuple[int, float]] | None:
         """Run the passes of a round: which, and the seconds of each; None: a row holds no numbers."""
         kernels, rounds, passes, now = self._kernels, self._rounds, self._passes, time.perf_counter
         take, times = kernels.sk_pass, []
         with self._models[0].lock, self._target.lock, interpreted():
-            code = kernels.sk_round(rounds, len(asked) // 2, struct.pack(f"={len(asked)}q", *asked))
+            first = began = now()
+            code = kernels.sk_round(rounds, count, asked, *self._costs)
             while code > 0:
                 replay, ids, positions = passes[code]
                 began = now()
@@ -285,6 +257,9 @@ class NativeRounds:
                 if code not in self._checked:
                     self._check(code, logits)
                 code = take(rounds, logits.data_ptr())
+        if len(times) > 1 and self._drafter is not None:
+            drafting = began - first - sum([spent for _, spent in times[:-1]])
+            self._drafter.reader.took(len(times) - 1, drafting)
         return times if code == 0 else None
 
     def _count(self, times: Sequence[tuple[int, float]]) -> float:
@@ -314,10 +289,25 @@ class NativeRounds:
             raise UnsupportedError(f"logits {logits.dtype} of width {logits.shape[-1]}")
         self._checked.add(code)
 
-    def _commit(self, request: Request, whole: list[int], chances: list[float], probs: list[float]) -> Step:
-        """Take what the kernels have committed of a request."""
-        used, ended, nodes, accepted, refused, kind, held, stream, drawn = whole[:_HEAD]
-        chain = ChainVerdict(
+    def _commit(
+        self,
+        request: Request,
+        whole: list[int],
+        chances: list[float],
+        probs: list[float],
+        places: Sequence[tuple[int, Sequence[float]]],
+    ) -> Step:
+        """Take what the kernels have committed of a request.
+
+        Args:
+            request: whose it is.
+            whole: numbers, and behind them the tokens.
+            chances: of the tokens.
+            probs: what the draft gave those of its own.
+            places: where the target came to in the tree: which of the candidates it chose (-1: none), and their scores.
+        """
+        used, ended, nodes, _, accepted, refused, kind, held, stream, drawn = whole[:_HEAD]
+        verdict = RoundVerdict(
             whole[_HEAD:], used, _REASONS[ended], nodes, accepted, refused, KINDS[kind], chances, probs
         )
         turn, drafter = self._turns[request.context.id], self._drafter
@@ -325,8 +315,8 @@ class NativeRounds:
             request.cached += accepted + 1
             turn.length += accepted + 1
             request.context.noise.counter = stream % 2**64
-            step = request.commit_chain(chain, drafter.name if drafter is not None else "")
-            if nodes and drafter is not None:
+            step = request.commit_round(verdict, drafter.name if drafter is not None else "")
+            if places and drafter is not None:
                 seat = turn.seat
                 assert seat is not None
                 if turn.stream is not None:
@@ -334,7 +324,9 @@ class NativeRounds:
                 seat.held += request.context.tokens[len(seat.held) : held]
                 seat.sure = len(seat.held)
                 if step.finish_reason is None:
-                    drafter.reader.confidence[request.context.rule].follow(accepted, accepted < nodes)
+                    learn = drafter.reader.confidence[request.context.rule].learn
+                    for rank, scores in places:
+                        learn(scores, rank if rank >= 0 else None)
             return step
         except Exception as error:
             return request.fail(error)

@@ -50,8 +50,8 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Tokens a second to be expected of rounds with drafts; 0: too few were measured."""
-        return self.drafted.rate if self.drafted.rounds >= self.settled else 0.0
+        """Tokens a second to be expected of rounds with drafts; 0: too few were measured, at first or behind a rest."""
+        return self.drafted.rate if self.drafted.rounds >= self._enough else 0.0
 
     @property
     def undrafted(self) -> bool:

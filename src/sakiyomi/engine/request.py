@@ -24,7 +24,7 @@ from sakiyomi.sampling.rows import as_row
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows, Verifier
 
-__all__ = ["GIVEN", "ChainVerdict", "Request", "RequestOptions", "RetainedSlot"]
+__all__ = ["GIVEN", "Request", "RequestOptions", "RetainedSlot", "RoundVerdict"]
 
 GIVEN = "given"  # the source of tokens that were not drafted, but begun with
 SCORED_TOGETHER = 64  # rows of a prompt: each takes the vocabulary's size several times
@@ -80,14 +80,14 @@ class RequestOptions(TypedDict, total=False):
     states: list[Tensor] | None
 
 
-class ChainVerdict(NamedTuple):
-    """What a round of a chain brought, as the kernels have left it.
+class RoundVerdict(NamedTuple):
+    """What a round brought, as the kernels have left it.
 
     Attributes:
         tokens: the accepted ones, and the target's own.
         used: so many of them count.
         reason: why the text ends there; None: it goes on.
-        nodes, accepted, refused: of the chain.
+        nodes, accepted, refused: of the draft.
         kind: of the target's own token.
         chances: what the target gave the tokens.
         probs: what the draft gave the accepted ones.
@@ -244,21 +244,21 @@ class Request:
             self.rounds.append(self._round(draft, verdict, rows))
         return self._take(tokens, entries, text, reason)
 
-    def commit_chain(self, chain: ChainVerdict, drafter: str) -> Step:
-        """The same of a round that the kernels have run, in which `drafter` proposed a chain."""
-        tokens, used, reason, text = chain.tokens, chain.used, chain.reason, ""
+    def commit_round(self, found: RoundVerdict, drafter: str) -> Step:
+        """The same of a round that the kernels have run, with a draft of `drafter`."""
+        tokens, used, reason, text = found.tokens, found.used, found.reason, ""
         if self.live:
             text, stopped = self.text.push(tokens[:used])
             if stopped is not None:
                 used, reason = stopped, "stop"
-        accepted, probs, chances = chain.accepted, chain.probs, chain.chances
+        accepted, probs, chances = found.accepted, found.probs, found.chances
         number = self.stats.rounds + 1
         entries = [
             TokenTrace(tokens[i], drafter, "accepted", number, chances[i], probs[i]) for i in range(min(accepted, used))
         ]
         if used > accepted:
-            entries.append(TokenTrace(tokens[accepted], "target", chain.kind, number, chances[accepted]))
-        self._count(chain.nodes, accepted, chain.refused, used)
+            entries.append(TokenTrace(tokens[accepted], "target", found.kind, number, chances[accepted]))
+        self._count(found.nodes, accepted, found.refused, used)
         return self._take(tokens[:used], entries, text, reason)
 
     def _take(self, tokens: list[int], entries: list[TokenTrace], text: str, reason: FinishReason | None) -> Step:

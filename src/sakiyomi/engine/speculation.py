@@ -153,18 +153,21 @@ class SpeculationController:
                     depth = 0
                 if depth:
                     assert request.slot is not None
-                    context.slot, context.nodes, context.worth = request.slot, nodes, worth
+                    context.slot, context.nodes = request.slot, nodes
+                    context.worth = worth.within(room) if worth is not None else None
             depths.append(min(depth, room) if depth else 0)
         return depths
 
     def _worth_reading(self, context: Context, room: int, batch: int) -> bool:
-        """Whether what drafts save in so many further tokens is more than what the drafter needs to read the text."""
+        """Whether what drafts save in so many further tokens is more than what the drafter needs to read the text, for
+        which all requests of the round wait.
+        """
         if context.id in self._read or not self._reading:
             return True
         pace = self._pace(batch)
         if pace.rate * pace.plain <= 1:  # whether to draft at all is not decided here
             return True
-        return len(context.tokens) * self._reading < room * (pace.plain - 1 / pace.rate)
+        return batch * len(context.tokens) * self._reading < room * (pace.plain - 1 / pace.rate)
 
     def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftBatch:
         """Drafts for a round.

@@ -23,21 +23,26 @@ namespace {
 
 enum Rule : int64_t { greedy, coupled, drawn, listed };  // as drafters/native_trees.py numbers them
 
-// What is asked of one tree, as drafters/native_trees.py packs it.
-struct Ask {
+// How large a tree may become, as drafters/native_trees.py packs it.
+struct Extent {
+  int64_t depth, nodes;
+  int64_t siblings;  // candidates of a place
+  int64_t weighed;   // a level and a node have to be worth their time
+  double floor, price, rate;  // see CandidateTree and TokenValue
+  double followed;            // share of accepted nodes that have an accepted child
+  double sharpness, coverage;  // see Confidence
+};
+
+// What is asked of one tree, likewise.
+struct Ask : Extent {
   int64_t slot;
   int64_t held;      // committed tokens whose pairs are in the slot
   int64_t first;     // position of the first level
   int64_t room;      // columns of the slot that may be in use
-  int64_t depth, nodes;
-  int64_t siblings;  // candidates of a place
-  int64_t chain;     // whether only the first of them is read; else those that are among the best `nodes`
-  int64_t rule, weighed;
+  int64_t chain;     // whether only a place's first candidate is read; else those that are among the best `nodes`
+  int64_t rule;
   int64_t top_k;
   double temperature, top_p, min_p;
-  double floor, price, rate;  // see CandidateTree and TokenValue
-  double followed;            // share of accepted nodes that have an accepted child
-  double sharpness, coverage;  // see Confidence
   uint64_t noise, stream;      // states of the keyed noise and of the stream of uniforms
   int64_t missing, stops;      // numbers of them
   int64_t tokens;              // where the missing ones begin, then the stops, among those of all trees
@@ -46,7 +51,8 @@ struct Ask {
 
 // The candidates of one place.
 struct Place {
-  int64_t candidate, start;
+  int64_t candidate, start;  // the first of them in the tree
+  int64_t offered;           // so many of them are in it
   std::vector<int64_t> tokens;
   std::vector<double> scores, probs;
 };
@@ -122,15 +128,27 @@ inline void offer(Tree& tree, Place&& place) {
     total /= tree.ask.coverage;
     for (double& chance : chances) chance /= total;
   }
-  place.start = tree.tokens.size();
+  place.start = tree.tokens.size(), place.offered = 0;
   for (size_t rank = 0; rank < place.tokens.size(); ++rank) {
     const double value = above * chances[rank];
     if (value < tree.ask.floor) break;
+    ++place.offered;
     tree.level.push_back(tree.tokens.size());
     tree.tokens.push_back(place.tokens[rank]), tree.parents.push_back(place.candidate), tree.ranks.push_back(rank);
     tree.chances.push_back(chances[rank]), tree.values.push_back(value), tree.probs.push_back(place.probs[rank]);
   }
   tree.places.push_back(std::move(place));
+}
+
+// The candidates of largest value, best first, of equal ones the earlier first; as many as may become nodes at most.
+inline std::vector<int64_t> best_of(const Tree& tree) {
+  std::vector<int64_t> order(tree.values.size());
+  std::iota(order.begin(), order.end(), 0);
+  const size_t count = std::min<size_t>(tree.ask.nodes, order.size());
+  auto better = [&](int64_t a, int64_t b) { return tree.values[a] != tree.values[b] ? tree.values[a] > tree.values[b] : a < b; };
+  std::partial_sort(order.begin(), order.begin() + count, order.end(), better);
+  order.resize(count);
+  return order;
 }
 
 // Which candidates of the last level the model reads next.
@@ -141,13 +159,8 @@ inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
   if (ask.chain) {
     next.assign(tree.level.begin(), tree.level.begin() + std::min<size_t>(1, tree.level.size()));
   } else {
-    std::vector<int64_t> order(tree.values.size());
-    std::iota(order.begin(), order.end(), 0);
-    const size_t count = std::min<size_t>(ask.nodes, order.size());
-    auto better = [&](int64_t a, int64_t b) { return tree.values[a] != tree.values[b] ? tree.values[a] > tree.values[b] : a < b; };
-    std::partial_sort(order.begin(), order.begin() + count, order.end(), better);
-    order.resize(count);
-    if ((int64_t)count == ask.nodes) ask.floor = std::max(ask.floor, tree.values[order.back()]);
+    std::vector<int64_t> order = best_of(tree);
+    if ((int64_t)order.size() == ask.nodes) ask.floor = std::max(ask.floor, tree.values[order.back()]);
     std::sort(order.begin(), order.end());
     std::set_intersection(tree.level.begin(), tree.level.end(), order.begin(), order.end(), std::back_inserter(next));
   }
@@ -160,6 +173,29 @@ inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
   }
   if (ask.first + int64_t(tree.rows.size() + next.size()) > ask.room) next.clear();
   return next;
+}
+
+// Candidates of a complete tree that become nodes, ascending. `scored`: seconds of the pass that judges it, by nodes, where these are weighed.
+inline std::vector<int64_t> chosen(const Tree& tree, const double* scored) {
+  const Ask& ask = tree.ask;
+  if (ask.chain) {
+    std::vector<int64_t> all(std::min<size_t>(ask.nodes, tree.tokens.size()));
+    std::iota(all.begin(), all.end(), 0);
+    return all;
+  }
+  std::vector<int64_t> order = best_of(tree);
+  if (ask.weighed) {  // see TokenValue.size
+    size_t count = 0;
+    double most = -ask.rate * scored[0], expected = 0;
+    for (size_t i = 0; i < order.size(); ++i) {
+      expected += tree.values[order[i]];
+      const double gain = expected - ask.rate * scored[i + 1];
+      if (gain > most) most = gain, count = i + 1;
+    }
+    order.resize(count);
+  }
+  std::sort(order.begin(), order.end());
+  return order;
 }
 
 // Trees that share their passes.
@@ -219,9 +255,9 @@ struct Forest {
       const int64_t rows = tree.row_count();
       if (!rows) continue;
       if (!tree.begun()) {
-        jobs.push_back({&tree, logits + (rows - 1) * vocab, {-1, 0, {}, {}, {}}});
+        jobs.push_back({&tree, logits + (rows - 1) * vocab, {-1, 0, 0, {}, {}, {}}});
       } else {
-        for (int64_t i = 0; i < rows; ++i) jobs.push_back({&tree, logits + i * vocab, {tree.unread[i], 0, {}, {}, {}}});
+        for (int64_t i = 0; i < rows; ++i) jobs.push_back({&tree, logits + i * vocab, {tree.unread[i], 0, 0, {}, {}, {}}});
         tree.rows.insert(tree.rows.end(), tree.unread.begin(), tree.unread.end());
       }
       logits += rows * vocab;

@@ -1,7 +1,7 @@
-// Whole rounds of requests that draft chains: draft, score, verify, commit. A request is kept here from round to round; Python runs the
-// passes that are described for it, and reads what was committed.
+// Whole rounds of requests that draft chains or trees: draft, score, verify, commit. A request is kept here from round to round; Python runs
+// the passes that are described for it, and reads what was committed.
 //
-// Chains grow as in growth.h and are verified as in verify.h.
+// Trees grow as in growth.h and are verified as in verify.h.
 
 #pragma once
 
@@ -12,12 +12,14 @@
 #include "growth.h"
 #include "verify.h"
 
+extern "C" void sk_keep(int64_t session, int64_t slot, int64_t first, int64_t count, const int64_t* rows);
+
 namespace {
 
 // A request between two rounds.
 struct Kept {
   bool taken = false;
-  Ask ask;      // of its next chain
+  Ask ask;      // of its next tree
   Case judged;  // its next verdict
   int64_t slot;  // in the target's cache, which holds all of its tokens but the last
   int64_t last;  // most tokens that it may have
@@ -26,6 +28,19 @@ struct Kept {
   std::vector<float> probs;     // what the tokens of a drawn chain were drawn from
 
   int64_t length() const { return ask.first; }
+};
+
+// What is asked of a request in a round, as engine/native_rounds.py packs it.
+struct Asked {
+  int64_t number;
+  int64_t spread;  // columns of its slot that the draft model may use behind its text
+  Extent extent;  // depth 0: nothing is drafted
+};
+
+// The nodes of a draft.
+struct Nodes {
+  std::vector<int64_t> candidates, tokens, parents;
+  int64_t depth = 0;
 };
 
 // A model whose passes are described: `sizes` and `buffers` as in Forest.
@@ -39,6 +54,11 @@ struct Described {
 enum Ended : int64_t { goes_on, by_stop, by_length };
 constexpr int64_t none_left = -1;  // in the place of a pass: a row has no number to choose by
 
+// Of a pass's rows behind `first` pairs of a slot keep these, which ascend.
+inline void keep(const Described& model, int64_t slot, int64_t first, const std::vector<int64_t>& rows) {
+  if (!rows.empty() && rows.back() + 1 > (int64_t)rows.size()) sk_keep(model.session, slot, first, rows.size(), rows.data());
+}
+
 struct Rounds {
   Described target, draft;
   int64_t* ints;
@@ -48,8 +68,10 @@ struct Rounds {
   struct Turn {
     int64_t number, depth;
     Tree* tree;  // null: nothing is drafted
+    Nodes nodes;
   };
   std::vector<Turn> turns;
+  const double* scored = nullptr;  // seconds of the target's pass by the nodes of each draft, where these are weighed
   bool drafting = false;
   std::vector<int64_t> table, numbers;
 
@@ -57,17 +79,18 @@ struct Rounds {
   static int64_t of_draft(int64_t size) { return 2 * size; }
   static int64_t of_target(int64_t size) { return 2 * size + 1; }
 
-  int64_t begin(int64_t count, const int64_t* asked) {
+  int64_t begin(int64_t count, const Asked* asked, const double* level) {
     std::vector<Ask> asks;
     std::vector<int64_t> given;
     turns.clear();
     for (int64_t i = 0; i < count; ++i) {
-      turns.push_back({asked[2 * i], asked[2 * i + 1], nullptr});
+      const Extent& extent = asked[i].extent;
+      turns.push_back({asked[i].number, extent.depth, nullptr, {}});
       Kept& kept = requests[turns[i].number];
-      if (!turns[i].depth) continue;
+      if (!extent.depth) continue;
       Ask& ask = kept.ask;
-      ask.depth = ask.nodes = turns[i].depth;
-      ask.room = ask.first + ask.depth;
+      (Extent&)ask = extent;
+      ask.room = ask.first + asked[i].spread;
       ask.missing = kept.behind.size(), ask.stops = kept.stops.size(), ask.tokens = given.size();
       if (ask.rule == drawn) {
         if ((int64_t)kept.probs.size() < ask.depth * target.vocab) kept.probs.resize(ask.depth * target.vocab);
@@ -79,7 +102,7 @@ struct Rounds {
     }
     drafting = !asks.empty();
     if (!drafting) return score();
-    const int64_t size = sk_plant((int64_t)&forest, asks.size(), asks.data(), given.size(), given.data(), nullptr);
+    const int64_t size = sk_plant((int64_t)&forest, asks.size(), asks.data(), given.size(), given.data(), level);
     size_t next = 0;
     for (Turn& turn : turns)
       if (turn.depth) turn.tree = &forest.trees[next++];
@@ -92,23 +115,39 @@ struct Rounds {
     return size < 0 ? none_left : size ? of_draft(size) : score();
   }
 
-  // Describes the target's pass: of each request its last token and its chain.
+  // The nodes of a complete tree.
+  void choose(const Tree& tree, Nodes& to) const {
+    to.candidates = chosen(tree, scored);
+    std::vector<int64_t> node_of(tree.tokens.size(), -1), depths;
+    for (int64_t candidate : to.candidates) {
+      const int64_t above = tree.parents[candidate], parent = above < 0 ? -1 : node_of[above];
+      node_of[candidate] = to.tokens.size();
+      to.tokens.push_back(tree.tokens[candidate]), to.parents.push_back(parent);
+      depths.push_back(parent < 0 ? 1 : depths[parent] + 1);
+      to.depth = std::max(to.depth, depths.back());
+    }
+  }
+
+  // Describes the target's pass: of each request its last token and its draft.
   int64_t score() {
     drafting = false;
     table.clear();
     int64_t rows = 0;
-    for (const Turn& turn : turns) {
+    for (Turn& turn : turns) {
       const Kept& kept = requests[turn.number];
-      const int64_t nodes = turn.tree ? turn.tree->tokens.size() : 0;
-      table.insert(table.end(), {kept.slot, nodes + 1, kept.length() - 1, 0});
-      rows += nodes + 1;
+      if (turn.tree) choose(*turn.tree, turn.nodes);
+      const int64_t own = turn.nodes.tokens.size() + 1;
+      table.insert(table.end(), {kept.slot, own, kept.length() - 1, 0});
+      rows += own;
     }
     for (const Turn& turn : turns) {
       table.push_back(requests[turn.number].behind.back());
-      if (turn.tree) table.insert(table.end(), turn.tree->tokens.begin(), turn.tree->tokens.end());
+      table.insert(table.end(), turn.nodes.tokens.begin(), turn.nodes.tokens.end());
     }
-    for (const Turn& turn : turns)
-      for (int64_t i = 0, nodes = turn.tree ? turn.tree->tokens.size() : 0; i <= nodes; ++i) table.push_back(i - 1);
+    for (const Turn& turn : turns) {
+      table.push_back(-1);
+      for (int64_t parent : turn.nodes.parents) table.push_back(parent + 1);
+    }
     const size_t size = std::lower_bound(target.sizes.begin(), target.sizes.end(), rows) - target.sizes.begin();
     sk_rows(target.session, turns.size(), table.data(), target.sizes[size], target.buffers[size]);
     return of_target(target.sizes[size]);
@@ -121,17 +160,18 @@ struct Rounds {
     numbers.clear();
     int64_t row = 0;
     for (const Turn& turn : turns) {
-      Case judged = requests[turn.number].judged;
-      const int64_t nodes = turn.tree ? turn.tree->tokens.size() : 0;
-      judged.row = row, judged.position = requests[turn.number].length(), judged.numbers = numbers.size();
+      const Kept& kept = requests[turn.number];
+      const Nodes& own = turn.nodes;
+      const int64_t nodes = own.tokens.size();
+      Case judged = kept.judged;
+      judged.row = row, judged.position = kept.length(), judged.numbers = numbers.size();
       judged.nodes = nodes, judged.draws = 0, judged.distinct = 0, judged.probs = nullptr;
-      if (turn.tree) {
-        numbers.insert(numbers.end(), turn.tree->tokens.begin(), turn.tree->tokens.end());
-        for (int64_t i = 0; i < nodes; ++i) numbers.push_back(i - 1);
-        if (judged.rule == by_ratio || judged.rule == by_block) {
-          judged.draws = nodes, judged.probs = requests[turn.number].probs.data();
-          for (int64_t i = 0; i < nodes; ++i) numbers.insert(numbers.end(), {i, i});
-        }
+      numbers.insert(numbers.end(), own.tokens.begin(), own.tokens.end());
+      numbers.insert(numbers.end(), own.parents.begin(), own.parents.end());
+      if (nodes && (judged.rule == by_ratio || judged.rule == by_block)) {
+        const bool of_rows = kept.ask.rule == drawn;  // else they are point masses
+        judged.draws = nodes, judged.probs = of_rows ? kept.probs.data() : nullptr;
+        for (int64_t i = 0; i < nodes; ++i) numbers.insert(numbers.end(), {i, of_rows ? i : -1});
       }
       cases.push_back(judged);
       row += nodes + 1;
@@ -139,19 +179,51 @@ struct Rounds {
     const auto verdicts = judge(cases.size(), cases.data(), numbers.data(), logits, target.vocab);
     for (const Verdict& verdict : verdicts)
       if (!verdict.decided) return none_left;
-    int64_t* to = ints;
+    int64_t* to = ints + 2;
     double* real = doubles;
     for (size_t i = 0; i < turns.size(); ++i) write(turns[i], verdicts[i], to, real);
+    ints[0] = to - ints, ints[1] = real - doubles;
     return 0;
   }
 
-  // Commits one verdict, and leaves for Python: how many tokens count, why the text ends there, nodes, accepted and
-  // refused ones, the ending, tokens that the draft has read, both streams, then the tokens; their chances, then the draft's of the path.
+  // The draft model's rows of the accepted path, as far as it was read.
+  static std::vector<int64_t> read_of(const Turn& turn, const std::vector<int64_t>& path) {
+    std::vector<int64_t> rows;
+    for (int64_t node : path) {
+      const auto& all = turn.tree->rows;
+      const auto found = std::find(all.begin(), all.end(), turn.nodes.candidates[node]);
+      if (found == all.end()) break;
+      rows.push_back(found - all.begin());
+    }
+    return rows;
+  }
+
+  // What the draft model listed at every place that the target came to, and which of it was the target's choice, as DraftTreeState.learn
+  // finds it: how many places, of each the rank (-1: none of them) and how many are listed; scores of those that are several.
+  static void tell(const Tree& tree, const std::vector<int64_t>& tokens, int64_t*& to, double*& real) {
+    int64_t candidate = -1, &count = *to++;
+    count = 0;
+    for (int64_t token : tokens) {
+      const auto place = std::find_if(tree.places.begin(), tree.places.end(), [&](const Place& p) { return p.candidate == candidate; });
+      if (place == tree.places.end()) return;
+      const int64_t listed = place->tokens.size();
+      const int64_t rank = std::find(place->tokens.begin(), place->tokens.end(), token) - place->tokens.begin();
+      ++count, *to++ = rank < listed ? rank : -1, *to++ = listed;
+      if (listed > 1) real = std::copy(place->scores.begin(), place->scores.end(), real);
+      if (rank == listed || rank >= place->offered) return;
+      candidate = place->start + rank;
+    }
+  }
+
+  // Commits one verdict, and leaves for Python: how many tokens count, why the text ends there, nodes, their depth, accepted and
+  // refused ones, the ending, tokens that the draft has read, both streams, then the tokens, and what `tell` says; their chances, the draft's
+  // of the path, and what `tell` says.
   void write(const Turn& turn, const Verdict& found, int64_t*& to, double*& real) {
     Kept& kept = requests[turn.number];
-    const int64_t accepted = found.path.size(), nodes = turn.tree ? turn.tree->tokens.size() : 0;
-    std::vector<int64_t> tokens;
-    for (int64_t node : found.path) tokens.push_back(turn.tree->tokens[node]);
+    const Nodes& own = turn.nodes;
+    const int64_t accepted = found.path.size();
+    std::vector<int64_t> tokens, rows{0};
+    for (int64_t node : found.path) tokens.push_back(own.tokens[node]), rows.push_back(node + 1);
     tokens.push_back(found.token);
     const int64_t room = kept.last - kept.length(), most = std::min<int64_t>(room, tokens.size());
     int64_t used = 0;
@@ -159,23 +231,27 @@ struct Rounds {
     while (used < most && !stopped) stopped = std::find(kept.stops.begin(), kept.stops.end(), tokens[used++]) != kept.stops.end();
     const Ended ended = stopped ? by_stop : (int64_t)tokens.size() >= room ? by_length : goes_on;
     kept.judged.stream = found.stream;
+    keep(target, kept.slot, kept.length() - 1, rows);
     if (turn.tree) {
-      // All missing tokens were read, and of the chain all but its end.
-      const int64_t read = std::min<int64_t>(accepted, turn.tree->rows.size());
-      kept.ask.held = kept.ask.first + read, kept.ask.stream = turn.tree->ask.stream;
-      kept.behind.assign(tokens.begin() + read, tokens.end());
+      // All missing tokens were read, and nodes of the path but its end.
+      const std::vector<int64_t> read = read_of(turn, found.path);
+      keep(draft, kept.ask.slot, kept.ask.first, read);
+      kept.ask.held = kept.ask.first + read.size(), kept.ask.stream = turn.tree->ask.stream;
+      kept.behind.assign(tokens.begin() + read.size(), tokens.end());
     } else if (kept.ask.slot >= 0) {
       kept.behind.insert(kept.behind.end(), tokens.begin(), tokens.end());
     } else {
       kept.behind.assign(1, tokens.back());
     }
     kept.ask.first += tokens.size();
-    for (int64_t x : {used, int64_t(ended), nodes, accepted, int64_t(found.refused.size()), int64_t(found.ending), kept.ask.held,
-                      int64_t(kept.judged.stream), int64_t(kept.ask.stream)})
+    for (int64_t x : {used, int64_t(ended), int64_t(own.tokens.size()), own.depth, accepted, int64_t(found.refused.size()), int64_t(found.ending),
+                      kept.ask.held, int64_t(kept.judged.stream), int64_t(kept.ask.stream)})
       *to++ = x;
     to = std::copy(tokens.begin(), tokens.end(), to);
     real = std::copy(found.chances.begin(), found.chances.end(), real);
-    for (int64_t node : found.path) *real++ = turn.tree->probs[node];
+    for (int64_t node : found.path) *real++ = turn.tree->probs[own.candidates[node]];
+    if (turn.tree) tell(*turn.tree, tokens, to, real);
+    else *to++ = 0;
   }
 };
 
@@ -211,7 +287,7 @@ int64_t sk_enter(int64_t rounds, const void* judged, int64_t slot, int64_t lengt
   return number;
 }
 
-// It drafts from now on: its chain as in sk_plant, with the tokens that it names.
+// It drafts from now on: its tree as in sk_plant, with the tokens that it names.
 void sk_seat(int64_t rounds, int64_t number, const void* ask, const int64_t* tokens) {
   Kept& kept = ((Rounds*)rounds)->requests[number];
   kept.ask = *(const Ask*)ask;
@@ -220,9 +296,12 @@ void sk_seat(int64_t rounds, int64_t number, const void* ask, const int64_t* tok
 
 void sk_leave(int64_t rounds, int64_t number) { ((Rounds*)rounds)->requests[number].taken = false; }
 
-// Begins a round of requests: `asked` has the number of each and the depth of its chain. The first pass, which is described: twice its rows,
-// and one more where it is the target's; -1: none.
-int64_t sk_round(int64_t rounds, int64_t count, const int64_t* asked) { return ((Rounds*)rounds)->begin(count, asked); }
+// Begins a round of requests. The first pass, which is described: twice its rows, and one more where it is the target's; -1: none. Where
+// anything is weighed, seconds of the draft model's passes by rows, and of the target's by the nodes of each draft: held until the round ends.
+int64_t sk_round(int64_t rounds, int64_t count, const void* asked, const double* level, const double* scored) {
+  ((Rounds*)rounds)->scored = scored;
+  return ((Rounds*)rounds)->begin(count, (const Asked*)asked, level);
+}
 
 // Goes on from a pass's logits; the next pass as of sk_round, 0 where the round is over.
 int64_t sk_pass(int64_t rounds, const void* logits) { return ((Rounds*)rounds)->take(logits); }

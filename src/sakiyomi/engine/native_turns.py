@@ -1,0 +1,123 @@
+"""What the kernels are asked of a request in a round: how large its draft may become, and how it is judged."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sakiyomi.core.tree import Draft
+from sakiyomi.drafters.draft_length import TokenValue
+from sakiyomi.drafters.model import ModelDrafter, Seat
+from sakiyomi.drafters.native_trees import EXTENT, GROWN, level_seconds, pack_extent, spread
+from sakiyomi.drafters.tree_reader import is_drawn
+from sakiyomi.drafters.trees.base import LISTED
+from sakiyomi.engine.request import Request
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.sampling.rng import Uniforms
+from sakiyomi.sampling.verifiers.native import Case, pack_case
+
+__all__ = ["Size", "Turn", "costs_of", "judged", "size_of"]
+
+AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
+_ASKED = struct.Struct("=2q")  # Asked in round.h, before its extent
+
+
+class Size(NamedTuple):
+    """How large a request's draft may become.
+
+    Attributes:
+        depth, nodes: at most; 0: nothing is drafted.
+        width: most rows of a level.
+        room: columns of the draft model's slot that may be in use behind the text.
+        worth: what a token is worth, where that is weighed.
+        asked: all this of a request, as the kernels take it.
+    """
+
+    depth: int
+    nodes: int
+    width: int
+    room: int
+    worth: TokenValue | None
+    asked: bytes
+
+
+_UNKNOWN = Size(-1, 0, 0, 0, None, b"")
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """A request in the kernels.
+
+    Attributes:
+        number: its own there; -1: it is not there.
+        length: tokens of its text there.
+        size: of its last draft.
+        room, seat_room: columns that are reserved in the target's cache, and in the draft model's.
+        seat: in the draft model's cache; None: it drafts nothing yet.
+        stream: what chains are drawn by; None: they are not drawn.
+    """
+
+    number: int = -1
+    length: int = -1
+    size: Size = _UNKNOWN
+    room: int = 0
+    seat_room: int = 0
+    seat: Seat | None = None
+    stream: Uniforms | None = None
+
+    def reserve(self, request: Request, target: ModelRunner, draft: ModelRunner, moved: bool) -> None:
+        """Make room for a draft and some more, where there is none yet or the caches have `moved`.
+
+        Raises:
+            MemoryLimitError: there is none.
+        """
+        if moved or self.length + self.size.nodes > self.room:
+            assert request.slot is not None
+            self.room = self.length + self.size.nodes + AHEAD
+            target.cache.reserve(request.slot, self.room)
+        if self.seat is not None and (moved or self.length + self.size.room > self.seat_room):
+            self.seat_room = self.length + self.size.room + AHEAD
+            draft.cache.reserve(self.seat.slot, self.seat_room)
+
+
+def size_of(request: Request, turn: Turn, gamma: int, drafter: ModelDrafter | None) -> Size:
+    """How large a request's draft may become, of which so many levels are wanted; its turn has it too."""
+    context, depth = request.context, 0
+    if gamma and turn.seat is not None and drafter is not None:
+        depth = max(0, drafter.reader.depth(context, gamma))
+    if depth == turn.size.depth and turn.size.width < 2:
+        return turn.size  # nothing of a chain changes but its depth
+    if not depth or drafter is None:
+        turn.size = Size(0, 0, 0, 0, None, _ASKED.pack(turn.number, 0) + bytes(EXTENT.size))
+        return turn.size
+    nodes, width = (depth, 1) if context.params.builder == "chain" else (context.nodes, context.nodes)
+    worth, room = None if is_drawn(context) else context.worth, spread(depth, width)
+    extent = pack_extent(depth, nodes, min(LISTED, width), worth, drafter.reader.confidence[context.rule])
+    turn.size = Size(depth, nodes, width, room, worth, _ASKED.pack(turn.number, room) + extent)
+    return turn.size
+
+
+def costs_of(sizes: Sequence[Size], drafter: ModelDrafter | None) -> tuple[Any, Any]:
+    """What passes cost, where drafts are weighed: those of the draft model by rows, and of the target by nodes."""
+    worths = [size.worth for size in sizes if size.worth is not None]
+    if not worths or drafter is None:
+        return None, None
+    costs, nodes = worths[0].costs, max([size.nodes for size in sizes])
+    scored = [costs.score(costs.batch * (count + 1)) for count in range(nodes + 1)]
+    level = level_seconds(drafter.model, max([size.width for size in sizes]), drafter.reader.besides)
+    return level, (ctypes.c_double * len(scored))(*scored)
+
+
+def judged(request: Request, drafter: ModelDrafter | None, vocab_size: int) -> bytes:
+    """How a request's drafts are judged, as the kernels take it; nothing: by Python, or it wants more of a round than
+    they leave.
+    """
+    context, params = request.context, request.context.params
+    seen = request.rounds_trace or request.keep_logits or params.logprobs is not None
+    if seen or context.source is not None or (drafter is not None and params.builder not in GROWN):
+        return b""
+    case = Case(Draft.empty(), 0, len(context.tokens), request.verifier, request.sampler, context.noise)
+    return pack_case(case, vocab_size, [])
