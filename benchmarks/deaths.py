@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -191,9 +192,8 @@ def streams(runs: int) -> None:
 
     def ready() -> bool:
         with contextlib.suppress(OSError):
-            with urlopen(f"http://127.0.0.1:{port}/replicas", timeout=10) as page:
-                found = json.loads(page.read())
-            shown = found.get("replicas", found) if isinstance(found, dict) else found
+            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+                shown = set(re.findall(r'replica="([^"]+)"', page.read().decode()))
             return len(shown) == 2 and len(replicas(process)) == 2
         return False
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sakiyomi import InputError, SamplingParams
 from sakiyomi.cli import app
 from sakiyomi.core.errors import LoadError
 from sakiyomi.scale.batch import BatchFile, answer_missing, seeded
+from sakiyomi.scale.cluster import import_ray
 from sakiyomi.scale.in_process import InProcessServer
 from server_toys import toy_llm
 
@@ -173,6 +175,13 @@ def test_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is there already"):
         BatchFile(source, other, {})
     assert other.read_text(encoding="utf-8") == "mine"
+
+
+def test_a_folder_of_its_name_is_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray leaves /tmp/ray behind: python in /tmp imports that without it."""
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    with pytest.raises(LoadError, match=r"pip install 'sakiyomi\[scale\]'"):
+        import_ray()
 
 
 def test_texts_are_those_of_the_engine(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def import_ray() -> None:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
-        import ray  # noqa: F401
+        from ray import init  # noqa: F401 - of a mere folder "ray", such as that below /tmp, there is none
     except ImportError as error:
         raise LoadError(f"this needs Ray, which is not installed ({error}); pip install 'sakiyomi[scale]'") from None
 

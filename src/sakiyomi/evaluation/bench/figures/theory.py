@@ -59,7 +59,7 @@ def formulas(work: Work) -> Row:
         _line("speed-up", r"$E\,/\,(\gamma c + 1)$", speedup(alpha, gamma, c), fast.ratio),
         _line(
             "speed-up, the pass as it costs",
-            r"$E\,/\,(\gamma c + v),\ v$: pass over $\gamma + 1$ rows and the rest of a round, in plain steps",
+            r"$E\,/\,(\gamma c + v),\ v$: a round without its draft, in plain steps",
             round_speedup(tokens, gamma * c, verify),
             fast.ratio,
         ),
