@@ -246,6 +246,7 @@ class NativeRounds:
         """Run the passes of a round: which, and the seconds of each; None: a row holds no numbers."""
         kernels, rounds, passes, now = self._kernels, self._rounds, self._passes, time.perf_counter
         take, times = kernels.sk_pass, []
+        held: list[Tensor] = []
         with self._models[0].lock, self._target.lock, interpreted():
             first = began = now()
             code = kernels.sk_round(rounds, count, asked, *self._costs)
@@ -254,6 +255,7 @@ class NativeRounds:
                 began = now()
                 logits = replay(ids, positions)[0]
                 times.append((code, now() - began))
+                held.append(logits)  # the kernels may look at it again
                 if code not in self._checked:
                     self._check(code, logits)
                 code = take(rounds, logits.data_ptr())

@@ -53,6 +53,7 @@ struct Ask : Extent {
 struct Place {
   int64_t candidate, start;  // the first of them in the tree
   int64_t offered;           // so many of them are in it
+  const void* row;           // of the model, that their probability is still to be computed from; else null
   std::vector<int64_t> tokens;
   std::vector<double> scores, probs;
 };
@@ -71,10 +72,12 @@ struct Tree {
 
 // One row of logits as candidates; false where it holds no number to choose by.
 template <typename T>
-bool list(Ask& ask, const T* row, int64_t n, int64_t width, int64_t level, Place& to) {
+bool list(Ask& ask, const T* row, int64_t n, int64_t width, int64_t level, bool later, Place& to) {
   if (ask.rule == greedy && ask.siblings == 1) {
-    const int64_t found = best(row, n);
+    later = later && ask.chain && !ask.weighed;  // nothing is decided by its probability
+    const int64_t found = later ? best<false>(row, n) : best(row, n);
     if (found < 0) return false;
+    if (later) to.row = row;
     const uint32_t bits = uint32_t(found);
     float prob;
     std::memcpy(&prob, &bits, 4);
@@ -208,6 +211,7 @@ struct Forest {
   std::vector<int64_t> given;     // tokens of all trees
   std::vector<int64_t> ints;      // of the tree that is read
   std::vector<double> doubles;
+  bool kept = false;              // rows of all passes stay until the trees are given up
 
   // Describes the next pass, and fills its buffer; its size, 0 where all trees are complete.
   int64_t begin() {
@@ -255,9 +259,9 @@ struct Forest {
       const int64_t rows = tree.row_count();
       if (!rows) continue;
       if (!tree.begun()) {
-        jobs.push_back({&tree, logits + (rows - 1) * vocab, {-1, 0, 0, {}, {}, {}}});
+        jobs.push_back({&tree, logits + (rows - 1) * vocab, {-1, 0, 0, nullptr, {}, {}, {}}});
       } else {
-        for (int64_t i = 0; i < rows; ++i) jobs.push_back({&tree, logits + i * vocab, {tree.unread[i], 0, 0, {}, {}, {}}});
+        for (int64_t i = 0; i < rows; ++i) jobs.push_back({&tree, logits + i * vocab, {tree.unread[i], 0, 0, nullptr, {}, {}, {}}});
         tree.rows.insert(tree.rows.end(), tree.unread.begin(), tree.unread.end());
       }
       logits += rows * vocab;
@@ -267,7 +271,7 @@ struct Forest {
     parallel_for(0, jobs.size(), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         Tree& tree = *jobs[i].tree;
-        jobs[i].right = list(tree.ask, jobs[i].row, n, width, tree.levels - 1, jobs[i].place);
+        jobs[i].right = list(tree.ask, jobs[i].row, n, width, tree.levels - 1, kept, jobs[i].place);
       }
     });
     for (const Job& job : jobs)

@@ -74,6 +74,7 @@ struct Rounds {
   const double* scored = nullptr;  // seconds of the target's pass by the nodes of each draft, where these are weighed
   bool drafting = false;
   std::vector<int64_t> table, numbers;
+  std::vector<const void*> passes;  // logits of the draft model's, which Python holds until the round is over
 
   // The next pass, as Python reads it.
   static int64_t of_draft(int64_t size) { return 2 * size; }
@@ -100,7 +101,7 @@ struct Rounds {
       given.insert(given.end(), kept.stops.begin(), kept.stops.end());
       asks.push_back(ask);
     }
-    drafting = !asks.empty();
+    drafting = !asks.empty(), passes.clear();
     if (!drafting) return score();
     const int64_t size = sk_plant((int64_t)&forest, asks.size(), asks.data(), given.size(), given.data(), level);
     size_t next = 0;
@@ -111,6 +112,11 @@ struct Rounds {
 
   int64_t take(const void* logits) {
     if (!drafting) return target.half ? commit((const bf16*)logits) : commit((const float*)logits);
+    if (forest.kept && std::find(passes.begin(), passes.end(), logits) != passes.end()) {
+      forest.kept = false;  // passes write into the same place: this round is Python's
+      return none_left;
+    }
+    passes.push_back(logits);
     const int64_t size = sk_grow((int64_t)&forest, draft.half, logits);
     return size < 0 ? none_left : size ? of_draft(size) : score();
   }
@@ -186,6 +192,19 @@ struct Rounds {
     return 0;
   }
 
+  // The draft model's probability of a candidate.
+  double prob_of(const Tree& tree, int64_t candidate) const {
+    const int64_t n = std::min(draft.vocab, target.vocab);
+    for (const Place& place : tree.places)
+      if (place.row && place.start == candidate) {
+        const uint32_t bits = uint32_t(draft.half ? best((const bf16*)place.row, n) : best((const float*)place.row, n));
+        float prob;
+        std::memcpy(&prob, &bits, 4);
+        return prob;
+      }
+    return tree.probs[candidate];
+  }
+
   // The draft model's rows of the accepted path, as far as it was read.
   static std::vector<int64_t> read_of(const Turn& turn, const std::vector<int64_t>& path) {
     std::vector<int64_t> rows;
@@ -249,7 +268,7 @@ struct Rounds {
       *to++ = x;
     to = std::copy(tokens.begin(), tokens.end(), to);
     real = std::copy(found.chances.begin(), found.chances.end(), real);
-    for (int64_t node : found.path) *real++ = turn.tree->probs[own.candidates[node]];
+    for (int64_t node : found.path) *real++ = prob_of(*turn.tree, own.candidates[node]);
     if (turn.tree) tell(*turn.tree, tokens, to, real);
     else *to++ = 0;
   }
@@ -267,7 +286,8 @@ int64_t sk_rounds(const int64_t* of_target, const int64_t* of_draft, int64_t* in
     return Described{from[0], from[1], from[2], {sizes, sizes + count}, {(int64_t**)sizes + count, (int64_t**)sizes + 2 * count}};
   };
   const Described target = model(of_target), draft = model(of_draft);
-  return (int64_t) new Rounds{target, draft, ints, doubles, {draft.session, draft.vocab, target.vocab, nullptr, draft.sizes, draft.buffers, {}, {}, {}, {}}};
+  const Forest forest{draft.session, draft.vocab, target.vocab, nullptr, draft.sizes, draft.buffers, {}, {}, {}, {}, true};
+  return (int64_t) new Rounds{target, draft, ints, doubles, forest};
 }
 
 void sk_free_rounds(int64_t rounds) { delete (Rounds*)rounds; }

@@ -71,7 +71,7 @@ template <bool summed = true, typename T>
 std::vector<Stretch> look_all(const T* row, int64_t n, float sharpness, float* out) {
   int64_t count = (n + stretch - 1) / stretch;
   std::vector<Stretch> all(count + 1);
-  parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
+  parallel_for(0, count, summed ? 4 : 16, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s)
       all[s] = look<summed>(row + s * stretch, std::min(stretch, n - s * stretch), sharpness, out ? out + s * stretch : nullptr);
   });
@@ -139,10 +139,10 @@ double chance(const T* row, int64_t n, int64_t token) {
 }
 
 // The first largest number of a row and its softmax probability, which is 1 / sum(exp(x - largest)): the token in the upper
-// half, the bits of the probability in the lower one; -1 where the row has no such number.
-template <typename T>
+// half, the bits of the probability in the lower one, where it is `summed`; -1 where the row has no such number.
+template <bool summed = true, typename T>
 int64_t best(const T* row, int64_t n) {
-  auto all = look_all(row, n, 1, nullptr);
+  auto all = look_all<summed>(row, n, 1, nullptr);
   Stretch whole = all.back();
   if (std::isnan(whole.top)) return -1;
   int64_t token = 0;
