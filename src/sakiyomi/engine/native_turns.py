@@ -88,7 +88,7 @@ def size_of(request: Request, turn: Turn, gamma: int, drafter: ModelDrafter | No
     context, depth = request.context, 0
     if gamma and turn.seat is not None and drafter is not None:
         depth = max(0, drafter.reader.depth(context, gamma))
-    if depth == turn.size.depth and turn.size.width < 2:
+    if depth == turn.size.depth and (not depth or context.params.builder == "chain"):
         return turn.size  # nothing of a chain changes but its depth
     if not depth or drafter is None:
         turn.size = Size(0, 0, 0, 0, None, _ASKED.pack(turn.number, 0) + bytes(EXTENT.size))
