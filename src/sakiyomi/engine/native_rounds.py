@@ -184,7 +184,7 @@ class NativeRounds:
     def _enter(self, request: Request) -> Turn | None:
         """Give the kernels a request as it is now; None: they do not run its rounds."""
         self._leave(request.id)
-        case, context = judged(request, self._drafter, self._target.vocab_size), request.context
+        case, context = judged(request, self._drafter, self._target), request.context
         if not case or request.repeats:
             return None
         stops = struct.pack(f"={len(context.stop_ids)}q", *context.stop_ids)

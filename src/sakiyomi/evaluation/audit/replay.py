@@ -201,7 +201,7 @@ class TableModel:
     """
 
     max_context = 1 << 30
-    offloaded = False
+    offloaded = shared = False
     device = torch.device("cpu")
 
     def __init__(self, probs: Tensor, step: Sequence[Sequence[int]], slots: int) -> None:
