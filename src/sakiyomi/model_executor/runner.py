@@ -24,7 +24,6 @@ from sakiyomi.model_executor.attention.torch import take_over
 from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
 from sakiyomi.model_executor.session import Session
 from sakiyomi.model_executor.traced import interpreted
-from sakiyomi.model_executor.weights import is_shared
 
 __all__ = ["ModelRunner", "first_logits"]
 
@@ -65,11 +64,6 @@ class ModelRunner(Session):
             self.begin(BatchPlan([]), hidden.shape[1])
             self.sources.fill(slot, source, encoder.pairs(hidden))
             self.forward_seconds += time.perf_counter() - began
-
-    @property
-    def shared(self) -> bool:
-        """Whether other processes have a part of every layer, and make the same passes."""
-        return is_shared(self.weights.module)
 
     @property
     def blind(self) -> str | None:

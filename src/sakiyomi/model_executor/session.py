@@ -32,7 +32,7 @@ from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.pass_clock import PassClock
 from sakiyomi.model_executor.recorded import RecordedModel, RecordedPasses
 from sakiyomi.model_executor.traced import TracedPasses
-from sakiyomi.model_executor.weights import ModelWeights
+from sakiyomi.model_executor.weights import ModelWeights, is_shared
 
 __all__ = ["DRAFT_SIZES", "SIZES", "TARGET_SIZES", "Session"]
 
@@ -147,6 +147,11 @@ class Session:
     def offloaded(self) -> bool:
         """Whether weights come from elsewhere in every pass, which then costs the same whatever its rows."""
         return self.weights.offloaded
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes have a part of every layer, and make the same passes."""
+        return is_shared(self.weights.module)
 
     @property
     def text(self) -> list[int]:
