@@ -65,6 +65,7 @@ class Session:
         recorder: replays passes; None: all are eager.
         eviction: what stays of the cache, for the engine.
         compile: as given.
+        shared: other processes have a part of every layer, and make the same passes.
         max_context: tokens that a text may have, prompt included.
         forward_seconds: spent in passes so far.
         watchers: told of every pass when it is done: its plan, and its seconds.
@@ -90,7 +91,7 @@ class Session:
         self.module: Any = weights.module if module is None else module
         self.eviction: ManagedCache = FullCache(cache) if eviction is None else eviction
         self.exact, self.sizes, self.first_sizes = exact, tuple(sizes), tuple(first_sizes)
-        self.max_context = weights.max_context
+        self.max_context, self.shared = weights.max_context, is_shared(weights.module)
         self.forward_seconds = 0.0
         self.watchers: list[Callable[[BatchPlan, float], None]] = []
         self._observer, self._evicts = observer, evicts
@@ -147,11 +148,6 @@ class Session:
     def offloaded(self) -> bool:
         """Whether weights come from elsewhere in every pass, which then costs the same whatever its rows."""
         return self.weights.offloaded
-
-    @property
-    def shared(self) -> bool:
-        """Whether other processes have a part of every layer, and make the same passes."""
-        return is_shared(self.weights.module)
 
     @property
     def text(self) -> list[int]:
