@@ -32,6 +32,7 @@ from sakiyomi.engine.speculation import RoundClock, SpeculationController
 from sakiyomi.model_executor.features import PassOutput
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.traced import no_gradients
+from sakiyomi.model_executor.weights import is_shared
 from sakiyomi.sampling.verifiers import Rows
 from sakiyomi.sampling.verifiers.native import verify_all
 
@@ -94,7 +95,7 @@ class Engine:
             max_context=max_context,
             exact=exact,
             depth=depth,
-            shared=target.shared,
+            shared=is_shared(target.module),
         )
         self._prefill = Prefill(target, self._slots, chunk_size, self._evict, self._speculation.give_all_states, exact)
 

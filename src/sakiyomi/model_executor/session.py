@@ -32,7 +32,7 @@ from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.pass_clock import PassClock
 from sakiyomi.model_executor.recorded import RecordedModel, RecordedPasses
 from sakiyomi.model_executor.traced import TracedPasses
-from sakiyomi.model_executor.weights import ModelWeights, is_shared
+from sakiyomi.model_executor.weights import ModelWeights
 
 __all__ = ["DRAFT_SIZES", "SIZES", "TARGET_SIZES", "Session"]
 
@@ -65,7 +65,6 @@ class Session:
         recorder: replays passes; None: all are eager.
         eviction: what stays of the cache, for the engine.
         compile: as given.
-        shared: other processes have a part of every layer, and make the same passes.
         max_context: tokens that a text may have, prompt included.
         forward_seconds: spent in passes so far.
         watchers: told of every pass when it is done: its plan, and its seconds.
@@ -91,7 +90,7 @@ class Session:
         self.module: Any = weights.module if module is None else module
         self.eviction: ManagedCache = FullCache(cache) if eviction is None else eviction
         self.exact, self.sizes, self.first_sizes = exact, tuple(sizes), tuple(first_sizes)
-        self.max_context, self.shared = weights.max_context, is_shared(weights.module)
+        self.max_context = weights.max_context
         self.forward_seconds = 0.0
         self.watchers: list[Callable[[BatchPlan, float], None]] = []
         self._observer, self._evicts = observer, evicts

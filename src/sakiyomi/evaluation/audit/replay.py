@@ -201,7 +201,8 @@ class TableModel:
     """
 
     max_context = 1 << 30
-    offloaded = shared = False
+    module = None
+    offloaded = False
     device = torch.device("cpu")
 
     def __init__(self, probs: Tensor, step: Sequence[Sequence[int]], slots: int) -> None:
