@@ -142,6 +142,7 @@ def kill(victim: str, driver: subprocess.Popen[bytes], cluster: Any) -> None:
                 if "_Actor" in " ".join(process.cmdline()):
                     process.kill()
                     return
+        raise SystemExit("no worker was there to be killed; the run counts for nothing")
 
 
 # ---------------------------------------------------------------- streams

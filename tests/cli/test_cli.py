@@ -220,7 +220,7 @@ print(json.dumps([found, time.process_time()]))
     for (words, message), (code, said, torch) in zip(WRONG, found, strict=True):
         assert code in (1, 2) and message in said and not torch, (words, code, said)
         assert said.startswith("error: ") and len(said.splitlines()) == 1, said
-    assert seconds < 2.0  # of the processor, for all of them; one takes .5
+    assert seconds < 6.0  # of the processor, for all of them; torch alone would take as long for three
 
 
 def test_drafters_have_their_forms() -> None:

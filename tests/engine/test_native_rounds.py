@@ -80,6 +80,7 @@ def test_rounds_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) 
 WHOLE = {name: options for name, options in CASES.items() if options.get("tree") != "static"} | {
     "temperature": {"temperature": 0.8},
     "point masses": {"temperature": 0.8, "acceptance": "ratio", "tree": "best-first", "nodes": 6, "top_k": 40},
+    "heuristic tree": {"temperature": 1.5, "tree": "best-first", "gamma": 1, "nodes": "heuristic"},
     "wide": {"tree": "best-first", "nodes": 10, "gamma": 3},
     "greedy auto": {"gamma": "auto", "tree": "chain"},
     "tree auto": {"gamma": "auto"},

@@ -95,7 +95,7 @@ class Engine:
             max_context=max_context,
             exact=exact,
             depth=depth,
-            shared=is_shared(target.weights.module),
+            shared=is_shared(target.module),
         )
         self._prefill = Prefill(target, self._slots, chunk_size, self._evict, self._speculation.give_all_states, exact)
 

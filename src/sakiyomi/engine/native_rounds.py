@@ -184,7 +184,7 @@ class NativeRounds:
     def _enter(self, request: Request) -> Turn | None:
         """Give the kernels a request as it is now; None: they do not run its rounds."""
         self._leave(request.id)
-        case, context = judged(request, self._drafter, self._target.vocab_size), request.context
+        case, context = judged(request, self._drafter, self._target), request.context
         if not case or request.repeats:
             return None
         stops = struct.pack(f"={len(context.stop_ids)}q", *context.stop_ids)
@@ -218,6 +218,7 @@ class NativeRounds:
         if kernels is None or None in found or not all(dtypes):
             return False
         self.__del__()
+        self._rounds, self._made_for = 0, []  # if what follows is interrupted, nobody uses what is gone
         self._turns.clear()
         self._passes.clear()
         self._checked.clear()

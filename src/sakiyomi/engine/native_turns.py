@@ -88,7 +88,7 @@ def size_of(request: Request, turn: Turn, gamma: int, drafter: ModelDrafter | No
     context, depth = request.context, 0
     if gamma and turn.seat is not None and drafter is not None:
         depth = max(0, drafter.reader.depth(context, gamma))
-    if depth == turn.size.depth and turn.size.width < 2:
+    if depth == turn.size.depth and (not depth or context.params.builder == "chain"):
         return turn.size  # nothing of a chain changes but its depth
     if not depth or drafter is None:
         turn.size = Size(0, 0, 0, 0, None, _ASKED.pack(turn.number, 0) + bytes(EXTENT.size))
@@ -111,13 +111,15 @@ def costs_of(sizes: Sequence[Size], drafter: ModelDrafter | None) -> tuple[Any, 
     return level, (ctypes.c_double * len(scored))(*scored)
 
 
-def judged(request: Request, drafter: ModelDrafter | None, vocab_size: int) -> bytes:
+def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) -> bytes:
     """How a request's drafts are judged, as the kernels take it; nothing: by Python, or it wants more of a round than
-    they leave.
+    they leave, or trees on a device whose memory they do not reach.
     """
     context, params = request.context, request.context.params
     seen = request.rounds_trace or request.keep_logits or params.logprobs is not None
     if seen or context.source is not None or (drafter is not None and params.builder not in GROWN):
         return b""
+    if drafter is not None and params.builder != "chain" and not (target.backend.keeps and drafter.model.backend.keeps):
+        return b""
     case = Case(Draft.empty(), 0, len(context.tokens), request.verifier, request.sampler, context.noise)
-    return pack_case(case, vocab_size, [])
+    return pack_case(case, target.vocab_size, [])

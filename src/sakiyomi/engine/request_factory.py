@@ -169,5 +169,10 @@ def _alike(params: SamplingParams) -> SamplingParams:
     """
     if not params.greedy and params.seed is None:
         raise InputError("seed is None, and processes that share this target would each draw their own; give a seed")
-    adapts = params.gamma == params.nodes == "auto" and params.tree in ("auto", "chain") and not params.choices
-    return replace(params, gamma=TOGETHER, tree="chain") if adapts else params
+    if params.choices:
+        return params
+    if params.gamma == params.nodes == "auto" and params.tree in ("auto", "chain"):
+        return replace(params, gamma=TOGETHER, tree="chain")
+    gamma = TOGETHER if params.gamma == "auto" else params.gamma
+    nodes = 2 * TOGETHER if params.nodes == "auto" and params.builder != "chain" else params.nodes
+    return replace(params, gamma=gamma, nodes=nodes)

@@ -149,7 +149,8 @@ class SpeculationController:
             room = _room(request)
             if room > 0 and context.id not in self._without and not (context.given and request.repeats):
                 depth, nodes, worth = request.policy.next(costs)
-                if depth and request.policy.adapts and not self._worth_reading(context, room, len(asking)):
+                left = request.last - len(request.tokens) - 1  # of the text; `room` ends at the next eviction
+                if depth and request.policy.adapts and not self._worth_reading(context, left, len(asking)):
                     depth = 0
                 if depth:
                     assert request.slot is not None
@@ -275,7 +276,7 @@ class SpeculationController:
         unread = 0
         for request, depth, accepted in zip(requests, depths, kept, strict=True):
             request.policy.observe(depth, accepted, seconds)
-            if depth and request.id not in self._read:
+            if (depth or drafted.catching_up) and request.id not in self._read:
                 self._read.add(request.id)
                 unread += len(request.context.tokens)
         if unread:

@@ -17,7 +17,16 @@ from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.version import __version__
 
-__all__ = ["MAX_BATCH", "Count", "ReplicaOptions", "WorkersOption", "check_version", "connected", "import_ray"]
+__all__ = [
+    "MAX_BATCH",
+    "Count",
+    "ReplicaOptions",
+    "WorkersOption",
+    "check_version",
+    "connected",
+    "gpus_of",
+    "import_ray",
+]
 
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # it would report to the makers of Ray
@@ -138,6 +147,15 @@ def import_ray() -> None:
         from ray import init  # noqa: F401 - of a mere folder "ray", such as that below /tmp, there is none
     except ImportError as error:
         raise LoadError(f"this needs Ray, which is not installed ({error}); pip install 'sakiyomi[scale]'") from None
+
+
+def gpus_of(device: str) -> int:
+    """GPUs that a worker needs: one where that is its device, or "auto" and the cluster has any."""
+    if device != "auto":
+        return int(device.startswith("cuda"))
+    import ray
+
+    return int(ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
+from contextlib import closing
 
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
 from sakiyomi.evaluation.bench.spec.run import Answered, Asked, Share, Spec
@@ -21,10 +22,11 @@ def share(option: WorkersOption) -> Share:
     """
     import_ray()
 
-    def shared(config: SpecConfig, template: str, file: str, asked: Iterable[Asked]) -> Iterator[Answered]:
+    def shared(config: SpecConfig, template: str, file: str, asked: Iterable[Asked]) -> Generator[Answered, None, None]:
         make = functools.partial(_worker, config, template, file)
-        found = spread(make, option, int(config.device.startswith("cuda")), ((None, one) for one in asked))
-        return (result for _, result in found)
+        with closing(spread(make, option, config.device, ((None, one) for one in asked))) as found:
+            for _, result in found:
+                yield result
 
     return shared
 

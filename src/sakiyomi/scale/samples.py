@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from sakiyomi.core.errors import LoadError
@@ -24,10 +24,9 @@ def train_distill_data(config: DistillDataConfig, command: str = "") -> dict[str
     import_ray()  # or refuse before a model is loaded
 
     def write(digest: str) -> Write:
-        gpus = int(config.device.startswith("cuda"))
-
-        def written(batches: Iterable[Asked]) -> Iterator[tuple[Asked, Sequence[Sequence[int]]]]:
-            return spread(functools.partial(_worker, config, digest), option, gpus, ((one, one) for one in batches))
+        def written(batches: Iterable[Asked]) -> Generator[tuple[Asked, Sequence[Sequence[int]]], None, None]:
+            make = functools.partial(_worker, config, digest)
+            return spread(make, option, config.device, ((one, one) for one in batches))
 
         return written
 

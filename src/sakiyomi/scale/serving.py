@@ -20,7 +20,7 @@ from ray.util import get_node_ip_address, list_named_actors
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.version import __version__
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.cluster import MAX_BATCH, Count, ReplicaOptions, check_version
+from sakiyomi.scale.cluster import MAX_BATCH, Count, ReplicaOptions, check_version, gpus_of
 from sakiyomi.scale.front import Asked, make_front
 from sakiyomi.scale.in_process import InProcessServer, Part
 from sakiyomi.scale.routing import SLACK, ranked
@@ -235,7 +235,7 @@ def deployment(make: Any, config: ServerConfig, options: ReplicaOptions, model: 
         ),
         ray_actor_options={
             "num_cpus": options.replica_cpus,
-            "num_gpus": int(model.device.startswith("cuda")),
+            "num_gpus": gpus_of(model.device),
         },
         **scaled,
     ).bind(make)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractAsyncContextManager
 from itertools import islice
 from typing import Any, TypeVar
 
 from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.scale.batch import IN_FLIGHT, Endpoint
-from sakiyomi.scale.cluster import WorkersOption, connected
+from sakiyomi.scale.cluster import WorkersOption, connected, gpus_of
 from sakiyomi.scale.workers import WorkerOptions, WorkerPool
 
 __all__ = ["OneByOne", "spread"]
@@ -43,15 +43,15 @@ class OneByOne(AbstractAsyncContextManager["OneByOne"]):
 def spread(
     make: Callable[[], AbstractAsyncContextManager[Endpoint]],
     option: WorkersOption,
-    gpus: int,
+    device: str,
     pieces: Iterable[tuple[Key, Any]],
-) -> Iterator[tuple[Key, Any]]:
+) -> Generator[tuple[Key, Any], None, None]:
     """Results of pieces, each as soon as it is there; some are under way, and the next ones are not drawn yet.
 
     Args:
         make: a worker's endpoint, in its process.
         option: how many workers, and where.
-        gpus: of each.
+        device: of each.
         pieces: what each is here, and its body.
 
     Raises:
@@ -61,8 +61,8 @@ def spread(
     assert count is not None
     coming = iter(pieces)
     running: dict[asyncio.Task[tuple[int, Any]], Key] = {}
-    pool = WorkerPool(make, count, WorkerOptions(option.worker_cpus, gpus, IN_FLIGHT))
     with connected(option.address), asyncio.Runner() as runner:
+        pool = WorkerPool(make, count, WorkerOptions(option.worker_cpus, gpus_of(device), IN_FLIGHT))
         runner.run(pool.__aenter__())
         try:
             while True:

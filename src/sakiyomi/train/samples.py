@@ -5,11 +5,12 @@ A draft is asked about text that the target writes, not about text that people w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +92,7 @@ class Asked:
     seed: int
 
 
-Write = Callable[[Iterable[Asked]], Iterable[tuple[Asked, Sequence[Sequence[int]]]]]
+Write = Callable[[Iterable[Asked]], Generator[tuple[Asked, Sequence[Sequence[int]]], None, None]]
 """Writes batches, in any order."""
 
 
@@ -140,7 +141,11 @@ class Samples(Pieces):
             "temperatures": list(plan.temperatures),
             "seed": plan.seed,
         }
-        self.count = self._open()
+        if plan.keep:
+            self.count = self._open()
+        else:
+            with self._alone():
+                self.count = self._open()
 
     def _open(self) -> int:
         """Rows that the file holds, when it is this run's."""
@@ -162,7 +167,12 @@ class Samples(Pieces):
                     f"file and {self.folder.name} to have others written, or choose another --out"
                 )
         with writing(self.out):
-            return whole_lines(self.out, self.plan.batch)
+            count = whole_lines(self.out) if self.plan.keep else whole_lines(self.out, self.plan.batch)
+            if not self.plan.keep:
+                for path in self._parts():
+                    if int(path.stem) < count // self.plan.batch:  # killed between the file and here
+                        path.unlink()
+        return count
 
     def asked(self, number: int, pools: Sequence[Sequence[Ids]]) -> Asked:
         """What is to be written for a batch: it depends on the seed and the number alone.
@@ -214,13 +224,17 @@ class Samples(Pieces):
         plan = self.plan
         if plan.keep or self.count >= plan.count:
             return
+        with self._alone():
+            self.count = self._open()  # another run may have written meanwhile
+            self._join()
+            self._extend(write, pools, reporter)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other run opens or writes the file meanwhile."""
         with self.lock():
             try:
-                for path in self._parts():
-                    if int(path.stem) < self.count // plan.batch:  # killed between the file and here
-                        path.unlink()
-                self._join()
-                self._extend(write, pools, reporter)
+                yield
             finally:
                 if not self._parts():
                     self.remove()
@@ -239,11 +253,12 @@ class Samples(Pieces):
                     return
                 yield self.asked(number, pools)
 
-        for asked, texts in write(batches()):
-            self.add(asked, texts)
-            now = time.monotonic()
-            spent, began = spent + min(now - began, LONGEST_STEP_SECONDS), now
-            reporter.note(f"samples: {self.count} of {plan.count}, {spent / 60:.1f} min")
+        with contextlib.closing(write(batches())) as written:
+            for asked, texts in written:
+                self.add(asked, texts)
+                now = time.monotonic()
+                spent, began = spent + min(now - began, LONGEST_STEP_SECONDS), now
+                reporter.note(f"samples: {self.count} of {plan.count}, {spent / 60:.1f} min")
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -298,11 +313,12 @@ def whole_lines(path: Path, together: int = 1) -> int:
     """
     if not path.exists():
         return 0
-    lines = path.read_bytes().splitlines(keepends=True)
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
     count = len(lines) // together * together
     whole = sum(map(len, lines[:count]))
-    if whole < path.stat().st_size:
+    if whole < len(content):
         os.truncate(path, whole)
     return count

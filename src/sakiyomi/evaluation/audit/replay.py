@@ -201,6 +201,7 @@ class TableModel:
     """
 
     max_context = 1 << 30
+    module = None
     offloaded = False
     device = torch.device("cpu")
 

@@ -33,6 +33,7 @@ class CpuBackend(AttentionBackend):
 
     operator: ClassVar[str] = "sakiyomi_cpu"
     runs_packed: ClassVar[bool] = True
+    keeps: ClassVar[bool] = True
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
         assert needs.packed is not None

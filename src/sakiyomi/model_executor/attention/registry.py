@@ -110,11 +110,13 @@ class AttentionBackend(ABC):
         runs_packed: its `begin` describes the pass to linear layers in the compiled kernels, too.
         spare: columns of every slot that filler rows write to, beyond those of tokens.
         session: its number in the compiled kernels, where these can describe a pass; None: they cannot.
+        keeps: whether they can also move the pairs that a tree's accepted path leaves apart.
     """
 
     operator: ClassVar[str]
     runs_packed: ClassVar[bool] = False
     spare: ClassVar[int] = 0
+    keeps: ClassVar[bool] = False
     session: int | None = None
 
     @abstractmethod

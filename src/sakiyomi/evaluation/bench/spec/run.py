@@ -9,7 +9,8 @@ next prompt, so that texts that part at a near-tie do not make other work of the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,7 +61,7 @@ class Answered:
 
 Asked = tuple[Question, frozenset[str]]
 """A question, and whose answers are known already."""
-Share = Callable[[SpecConfig, str, str, Iterable[Asked]], Iterable[Answered]]
+Share = Callable[[SpecConfig, str, str, Sequence[Asked]], Generator[Answered, None, None]]
 """Has questions answered, in any order: with these settings, this template and this digest of the questions' file."""
 
 
@@ -85,27 +86,30 @@ def run(config: SpecConfig, note: Note = silent, share: Share | None = None) -> 
     asked = [(question, frozenset(name for of, name in known if of == question.id)) for question in wanted]
     results, notes = kept, list[str]()
     begun = False
-    for number, answered in enumerate((share or partial(_here, note))(config, template, digest(questions), asked), 1):
-        if not begun:
-            results, notes, begun = (
-                Results.begin(config.out, answered.settings, answered.conditions),
-                answered.notes,
-                True,
-            )
-        assert results is not None
-        if apart := differences(results.settings, answered.settings):
-            what = ", ".join(apart)
-            raise InputError(f"workers differ in {what}, and their times cannot be put together; use equal machines")
-        if answered.records:
-            results.add(answered.records)
-        if share is not None:
-            note(f"{number} of {len(wanted)} questions are answered")
+    with closing((share or partial(_here, note))(config, template, digest(questions), asked)) as found:
+        for number, answered in enumerate(found, 1):
+            if not begun:
+                results = Results.begin(config.out, answered.settings, answered.conditions)
+                notes, begun = answered.notes, True
+            assert results is not None
+            if apart := differences(results.settings, answered.settings):
+                what = ", ".join(apart)
+                raise InputError(
+                    f"workers differ in {what}, and their times cannot be put together; use equal machines"
+                )
+            if answered.records:
+                results.add(answered.records)
+            if share is not None:
+                note(f"{number} of {len(wanted)} questions are answered")
     assert results is not None
     return rows(results, notes) + ([] if before is None else [since(results, before)])
 
 
-def _here(note: Note, config: SpecConfig, template: str, file: str, asked: Sequence[Asked]) -> Iterator[Answered]:
+def _here(
+    note: Note, config: SpecConfig, template: str, file: str, asked: Sequence[Asked]
+) -> Generator[Answered, None, None]:
     spec = Spec(config, template, file, note)
+    yield spec.answered([])  # settings and file are compared before any work
     for place, (question, known) in enumerate(asked, start=1):
         where = f"question {place} of {len(asked)} ({question.category}), "
         yield spec.answer(question, known, lambda text, where=where: note(where + text))  # type: ignore[misc]
@@ -144,7 +148,7 @@ class Spec:
         note("compiling")
         if config.compile:
             llm.wait()
-        self._settings = _settings(config, llm, template, file)
+        self._settings, self._conditions = _settings(config, llm, template, file), machine.conditions()
         self._ways = {PLAIN: EngineView(llm), **drafted}
         for way in self._ways.values():  # the first text on a way pays for what later ones find ready
             way.generate(
@@ -155,8 +159,11 @@ class Spec:
         """Have everyone answer whose answer is not known."""
         missing = [name for name in self._ways if name not in known]
         asked = {name: self._ways[name] for name in dict.fromkeys((PLAIN, *missing))} if missing else {}
-        records = _ask(self._config, self._llm, self._talk(question), asked, note) if asked else []
-        return Answered(self._settings, machine.conditions(), self._notes, records)
+        return self.answered(_ask(self._config, self._llm, self._talk(question), asked, note) if asked else [])
+
+    def answered(self, records: list[Record]) -> Answered:
+        """These records, with what they were measured under."""
+        return Answered(self._settings, self._conditions, self._notes, records)
 
 
 def _check(config: SpecConfig) -> None:
