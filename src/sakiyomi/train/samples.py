@@ -167,7 +167,7 @@ class Samples(Pieces):
                     f"file and {self.folder.name} to have others written, or choose another --out"
                 )
         with writing(self.out):
-            count = whole_lines(self.out) if self.plan.keep else whole_lines(self.out, self.plan.batch)
+            count = whole_lines(self.out, 1 if self.plan.keep else self.plan.batch)
             if not self.plan.keep:
                 for path in self._parts():
                     if int(path.stem) < count // self.plan.batch:  # killed between the file and here
