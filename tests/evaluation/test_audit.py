@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.engine.model_pool import ModelPool
-from sakiyomi.evaluation.audit.audit import AuditConfig, AuditReport, audit
+from sakiyomi.evaluation.audit.audit import AuditConfig, Auditor, AuditReport, Part, audit, put_together
 from sakiyomi.evaluation.audit.hf_reference import HFReference, coupled_scores, greedy_scores
+from sakiyomi.evaluation.audit.report import SampledCheck
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.runner import ModelRunner
@@ -108,6 +111,48 @@ def test_the_command(models: Path) -> None:
     assert value["ok"]
     assert value["defects"] == 0
     assert "no defect" in result.stdout
+
+
+def in_pieces(pair: tuple[str, str], config: AuditConfig) -> AuditReport:
+    """By two engines in turn, a prompt or a rule each."""
+    auditors = [Auditor(*pair, [], config, EAGER) for _ in range(2)]
+
+    def do(parts: Sequence[Part]) -> list[Any]:
+        return [auditors[number % 2].do(part) for number, part in enumerate(parts)]
+
+    return put_together(do, [[text] for text in PROMPTS], config, apart=True)
+
+
+def test_pieces_make_the_whole(models: Path) -> None:
+    """Whoever does them; what is compared in a batch is one of as many texts as a piece has."""
+    config = replace(SMALL, sampled=True, samples=500, texts=2)
+    pair = str(models / "target"), f"model:{models / 'near'}"
+    whole, pieces = audit(*pair, prompts=PROMPTS, config=config, options=EAGER), in_pieces(pair, config)
+    assert pieces.prompts == whole.prompts and pieces.noise == whole.noise and pieces.reference == whole.reference
+    assert [replace(check, batch=0) for check in pieces.checks] == [replace(check, batch=0) for check in whole.checks]
+    assert {check.batch for check in pieces.checks} == {1}
+
+    def order(check: SampledCheck) -> tuple[str, ...]:
+        return check.rule, check.how, check.shape
+
+    assert sorted(pieces.sampled, key=order) == sorted(whole.sampled, key=order)
+    assert pieces.untested == whole.untested
+
+
+def test_a_broken_rule_is_found_in_a_piece(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the number that its text has among all."""
+    measure = Auditor.measure
+
+    def other_text(auditor: Auditor, texts: Sequence[str]) -> Any:
+        measured = measure(auditor, texts)
+        if list(texts) == PROMPTS[1:]:
+            measured.expected[0][3] += 1
+        return measured
+
+    monkeypatch.setattr(Auditor, "measure", other_text)
+    report = in_pieces((str(models / "target"), "none"), SMALL)
+    assert [(found.text, found.position) for check in report.checks for found in check.divergences] == [(1, 3)]
+    assert not report.ok and report.checks[0].equal == 1 and report.checks[0].texts == 2
 
 
 needs_kernels = pytest.mark.skipif(native() is None, reason="no compiled kernels here")

@@ -58,11 +58,11 @@ def nodes() -> Iterator[Any]:
         serve.shutdown()
 
 
-def deploy(make: Any, replicas: int) -> None:
+def deploy(make: Any, replicas: int | str, slots: int = 32) -> None:
     from sakiyomi.scale.launch import started
     from sakiyomi.scale.serving import application, deployment
 
-    of = deployment(make, CONFIG, ReplicaOptions(replicas=str(replicas)), LLMConfig(max_batch=32))
+    of = deployment(make, CONFIG, ReplicaOptions(replicas=str(replicas)), LLMConfig(max_batch=slots))
     assert started(application(of, CONFIG), "sakiyomi", 300, threading.Event(), "/")
 
 
@@ -154,6 +154,18 @@ def test_scale_down_and_update_under_load(nodes: Any) -> None:
     print(f"{load.replies} replies, {down} of them until one replica was gone; {len(load.errors)} errors")
     assert load.errors == []
     assert load.replies > down > CLIENTS
+
+
+def test_replicas_grow_with_the_load(nodes: Any) -> None:
+    """Of one to two replicas with four slots each, one; six clients are more than three quarters of its slots."""
+    deploy(functools.partial(StubServer, 0.02), "1:2", slots=4)
+    wait_for(1)
+    with front() as port, Load(nodes.port, port) as load:
+        wait_for(2)
+        alone = load.replies
+        time.sleep(3)
+    print(f"{load.replies} replies, {alone} of them until there were two; {len(load.errors)} errors")
+    assert load.errors == [] and load.replies > alone > CLIENTS
 
 
 def shown(port: int) -> list[tuple[int, int]]:

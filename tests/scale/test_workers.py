@@ -23,10 +23,12 @@ import pytest
 from clusters import Sleeper, cluster, raises_load_error
 from sakiyomi import InputError
 from sakiyomi.core.errors import LoadError
+from sakiyomi.evaluation.audit.audit import AuditConfig, audit
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
 from sakiyomi.evaluation.bench.spec.questions import chosen, own_questions
 from sakiyomi.evaluation.bench.spec.results import Results
 from sakiyomi.evaluation.bench.spec.run import run as run_spec
+from sakiyomi.scale import audits
 from sakiyomi.scale.cluster import Count, WorkersOption, check_version, connected
 from sakiyomi.scale.questions import share
 from sakiyomi.scale.samples import _worker, train_distill_data
@@ -199,6 +201,22 @@ def test_questions_are_shared(nodes: Any, tmp_path: Path) -> None:
     assert len(found.splitlines()) == 1 + 2 * len(questions)
     assert run_spec(config, told.append, asked)[0].lines == whole[0].lines and out.read_text(encoding="utf-8") == found
     assert run_spec(replace(config, out=None))[0].lines[0].keys() == whole[0].lines[0].keys()
+
+
+def test_an_audit_is_shared(nodes: Any, tmp_path: Path) -> None:
+    """Six prompts are two pieces; what makes no sense is an error of the same kind as without workers."""
+    target, config = str(tiny_target(tmp_path)), AuditConfig(max_new_tokens=8, gammas=(2,), seeds=(0,))
+    prompts = [f"Once upon a time, {word}" for word in ["a", "b", "c", "d", "e", "f"]]
+    values: dict[str, Any] = {"prompts": prompts, "config": config, "options": {"compile": False}}
+    told: list[str] = []
+    shared = functools.partial(
+        audits.audit, WorkersOption("2", address=nodes.address), target, "prompt-lookup", drafts=()
+    )
+    found, alone = shared(note=told.append, **values), audit(target, "prompt-lookup", **values)
+    assert found.ok and [replace(c, batch=0) for c in found.checks] == [replace(c, batch=0) for c in alone.checks]
+    assert {check.batch for check in found.checks} == {1, 4} and told[-1] == "compare: 2 of 2 pieces"
+    with pytest.raises(InputError, match="ask for fewer"):
+        shared(note=told.append, **values | {"config": replace(config, max_new_tokens=100_000)})
 
 
 def test_clear_errors(nodes: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from sakiyomi.cli.output import progress, say, table
 from sakiyomi.core.checks import at_least
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.evaluation.audit.config import AuditConfig
+from sakiyomi.scale.cluster import WorkersOption
 
 if TYPE_CHECKING:
     from sakiyomi.evaluation.audit.audit import AuditReport
@@ -36,12 +38,14 @@ class PromptOptions:
     drafts: tuple[str, ...] = ()
 
 
-def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: JsonOption) -> None:
+def audit(
+    model: LLMConfig, asked: PromptOptions, config: AuditConfig, shared: WorkersOption, output: JsonOption
+) -> None:
     """Check that the output is the target's own.
 
     Compares greedy text with transformers, and drafted with plain text, under the coupled rule sampled text too;
     --sampled tests the distribution under the other rules. With --quantize or an evicting cache everything is compared
-    with plain text of the same target. Exit code 1 if a defect was found.
+    with plain text of the same target. Workers share the prompts and the tests. Exit code 1 if a defect was found.
 
     Example: sakiyomi audit --model FOLDER --draft model:DRAFT_FOLDER --sampled
     """
@@ -50,10 +54,14 @@ def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: J
 
     texts = list(STORIES) if asked.prompts is None else read_prompts(asked.prompts)
     with progress("loading") as status:
-        from sakiyomi.evaluation.audit import audit as logic
+        if shared.count is None:
+            from sakiyomi.evaluation.audit.audit import audit as run
+        else:
+            from sakiyomi.scale import audits
 
+            run = functools.partial(audits.audit, shared)
         values = dataclasses.asdict(model)
-        report = logic.audit(
+        report = run(
             target=values.pop("target"),
             draft=values.pop("draft"),
             prompts=texts[: asked.count],

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from itertools import islice
 from typing import Any, TypeVar
 
-from sakiyomi.core.errors import LoadError, SakiyomiError
+from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.scale.batch import IN_FLIGHT, Endpoint
 from sakiyomi.scale.cluster import WorkersOption, connected, gpus_of
 from sakiyomi.scale.workers import WorkerOptions, WorkerPool
 
-__all__ = ["OneByOne", "spread"]
+__all__ = ["OneByOne", "Workers", "spread"]
 
 Key = TypeVar("Key")
 
@@ -37,7 +37,66 @@ class OneByOne(AbstractAsyncContextManager["OneByOne"]):
             try:
                 return 200, await asyncio.to_thread(self._do, body)
             except SakiyomiError as error:
-                return 500, {"error": {"message": error.message}}
+                return 422 if isinstance(error, InputError) else 500, {"error": {"message": error.message}}
+
+
+class Workers:
+    """Workers of a Ray cluster that do pieces, one set after the other; a context manager.
+
+    Args:
+        make: a worker's endpoint, in its process.
+        option: how many workers, and where.
+        device: of each.
+    """
+
+    def __init__(
+        self, make: Callable[[], AbstractAsyncContextManager[Endpoint]], option: WorkersOption, device: str
+    ) -> None:
+        assert option.count is not None
+        self._make, self._option, self._device = make, option, device
+        self._most = IN_FLIGHT * option.count.most
+        self._count = option.count
+
+    def __enter__(self) -> Workers:
+        with ExitStack() as opened:
+            opened.enter_context(connected(self._option.address))
+            self._runner = opened.enter_context(asyncio.Runner())
+            worker = WorkerOptions(self._option.worker_cpus, gpus_of(self._device), IN_FLIGHT)
+            self._pool = WorkerPool(self._make, self._count, worker)
+            self._runner.run(self._pool.__aenter__())
+            opened.callback(lambda: self._runner.run(self._pool.__aexit__(None, None, None)))
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def do(self, pieces: Iterable[tuple[Key, Any]]) -> Generator[tuple[Key, Any], None, None]:
+        """Results of pieces, each as soon as it is there; some are under way, and the next ones are not drawn yet.
+
+        Args:
+            pieces: what each is here, and its body.
+
+        Raises:
+            SakiyomiError: of a worker; or a piece whose workers die again and again.
+        """
+        coming = iter(pieces)
+        running: dict[asyncio.Task[tuple[int, Any]], Key] = {}
+        try:
+            while True:
+                for key, body in islice(coming, self._most - len(running)):
+                    running[self._runner.get_loop().create_task(self._pool.post("", body, ""))] = key
+                if not running:
+                    return
+                for task in self._runner.run(_first(running)):
+                    status, result = task.result()
+                    key = running.pop(task)
+                    if status != 200:
+                        raise (InputError if status == 422 else LoadError)(result["error"]["message"])
+                    yield key, result
+        finally:
+            for task in running:
+                task.cancel()
 
 
 def spread(
@@ -46,40 +105,9 @@ def spread(
     device: str,
     pieces: Iterable[tuple[Key, Any]],
 ) -> Generator[tuple[Key, Any], None, None]:
-    """Results of pieces, each as soon as it is there; some are under way, and the next ones are not drawn yet.
-
-    Args:
-        make: a worker's endpoint, in its process.
-        option: how many workers, and where.
-        device: of each.
-        pieces: what each is here, and its body.
-
-    Raises:
-        SakiyomiError: of a worker; or a piece whose workers die again and again.
-    """
-    count = option.count
-    assert count is not None
-    coming = iter(pieces)
-    running: dict[asyncio.Task[tuple[int, Any]], Key] = {}
-    with connected(option.address), asyncio.Runner() as runner:
-        pool = WorkerPool(make, count, WorkerOptions(option.worker_cpus, gpus_of(device), IN_FLIGHT))
-        runner.run(pool.__aenter__())
-        try:
-            while True:
-                for key, body in islice(coming, IN_FLIGHT * count.most - len(running)):
-                    running[runner.get_loop().create_task(pool.post("", body, ""))] = key
-                if not running:
-                    return
-                for task in runner.run(_first(running)):
-                    status, result = task.result()
-                    key = running.pop(task)
-                    if status != 200:
-                        raise LoadError(result["error"]["message"])
-                    yield key, result
-        finally:
-            for task in running:
-                task.cancel()
-            runner.run(pool.__aexit__(None, None, None))
+    """Results of one set of pieces; see ``Workers``."""
+    with Workers(make, option, device) as workers:
+        yield from workers.do(pieces)
 
 
 async def _first(tasks: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:

@@ -12,8 +12,8 @@ nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sakiyomi.core.dtypes import dtype_name
@@ -31,10 +31,30 @@ from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.sampling.verifiers import VERIFIERS
 
-__all__ = ["AuditConfig", "AuditReport", "Check", "SampledCheck", "audit"]
+__all__ = ["AuditConfig", "AuditReport", "Auditor", "Check", "Part", "SampledCheck", "audit", "put_together"]
 
 Key = tuple[str, int] | None
 """Rule and seed of a sampled text; None of a greedy one."""
+
+
+Part = tuple[str, tuple[Any, ...]]
+"""What one engine does by itself: the name of an ``Auditor``'s method, and its arguments."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the checks of some texts begin with.
+
+    Attributes:
+        prompts, expected: token ids of prompts, and the reference's greedy texts behind them.
+        noise: of the reference, as it is known until now.
+        about: other attributes of the report.
+    """
+
+    prompts: Texts
+    expected: Texts
+    noise: float
+    about: dict[str, Any]
 
 
 def audit(
@@ -60,146 +80,236 @@ def audit(
     Raises:
         SakiyomiError: what ``LLM`` raises.
     """
-    config, options = config or AuditConfig(), dict(options or {})
-    note("loading the engine")
-    engine = LLM(target, draft=draft, **options)
-    drafters = [drafter for drafter in (engine.draft, *map(engine.drafter, drafts)) if drafter is not None]
-    ids = [engine.tokenizer(text).input_ids[: config.prompt_tokens] for text in prompts]
-    longest = max(map(len, ids))
-    if longest + config.max_new_tokens > engine.max_context:
-        raise InputError(
-            f"max_new_tokens is {config.max_new_tokens}; behind prompts of up to {longest} tokens the context of "
-            f"{engine.max_context} has room for {max(engine.max_context - longest, 0)}: ask for fewer"
-        )
-    strict = bool(options.get("strict"))
-
-    def view(drafter: Drafter | None = None) -> EngineView:
-        return EngineView(engine, drafter, strict=strict)
-
-    name, reference, expected = _reference(target, view(), ids, config, options, note)
-    note("measuring the noise of other pass shapes")
-    for prompt, text in zip(ids, expected, strict=True):
-        reference.measure(prompt, text)
-    report = AuditReport(
-        reference.noise,
-        dtype_name(engine.target.dtype),
-        bool(options.get("exact")),
-        ", ".join(drafter.name for drafter in drafters) or None,
-        ids,
-        reference=name,
-        quantization=engine.target.weights.quantization,
-        tokenizer=engine.tokenizer,
-    )
-    auditor = _Auditor(report, reference, config, note)
-    note("checking plain text")
-    plain = auditor.plain(view(), expected)
-    for drafter in drafters:
-        auditor.drafted(view(drafter), drafter, expected, plain)
-    if config.sampled or config.verifiers:
-        tests = SampledTests(view, drafters, auditor.tested, ids, reference, config, note)
-        report.untested = tests.untested
-        report.sampled += tests.run()
+    config = config or AuditConfig()
+    auditor = Auditor(target, draft, drafts, config, options or {}, note)
+    report = put_together(lambda parts: map(auditor.do, parts), [prompts], config)
+    report.tokenizer = auditor.engine.tokenizer
     return report
 
 
-def _reference(
-    target: Any,
-    plain: EngineView,
-    prompts: Texts,
+def put_together(
+    do: Callable[[Sequence[Part]], Iterable[Any]],
+    prompts: Sequence[Sequence[str]],
     config: AuditConfig,
-    options: dict[str, Any],
-    note: Callable[[str], None],
-) -> tuple[str, HFReference, Texts]:
-    """Whose texts and logits are right: its name, what judges by its logits, and its greedy texts."""
-    own = plain.engine.target
-    # torchao, on a GPU, reports nothing
-    if own.weights.quantization is not None or options.get("quantize") or options.get("cache", "full") != "full":
-        note("writing plainly")
-        texts = [list(plain.generate([prompt], config.greedy())[0].token_ids) for prompt in prompts]
-        return "own plain", EngineReference(own), texts
-    note("loading the model with transformers")
-    known = ("dtype", "device", "trust_remote_code", "allow_pickle")
-    loaded = load_model(target, **{name: options[name] for name in known if name in options})
-    writer = Transformers(loaded.model, stop=stop_tokens(loaded.model, loaded.tokenizer))
-    note("writing with transformers")
-    return "transformers", HFReference(loaded.model), [writer.generate(prompt, config.greedy()) for prompt in prompts]
+    apart: bool = False,
+) -> AuditReport:
+    """Have the parts of an audit done, and put them together.
+
+    Differences are judged by the noise of all texts, whoever measured it.
+
+    Args:
+        do: results of parts, in their order.
+        prompts: of each part that compares texts.
+        config: how much is checked.
+        apart: every rule whose distribution is tested is a part of its own.
+    """
+    measured: list[Measured] = list(do([("measure", (texts,)) for texts in prompts]))
+    noise = max(part.noise for part in measured)
+    firsts = itertools.accumulate((len(part.prompts) for part in measured), initial=0)
+    comparing: list[Part] = [("compare", (part, first, noise)) for part, first in zip(measured, firsts, strict=False)]
+    every: Texts = [ids for part in measured for ids in part.prompts]
+    report = AuditReport(noise, prompts=every, **measured[0].about)
+    rules = _rules(config)[1] if config.sampled or config.verifiers else []
+    testing: list[Part] = [
+        ("test", (every, some)) for some in ([[rule] for rule in rules] if apart else [rules]) if some
+    ]
+    done = list(do(comparing + testing))
+    report.checks = [Check.joined(same) for same in zip(*done[: len(comparing)], strict=True)]
+    report.sampled = [check for part in done[len(comparing) :] for check in part]
+    report.untested = [rule for rule in rules if all(check.rule != rule for check in report.sampled)]
+    return report
 
 
-class _Auditor:
-    """Makes the checks of one report."""
+def _rules(config: AuditConfig) -> tuple[list[str], list[str]]:
+    """Those whose text depends on the seed alone, and is compared; those whose text's distribution is tested."""
+    names = config.verifiers or [name for name, rule in VERIFIERS.items() if rule.lossless]
+    coupled = [name for name in names if VERIFIERS[name].rule == "coupled"]
+    return coupled, [name for name in names if VERIFIERS[name].rule != "coupled" and name != "greedy"]
+
+
+class Auditor:
+    """An engine beside its reference, which does parts of an audit; see ``audit``."""
 
     def __init__(
-        self, report: AuditReport, reference: HFReference, config: AuditConfig, note: Callable[[str], None]
+        self,
+        target: Any,
+        draft: Any,
+        drafts: Sequence[Any],
+        config: AuditConfig,
+        options: Mapping[str, Any],
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.report, self.reference, self.config, self.note = report, reference, config, note
-        names = config.verifiers or [name for name, rule in VERIFIERS.items() if rule.lossless]
-        # Whether a rule's text depends on the seed alone: then it is compared, else its distribution is tested.
-        self.coupled = [name for name in names if VERIFIERS[name].rule == "coupled"]
-        self.tested = [name for name in names if VERIFIERS[name].rule != "coupled" and name != "greedy"]
+        self._config, self._options, self._note = config, dict(options), note
+        note("loading the engine")
+        self.engine = LLM(target, draft=draft, **self._options)
+        self._drafters = [one for one in (self.engine.draft, *map(self.engine.drafter, drafts)) if one is not None]
+        self._target = target
+        self._judge: tuple[str, HFReference, Callable[[list[int]], list[int]]] | None = None
+        self._tests: SampledTests | None = None
 
-    def plain(self, llm: Any, expected: Texts) -> dict[Key, Texts]:
+    def do(self, part: Part) -> Any:
+        """Do a part."""
+        return getattr(self, part[0])(*part[1])
+
+    def measure(self, texts: Sequence[str]) -> Measured:
+        """What is right behind some prompts, and how far passes of other shapes are from it.
+
+        Raises:
+            InputError: the context has no room for a text.
+        """
+        engine, config = self.engine, self._config
+        ids = [engine.tokenizer(text).input_ids[: config.prompt_tokens] for text in texts]
+        longest = max(map(len, ids))
+        if longest + config.max_new_tokens > engine.max_context:
+            raise InputError(
+                f"max_new_tokens is {config.max_new_tokens}; behind prompts of up to {longest} tokens the context of "
+                f"{engine.max_context} has room for {max(engine.max_context - longest, 0)}: ask for fewer"
+            )
+        name, reference, write = self._judged_by()
+        self._note("writing plainly" if name == "own plain" else f"writing with {name}")
+        expected = [write(prompt) for prompt in ids]
+        self._note("measuring the noise of other pass shapes")
+        for prompt, text in zip(ids, expected, strict=True):
+            reference.measure(prompt, text)
+        about = {
+            "dtype": dtype_name(engine.target.dtype),
+            "exact": bool(self._options.get("exact")),
+            "drafter": ", ".join(drafter.name for drafter in self._drafters) or None,
+            "reference": name,
+            "quantization": engine.target.weights.quantization,
+        }
+        return Measured(ids, expected, reference.noise, about)
+
+    def compare(self, measured: Measured, first: int, noise: float) -> list[Check]:
+        """Compare texts.
+
+        Args:
+            measured: of the prompts.
+            first: place of the first prompt among all.
+            noise: by which differences are judged.
+        """
+        name, reference, _ = self._judged_by()
+        reference.noise = noise
+        comparing = _Comparison(measured, first, name, reference, self._config, self._note)
+        self._note("checking plain text")
+        plain = comparing.plain(self._view())
+        for drafter in self._drafters:
+            comparing.drafted(self._view(drafter), drafter, plain)
+        return comparing.checks
+
+    def test(self, prompts: Texts, rules: Sequence[str]) -> list[SampledCheck]:
+        """Test the distribution of sampled text under some rules."""
+        if self._tests is None:
+            every = _rules(self._config)[1]
+            reference = self._judged_by()[1]
+            self._tests = SampledTests(self._view, self._drafters, every, prompts, reference, self._config, self._note)
+        return self._tests.run(rules)
+
+    def _view(self, drafter: Drafter | None = None) -> EngineView:
+        return EngineView(self.engine, drafter, strict=bool(self._options.get("strict")))
+
+    def _judged_by(self) -> tuple[str, HFReference, Callable[[list[int]], list[int]]]:
+        """Whose texts and logits are right: its name, what judges by its logits, and what writes its greedy text."""
+        if self._judge is None:
+            self._judge = self._reference()
+        return self._judge
+
+    def _reference(self) -> tuple[str, HFReference, Callable[[list[int]], list[int]]]:
+        own, options, greedy = self.engine.target, self._options, self._config.greedy()
+        # torchao, on a GPU, reports nothing
+        if own.weights.quantization is not None or options.get("quantize") or options.get("cache", "full") != "full":
+            plain = self._view()
+            return "own plain", EngineReference(own), lambda ids: list(plain.generate([ids], greedy)[0].token_ids)
+        self._note("loading the model with transformers")
+        known = ("dtype", "device", "trust_remote_code", "allow_pickle")
+        loaded = load_model(self._target, **{name: options[name] for name in known if name in options})
+        writer = Transformers(loaded.model, stop=stop_tokens(loaded.model, loaded.tokenizer))
+        return "transformers", HFReference(loaded.model), lambda ids: writer.generate(ids, greedy)
+
+
+class _Comparison:
+    """Makes the checks of some texts."""
+
+    def __init__(
+        self,
+        measured: Measured,
+        first: int,
+        name: str,
+        reference: HFReference,
+        config: AuditConfig,
+        note: Callable[[str], None],
+    ) -> None:
+        self.checks: list[Check] = []
+        self._prompts, self._expected, self._first = measured.prompts, measured.expected, first
+        self._exact: bool = measured.about["exact"]
+        self._name, self._reference, self._config, self._note = name, reference, config, note
+        self._coupled = _rules(config)[0]
+
+    def plain(self, llm: Any) -> dict[Key, Texts]:
         """Check plain text; it comes back by rule and seed, None for the greedy one."""
-        found: dict[Key, Texts] = {None: self._write(llm, self.config.greedy())}
-        self._compare("plain", self.report.reference, expected, found[None])
-        together = self._write(llm, self.config.greedy(), batched=True)
+        found: dict[Key, Texts] = {None: self._write(llm, self._config.greedy())}
+        self._compare("plain", self._name, self._expected, found[None])
+        together = self._write(llm, self._config.greedy(), batched=True)
         self._compare("plain", "plain", found[None], together, batch=len(together))
-        for key in itertools.product(self.coupled, self.config.seeds):
-            found[key] = self._write(llm, self.config.seeded(key[1], rule=key[0]))
+        for key in itertools.product(self._coupled, self._config.seeds):
+            found[key] = self._write(llm, self._config.seeded(key[1], rule=key[0]))
             self._follow(found[key], key)
         return found
 
-    def drafted(self, llm: Any, drafter: Drafter, expected: Texts, plain: Mapping[Key, Texts]) -> None:
+    def drafted(self, llm: Any, drafter: Drafter, plain: Mapping[Key, Texts]) -> None:
         """Check text that was written with a draft."""
-        for shape in self.config.shapes():
-            self.note(f"checking {drafter.name}, {shape_name(shape)}")
+        for shape in self._config.shapes():
+            self._note(f"checking {drafter.name}, {shape_name(shape)}")
             where: dict[str, Any] = {"gamma": shape.get("gamma"), "drafter": drafter.name, "tree": "tree" in shape}
-            texts = self._write(llm, self.config.greedy(shape))
-            self._compare("drafted", self.report.reference, expected, texts, **where)
-            if self.report.exact:
+            texts = self._write(llm, self._config.greedy(shape))
+            self._compare("drafted", self._name, self._expected, texts, **where)
+            if self._exact:
                 self._compare("drafted", "plain", plain[None], texts, **where)
-            together = self._write(llm, self.config.greedy(shape), batched=True)
+            together = self._write(llm, self._config.greedy(shape), batched=True)
             self._compare("drafted", "plain", plain[None], together, **where, batch=len(together))
-            for key in itertools.product(self.coupled, self.config.seeds):
-                params = self.config.seeded(key[1], shape, key[0])
+            for key in itertools.product(self._coupled, self._config.seeds):
+                params = self._config.seeded(key[1], shape, key[0])
                 if drafter.kind_for(params) in VERIFIERS[key[0]].takes:
                     self._compare("drafted", "plain", plain[key], self._write(llm, params), key=key, **where)
 
     def _write(self, llm: Any, params: SamplingParams, *, batched: bool = False) -> Texts:
-        prompts = self.report.prompts
+        prompts = self._prompts
         if batched:
             return [list(done.token_ids) for done in llm.generate(prompts, params)]
         return [list(llm.generate([prompt], params)[0].token_ids) for prompt in prompts]
 
     def _scores(self, key: Key) -> tuple[Scores, float]:
         if key is None:
-            return greedy_scores, self.reference.limit()
+            return greedy_scores, self._reference.limit()
         # Each text was a list of one: its key is (seed, 0).
-        return coupled_scores(self.config.seeded(key[1]), 0), self.reference.limit(self.config.temperature)
+        return coupled_scores(self._config.seeded(key[1]), 0), self._reference.limit(self._config.temperature)
 
     def _compare(
         self, what: str, against: str, expected: Texts, got: Texts, *, key: Key = None, batch: int = 1, **where: Any
     ) -> None:
         scores, limit = self._scores(key)
-        if self.report.exact and against == "plain":
+        if self._exact and against == "plain":
             limit = 0.0
         found = []
-        for i, (prompt, right, text) in enumerate(zip(self.report.prompts, expected, got, strict=True)):
-            divergence = self.reference.compare(i, prompt, right, text, scores=scores, limit=limit)
+        for i, (prompt, right, text) in enumerate(zip(self._prompts, expected, got, strict=True)):
+            divergence = self._reference.compare(self._first + i, prompt, right, text, scores=scores, limit=limit)
             if divergence is None:
                 continue
             if limit == 0.0:
                 divergence = replace(divergence, defect=True)
             elif not divergence.defect:
                 # The texts part at a near-tie; what follows is judged token by token.
-                divergence = self.reference.follow(i, prompt, text, scores=scores, limit=limit) or divergence
+                divergence = (
+                    self._reference.follow(self._first + i, prompt, text, scores=scores, limit=limit) or divergence
+                )
             found.append(divergence)
         self._add(what, against, got, found, key, batch, **where)
 
     def _follow(self, texts: Texts, key: Key) -> None:
         scores, limit = self._scores(key)
         judged = (
-            self.reference.follow(i, prompt, text, scores=scores, limit=limit)
-            for i, (prompt, text) in enumerate(zip(self.report.prompts, texts, strict=True))
+            self._reference.follow(self._first + i, prompt, text, scores=scores, limit=limit)
+            for i, (prompt, text) in enumerate(zip(self._prompts, texts, strict=True))
         )
         self._add("plain", "logits", texts, [found for found in judged if found is not None], key, 1)
 
@@ -208,4 +318,4 @@ class _Auditor:
     ) -> None:
         rule, seed = key or ("greedy", None)
         where |= {"texts": len(texts), "equal": len(texts) - len(found), "tokens": sum(map(len, texts))}
-        self.report.checks.append(Check(rule, what, against, seed, batch, divergences=tuple(found), **where))
+        self.checks.append(Check(rule, what, against, seed, batch, divergences=tuple(found), **where))

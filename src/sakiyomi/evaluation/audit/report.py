@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sakiyomi.evaluation.audit.chi_square import Fit
@@ -47,6 +48,13 @@ class Check:
     divergences: tuple[Divergence, ...] = ()
     drafter: str | None = None
     tree: bool = False
+
+    @classmethod
+    def joined(cls, same: Sequence[Check]) -> Check:
+        """One comparison of what several compared apart; batch is the largest."""
+        found = tuple(divergence for check in same for divergence in check.divergences)
+        counts = {name: sum(getattr(check, name) for check in same) for name in ("texts", "equal", "tokens")}
+        return replace(same[0], batch=max(check.batch for check in same), divergences=found, **counts)
 
     @property
     def defects(self) -> int:
