@@ -174,7 +174,7 @@ def test_distillation_data_is_that_of_one_engine(nodes: Any, tmp_path: Path) -> 
     assert train_distill_data(shared)["samples"] == 96
     assert killed.is_set() and Path(shared.out).read_bytes() == Path(config.out).read_bytes()
     with pytest.raises(LoadError, match="another model on a worker"):
-        list(spread(functools.partial(_worker, config, "x"), WorkersOption("1"), 0, [(0, None)]))
+        list(spread(functools.partial(_worker, config, "x"), WorkersOption("1"), "cpu", [(0, None)]))
 
 
 def test_questions_are_shared(nodes: Any, tmp_path: Path) -> None:
