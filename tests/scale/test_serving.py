@@ -158,8 +158,9 @@ def test_scale_down_and_update_under_load(nodes: Any) -> None:
 
 def test_replicas_grow_with_the_load(nodes: Any) -> None:
     """Of one to two replicas with four slots each, one; six clients are more than three quarters of its slots."""
+    deploy(functools.partial(StubServer, 0.02), 1)
+    wait_for(1)  # those of another test may run
     deploy(functools.partial(StubServer, 0.02), "1:2", slots=4)
-    wait_for(1)
     with front() as port, Load(nodes.port, port) as load:
         wait_for(2)
         alone = load.replies
