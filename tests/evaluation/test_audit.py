@@ -153,6 +153,8 @@ def test_a_broken_rule_is_found_in_a_piece(models: Path, monkeypatch: pytest.Mon
     report = in_pieces((str(models / "target"), "none"), SMALL)
     assert [(found.text, found.position) for check in report.checks for found in check.divergences] == [(1, 3)]
     assert not report.ok and report.checks[0].equal == 1 and report.checks[0].texts == 2
+    (found,) = report.checks[0].divergences
+    assert report.words.keys() == {found.expected, found.got} and all(report.words.values())
 
 
 needs_kernels = pytest.mark.skipif(native() is None, reason="no compiled kernels here")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -109,8 +110,8 @@ def _show(model: LLMConfig, report: AuditReport) -> None:
             what = "DEFECT" if found.defect else "near-tie"
             say(
                 f"{what}: {check.rule} {check.what}, gamma {check.gamma or '-'}, "
-                f"text {found.text}, token {found.position}: expected {_word(report.tokenizer, found.expected)}, "
-                f"got {_word(report.tokenizer, found.got)}; gap {found.gap:.3g}, "
+                f"text {found.text}, token {found.position}: expected {_word(report.words, found.expected)}, "
+                f"got {_word(report.words, found.got)}; gap {found.gap:.3g}, "
                 f"top-2 gap {found.top2_gap:.3g}, explained up to {found.limit:.3g}"
             )
     if report.drafter is None:
@@ -157,5 +158,5 @@ def _show_sampled(report: AuditReport) -> None:
         )
 
 
-def _word(tokenizer: Any, token: int) -> str:
-    return "the end" if token < 0 else f"{tokenizer.decode([token])!r} ({token})"
+def _word(words: Mapping[int, str], token: int) -> str:
+    return "the end" if token < 0 else f"{words[token]!r} ({token})"

@@ -82,9 +82,7 @@ def audit(
     """
     config = config or AuditConfig()
     auditor = Auditor(target, draft, drafts, config, options or {}, note)
-    report = put_together(lambda parts: map(auditor.do, parts), [prompts], config)
-    report.tokenizer = auditor.engine.tokenizer
-    return report
+    return put_together(lambda parts: map(auditor.do, parts), [prompts], config)
 
 
 def put_together(
@@ -117,6 +115,10 @@ def put_together(
     report.checks = [Check.joined(same) for same in zip(*done[: len(comparing)], strict=True)]
     report.sampled = [check for part in done[len(comparing) :] for check in part]
     report.untested = [rule for rule in rules if all(check.rule != rule for check in report.sampled)]
+    differences = [found for check in report.checks for found in check.divergences]
+    if differences:
+        tokens = sorted({token for found in differences for token in (found.expected, found.got)})
+        (report.words,) = do([("words", (tokens,))])
     return report
 
 
@@ -204,6 +206,10 @@ class Auditor:
             reference = self._judged_by()[1]
             self._tests = SampledTests(self._view, self._drafters, every, prompts, reference, self._config, self._note)
         return self._tests.run(rules)
+
+    def words(self, tokens: Sequence[int]) -> dict[int, str]:
+        """Tokens as text."""
+        return {token: self.engine.tokenizer.decode([token]) for token in tokens if token >= 0}
 
     def _view(self, drafter: Drafter | None = None) -> EngineView:
         return EngineView(self.engine, drafter, strict=bool(self._options.get("strict")))

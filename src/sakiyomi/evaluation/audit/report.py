@@ -108,7 +108,7 @@ class AuditReport:
         reference: whose greedy texts and logits are right: "transformers", or "own plain" where the weights are
             quantized, so that only our own engine computes with them.
         quantization: what the quantization changed; None where that is not known, or the weights are not quantized.
-        tokenizer: of the target.
+        words: the tokens of differences, as text.
         checks: comparisons of texts.
         sampled: tests of sampled text; their odds of a false alarm are ``ODDS`` all together.
         untested: rules that take no draft of these drafters.
@@ -121,7 +121,7 @@ class AuditReport:
     prompts: Texts
     reference: str = "transformers"
     quantization: QuantizationReport | None = None
-    tokenizer: Any = field(default=None, repr=False)
+    words: dict[int, str] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     sampled: list[SampledCheck] = field(default_factory=list)
     untested: list[str] = field(default_factory=list)
