@@ -15,6 +15,8 @@ import torch
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError, WorkerError
+from sakiyomi.core.model_folder import STAGES
+from sakiyomi.core.preflight import check_settings
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.stages import cut, is_cut
 from sakiyomi.model_executor.stages.pipeline import SharedSlots
@@ -44,6 +46,20 @@ def test_texts_are_those_of_the_whole_model(staged: LLM, folder: Path, params: d
         found = [llm.generate([*PROMPTS, PROMPTS[0]], asked) for llm in (staged, whole)]
         assert [text.token_ids for text in found[0]] == [text.token_ids for text in found[1]]
     assert staged.target.weights.module.config.num_hidden_layers == 1
+
+
+def test_commands_take_it(staged: LLM, folder: Path, tmp_path: Path) -> None:
+    """Before anything is loaded its parts are looked at, of which a machine may have one."""
+    out = folder.with_name("cut")
+    check_settings({"target": str(out)})
+    (tmp_path / STAGES).write_bytes((out / STAGES).read_bytes())
+    with pytest.raises(LoadError, match="and no stage"):
+        check_settings({"target": str(tmp_path)})
+    shutil.copytree(out / "stage-1", tmp_path / "stage-1")
+    check_settings({"target": str(tmp_path)})
+    (tmp_path / "stage-1" / "config.json").unlink()
+    with pytest.raises(LoadError, match=r"no config.json in .*stage-1"):
+        check_settings({"target": str(tmp_path)})
 
 
 def test_a_conversation_goes_on_in_its_slots(staged: LLM, folder: Path) -> None:

@@ -17,12 +17,14 @@ from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
 
 __all__ = [
-    "PACKED_FILE", "TOKENIZER_REMEDY", "check_folder", "check_tokenizer", "gguf_file", "local_folder",
+    "PACKED_FILE", "STAGES", "TOKENIZER_REMEDY", "check_folder", "check_tokenizer", "gguf_file", "local_folder",
     "looks_like_hub_id", "raw_config",
 ]  # fmt: skip
 
 PACKED_FILE = "sakiyomi.json"
 """Of a folder that holds a packed copy of a model."""
+STAGES = "stages.json"
+"""Of a folder that holds a model which was cut."""
 MOST_LAYERS = 10_000
 TOKENIZER_REMEDY = "copy the tokenizer's files into the folder (tokenizer.json), or pass a (model, tokenizer) pair"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -121,6 +123,13 @@ def check_folder(folder: Path, *, allow_pickle: bool = False, remote_code: bool 
     Raises:
         LoadError: configuration, tokenizer or weights are missing or damaged.
     """
+    if (folder / STAGES).is_file():
+        parts = sorted(folder.glob("stage-*"))  # a machine may have its own alone
+        if not parts:
+            raise LoadError(f"{folder} has {STAGES} and no stage; copy the folder of this machine's stage there, too")
+        for part in parts:
+            check_folder(part, allow_pickle=allow_pickle, remote_code=remote_code)
+        return
     raw_config(folder)
     if not remote_code:
         check_tokenizer(folder)

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from sakiyomi.core.checkpoint import LAYER, read_checkpoint, read_json
 from sakiyomi.core.digests import file_digest, save_tensors
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.core.model_folder import STAGES
 from sakiyomi.model_executor.loading.families import auto_class, has_encoder, read_config
 from sakiyomi.model_executor.loading.packed import ABOUT, WEIGHTS, is_packed, json_seal
 from sakiyomi.model_executor.structural_copy import layer_kinds, layer_list
 
 __all__ = ["cut", "is_cut", "stage_count", "stage_folder"]
 
-STAGES = "stages.json"
 TINY = 8
 
 
