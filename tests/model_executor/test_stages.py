@@ -45,7 +45,7 @@ def test_texts_are_those_of_the_whole_model(staged: LLM, folder: Path, params: d
     for _ in range(2):  # eager at first, and replayed then
         found = [llm.generate([*PROMPTS, PROMPTS[0]], asked) for llm in (staged, whole)]
         assert [text.token_ids for text in found[0]] == [text.token_ids for text in found[1]]
-    assert staged.target.weights.module.config.num_hidden_layers == 1
+    assert staged.target.weights.module.config.num_hidden_layers == 1 and staged.name == str(folder.with_name("cut"))
 
 
 def test_commands_take_it(staged: LLM, folder: Path, tmp_path: Path) -> None:

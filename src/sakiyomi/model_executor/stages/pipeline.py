@@ -10,6 +10,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def lead(folder: Path, load: partial[Loaded], run: partial[ModelRunner]) -> tupl
     border.behind(_layers(runner)[-1])
     # A pass that the kernels describe by themselves would be known here alone; it is not where somebody listens.
     runner.watchers.append(lambda plan, seconds, border=border: None)  # type: ignore[misc]
-    return loaded, runner
+    return replace(loaded, name=str(folder)), runner
 
 
 def _follow(peers: Peers, folder: Path, load: dict[str, Any], run: dict[str, Any]) -> None:
