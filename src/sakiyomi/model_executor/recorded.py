@@ -53,7 +53,7 @@ class RecordedModel(nn.Module):
         self,
         config: RecordedConfig,
         generation_config: RecordedConfig,
-        script: Callable[..., Tensor],
+        script: torch.jit.ScriptModule,
         tail: Callable[[Tensor], Tensor] | None,
         weights: Mapping[str, Tensor],
         embeddings: Sequence[str],
@@ -119,6 +119,15 @@ class RecordedModel(nn.Module):
             logits = self.layers[self._head](self._script(input_ids, position_ids, keep, *self._weights))
             return SimpleNamespace(logits=logits if self._tail is None else self._tail(logits))
 
+    def replay(self, ids: Tensor, positions: Tensor) -> PassResult:
+        """Logits (1, N, V) of all rows, and what the head reads: ``forward`` without what modules do around it.
+
+        Within ``interpreted``.
+        """
+        states = self._script.forward(ids, positions, self._every(ids.shape[1]), *self._weights)
+        logits = self.layers[self._head].forward(states)
+        return logits if self._tail is None else self._tail(logits), (states,)
+
     def _every(self, rows: int) -> Tensor:
         if rows not in self._all:
             self._all[rows] = torch.arange(rows)
@@ -129,16 +138,16 @@ class RecordedPasses:
     """Passes of a recorded model: see ``PassRecorder``. All of them are recorded.
 
     Args:
-        forward: the pass.
+        model: runs them.
         sizes: row counts that come again.
     """
 
     mode: ClassVar[str] = "traced"
     fresh = False
 
-    def __init__(self, forward: PassForward, sizes: Sequence[int]) -> None:
-        self._forward = forward
-        self.ready = dict.fromkeys(sizes, forward)
+    def __init__(self, model: RecordedModel, sizes: Sequence[int]) -> None:
+        self._model = model
+        self.ready: dict[int, PassForward] = dict.fromkeys(sizes, model.replay)
 
     def has(self, rows: int) -> bool:
         """Always."""
@@ -146,7 +155,8 @@ class RecordedPasses:
 
     def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult:
         """The pass that `begin` described."""
-        return self._forward(ids, positions)
+        with interpreted():
+            return self._model.replay(ids, positions)
 
     def record(self, begin: BeginPass, rows: int) -> None:
         """Nothing is left to be recorded."""

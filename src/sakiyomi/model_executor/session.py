@@ -214,7 +214,7 @@ class Session:
         if not self.compile or weights.offloaded or weights.unsettled:
             return None
         if isinstance(self.module, RecordedModel):
-            return RecordedPasses(self.forward, self.sizes)
+            return RecordedPasses(self.module, self.sizes)
         found = self.backend.recorder(self.forward) if self.module is weights.module else None
         if found is not None or self.device.type != "cpu" or weights.own_attention:
             return found
