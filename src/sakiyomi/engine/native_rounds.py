@@ -24,7 +24,7 @@ from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.model import LONG, ModelDrafter
 from sakiyomi.drafters.native_trees import pack_ask
 from sakiyomi.drafters.trees.base import LISTED
-from sakiyomi.engine.native_turns import Turn, costs_of, judged, size_of
+from sakiyomi.engine.native_turns import PassTables, Turn, judged, size_of
 from sakiyomi.engine.request import Request, RoundVerdict
 from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
 from sakiyomi.kernels.build import loaded
@@ -65,7 +65,8 @@ class NativeRounds:
         self._checked: set[int] = set()
         self._found: tuple[Any, Any] = (), ()
         self._since = 0
-        self._costs: tuple[Any, Any] = None, None  # seconds of passes, where drafts are weighed
+        self._tables = PassTables()
+        self._costs: tuple[Any, Any] = None, None  # of this round
 
     def __del__(self) -> None:
         if self._rounds:
@@ -178,7 +179,7 @@ class NativeRounds:
         moved = target.cache.moved or draft.cache.moved
         for request, turn in zip(requests, turns, strict=True):
             turn.reserve(request, target, draft, moved)
-        self._costs = costs_of(sizes, self._drafter)
+        self._costs = self._tables.of(sizes, self._drafter)
         return b"".join([size.asked for size in sizes])
 
     def _enter(self, request: Request) -> Turn | None:

@@ -19,7 +19,7 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import Uniforms
 from sakiyomi.sampling.verifiers.native import Case, pack_case
 
-__all__ = ["Size", "Turn", "costs_of", "judged", "size_of"]
+__all__ = ["PassTables", "Size", "Turn", "judged", "size_of"]
 
 AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
 _ASKED = struct.Struct("=2q")  # Asked in round.h, before its extent
@@ -100,15 +100,25 @@ def size_of(request: Request, turn: Turn, gamma: int, drafter: ModelDrafter | No
     return turn.size
 
 
-def costs_of(sizes: Sequence[Size], drafter: ModelDrafter | None) -> tuple[Any, Any]:
-    """What passes cost, where drafts are weighed: those of the draft model by rows, and of the target by nodes."""
-    worths = [size.worth for size in sizes if size.worth is not None]
-    if not worths or drafter is None:
-        return None, None
-    costs, nodes = worths[0].costs, max([size.nodes for size in sizes])
-    scored = [costs.score(costs.batch * (count + 1)) for count in range(nodes + 1)]
-    level = level_seconds(drafter.model, max([size.width for size in sizes]), drafter.reader.besides)
-    return level, (ctypes.c_double * len(scored))(*scored)
+class PassTables:
+    """What passes cost, where drafts are weighed: tables that stay as long as nothing else is known."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, ...] = ()
+        self._tables: tuple[Any, Any] = None, None
+
+    def of(self, sizes: Sequence[Size], drafter: ModelDrafter | None) -> tuple[Any, Any]:
+        """Seconds of passes of the draft model by rows, and of the target by nodes."""
+        worths = [size.worth for size in sizes if size.worth is not None]
+        if not worths or drafter is None:
+            return None, None
+        costs, nodes, width = worths[0].costs, max([s.nodes for s in sizes]), max([s.width for s in sizes])
+        known = costs.score, costs.batch, nodes, width, drafter.model.clock.version, drafter.reader.besides
+        if known != self._known:
+            scored = [costs.score(costs.batch * (count + 1)) for count in range(nodes + 1)]
+            level = level_seconds(drafter.model, width, drafter.reader.besides)
+            self._known, self._tables = known, (level, (ctypes.c_double * len(scored))(*scored))
+        return self._tables
 
 
 def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) -> bytes:

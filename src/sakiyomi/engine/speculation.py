@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sakiyomi.core.errors import DraftError, InputError
@@ -114,6 +114,7 @@ class SpeculationController:
         self._paces: dict[int, Pace] = {}  # by requests, the same for all that make a pass of the same rows
         self._timed: set[int] = set()
         self._overhead, self._step = 1e-4, 0.0
+        self._scores: tuple[int, Callable[[int], float]] = -1, target.pass_seconds  # by rows, and as of which readings
         self._read: set[int] = set()  # requests whose text the drafter has
         self._reading = 0.0  # seconds that it takes for a token of such a text
 
@@ -307,7 +308,9 @@ class SpeculationController:
         return drafts
 
     def _costs(self, batch: int) -> Costs:
-        score = functools.cache(self.target.pass_seconds)
+        if self._scores[0] != self.target.clock.version:
+            self._scores = self.target.clock.version, functools.cache(self.target.pass_seconds)
+        score = self._scores[1]
         if self.target.offloaded:
             depth, nodes = FAR, FAR_NODES
         else:

@@ -19,9 +19,13 @@ class PassClock:
     Args:
         recorded: whether passes of so many rows are replayed now.
         offloaded: weights are read from elsewhere in every pass: no trial passes, and no warm-up.
+
+    Attributes:
+        version: another one after each reading that counts.
     """
 
     def __init__(self, recorded: Callable[[int], bool], *, offloaded: bool) -> None:
+        self.version = 0
         self._recorded, self._offloaded = recorded, offloaded
         self._seconds: dict[tuple[int, bool], float] = {}
         self._warm: set[tuple[int, bool]] = set()
@@ -29,6 +33,7 @@ class PassClock:
 
     def clear(self) -> None:
         """Forget all readings."""
+        self.version += 1
         for known in (self._seconds, self._warm, self._costs):
             known.clear()
 
@@ -37,6 +42,7 @@ class PassClock:
         key = (size, recorded)
         if not fresh and (key in self._warm or self._offloaded):
             self._seconds[key] = running_mean(self._seconds.get(key), seconds)
+            self.version += 1
             self._costs.clear()
         self._warm.add(key)
 
