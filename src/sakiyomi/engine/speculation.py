@@ -114,7 +114,7 @@ class SpeculationController:
         self._paces: dict[int, Pace] = {}  # by requests, the same for all that make a pass of the same rows
         self._timed: set[int] = set()
         self._overhead, self._step = 1e-4, 0.0
-        self._scores: tuple[int, Callable[[int], float]] = -1, target.pass_seconds  # by rows, and as of which readings
+        self._scores: tuple[int, Callable[[int], float]] | None = None  # as of which readings, and by rows
         self._read: set[int] = set()  # requests whose text the drafter has
         self._reading = 0.0  # seconds that it takes for a token of such a text
 
@@ -308,7 +308,7 @@ class SpeculationController:
         return drafts
 
     def _costs(self, batch: int) -> Costs:
-        if self._scores[0] != self.target.clock.version:
+        if self._scores is None or self._scores[0] != self.target.clock.version:
             self._scores = self.target.clock.version, functools.cache(self.target.pass_seconds)
         score = self._scores[1]
         if self.target.offloaded:
