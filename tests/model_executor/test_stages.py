@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,16 @@ def test_commands_take_it(staged: LLM, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "stage-1" / "config.json").unlink()
     with pytest.raises(LoadError, match=r"no config.json in .*stage-1"):
         check_settings({"target": str(tmp_path)})
+
+
+def test_processes_of_torchrun_end_together(staged: LLM, folder: Path) -> None:
+    """The first one says when it has ended; nobody takes that for a death."""
+    out = folder.with_name("cut")
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "sakiyomi"]
+    asked = ["generate", PROMPTS[0], "--target", str(out), "--draft", "none", "--max-new-tokens", "8"]
+    done = subprocess.run([*run, *asked], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "ended" not in done.stderr, done.stderr[-2000:]
+    assert done.stdout.strip()
 
 
 def test_a_conversation_goes_on_in_its_slots(staged: LLM, folder: Path) -> None:

@@ -144,6 +144,8 @@ def test_wrong_files(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with pytest.raises(LoadError, match="No such file"):
         BatchFile(tmp_path / "missing.jsonl", out, {})
+    with pytest.raises(InputError, match="is a folder; name a file in it"):
+        BatchFile(written(tmp_path, [line("a")]), tmp_path, {})
     with pytest.raises(InputError, match="has no requests"):
         BatchFile(written(tmp_path, [""]), out, {})
     source = written(tmp_path, [line("a"), line("b")])

@@ -285,3 +285,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         ReplicaOptions(replicas="1", address="ray://head:10001")
     with pytest.raises(InputError, match="'start_timeout' is a setting of `sakiyomi serve`"):
         build({"start_timeout": "5"})
+    with pytest.raises(InputError, match="'port' is a setting of `sakiyomi serve`"):
+        build({"port": 9000})
+    with pytest.raises(InputError, match="replicas is 0; expected a number from 1 on"):
+        build({"replicas": 0})
+    assert build({"target": "tales", "replicas": 2})  # as a file of settings has it

@@ -29,7 +29,7 @@ from sakiyomi.evaluation.bench.spec.questions import chosen, own_questions
 from sakiyomi.evaluation.bench.spec.results import Results
 from sakiyomi.evaluation.bench.spec.run import run as run_spec
 from sakiyomi.scale import audits
-from sakiyomi.scale.cluster import Count, WorkersOption, check_version, connected
+from sakiyomi.scale.cluster import Count, WorkersOption, check_room, check_version, connected
 from sakiyomi.scale.questions import share
 from sakiyomi.scale.samples import _worker, train_distill_data
 from sakiyomi.scale.spread import spread
@@ -152,6 +152,18 @@ def test_datasets(nodes: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"workers": "x"}, "workers is 'x'"), ({"workers": 2.0}, r"workers is '2\.0'"), ({"workers": (3, 2)}, "is '3:2'"),
+     ({"rows": "x"}, "rows is 'x'"), ({"cpus": -1}, "cpus is -1")],
+)  # fmt: skip
+def test_datasets_refuse_what_makes_no_sense(values: dict[str, Any], said: str) -> None:
+    from sakiyomi.scale import processor
+
+    with pytest.raises(InputError, match=said):
+        processor(Sleeper, dict, **values)
+
+
 def test_distillation_data_is_that_of_one_engine(nodes: Any, tmp_path: Path) -> None:
     """A worker is killed meanwhile; another model on a worker is refused."""
     story = story_file(tmp_path / "stories.jsonl")
@@ -219,7 +231,11 @@ def test_an_audit_is_shared(nodes: Any, tmp_path: Path) -> None:
         shared(note=told.append, **values | {"config": replace(config, max_new_tokens=100_000)})
 
 
-def test_clear_errors(nodes: Any) -> None:
+def test_clear_errors(nodes: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(InputError, match="worker_cpus is 64; this machine has 1"):
+        check_room(64, None)
+    check_room(64, nodes.address)  # to which a larger machine may come
+    assert "no machine of the cluster has more than 1" in caplog.text
     with pytest.raises(LoadError, match=r"has sakiyomi 0\.0\.1, and this is"):
         check_version("0.0.1")
     for wrong in ("0", "x", "3:2", "-1", ""):

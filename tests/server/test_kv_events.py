@@ -13,6 +13,7 @@ from processes import until
 from sakiyomi import InputError
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.kv_events import BLOCK, Blocks, EventPublisher
+from sakiyomi.server.run import check
 from server_toys import client, figures, running, toy_llm
 
 zmq = pytest.importorskip("zmq", reason="needs the extra events")
@@ -114,6 +115,8 @@ def test_messages_arrive_and_are_repeated() -> None:
         EventPublisher("nowhere")
     ports = [free_address(), free_address()]
     publisher = EventPublisher(ports[0], ports[1], "topic")
+    with pytest.raises(InputError, match="in use; choose another port"):  # before a model is loaded
+        check(ServerConfig(port=0, kv_events=ports[0]))
     listener, asker = context.socket(zmq.SUB), context.socket(zmq.DEALER)
     try:
         listener.subscribe(b"topic")

@@ -150,6 +150,8 @@ def _leave(code: int) -> None:
         code = code or 1
     except OSError as error:
         code = _cannot_write(error)
+    if (peers := sys.modules.get("sakiyomi.core.peers")) is not None:
+        peers.part()
     if "torch" in sys.modules:
         os._exit(code)
     sys.exit(code)

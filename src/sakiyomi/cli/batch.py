@@ -20,7 +20,7 @@ from sakiyomi.cli.output import note, say
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.progress import progress
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.cluster import WorkersOption, connected, gpus_of, import_ray
+from sakiyomi.scale.cluster import WorkersOption, check_room, connected, gpus_of, import_ray
 
 if TYPE_CHECKING:
     from sakiyomi.scale.batch import BatchFile, BatchProgress
@@ -114,6 +114,7 @@ def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, options: Batch
             server: Any = InProcessServer(llm, name)
         else:
             stack.enter_context(connected(shared.address))
+            check_room(shared.worker_cpus, shared.address)
             worker = WorkerOptions(shared.worker_cpus, gpus_of(model.device), IN_FLIGHT * options.piece)
             server = WorkerPool(functools.partial(load_server, model, name), count, worker)
         began = time.perf_counter()

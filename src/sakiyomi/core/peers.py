@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from sakiyomi.core.errors import SakiyomiError, WorkerError
 
-__all__ = ["ONE", "PATIENCE", "Peers", "launched", "start"]
+__all__ = ["ONE", "PATIENCE", "Peers", "launched", "part", "parting", "start"]
 
 PATIENCE = timedelta(days=2)
 """Longest wait for another process: one that ends is noticed at once, one that measures or reads takes its time."""
@@ -135,6 +135,20 @@ def start(count: int, work: Callable[..., None], *args: Any) -> Peers:
         there.close()
         children.append((child, here))
     return Peers(0, count, count, store, children)
+
+
+_partings: list[Callable[[], object]] = []
+
+
+def parting(say: Callable[[], object]) -> None:
+    """Have something said to other processes before this one ends by ``part``; said twice, it must do nothing."""
+    _partings.append(say)
+
+
+def part() -> None:
+    """Say it: the process is about to end without Python's own way of ending."""
+    for say in _partings:
+        say()
 
 
 def _child(

@@ -107,6 +107,8 @@ class BatchFile(Pieces):
     twice: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.out.is_dir():
+            raise InputError(f"{self.out} is a folder; name a file in it")
         try:
             self.pieces, self.twice = _scan(self.source, self.piece_lines)
         except OSError as error:

@@ -22,12 +22,14 @@ __all__ = [
     "Count",
     "ReplicaOptions",
     "WorkersOption",
+    "check_room",
     "check_version",
     "connected",
     "gpus_of",
     "import_ray",
 ]
 
+logger = logging.getLogger("sakiyomi")
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # it would report to the makers of Ray
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -122,13 +124,13 @@ class Count:
     most: int
 
     @classmethod
-    def parse(cls, name: str, text: str) -> Count:
-        """From N, or MIN:MAX.
+    def parse(cls, name: str, text: str | int) -> Count:
+        """From N, or MIN:MAX; a file of settings has a number.
 
         Raises:
             InputError: it is neither.
         """
-        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", str(text))
         count = cls(int(found[1]), int(found[2] or found[1])) if found else cls(0, 0)
         if not 1 <= count.least <= count.most:
             raise InputError(f"{name} is {text!r}; expected a number from 1 on, or MIN:MAX, for instance 2:8")
@@ -147,6 +149,22 @@ def import_ray() -> None:
         from ray import init  # noqa: F401 - of a mere folder "ray", such as that below /tmp, there is none
     except ImportError as error:
         raise LoadError(f"this needs Ray, which is not installed ({error}); pip install 'sakiyomi[scale]'") from None
+
+
+def check_room(cpus: int, address: str | None) -> None:
+    """See whether a worker's processors can be had in the cluster that this process is connected to.
+
+    Raises:
+        InputError: they are more than this machine's, on which Ray was started.
+    """
+    import ray
+
+    most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
+    if cpus <= most:
+        return
+    if address is None:
+        raise InputError(f"worker_cpus is {cpus}; this machine has {most}: ask for fewer")
+    logger.warning("a worker takes %d processors, and no machine of the cluster has more than %d: waiting", cpus, most)
 
 
 def gpus_of(device: str) -> int:

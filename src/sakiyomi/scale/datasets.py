@@ -58,10 +58,10 @@ def processor(
     """
     if url not in URLS:
         raise InputError(f"url is {url!r:.80}; it is {' or '.join(URLS)}")
-    least, most = (workers, workers) if isinstance(workers, int) else workers
-    count = Count.parse("workers", f"{least}:{most}")
-    if rows < 1:
-        raise InputError(f"rows is {rows!r}; expected a number from 1 on")
+    count = Count.parse("workers", ":".join(map(str, workers)) if isinstance(workers, tuple) else str(workers))
+    for name, value, least in (("rows", rows, 1), ("cpus", cpus, 0), ("gpus", gpus, 0)):
+        if not isinstance(value, int | float) or value < least:
+            raise InputError(f"{name} is {value!r}; expected a number from {least} on")
     import_ray()
     make = functools.partial(load_server, model) if isinstance(model, LLMConfig) else model
 

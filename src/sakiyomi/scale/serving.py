@@ -31,6 +31,8 @@ __all__ = ["MakeServer", "RayReplicas", "Replica", "application", "build", "depl
 
 PATIENCE = 5.0  # seconds that a replica may take to say how it is
 TARGET = 0.75  # share of a replica's slots that autoscaling aims at
+THEIRS = ("address", "start_timeout", "host", "port", "kv_events", "kv_events_replay", "kv_events_topic")
+"""What `serve run` decides, or one of several replicas cannot have."""
 
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc]
@@ -264,7 +266,7 @@ def build(args: Mapping[str, Any]) -> Any:
     Raises:
         InputError: a name is not known, or a value makes no sense.
     """
-    if theirs := [name for name in ("address", "start_timeout") if name in args]:
+    if theirs := [name for name in THEIRS if name in args]:
         raise InputError(f"{theirs[0]!r} is a setting of `sakiyomi serve`; here Ray Serve decides")
     given = {"max_batch": MAX_BATCH, **args}
     options = ReplicaOptions(**_values(ReplicaOptions, given, {"replicas": "1"}))

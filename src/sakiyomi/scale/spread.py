@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.scale.batch import IN_FLIGHT, Endpoint
-from sakiyomi.scale.cluster import WorkersOption, connected, gpus_of
+from sakiyomi.scale.cluster import WorkersOption, check_room, connected, gpus_of
 from sakiyomi.scale.workers import WorkerOptions, WorkerPool
 
 __all__ = ["OneByOne", "Workers", "spread"]
@@ -60,6 +60,7 @@ class Workers:
     def __enter__(self) -> Workers:
         with ExitStack() as opened:
             opened.enter_context(connected(self._option.address))
+            check_room(self._option.worker_cpus, self._option.address)
             self._runner = opened.enter_context(asyncio.Runner())
             worker = WorkerOptions(self._option.worker_cpus, gpus_of(self._device), IN_FLIGHT)
             self._pool = WorkerPool(self._make, self._count, worker)

@@ -112,7 +112,10 @@ class EventPublisher:
             socket.bind(address)
         except zmq.ZMQError as error:
             self._context.destroy()
-            raise InputError(f"kv_events cannot be sent at {address!r}: {error}; expected tcp://HOST:PORT") from None
+            advice = "choose another port" if error.errno == zmq.EADDRINUSE else "expected tcp://HOST:PORT"
+            raise InputError(
+                f"kv_events cannot be sent at {address!r}: {zmq.strerror(error.errno)}; {advice}"
+            ) from None
         return socket
 
     def update(self, held: Iterable[Held]) -> None:

@@ -18,6 +18,7 @@ from sakiyomi.engine.chat_template import read_template
 from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.connections import protocol
+from sakiyomi.server.kv_events import EventPublisher
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
@@ -82,10 +83,12 @@ def check(config: ServerConfig) -> None:
     """Refuse now what would be refused when the model is loaded, which takes a while.
 
     Raises:
-        InputError: the address is taken, or none of this machine's.
-        LoadError: the chat template cannot be read.
+        InputError: an address is taken, or none of this machine's.
+        LoadError: the chat template cannot be read, or what events need is not installed.
     """
     read_template(config.chat_template)
+    if config.kv_events is not None:
+        EventPublisher(config.kv_events, config.kv_events_replay).close()
     _listen(config).close()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.core.errors import InputError, UnsupportedError
-from sakiyomi.core.peers import PATIENCE, Peers, launched, start
+from sakiyomi.core.errors import InputError, UnsupportedError, WorkerError
+from sakiyomi.core.peers import PATIENCE, Peers, launched, parting, start
 from sakiyomi.core.threads import govern_threads
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.build import build_runner
@@ -124,12 +124,20 @@ class Line:
             self._group.send([head], to, 0).wait()
             self._group.send([torch.cat([body, states])], to, 0).wait()
 
+    def end(self) -> None:
+        """There is no further pass: the next process is told, which tells the one behind it."""
+        if not self.last:
+            with suppress(WorkerError), self._alive():
+                self._group.send([torch.zeros(3, dtype=torch.int64)], self.peers.number + 1, 0).wait()
+
     def receive(self, dtype: torch.dtype) -> tuple[bytes, Tensor]:
-        """What the process before has sent."""
+        """What the process before has sent; no message: there is no further pass."""
         before, head = self.peers.number - 1, torch.empty(3, dtype=torch.int64)
         with self._alive():
             self._group.recv([head], before, 0).wait()
             length, rows, width = head.tolist()
+            if not length:
+                return b"", head
             body = torch.empty(length + rows * width * dtype.itemsize, dtype=torch.uint8)
             self._group.recv([body], before, 0).wait()
         return body[:length].numpy().tobytes(), body[length:].clone().view(dtype).view(1, rows, width)
@@ -226,6 +234,8 @@ def lead(folder: Path, load: partial[Loaded], run: partial[ModelRunner]) -> tupl
     weakref.finalize(runner, peers.end, 0.0)
     _check(runner)
     line, cache = Line(peers), runner.cache
+    if not peers.children:  # torchrun's, which end by themselves
+        parting(weakref.finalize(runner, line.end))
     assert isinstance(cache, SharedSlots)
     cache.calls.clear()  # of self-tests, which every stage has made by itself
 
@@ -266,6 +276,9 @@ def _follow(peers: Peers, folder: Path, load: dict[str, Any], run: dict[str, Any
     borders[1].behind(layers[-1])
     while True:
         message, arrived = line.receive(runner.dtype)
+        if not message:
+            line.end()
+            return
         calls, parts = pickle.loads(message)
         for name, arguments in calls:
             getattr(runner.cache, name)(*arguments)
