@@ -10,6 +10,7 @@ from pathlib import Path
 from sakiyomi.core.errors import InputError, LoadError
 
 __all__ = [
+    "BLOCK_DRAFTERS",
     "DEFAULT",
     "DRAFTS",
     "EAGLE_HEADS",
@@ -27,7 +28,9 @@ __all__ = [
 EMBEDDED = ("tales", "tales-draft", "retriever")
 """Names of models whose files are part of this version."""
 
-HEADS = ("tales-medusa", "tales-eagle", "tales-retaining", "retriever-retaining", "retriever-retaining-query")
+HEADS = (
+    "tales-medusa", "tales-eagle", "tales-block", "tales-retaining", "retriever-retaining", "retriever-retaining-query",
+)  # fmt: skip
 """Names of heads that belong to one of them."""
 
 DEFAULT = "tales"
@@ -40,6 +43,8 @@ MEDUSA_HEADS = {"tales": "tales-medusa"}
 """Of embedded targets: the Medusa heads that were trained on each."""
 EAGLE_HEADS = {"tales": "tales-eagle"}
 """Of embedded targets: the EAGLE head that was trained on each."""
+BLOCK_DRAFTERS = {"tales": "tales-block"}
+"""Of embedded targets: the block drafter that was trained on each."""
 
 EMBEDDED_ROOT = Path(__file__).resolve().parents[1] / "models"
 """The folder of all of them."""

@@ -19,6 +19,7 @@ __all__ = [
     "over_vocabulary", "with_context",
 ]  # fmt: skip
 
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 KINDS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Kinds of decoder layers, and what transformers' classes of them begin with."""
 ROWS = 1024
@@ -135,7 +136,8 @@ def make_decoder(config: Mapping[str, Any], embedding: Tensor, head: nn.Module) 
     Raises:
         LoadError: a kind of layers that is not known, or their sizes make no sense.
     """
-    made = decoder_config(config, tie_word_embeddings=False, use_cache=False, vocab_size=1, pad_token_id=None)
+    none = dict.fromkeys(SPECIAL)
+    made = decoder_config(config, tie_word_embeddings=False, use_cache=False, vocab_size=1, **none)
     kind = config["model_type"]
     try:
         module: Any = getattr(import_module(f"transformers.models.{kind}"), f"{KINDS[kind]}ForCausalLM")(made)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from sakiyomi.core.embedded import DRAFTS, EAGLE_HEADS, MEDUSA_HEADS, folder_of
+from sakiyomi.core.embedded import BLOCK_DRAFTERS, DRAFTS, EAGLE_HEADS, MEDUSA_HEADS, folder_of
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.drafters import heads_beside, parse_drafters
 from sakiyomi.engine.llm import LLM
@@ -34,7 +34,7 @@ def available(llm: LLM, config: PairConfig) -> list[str]:
     found = [*TEXT]
     if config.target in DRAFTS:
         found.append(f"model:{DRAFTS[config.target]}")
-    own = {"medusa": MEDUSA_HEADS, "eagle": EAGLE_HEADS}
+    own = {"medusa": MEDUSA_HEADS, "eagle": EAGLE_HEADS, "block": BLOCK_DRAFTERS}
     found += [f"{kind}:{heads[config.target]}" for kind, heads in own.items() if config.target in heads]
     found += heads_beside(folder_of(config.target))
     layers = int(getattr(llm.target.config, "num_hidden_layers", 0))
