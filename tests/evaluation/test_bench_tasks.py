@@ -185,7 +185,7 @@ def test_long_sounds_are_cut_where_they_are_silent(tmp_path: Path) -> None:
         ("summaries", {"source": "a", "reference": 3}, "reference of row 1 .* is 3; expected a text"),
         ("chat", {"text": "a"}, "has no text as 'source'.*--columns source=NAME"),
         ("speech", {"reference": "a"}, "names no sound file.*--columns audio=NAME"),
-        ("speech", {"reference": "a", "audio": "none.wav"}, "there is no file .*none.wav"),
+        ("speech", {"reference": "a", "audio": "none.wav"}, "the sound of row 1 of .*: there is no file .*none.wav"),
         ("speech", {"reference": "a", "audio": "slow.wav"}, "has 4000 samples a second; speech needs 8000"),
         ("speech", {"reference": "a", "audio": "text.mp4"}, "is no sound file that can be read .*ffmpeg"),
     ],
@@ -196,6 +196,8 @@ def test_bad_data_is_refused_in_one_line(kind: str, row: dict[str, Any], words: 
     with pytest.raises((InputError, LoadError), match=words) as error:
         read(kind, write(tmp_path / "data.jsonl", row))
     assert "\n" not in str(error.value)
+    with pytest.raises((InputError, LoadError), match=words):  # before anything is loaded
+        run(TasksConfig(data=(f"{kind}={tmp_path / 'data.jsonl'}",)))
 
 
 def test_other_bad_input(root: Path, tmp_path: Path) -> None:

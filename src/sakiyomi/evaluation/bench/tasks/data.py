@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.audio import Audio
-from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.evaluation.bench.long.files import read_object, read_rows
 
 __all__ = ["Question", "read_questions"]
@@ -88,11 +88,15 @@ def _references(value: Any, where: str) -> tuple[str, ...]:
 def _sound(value: Any, path: Path, where: str, language: str | None, seconds: float | None) -> tuple[Audio, ...]:
     """The parts of a sound: of a file beside the questions, or as ``datasets`` holds it."""
     if isinstance(value, dict) and (value.get("bytes") or value.get("path")):
-        sound = Audio.read(io.BytesIO(value["bytes"]) if value.get("bytes") else value["path"], language=language)
+        file = io.BytesIO(value["bytes"]) if value.get("bytes") else value["path"]
     elif isinstance(value, str) and value:
-        sound = Audio.read(path.parent / value, language=language)
+        file = path.parent / value
     else:
         raise LoadError(f"{where} names no sound file; expected its path, or name the field with --columns audio=NAME")
+    try:
+        sound = Audio.read(file, language=language)
+    except SakiyomiError as error:
+        raise type(error)(f"the sound of {where}: {error.message}") from None
     if sound.sampling_rate < SLOWEST:
         raise InputError(
             f"the sound of {where} has {sound.sampling_rate} samples a second; speech needs {SLOWEST} or more: "

@@ -30,6 +30,7 @@ __all__ = ["run"]
 
 TITLE = "seconds an answer and tokens/s, one at a time; answers of equal weights compared"
 SEED = 0
+HEARD = 30.0  # seconds at once, where the model is not known yet and questions are only looked at
 
 
 def run(config: TasksConfig, note: Note = silent) -> Iterator[Row]:
@@ -40,9 +41,10 @@ def run(config: TasksConfig, note: Note = silent) -> Iterator[Row]:
     """
     scores = {kind: scorer(kind) for kind in config.files()}
     draft = config.draft_model
-    for path in config.files().values():
+    for kind, path in config.files().items():
         if not path.exists():
             raise LoadError(f"there is no file or folder {str(path)!r} with questions; check the path")
+        read_questions(kind, path, config.names(), config.count, language=config.language, seconds=HEARD)
     pairs = {way: _Pair(config, draft, way) for way in config.ways}
 
     def rows() -> Iterator[Row]:
