@@ -39,8 +39,8 @@ class ReportConfig:
             of one family (folder or hub id; heads in FOLDER/medusa), or numbers of parameters (134M) to which target
             and heads are inflated, a function-preserving expansion that stays in the folder. none: no others.
         temperatures: for section temperature (again for each).
-        models: for sections drafts, alphas and several, a folder of models of one tokenizer: the largest is a target,
-            the others its drafts.
+        models: for sections drafts and alphas a folder of models of one tokenizer: the largest is a target, the others
+            its drafts; for section several its smaller models are further drafts of the pair's target.
         predictions: for section predicted, what `tune --all --json` printed; measured here if not given.
         tasks: for section tasks, files of what `bench tasks --json` printed (again for each); the pair's own prompts,
             as chat, if none is given.

@@ -130,7 +130,8 @@ def _paint_drafts(row: Row, theme: Theme) -> Figure:
             for place, value, mark in zip(beside, values, marks, strict=True):
                 # Offset, not spaces in front of the number: SVG drops those, and the diamond would hide it.
                 beside_bar = {"xytext": (7, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-                axes.annotate(f"{value:.2f}", (max(value, mark or 0.0), place), **beside_bar)
+                told = f"{value:.2f}" + (f", counted {mark:.2f}" if key == "alpha" and mark is not None else "")
+                axes.annotate(told, (max(value, mark or 0.0), place), **beside_bar)
             if key == "alpha":
                 axes.plot(counted, beside, "D", color=theme.ink, markersize=4, label=None if at else "counted")
         for target, place in heads.items():

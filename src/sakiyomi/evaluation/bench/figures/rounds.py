@@ -86,6 +86,7 @@ def _paint_rounds(row: Row, theme: Theme) -> Figure:
     upper.set(xlabel="draft tokens kept in a round", ylabel="rounds, percent")
     upper.legend()
     lower[-1].set_xlabel("round")
+    lower[-1].locator_params(axis="x", integer=True)
     return figure
 
 

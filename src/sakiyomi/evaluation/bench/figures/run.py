@@ -83,12 +83,12 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
     unknown = [name for name in config.sections if name not in SECTIONS]
     if unknown:
         raise InputError(f"there is no section {unknown[0]!r}; sections are {', '.join(SECTIONS)}")
-    check(config.out, "out")
     folder = Path(config.out)
     kept = _kept(folder)
     wanted = config.wanted(SECTIONS)
     if not config.redraw:
         _check_given(config, {*COMMON, *(name for section in wanted for name in SECTIONS[section].reads)})
+    check(config.out, "out")
     if config.redraw:
         wanted = tuple(name for name in wanted if name in kept)
         if not wanted:
