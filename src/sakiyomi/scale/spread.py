@@ -53,9 +53,7 @@ class Workers:
         self, make: Callable[[], AbstractAsyncContextManager[Endpoint]], option: WorkersOption, device: str
     ) -> None:
         assert option.count is not None
-        self._make, self._option, self._device = make, option, device
-        self._most = IN_FLIGHT * option.count.most
-        self._count = option.count
+        self._make, self._option, self._device, self._count = make, option, device, option.count
 
     def __enter__(self) -> Workers:
         with ExitStack() as opened:
@@ -85,7 +83,7 @@ class Workers:
         running: dict[asyncio.Task[tuple[int, Any]], Key] = {}
         try:
             while True:
-                for key, body in islice(coming, self._most - len(running)):
+                for key, body in islice(coming, IN_FLIGHT * self._count.most - len(running)):
                     running[self._runner.get_loop().create_task(self._pool.post("", body, ""))] = key
                 if not running:
                     return
