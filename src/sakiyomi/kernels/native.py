@@ -95,8 +95,12 @@ def _side_by_side(weight: Tensor, together: int) -> Tensor:
     """`(out, in)` as `(ceil(out / 32), ceil(in / together), 32, together)`, zeros where there is nothing."""
     out, inner = weight.shape
     blocks, groups = -(-out // BLOCK), -(-inner // together)
-    padded = nn.functional.pad(weight, (0, groups * together - inner, 0, blocks * BLOCK - out))
-    return padded.view(blocks, BLOCK, groups, together).permute(0, 2, 1, 3).contiguous()
+    if blocks * BLOCK > out or groups * together > inner:
+        weight = nn.functional.pad(weight, (0, groups * together - inner, 0, blocks * BLOCK - out))
+    if weight.itemsize * together == 4 and weight.is_contiguous():  # what stays together is moved as one number
+        moved = weight.view(torch.int32).view(blocks, BLOCK, groups).transpose(1, 2).contiguous()
+        return moved.view(weight.dtype).view(blocks, groups, BLOCK, together)
+    return weight.view(blocks, BLOCK, groups, together).permute(0, 2, 1, 3).contiguous()
 
 
 def packed_tensors(
@@ -104,18 +108,22 @@ def packed_tensors(
 ) -> dict[str, Tensor]:
     """What the kernels read of a layer, by the names in `PARTS`; weights lie in `memory`, if one is given."""
     # In pieces, so that nothing of the size of a large weight is held beside it and its packed form.
-    pieces = [PACKERS[bits](piece) for piece in weight.detach().split(PIECE)]
-    tensors = {name: _together([piece[name] for piece in pieces], memory) for name in pieces[0]}
+    tensors: dict[str, Tensor] = {}
+    at: dict[str, int] = {}
+    for piece in weight.detach().split(PIECE):
+        for name, part in PACKERS[bits](piece).items():
+            if name not in tensors:
+                rows = len(part) if len(piece) == len(weight) else -(-len(weight) * len(part) // PIECE)
+                tensors[name], at[name] = _empty((rows, *part.shape[1:]), part.dtype, memory), 0
+            tensors[name][at[name] : at[name] + len(part)] = part
+            at[name] += len(part)
     if bias is not None:
         tensors["bias"] = bias.detach().to(torch.float32, copy=True)
     return tensors
 
 
-def _together(pieces: Sequence[Tensor], memory: WeightMemory | None) -> Tensor:
-    """Pieces one behind the other."""
-    shape, dtype = (sum(map(len, pieces)), *pieces[0].shape[1:]), pieces[0].dtype
-    made = torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
-    return torch.cat(list(pieces), out=made)
+def _empty(shape: Sequence[int], dtype: torch.dtype, memory: WeightMemory | None) -> Tensor:
+    return torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
 
 
 PACKERS: dict[int, Callable[[Tensor], dict[str, Tensor]]] = {16: pack_weight, 8: pack_bytes, 4: pack_halves}
@@ -232,8 +240,12 @@ class PackedWeights:
     def add_experts(self, weights: Tensor, biases: Tensor | None, *, bits: int = 16) -> PackedExperts:
         """Pack the weights `(count, out, in)` and biases `(count, out)` of all experts, as `add_linear` does one."""
         count, out, inner = weights.shape
-        each = [packed_tensors(weights[i], None if biases is None else biases[i], bits) for i in range(count)]
-        tensors = {name: _together([parts[name][None] for parts in each], self._memory) for name in each[0]}
+        tensors: dict[str, Tensor] = {}
+        for i in range(count):
+            for name, part in packed_tensors(weights[i], None if biases is None else biases[i], bits).items():
+                if name not in tensors:
+                    tensors[name] = _empty((count, *part.shape), part.dtype, self._memory)
+                tensors[name][i] = part
         return self.adopt_experts(tensors, inner, out, weights.dtype, bits)
 
     def adopt_experts(

@@ -22,6 +22,7 @@ from sakiyomi.core.digests import save_tensors
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.files import whole_file
 from sakiyomi.core.messages import one_line
+from sakiyomi.core.progress import progress
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedLinear, packed_tensors
 from sakiyomi.model_executor.loading.packed import packed_files, same_layers, source_key
@@ -47,7 +48,8 @@ __all__ = ["save_recording"]
 logger = logging.getLogger("sakiyomi")
 MOST = 2 << 30  # bytes of a model that is recorded: of a larger one the class is no great part of a start
 LARGEST = 1 << 16  # values of a tensor that the model computes itself; a larger one is no such thing
-TRIED = (3, 33, 257)  # row counts of prompts, beside those of decoding passes, at which a recording is proven
+TRIED = (1, 4, 33, 129)  # rows of passes at which a recording is proven: the largest takes most of a large model's time
+KEEPING = 33  # rows of the one of which the last row alone is wanted, too
 
 
 def save_recording(
@@ -84,7 +86,8 @@ def save_recording(
             about |= {"key": key_of(folder, checkpoint), "tokenizer": known}
             del about["config"]["_name_or_path"], known["name_or_path"]  # a recording may move with its folder
             about["copy"] = copy and [str(copy), source_key(folder, checkpoint) if copy != folder else None]
-            _prove(runner, about, scripts, read)
+            with progress(f"recording passes of {folder.name} for the next start", size=size):
+                _prove(runner, about, scripts, read)
             if backend is not None:
                 scripts[TOKENIZER] = backend
         tensors = {name: torch.frombuffer(bytearray(script), dtype=torch.uint8) for name, script in scripts.items()}
@@ -248,19 +251,18 @@ def _prove(
     layers = {name: child for name, child in runner.module.named_modules() if isinstance(child, PackedLinear)}
     recorded = assemble(about, scripts, weights, layers, whole=lambda model: model)
     own = runner.module
-    for rows in (*runner.sizes, *TRIED):
+    for rows, keep in [*((rows, None) for rows in TRIED), (KEEPING, torch.tensor([KEEPING - 1]))]:
         if rows > runner.max_context:
             continue
         tokens = [1 + (7 * i) % (runner.vocab_size - 1) for i in range(rows)]
         found: list[Tensor] = []
-        for keep in (None, torch.tensor([rows - 1])):
-            for module in (own, recorded):
-                with runner.cache.lent(rows) as slot, runner.eagerly():
-                    runner.module = module
-                    try:
-                        plan = BatchPlan([SequenceRows(slot, 0, tokens)])
-                        found.append(runner.run(plan, rows, keep=keep).logits.clone())
-                    finally:
-                        runner.module = own
-        if not torch.equal(found[0], found[1]) or not torch.equal(found[2], found[3]):
+        for module in (own, recorded):
+            with runner.cache.lent(rows) as slot, runner.eagerly():
+                runner.module = module
+                try:
+                    plan = BatchPlan([SequenceRows(slot, 0, tokens)])
+                    found.append(runner.run(plan, rows, keep=keep).logits.clone())
+                finally:
+                    runner.module = own
+        if not torch.equal(*found):
             raise UnsupportedError(f"its recorded pass of {rows} rows gives other logits")
