@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from block_toys import deepspec_folder, new_block
+from block_toys import speculators_folder as block_folder
 from eagle_toys import new_head, speculators_folder
 from medusa_toys import new_heads
 from mtp_toys import with_layer
@@ -174,6 +175,20 @@ def test_the_command_and_the_report_that_uses_it(folders: dict[bool, Path], tmp_
     assert inflated(tiny_llama().config) is None
 
 
+def test_the_command_takes_heads_of_several_kinds(tmp_path: Path) -> None:
+    model = tiny_llama(layers=4, seed=3)
+    small = save_model(tmp_path / "small", model.bfloat16(), tiny_tokenizer())
+    block, mtp = (_beside(kind, tmp_path / kind, model.float()) for kind in ("block", "mtp"))
+    arguments = ["bench", "inflate", str(tmp_path / "large"), "--params", "400K", "--target", str(small), "--heads"]
+    result = CliRunner().invoke(app, [*arguments, f"block:{block}+mtp:{mtp}"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "large" / "block").is_dir()
+    assert (tmp_path / "large" / "mtp").is_dir()
+    result = CliRunner().invoke(app, [*arguments, f"block:{block}+mtp:{tmp_path / 'none'}"])
+    assert result.exit_code == 1
+    assert f"there is no folder '{tmp_path / 'none'}' with heads" in result.output
+
+
 def test_flags_before_the_name_of_the_command_are_refused() -> None:
     result = CliRunner().invoke(app, ["bench", "--gamma", "3", "inflate", "x", "--params", "1M"])
     assert result.exit_code == 2
@@ -218,8 +233,9 @@ def _beside(kind: str, folder: Path, model: Any) -> Path:
         own |= {f"{name}.weight": norm.weight.data for name, norm in norms.items()} | {"fc.weight": toy.project}
         write_mtp(folder, FORMS["Qwen3-Next"], {name: t.bfloat16() for name, t in own.items()}, 4, "toy")
         return folder
-    if kind == "block":
-        file = new_block(model, layers=(1, 2, 3), anchored=True, sharp=3.0)
+    if kind.startswith("block"):
+        markov = kind.partition(", ")[2]
+        file = new_block(model, layers=(1, 2, 3), anchored=True, sharp=3.0, markov=markov)
         return deepspec_folder(folder, replace(file, tensors={n: t.bfloat16() for n, t in file.tensors.items()}))
     head = new_head(
         model, layers=(0, 1, 3), fc_norm=kind == "eagle, norms", norm_before_fc=kind == "eagle, norms", depth=2
@@ -228,7 +244,7 @@ def _beside(kind: str, folder: Path, model: Any) -> Path:
 
 
 @pytest.mark.usefixtures("deep")
-@pytest.mark.parametrize("kind", ["eagle", "eagle, norms", "block", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle, norms", "block", "block, gated", "block, rnn", "mtp"])
 def test_what_reads_hidden_states_becomes_as_wide(tmp_path: Path, kind: str) -> None:
     """Round by round the large pair guesses what the small one does."""
     tokenizer, model = tiny_tokenizer(), tiny_llama(layers=4, seed=3)
@@ -258,9 +274,9 @@ def test_what_cannot_become_as_wide(folders: dict[bool, Path], tmp_path: Path) -
         head = speculators_folder(tmp_path / "-".join(options), new_head(model.float(), layers=(0, 1, 3), **options))
         with pytest.raises(UnsupportedError, match="widened alone"):
             run(head)
-    corrected = new_block(model, layers=(1, 2, 3), anchored=True, markov="vanilla")
-    with pytest.raises(UnsupportedError, match="corrections"):
-        run(deepspec_folder(tmp_path / "markov", corrected))
+    convolved = new_block(model, layers=(1, 2, 3), kernel=2, group=8, selected=4)
+    with pytest.raises(UnsupportedError, match="convolutions"):
+        run(block_folder(tmp_path / "convolved", convolved))
     eagle = speculators_folder(tmp_path / "eagle", new_head(model, layers=(0, 1, 3)))
     with pytest.raises(InputError, match="given twice"):
         run(f"{eagle}+eagle:{eagle}")

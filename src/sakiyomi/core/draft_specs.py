@@ -13,8 +13,8 @@ from sakiyomi.core.errors import InputError, LoadError
 
 __all__ = [
     "ASSISTANTS", "BLOCK_ARCHITECTURES", "BLOCK_KINDS", "EAGLE_ARCHITECTURE", "EAGLE_NORM", "FORMS", "MTP_ARCHITECTURE",
-    "SPECULATORS", "ModelSpec", "is_block", "is_eagle", "is_first_eagle", "is_third_eagle", "model_spec", "number",
-    "split_spec",
+    "SPECULATORS", "ModelSpec", "head_names", "is_block", "is_eagle", "is_first_eagle", "is_third_eagle", "model_spec",
+    "number", "split_spec",
 ]  # fmt: skip
 
 N = TypeVar("N", int, float)
@@ -195,8 +195,15 @@ FORMS = {
 }
 """Drafters by the name before the colon of their spec; ``drafters.DRAFTERS`` makes them."""
 
+_HEADS = ("medusa", "eagle", "block", "mtp")
 _JOINT = re.compile(r"\+(?=(?:none|auto|" + "|".join(map(re.escape, FORMS)) + r")(?:[:+]|$))")
 """A + before the name of a drafter; any other + belongs to a path."""
+
+
+def head_names(spec: str) -> list[str]:
+    """The names of heads in a spec of several, "medusa:A+eagle:B", or of one alone."""
+    parts = [(part, *part.partition(":")[::2]) for part in _JOINT.split(spec)]
+    return [name if kind in _HEADS else part for part, kind, name in parts]
 
 
 def split_spec(spec: str) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sakiyomi.core.cache_specs import check_cache
-from sakiyomi.core.draft_specs import FORMS, model_spec, split_spec
+from sakiyomi.core.draft_specs import FORMS, head_names, model_spec, split_spec
 from sakiyomi.core.dtypes import check_dtype
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
@@ -54,8 +54,9 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     if (answering := settings.get("memory_target")) is not None:
         check_target(answering, **trust)
     heads = settings.get("heads")
-    if isinstance(heads, str) and heads != PUBLISHED and not folder_of(heads).is_dir():
-        raise LoadError(f"there is no folder {heads!r} with heads; check the path")
+    for name in head_names(heads) if isinstance(heads, str) and heads != PUBLISHED else ():
+        if not folder_of(name).is_dir():
+            raise LoadError(f"there is no folder {name!r} with heads; check the path")
 
 
 def check_target(name: str, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> None:

@@ -85,8 +85,19 @@ class Wider:
             wide = [random.readers(part.float(), len(part)).to(part.dtype) for part in parts]
         return torch.cat(wide, 1).repeat(self.factor, 1)
 
+    def correction(self, name: str, tensor: Tensor, random: Random) -> Tensor:
+        """Of a Markov head: what reads the hidden state behind a norm, beside embeddings of its own."""
+        width = int(self.small.hidden_size)
+        if name.endswith("joint_proj.weight"):  # which has it last
+            rest, here = tensor.split([tensor.shape[1] - width, width], 1)
+            return torch.cat([rest, self.over_tokens(here, random)], 1)
+        if name.endswith("proj.weight"):
+            here, rest = tensor.split([width, tensor.shape[1] - width], 1)
+            return torch.cat([self.over_tokens(here, random), rest], 1)
+        return tensor
+
     def over_tokens(self, weight: Tensor, random: Random) -> Tensor:
-        """(tokens, width): a head over the vocabulary, behind a norm."""
+        """(n, width): a head over the vocabulary, or what else reads what stands behind a norm."""
         return random.readers(weight.float(), len(weight))
 
 
@@ -164,15 +175,17 @@ def _block(name: str, small: Any) -> Callable[[Wider, Path], None]:
     file = read_block(folder_of(name), small.num_hidden_layers)
     options, whole = file.options, "lm_head.weight" not in file.tensors and file.tokens is None
     _refuse(name, len(file.tensors["fc.weight"]), small)
-    if options.markov or options.confident or options.kernel or not whole:
+    if options.confident or options.kernel or options.selected or not whole:
         raise UnsupportedError(
-            f"the block drafter {name} has a head of its own, corrections or convolutions; those that `train block` "
-            "makes are widened alone"
+            f"the block drafter {name} has a head over the vocabulary of its own, a confidence head, convolutions or a "
+            "selector; those that `train block` makes are widened alone"
         )
 
     def write(wider: Wider, folder: Path) -> None:
         random, tensors = Random(int(wider.large.hidden_size)), _rounded(file.tensors)
-        made = {"fc.weight": wider.project(tensors.pop("fc.weight"))} | wider.layers(tensors, random)
+        markov = [key for key in tensors if key.startswith("markov_head.")]
+        made = {key: wider.correction(key, tensors.pop(key), random) for key in markov}
+        made |= {"fc.weight": wider.project(tensors.pop("fc.weight"))} | wider.layers(tensors, random)
         wide = replace(options, layers=tuple(map(wider.place, options.layers)))
         written = replace(file, config=wider.config(file.config), options=wide, tensors=made)
         write_block(folder, written, str(wider.out), int(wider.large.num_hidden_layers))
