@@ -32,7 +32,7 @@ from sakiyomi.train.writing import writing
 
 __all__ = ["HeadRecipe", "LayersRecipe"]
 
-PIECE = 1024
+PIECE = 512
 """Tokens that are gone through at a time, target and all: their activations stay in the caches of a CPU."""
 Settings = TypeVar("Settings", bound=HeadConfig)
 LayersSettings = TypeVar("LayersSettings", bound=LayersConfig)
