@@ -195,7 +195,6 @@ FORMS = {
 }
 """Drafters by the name before the colon of their spec; ``drafters.DRAFTERS`` makes them."""
 
-_HEADS = ("medusa", "eagle", "block", "mtp")
 _JOINT = re.compile(r"\+(?=(?:none|auto|" + "|".join(map(re.escape, FORMS)) + r")(?:[:+]|$))")
 """A + before the name of a drafter; any other + belongs to a path."""
 
@@ -203,7 +202,7 @@ _JOINT = re.compile(r"\+(?=(?:none|auto|" + "|".join(map(re.escape, FORMS)) + r"
 def head_names(spec: str) -> list[str]:
     """The names of heads in a spec of several, "medusa:A+eagle:B", or of one alone."""
     parts = [(part, *part.partition(":")[::2]) for part in _JOINT.split(spec)]
-    return [name if kind in _HEADS else part for part, kind, name in parts]
+    return [name if kind in FORMS else part for part, kind, name in parts]
 
 
 def split_spec(spec: str) -> list[str]:

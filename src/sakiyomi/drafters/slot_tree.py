@@ -28,7 +28,6 @@ __all__ = ["SlotLogits", "SlotTree", "Slots"]
 SlotLogits = Callable[[int, Sequence[int]], tuple[Tensor, Sequence[float] | None]]
 """From a slot and the candidates before it to logits, (places, V), and how likely guesses are to be accepted there."""
 _Found = tuple[list[int], list[float | None], list[float]]
-_Listed = tuple[list[int], list[float]]
 _Path = tuple[int, ...]  # ranks
 
 
@@ -130,7 +129,7 @@ class SlotTree(DraftTreeState):
             places |= {(*above_path, rank): len(tree.tokens) + rank for rank in range(kept)}
             self._probs.extend(probs[: tree.offer(place, tokens[:kept], chances[:kept])])
 
-    def _ranked(self, places: Sequence[int], logits: Tensor) -> Sequence[_Listed | None]:
+    def _ranked(self, places: Sequence[int], logits: Tensor) -> Sequence[tuple[list[int], list[float]] | None]:
         return super()._ranked(places, logits) if self._known is None else [None] * len(places)
 
     def _candidates(self, place: int, logits: Tensor, count: int, position: int) -> _Found:

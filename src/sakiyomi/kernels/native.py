@@ -123,6 +123,7 @@ def packed_tensors(
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, memory: WeightMemory | None) -> Tensor:
+    """Room for packed numbers, in `memory`, if one is given."""
     return torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
 
 

@@ -49,7 +49,6 @@ logger = logging.getLogger("sakiyomi")
 MOST = 2 << 30  # bytes of a model that is recorded: of a larger one the class is no great part of a start
 LARGEST = 1 << 16  # values of a tensor that the model computes itself; a larger one is no such thing
 TRIED = (1, 4, 33, 129)  # rows of passes at which a recording is proven: the largest takes most of a large model's time
-KEEPING = 33  # rows of the one of which the last row alone is wanted, too
 
 
 def save_recording(
@@ -251,7 +250,8 @@ def _prove(
     layers = {name: child for name, child in runner.module.named_modules() if isinstance(child, PackedLinear)}
     recorded = assemble(about, scripts, weights, layers, whole=lambda model: model)
     own = runner.module
-    for rows, keep in [*((rows, None) for rows in TRIED), (KEEPING, torch.tensor([KEEPING - 1]))]:
+    last = [(rows, torch.tensor([rows - 1])) for rows in TRIED[:-1]]
+    for rows, keep in [*((rows, None) for rows in TRIED), *last]:
         if rows > runner.max_context:
             continue
         tokens = [1 + (7 * i) % (runner.vocab_size - 1) for i in range(rows)]
