@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,10 +16,12 @@ from sakiyomi.drafters.draft_length import Throughput
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.tree_reader import TreeReader
 from sakiyomi.engine import engine as engine_module
+from sakiyomi.engine import native_rounds
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.evaluation.bench.models import Numbers, random_llama
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.program import Program
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers.native import Case, verify_all
 
@@ -46,6 +48,17 @@ def engine() -> LLM:
     llm.generate(PROMPTS, SamplingParams(max_new_tokens=12, gamma=4))
     llm.wait()
     return llm
+
+
+@pytest.fixture
+def by_python() -> Iterator[None]:
+    """Python runs the passes of rounds, as it does those of models that have no program."""
+    rounds = engine().engine._native
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_rounds, "_program", lambda replay, model: 0)
+        rounds._made_for = []
+        yield
+    rounds._made_for = []
 
 
 def texts(params: SamplingParams | list[SamplingParams], prompts: int = len(PROMPTS)) -> list[dict[str, Any]]:
@@ -111,7 +124,19 @@ class Watched:
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_whole_rounds_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens, traces to the last bit, counts, and what a stop within an accepted run leaves."""
+    """Tokens, traces to the last bit, counts, and what a stop within an accepted run leaves; passes as programs."""
+    equal_to_python(case, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(Program, "__call__", lambda *_: pytest.fail("a pass of a round came to Python"))
+        texts(SamplingParams(max_new_tokens=4, gamma=2))
+
+
+@pytest.mark.parametrize("case", ["greedy", "tree auto", "temperature"])
+def test_whole_rounds_around_passes_of_python(case: str, monkeypatch: pytest.MonkeyPatch, by_python: None) -> None:
+    equal_to_python(case, monkeypatch)
+
+
+def equal_to_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"gamma": 4} | WHOLE[case]
     params = SamplingParams(max_new_tokens=25, ignore_eos=True, seed=3, **options)
     with monkeypatch.context() as patch:
@@ -194,7 +219,7 @@ def test_rounds_change_hands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched.python and watched.native > 6
 
 
-def test_a_round_that_fails_is_run_again_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_that_fails_is_run_again_by_python(monkeypatch: pytest.MonkeyPatch, by_python: None) -> None:
     """Nothing was committed: the text is the same, whichever pass of a round has failed."""
     params = SamplingParams(max_new_tokens=25, ignore_eos=True, seed=3, gamma=3, temperature=0.8, acceptance="ratio")
     expected = engine().generate([PROMPTS[0]], params)[0].token_ids
@@ -202,12 +227,12 @@ def test_a_round_that_fails_is_run_again_by_python(monkeypatch: pytest.MonkeyPat
     assert kernels is not None
     inner, calls = kernels.sk_pass, 0
 
-    def failing(rounds: int, logits: int) -> int:
+    def failing(*given: Any) -> int:
         nonlocal calls
         calls += 1
         if not calls % 11:
             raise RuntimeError("no memory")
-        return int(inner(rounds, logits)) if calls % 7 else -1
+        return int(inner(*given)) if calls % 7 else -1
 
     monkeypatch.setattr(kernels, "sk_pass", failing)
     watched = Watched(monkeypatch)
@@ -215,7 +240,7 @@ def test_a_round_that_fails_is_run_again_by_python(monkeypatch: pytest.MonkeyPat
     assert watched.native and watched.python
 
 
-def test_a_row_without_numbers_is_pythons_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_numbers_is_pythons_matter(monkeypatch: pytest.MonkeyPatch, by_python: None) -> None:
     """The kernels commit nothing of a round with one, of no request; Python then finds whose it is."""
     loop = engine().engine
     params = SamplingParams(max_new_tokens=20, ignore_eos=True, gamma=2)
@@ -243,6 +268,5 @@ def test_a_row_without_numbers_is_pythons_matter(monkeypatch: pytest.MonkeyPatch
         loop.step()
     for request in requests:
         loop.remove(request.id)
-    loop._native._made_for = []  # the passes are looked up again
     assert spoilt and watched.python and not watched.native
     assert [request.output for request in requests] == [out.token_ids for out in expected]

@@ -1,4 +1,5 @@
-"""Rounds that the compiled kernels run: draft, score, verify, commit. Python runs the passes and reads what came of it.
+"""Rounds that the compiled kernels run: draft, score, verify, commit. Python runs the passes that the kernels have no
+program for (`model_executor/program.py`), and reads what came of it.
 
 That is so for requests that draft chains or best-first trees with a draft model of their own, or nothing, where no code
 of Python has a say between the passes. All others, and any in a round with them, have the round of ``Engine``, which
@@ -30,6 +31,7 @@ from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationContr
 from sakiyomi.kernels.build import loaded
 from sakiyomi.kernels.native import numbers
 from sakiyomi.model_executor.attention.registry import PassForward
+from sakiyomi.model_executor.program import Program
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.traced import interpreted
 from sakiyomi.sampling.verifiers.native import HALF, KINDS
@@ -38,6 +40,7 @@ __all__ = ["NativeRounds"]
 
 logger = logging.getLogger("sakiyomi")
 OFTEN = 8  # rounds after which passes' clocks are read again
+_PASSES = 256  # as most_passes in round.h
 _HEAD = 10  # numbers before the tokens of a request, see Rounds::write in round.h
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
@@ -63,7 +66,7 @@ class NativeRounds:
         self._rows = [0] * len(self._models)  # passes up to so many were proven right
         self._passes: dict[int, tuple[PassForward, Tensor, Tensor]] = {}  # as the kernels name them
         self._checked: set[int] = set()
-        self._found: tuple[Any, Any] = (), ()
+        self._found: tuple[Any, Any, Any] = (), (), ()
         self._since = 0
         self._tables = PassTables()
         self._costs: tuple[Any, Any] = None, None  # of this round
@@ -114,7 +117,7 @@ class NativeRounds:
         seconds = self._count(times)
         drafted = DraftBatch([], seconds, catching_up, len(times) - 1, len(times) > 1)
         clock.scored(requests, drafted)
-        ints, doubles = self._found
+        ints, doubles, _ = self._found
         whole, real = ints[: ints[0]], doubles[: ints[1]]
         steps, levels, kept, rows = [], [], [], 0
         at, done = 2, 0
@@ -229,11 +232,14 @@ class NativeRounds:
             session, sizes = known
             passes = {size: model.replayed(size) for size in sizes}
             places = [ids.data_ptr() for _, ids, _ in passes.values()]
-            tables.append(numbers([session, model.vocab_size, HALF[model.dtype], len(sizes), *sizes, *places]))
+            programs = [_program(each, model) for each, _, _ in passes.values()]
+            about = session, model.vocab_size, HALF[model.dtype], len(sizes)
+            tables.append(numbers([*about, *sizes, *places, *programs]))
             which = i + 2 - len(self._models)  # 1: the target
             self._passes |= {2 * size + which: found for size, found in passes.items()}
         most = self._target.sizes[-1]  # rows: each has a token, and may be a place with what is listed there
-        self._found = numbers([0] * ((_HEAD + 4) * most)), (ctypes.c_double * ((2 + LISTED) * most))()
+        doubles = [(ctypes.c_double * count)() for count in ((2 + LISTED) * most, 2 + 2 * _PASSES)]
+        self._found = numbers([0] * ((_HEAD + 4) * most)), doubles[0], doubles[1]
         if len(tables) == 1:
             tables.insert(0, numbers([0] * 4))
         self._kernels = kernels
@@ -247,24 +253,27 @@ class NativeRounds:
     def _replay(self, count: int, asked: bytes) -> list[tuple[int, float]] | None:
         """Run the passes of a round: which, and the seconds of each; None: a row holds no numbers."""
         kernels, rounds, passes, now = self._kernels, self._rounds, self._passes, time.perf_counter
-        take, times = kernels.sk_pass, []
         held: list[Tensor] = []
         with self._models[0].lock, self._target.lock, interpreted():
-            first = began = now()
             code = kernels.sk_round(rounds, count, asked, *self._costs)
             while code > 0:
                 replay, ids, positions = passes[code]
                 began = now()
                 logits = replay(ids, positions)[0]
-                times.append((code, now() - began))
+                spent = now() - began
                 held.append(logits)  # the kernels may look at it again
                 if code not in self._checked:
                     self._check(code, logits)
-                code = take(rounds, logits.data_ptr())
-        if len(times) > 1 and self._drafter is not None:
-            drafting = began - first - sum([spent for _, spent in times[:-1]])
-            self._drafter.reader.took(len(times) - 1, drafting)
-        return times if code == 0 else None
+                code = kernels.sk_pass(rounds, code, logits.data_ptr(), spent)
+        if code:
+            return None
+        known = self._found[2]
+        ran, drafting = int(known[0]), known[1]
+        found = known[2 : 2 + 2 * ran]
+        times = [(int(which), spent) for which, spent in zip(found[::2], found[1::2], strict=True)]
+        if ran > 1 and self._drafter is not None:
+            self._drafter.reader.took(ran - 1, drafting - sum([spent for _, spent in times[:-1]]))
+        return times
 
     def _count(self, times: Sequence[tuple[int, float]]) -> float:
         """Add up what passes took, and give the seconds of the draft model's."""
@@ -338,3 +347,9 @@ class NativeRounds:
             # Ctrl-C between cache and tokens: what they hold may no longer belong together.
             request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
             raise
+
+
+def _program(replay: PassForward, model: ModelRunner) -> int:
+    """The number of a program that gives logits as the kernels read them; 0: Python runs these passes."""
+    fits = isinstance(replay, Program) and replay.gives(model.vocab_size, model.dtype)
+    return replay.number if isinstance(replay, Program) and fits else 0

@@ -30,6 +30,7 @@
 #include "growth.h"
 #include "linear.h"
 #include "norms.h"
+#include "program.h"
 #include "prompt.h"
 #include "recurrent.h"
 #include "round.h"
@@ -101,7 +102,8 @@ void multiply_some(const std::vector<const Weight*>& weights, const T* x, void* 
     for (int64_t i = 0, out = weights[j]->out; i < count; ++i) std::copy_n(made[j].data() + i * out, out, (T*)outs[j] + rows[i] * out);
 }
 
-Tensor linear(const Tensor& input, int64_t index, int64_t out) {
+// `to`: where the result goes, if that is known.
+Tensor linear(const Tensor& input, int64_t index, int64_t out, void* to) {
   Pass& pass = current;
   check(pass.session && index < (int64_t)pass.session->weights->weights.size(), "sakiyomi_cpu::linear called outside a pass");
   const std::vector<Weight>& table = pass.session->weights->weights;
@@ -137,7 +139,7 @@ Tensor linear(const Tensor& input, int64_t index, int64_t out) {
     const int64_t i = *group;
     const Weight& each = table[i];
     shape.back() = each.out;
-    Tensor y = Tensor::empty(shape, dtype_of(w.half));
+    Tensor y = to && i == index ? Tensor::around(to, shape, dtype_of(w.half)) : Tensor::empty(shape, dtype_of(w.half));
     const int64_t line = each.out * size, zeros = few ? 0 : rows;
     std::memset((char*)y.data() + zeros * line, 0, (all - zeros) * line);
     weights.push_back(&each), outs.push_back(y.data());
@@ -465,7 +467,7 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
 
 // ---------------------------------------------------------------- as torch calls them
 
-void call_linear(Value* stack, uint64_t, uint64_t) { stack[0] = linear(Tensor(stack[0]), stack[1], stack[2]).release(); }
+void call_linear(Value* stack, uint64_t, uint64_t) { stack[0] = linear(Tensor(stack[0]), stack[1], stack[2], nullptr).release(); }
 
 void call_attend(Value* stack, uint64_t, uint64_t) {
   Tensor q(stack[0]), k(stack[1]), v(stack[2]);

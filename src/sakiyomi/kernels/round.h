@@ -1,15 +1,17 @@
-// Whole rounds of requests that draft chains or trees: draft, score, verify, commit. A request is kept here from round to round; Python runs
-// the passes that are described for it, and reads what was committed.
+// Whole rounds of requests that draft chains or trees: draft, score, verify, commit. A request is kept here from round to round; passes of
+// models that have a program (program.h) are run here, others by Python, for which they are described. Python reads what was committed.
 //
 // Trees grow as in growth.h and are verified as in verify.h.
 
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
 #include "growth.h"
+#include "program.h"
 #include "verify.h"
 
 extern "C" void sk_keep(int64_t session, int64_t slot, int64_t first, int64_t count, const int64_t* rows);
@@ -48,10 +50,16 @@ struct Described {
   int64_t session, vocab, half;
   std::vector<int64_t> sizes;
   std::vector<int64_t*> buffers;
+  std::vector<Program*> programs;  // by size; null: Python runs these passes
 };
+
+using Clock = std::chrono::steady_clock;
+
+inline double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
 // What sk_pass leaves of each request, as engine/native_rounds.py reads it, before its tokens.
 enum Ended : int64_t { goes_on, by_stop, by_length };
+constexpr int64_t most_passes = 256;
 constexpr int64_t none_left = -1;  // in the place of a pass: a row has no number to choose by
 
 // Of a pass's rows behind `first` pairs of a slot keep these, which ascend.
@@ -63,6 +71,7 @@ struct Rounds {
   Described target, draft;
   int64_t* ints;
   double* doubles;
+  double* times;  // how many passes were run, seconds up to the last one's beginning; of each which it was, and its seconds
   Forest forest;
   std::vector<Kept> requests;
   struct Turn {
@@ -74,7 +83,10 @@ struct Rounds {
   const double* scored = nullptr;  // seconds of the target's pass by the nodes of each draft, where these are weighed
   bool drafting = false;
   std::vector<int64_t> table, numbers;
-  std::vector<const void*> passes;  // logits of the draft model's, which Python holds until the round is over
+  std::vector<const void*> passes;  // logits of the draft model's, which are held until the round is over
+  std::vector<Tensor> held;         // those of passes that were run here
+  std::vector<int64_t> rows;        // 0, 1, ...: all are kept
+  Clock::time_point began;
 
   // The next pass, as Python reads it.
   static int64_t of_draft(int64_t size) { return 2 * size; }
@@ -83,7 +95,8 @@ struct Rounds {
   int64_t begin(int64_t count, const Asked* asked, const double* level) {
     std::vector<Ask> asks;
     std::vector<int64_t> given;
-    turns.clear();
+    turns.clear(), held.clear();
+    times[0] = times[1] = 0, began = Clock::now();
     for (int64_t i = 0; i < count; ++i) {
       const Extent& extent = asked[i].extent;
       turns.push_back({asked[i].number, extent.depth, nullptr, {}});
@@ -108,6 +121,32 @@ struct Rounds {
     for (Turn& turn : turns)
       if (turn.depth) turn.tree = &forest.trees[next++];
     return size < 0 ? none_left : of_draft(size);
+  }
+
+  // Goes on from a pass that was described, as far as passes are run here: the next one for Python, or what ends the round.
+  int64_t run(int64_t code) {
+    while (code > 0) {
+      const bool scoring = code % 2;
+      const Described& model = scoring ? target : draft;
+      if (scoring) times[1] = seconds_since(began);
+      const int64_t size = code / 2, which = std::lower_bound(model.sizes.begin(), model.sizes.end(), size) - model.sizes.begin();
+      const int64_t* ids = model.buffers[which];
+      Program* program = model.programs[which];
+      if (!program || !program->reaches(ids + size, size)) return code;
+      while ((int64_t)rows.size() < size) rows.push_back(rows.size());
+      const auto start = Clock::now();
+      program->run(size, ids, ids + size, size, rows.data(), nullptr);
+      held.push_back(program->logits());
+      took(code, seconds_since(start));
+      code = take(held.back().data());
+    }
+    return code;
+  }
+
+  void took(int64_t code, double seconds) {
+    const int64_t count = int64_t(times[0]++);
+    check(count < most_passes, "a round of too many passes");
+    times[2 + 2 * count] = double(code), times[3 + 2 * count] = seconds;
   }
 
   int64_t take(const void* logits) {
@@ -278,16 +317,17 @@ struct Rounds {
 
 extern "C" {
 
-// Rounds of a target and a draft model. Of each: session (0: none), V, whether logits are bf16, number of sizes, sizes, buffers. `ints` and
-// `doubles`: where sk_pass leaves what was committed.
-int64_t sk_rounds(const int64_t* of_target, const int64_t* of_draft, int64_t* ints, double* doubles) {
+// Rounds of a target and a draft model. Of each: session (0: none), V, whether logits are bf16, number of sizes, sizes, buffers,
+// programs (0: none). `ints` and `doubles`: where sk_pass leaves what was committed; `times`: see Rounds, of up to 256 passes.
+int64_t sk_rounds(const int64_t* of_target, const int64_t* of_draft, int64_t* ints, double* doubles, double* times) {
   auto model = [](const int64_t* from) {
-    const int64_t count = from[3], *sizes = from + 4;
-    return Described{from[0], from[1], from[2], {sizes, sizes + count}, {(int64_t**)sizes + count, (int64_t**)sizes + 2 * count}};
+    const int64_t count = from[3], *sizes = from + 4, *buffers = sizes + count, *programs = buffers + count;
+    return Described{from[0], from[1], from[2], {sizes, buffers}, {(int64_t**)buffers, (int64_t**)programs},
+                     {(Program**)programs, (Program**)programs + count}};
   };
   const Described target = model(of_target), draft = model(of_draft);
   const Forest forest{draft.session, draft.vocab, target.vocab, nullptr, draft.sizes, draft.buffers, {}, {}, {}, {}, true};
-  return (int64_t) new Rounds{target, draft, ints, doubles, forest};
+  return (int64_t) new Rounds{target, draft, ints, doubles, times, forest};
 }
 
 void sk_free_rounds(int64_t rounds) { delete (Rounds*)rounds; }
@@ -316,13 +356,23 @@ void sk_seat(int64_t rounds, int64_t number, const void* ask, const int64_t* tok
 
 void sk_leave(int64_t rounds, int64_t number) { ((Rounds*)rounds)->requests[number].taken = false; }
 
-// Begins a round of requests. The first pass, which is described: twice its rows, and one more where it is the target's; -1: none. Where
-// anything is weighed, seconds of the draft model's passes by rows, and of the target's by the nodes of each draft: held until the round ends.
-int64_t sk_round(int64_t rounds, int64_t count, const void* asked, const double* level, const double* scored) {
-  ((Rounds*)rounds)->scored = scored;
-  return ((Rounds*)rounds)->begin(count, (const Asked*)asked, level);
+// Begins a round of requests, and runs it as far as passes are run here. The pass that Python has to run, which is described: twice its rows,
+// and one more where it is the target's; 0: the round is over; -1: none. Where anything is weighed, seconds of the draft model's passes by
+// rows, and of the target's by the nodes of each draft: held until the round ends.
+int64_t sk_round(int64_t rounds, int64_t count, const void* asked, const double* level, const double* scored) try {
+  Rounds& own = *(Rounds*)rounds;
+  own.scored = scored;
+  return own.run(own.begin(count, (const Asked*)asked, level));
+} catch (const std::exception&) {
+  return none_left;
 }
 
-// Goes on from a pass's logits; the next pass as of sk_round, 0 where the round is over.
-int64_t sk_pass(int64_t rounds, const void* logits) { return ((Rounds*)rounds)->take(logits); }
+// Goes on from a pass's logits, which took so long; as sk_round.
+int64_t sk_pass(int64_t rounds, int64_t code, const void* logits, double seconds) try {
+  Rounds& own = *(Rounds*)rounds;
+  own.took(code, seconds);
+  return own.run(own.take(logits));
+} catch (const std::exception&) {
+  return none_left;
+}
 }

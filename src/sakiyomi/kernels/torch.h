@@ -9,9 +9,14 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
+#include <bit>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <mutex>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -94,80 +99,203 @@ inline void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) 
   TORCH_CALL(torch_parallel_for, begin, end, grain, call, (void*)&f);
 }
 
-// One reference to a tensor on the CPU.
+constexpr int64_t most_dims = 8;
+
+// Memory of tensors that torch does not know. Blocks that are given back are kept for the next of their size, but for large ones.
+class Block {
+ public:
+  static Block* take(int64_t bytes) {
+    const int level = std::bit_width(uint64_t(std::max<int64_t>(bytes, 64)) - 1);
+    if (level < levels) {
+      std::lock_guard held(lock_);
+      if (Block* found = free_[level]) {
+        free_[level] = found->next_;
+        return found->again();
+      }
+    }
+    void* room = std::aligned_alloc(64, sizeof(Block) + (level < levels ? int64_t(1) << level : (bytes + 63) / 64 * 64));
+    check(room, "out of memory");
+    Block* made = new (room) Block();
+    made->level_ = level;
+    return made->again();
+  }
+
+  Block* share() {
+    ++users_;
+    return this;
+  }
+
+  void drop() {
+    if (--users_) return;
+    if (level_ >= levels) return std::free(this);
+    std::lock_guard held(lock_);
+    next_ = free_[level_], free_[level_] = this;
+  }
+
+  void* data() { return this + 1; }
+
+ private:
+  Block* again() {
+    users_ = 1;
+    return this;
+  }
+
+  static constexpr int levels = 25;  // of up to 16 MB
+  static inline Block* free_[levels] = {};
+  static inline std::mutex lock_;
+  alignas(64) std::atomic<int64_t> users_;
+  int level_;
+  Block* next_;
+};
+
+// Whether new tensors of this thread are of our own memory, as those of a program (program.h).
+inline thread_local bool own_memory = false;
+
+// One reference to a tensor on the CPU: of torch, of our own memory, or of memory that somebody else holds.
 class Tensor {
  public:
   Tensor() = default;
-  explicit Tensor(TensorHandle handle) : handle_(handle) {}
-  explicit Tensor(Value value) : handle_((TensorHandle)value) {}
-  Tensor(Tensor&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  explicit Tensor(TensorHandle handle) : handle_(handle) {
+    int64_t *sizes, *strides;
+    check(torch.aoti_torch_get_dim(handle, &dim_) == 0 && torch.aoti_torch_get_sizes(handle, &sizes) == 0 &&
+              torch.aoti_torch_get_strides(handle, &strides) == 0 && torch.aoti_torch_get_dtype(handle, &dtype_) == 0 &&
+              torch.aoti_torch_get_data_ptr(handle, &data_) == 0,
+          "torch tells nothing of a tensor");
+    check(dim_ <= most_dims, "a tensor with more than 8 dimensions");
+    std::copy_n(sizes, dim_, sizes_), std::copy_n(strides, dim_, strides_);
+  }
+  explicit Tensor(Value value) : Tensor((TensorHandle)value) {}
+  Tensor(Tensor&& other) noexcept { *this = std::move(other); }
   Tensor& operator=(Tensor&& other) noexcept {
-    std::swap(handle_, other.handle_);
+    std::swap(handle_, other.handle_), std::swap(block_, other.block_);
+    data_ = other.data_, dtype_ = other.dtype_, dim_ = std::exchange(other.dim_, -1);
+    std::copy_n(other.sizes_, most_dims, sizes_), std::copy_n(other.strides_, most_dims, strides_);
     return *this;
   }
-  ~Tensor() {
-    if (handle_) torch.aoti_torch_delete_tensor_object(handle_);
+  ~Tensor() { drop(); }
+
+  // Around memory that stays as long as it is used.
+  static Tensor around(void* data, const std::vector<int64_t>& sizes, int32_t dtype) {
+    Tensor y;
+    y.shape_as(sizes), y.data_ = data, y.dtype_ = dtype;
+    return y;
   }
 
   // A new one, whose numbers are not set.
   static Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype) {
-    int64_t strides[16], step = 1;
-    check(sizes.size() <= 16, "a tensor with more than 16 dimensions");
-    for (size_t i = sizes.size(); i-- > 0; step *= sizes[i]) strides[i] = step;
+    Tensor y;
+    y.shape_as(sizes), y.dtype_ = dtype;
+    if (own_memory) {
+      y.block_ = Block::take(y.numel() * y.element_size()), y.data_ = y.block_->data();
+      return y;
+    }
     TensorHandle handle;
-    TORCH_CALL(aoti_torch_empty_strided, (int64_t)sizes.size(), sizes.data(), strides, dtype, torch.aoti_torch_device_type_cpu, 0,
-               &handle);
+    TORCH_CALL(aoti_torch_empty_strided, y.dim_, y.sizes_, y.strides_, dtype, torch.aoti_torch_device_type_cpu, 0, &handle);
     return Tensor(handle);
   }
 
   Tensor another() const {
-    TensorHandle handle;
-    TORCH_CALL(aoti_torch_new_tensor_handle, handle_, &handle);
-    return Tensor(handle);
+    Tensor y;
+    if (handle_) TORCH_CALL(aoti_torch_new_tensor_handle, handle_, &y.handle_);
+    if (block_) y.block_ = block_->share();
+    y.data_ = data_, y.dtype_ = dtype_, y.dim_ = dim_;
+    std::copy_n(sizes_, most_dims, y.sizes_), std::copy_n(strides_, most_dims, y.strides_);
+    return y;
   }
 
-  Value release() { return (Value)std::exchange(handle_, nullptr); }
+  // The same numbers, seen otherwise; one that does not lie without gaps is copied.
+  Tensor viewed(const std::vector<int64_t>& sizes) const {
+    Tensor y = is_contiguous() ? another() : contiguous_copy();
+    y.shape_as(sizes);
+    return y;
+  }
 
-  bool defined() const { return handle_; }
-  int64_t dim() const { return got<int64_t>(torch.aoti_torch_get_dim); }
-  const int64_t* sizes() const { return got<int64_t*>(torch.aoti_torch_get_sizes); }
-  const int64_t* strides() const { return got<int64_t*>(torch.aoti_torch_get_strides); }
-  int64_t size(int64_t d) const { return sizes()[d < 0 ? d + dim() : d]; }
-  int64_t stride(int64_t d) const { return strides()[d < 0 ? d + dim() : d]; }
-  int32_t dtype() const { return got<int32_t>(torch.aoti_torch_get_dtype); }
-  void* data() const { return got<void*>(torch.aoti_torch_get_data_ptr); }
-  int64_t element_size() const { return dtype() == torch.aoti_torch_dtype_bfloat16 ? 2 : 4; }
-  std::vector<int64_t> shape() const { return {sizes(), sizes() + dim()}; }
+  Tensor transposed(int64_t a, int64_t b) const {
+    Tensor y = another();
+    std::swap(y.sizes_[a], y.sizes_[b]), std::swap(y.strides_[a], y.strides_[b]);
+    return y;
+  }
+
+  // Its numbers from `first` on, as many along a dimension.
+  Tensor narrowed(int64_t d, int64_t first, int64_t count) const {
+    Tensor y = another();
+    y.data_ = (char*)data_ + first * strides_[d] * element_size(), y.sizes_[d] = count;
+    return y;
+  }
+
+  Value release() {
+    check(handle_, "a tensor that torch does not know");
+    dim_ = -1;
+    return (Value)std::exchange(handle_, nullptr);
+  }
+
+  bool defined() const { return dim_ >= 0; }
+  int64_t dim() const { return dim_; }
+  int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim_ : d]; }
+  int64_t stride(int64_t d) const { return strides_[d < 0 ? d + dim_ : d]; }
+  int32_t dtype() const { return dtype_; }
+  void* data() const { return data_; }
+  int64_t element_size() const { return dtype_ == torch.aoti_torch_dtype_bfloat16 ? 2 : dtype_ == torch.aoti_torch_dtype_int64 ? 8 : 4; }
+  std::vector<int64_t> shape() const { return {sizes_, sizes_ + std::max<int64_t>(dim_, 0)}; }
   int64_t numel() const {
     int64_t all = 1;
-    for (int64_t d = 0; d < dim(); ++d) all *= size(d);
+    for (int64_t d = 0; d < dim_; ++d) all *= sizes_[d];
     return all;
   }
 
   bool is_contiguous() const {
     int64_t expected = 1;
-    for (int64_t d = dim(); d-- > 0; expected *= size(d))
-      if (size(d) != 1 && stride(d) != expected) return numel() == 0;
+    for (int64_t d = dim_; d-- > 0; expected *= sizes_[d])
+      if (sizes_[d] != 1 && strides_[d] != expected) return numel() == 0;
     return true;
   }
 
   Tensor contiguous_copy() const {
-    Tensor y = empty(shape(), dtype());
+    Tensor y = empty(shape(), dtype_);
     y.copy_(*this);
     return y;
   }
 
-  void copy_(const Tensor& other) const { TORCH_CALL(aoti_torch_copy_, handle_, other.handle_, 0); }
-
- private:
-  template <typename T>
-  T got(int32_t (*get)(TensorHandle, T*)) const {
-    T y;
-    check(get(handle_, &y) == 0, "torch tells nothing of a tensor");
-    return y;
+  // Its numbers become those of another one of its shape.
+  void copy_(const Tensor& other) const {
+    if (handle_ && other.handle_) {
+      TORCH_CALL(aoti_torch_copy_, handle_, other.handle_, 0);
+      return;
+    }
+    check(dtype_ == other.dtype_ && is_contiguous(), "a copy that only torch can make");
+    char* to = (char*)data_;
+    copy_lines(other, 0, (const char*)other.data_, to);
   }
 
-  TensorHandle handle_ = nullptr;
+ private:
+  void drop() {
+    if (handle_) torch.aoti_torch_delete_tensor_object(handle_);
+    if (block_) block_->drop();
+  }
+
+  void shape_as(const std::vector<int64_t>& sizes) {
+    check(sizes.size() <= most_dims, "a tensor with more than 8 dimensions");
+    dim_ = sizes.size();
+    int64_t step = 1;
+    for (int64_t d = dim_; d-- > 0; step *= sizes[d]) sizes_[d] = sizes[d], strides_[d] = step;
+  }
+
+  static void copy_lines(const Tensor& from, int64_t d, const char* at, char*& to) {
+    const int64_t size = from.element_size();
+    if (d == from.dim_ || (d + 1 == from.dim_ && from.strides_[d] == 1)) {
+      const int64_t bytes = (d == from.dim_ ? 1 : from.sizes_[d]) * size;
+      std::memcpy(to, at, bytes);
+      to += bytes;
+      return;
+    }
+    for (int64_t i = 0; i < from.sizes_[d]; ++i) copy_lines(from, d + 1, at + i * from.strides_[d] * size, to);
+  }
+
+  TensorHandle handle_ = nullptr;  // of torch's
+  Block* block_ = nullptr;         // of our own memory
+  void* data_ = nullptr;
+  int32_t dtype_ = -1;
+  int64_t dim_ = -1, sizes_[most_dims], strides_[most_dims];
 };
 
 // The tensors of a list, which is used up.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.native import PackedLayer
 from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, PassResult
+from sakiyomi.model_executor.program import program_of
 from sakiyomi.model_executor.traced import interpreted
 
 __all__ = ["RecordedConfig", "RecordedModel", "RecordedPasses"]
@@ -47,6 +48,9 @@ class RecordedModel(nn.Module):
         layers: the packed linear layers, by name.
         head: which of them the head is.
         whole: loads the transformers model with these packed layers in it.
+
+    Attributes:
+        replay: decoding passes, all rows: a program of the kernels, where they have one for the script.
     """
 
     def __init__(
@@ -75,6 +79,12 @@ class RecordedModel(nn.Module):
         for name, layer in layers.items():
             self._put(name, layer)
         self._head = head
+        last = self.layers[head]
+        program = None
+        if tail is None:
+            widths, graph = (last.out_features, last.in_features), cast(Any, script).forward.graph
+            program = program_of(graph, self._weights, widths, self.dtype, last)
+        self.replay: PassForward = program or self._replay
 
     def _container(self, name: str) -> nn.Module:
         found: nn.Module = self
@@ -119,7 +129,7 @@ class RecordedModel(nn.Module):
             logits = self.layers[self._head](self._script(input_ids, position_ids, keep, *self._weights))
             return SimpleNamespace(logits=logits if self._tail is None else self._tail(logits))
 
-    def replay(self, ids: Tensor, positions: Tensor) -> PassResult:
+    def _replay(self, ids: Tensor, positions: Tensor) -> PassResult:
         """Logits (1, N, V) of all rows, and what the head reads: ``forward`` without what modules do around it.
 
         Within ``interpreted``.

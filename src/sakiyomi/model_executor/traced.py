@@ -1,10 +1,11 @@
-"""Decoding passes traced once and replayed by TorchScript's interpreter: no Python between a pass's operators.
+"""Decoding passes traced once and replayed: no Python between a pass's operators.
 
 A trace takes a fraction of a second, needs no compiler, and serves every batch, length, tree and row count, since plan
 and cache lie outside of it and sizes are read from its inputs. It runs the very operators of the eager pass, so that
-its logits are equal to the last bit. What Python decides from a tensor's values would be baked in: tracing such a model
-is refused, for torch warns of it. What follows from sizes, settings and weights may be baked in: of every row count the
-first pass is compared with an eager one, and a row count that differs gets a trace of its own.
+its logits are equal to the last bit: as a program of the kernels (``program.py``), where they have all of its
+operators, else in TorchScript's interpreter. What Python decides from a tensor's values would be baked in: tracing such
+a model is refused, for torch warns of it. What follows from sizes, settings and weights may be baked in: of every row
+count the first pass is compared with an eager one, and a row count that differs gets a trace of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, PassResult
+from sakiyomi.model_executor.program import Program, leaves, program_of
 
 __all__ = ["TracedPasses", "interpreted", "no_gradients", "trace"]
 
@@ -56,7 +58,8 @@ class TracedPasses:
     def __init__(self, forward: PassForward, module: nn.Module, sizes: Sequence[int]) -> None:
         self._forward, self._module, self._sizes = forward, module, tuple(sizes)
         self._traces: dict[int, Any] = {}  # by the row count that they were made of; the first one serves all others
-        self.ready: dict[int, Any] = {}
+        self._programs: dict[int, PassForward | None] = {}  # of these
+        self.ready: dict[int, PassForward] = {}
         self._passes = 0
         self.fresh = self.failed = False
 
@@ -82,7 +85,8 @@ class TracedPasses:
         if not self._serves(size):
             return None
         if size in self.ready:
-            return self._replay(ids, positions)
+            with interpreted():
+                return self.ready[size](ids, positions)
         if not self._traces:
             self._passes += bool(plan.rows)
             if self._passes <= WORTH_IT:
@@ -96,7 +100,8 @@ class TracedPasses:
         ids = torch.zeros(1, rows, dtype=torch.int64)
         begin(BatchPlan([]), rows)
         try:
-            self._traces[rows] = trace(self._forward, self._module, ids, ids.clone())
+            made = trace(self._forward, self._module, ids, ids.clone())
+            self._traces[rows], self._programs[rows] = made, _program(made)
         except Exception as error:  # whatever it is, the eager path is there
             self._fail(str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}")
 
@@ -105,10 +110,12 @@ class TracedPasses:
         expected = self._forward(ids, positions)
         self.fresh = True
         while not self.failed:
-            begin(plan, size)
-            if self._agrees(expected, plan.rows, size, ids, positions):
-                self.ready[size] = self._serving(size)
-                return expected
+            source = size if size in self._traces else next(iter(self._traces))
+            for way in filter(None, (self._programs[source], self._traces[source])):
+                begin(plan, size)
+                if self._agrees(way, expected, plan.rows, ids, positions):
+                    self.ready[size] = way
+                    return expected
             if size in self._traces:
                 self._fail("its logits differ from those of the eager pass")
             else:
@@ -116,27 +123,30 @@ class TracedPasses:
         begin(plan, size)
         return self._forward(ids, positions)  # once more: the cache holds what the trace has written
 
-    def _agrees(self, expected: PassResult, rows: int, size: int, ids: Tensor, positions: Tensor) -> bool:
+    @staticmethod
+    def _agrees(way: PassForward, expected: PassResult, rows: int, ids: Tensor, positions: Tensor) -> bool:
         try:
-            found = self._replay(ids, positions)
+            with interpreted():
+                found = way(ids, positions)
         except RuntimeError:  # a size in it is not that of these rows
             return False
         pairs = zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True)
         return all(a.shape == b.shape and torch.equal(a[:, :rows], b[:, :rows]) for a, b in pairs)
 
-    def _replay(self, ids: Tensor, positions: Tensor) -> PassResult:
-        with interpreted():
-            logits, states = self._serving(ids.shape[1])(ids, positions)
-        return logits, states
-
-    def _serving(self, rows: int) -> Any:
-        return self._traces.get(rows) or next(iter(self._traces.values()))
-
     def _fail(self, why: str) -> None:
         self.failed = True
         self._traces.clear()
+        self._programs.clear()
         self.ready.clear()
         logger.info("passes cannot be traced and run eagerly: %s", " ".join(why.split())[:300])
+
+
+def _program(made: Any) -> Program | None:
+    """The program of a trace; None: it has none."""
+    outputs = [leaf.type() for value in made.graph.outputs() for leaf in leaves(value)]
+    if not all(found.sizes() and found.dtype() == outputs[0].dtype() for found in outputs):
+        return None
+    return program_of(made.graph, [], [found.sizes()[-1] for found in outputs], outputs[0].dtype())
 
 
 def trace(forward: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> Any:

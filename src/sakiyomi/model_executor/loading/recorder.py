@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from zipfile import ZipFile, ZipInfo
 
@@ -38,7 +39,8 @@ from sakiyomi.model_executor.loading.recording import (
     shipped_key,
     undeprecated,
 )
-from sakiyomi.model_executor.traced import trace
+from sakiyomi.model_executor.recorded import RecordedModel
+from sakiyomi.model_executor.traced import interpreted, trace
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
@@ -256,7 +258,7 @@ def _prove(
             continue
         tokens = [1 + (7 * i) % (runner.vocab_size - 1) for i in range(rows)]
         found: list[Tensor] = []
-        for module in (own, recorded):
+        for module in (own, recorded, *([] if keep is not None else [_replayed(recorded)])):
             with runner.cache.lent(rows) as slot, runner.eagerly():
                 runner.module = module
                 try:
@@ -264,5 +266,15 @@ def _prove(
                     found.append(runner.run(plan, rows, keep=keep).logits.clone())
                 finally:
                     runner.module = own
-        if not torch.equal(*found):
+        if not all(torch.equal(found[0], other) for other in found[1:]):
             raise UnsupportedError(f"its recorded pass of {rows} rows gives other logits")
+
+
+def _replayed(model: RecordedModel) -> Any:
+    """The model's decoding passes, called as the model is."""
+
+    def forward(input_ids: Tensor, position_ids: Tensor, **_: Any) -> SimpleNamespace:
+        with interpreted():
+            return SimpleNamespace(logits=model.replay(input_ids, position_ids)[0])
+
+    return forward

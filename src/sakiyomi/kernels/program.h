@@ -1,0 +1,297 @@
+// A model's pass as a list of steps, run here without a call of torch or Python between them. model_executor/program.py makes it of a
+// traced pass; its steps are the operators of this library and the few of torch that stand between them, with torch's own results to the
+// last bit.
+//
+// Values are numbered: each is a tensor or a whole number. A tensor's memory goes to the next one when nobody reads it any more.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "torch.h"
+#include "vector.h"
+
+namespace {
+
+Tensor linear(const Tensor& input, int64_t index, int64_t out, void* to);
+Tensor experts(const Tensor& input, const Tensor& chosen, int64_t first, int64_t count, int64_t out);
+Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64_t index, double scaling, double softcap, int64_t window);
+Tensor cross(const Tensor& query, int64_t index, double scaling);
+Tensor norm(const std::vector<Tensor>& rows, const Tensor& weight, double eps, int64_t form);
+Tensor gated(const Tensor& gate, const Tensor& up, int64_t form);
+Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin);
+
+// In the order of OPERATORS in model_executor/program.py.
+enum class Op : int64_t {
+  linear,      // x, layer, outputs
+  experts,     // x, chosen, first, count, outputs
+  attend,      // queries, keys, values, layer, scaling, soft cap, window
+  cross,       // queries, layer, scaling
+  norm,        // weight, eps, form, rows and perhaps a gate
+  gated,       // gate, up, form
+  rotate,      // x, cosines, sines
+  rows,        // table, numbers of its rows
+  size,        // x, dimension
+  view,        // x, sizes: one of them may be -1
+  transpose,   // x, dimension, dimension
+  unsqueeze,   // x, dimension
+  slice,       // x, dimension, first, behind the last
+  contiguous,  // x
+  index,       // x, dimension, numbers along it
+  add,         // x, y: tensors of the same shape
+  mul,         // x, y: the same, or a number
+};
+
+// What a step reads: the number of a value, or a constant.
+struct Operand {
+  enum Kind : int64_t { tensor, number, whole, real };
+  int64_t kind, value;
+};
+
+struct Step {
+  Op op;
+  int64_t to;
+  std::vector<Operand> given;
+  std::vector<int64_t> last_read;  // tensors that no later step reads
+};
+
+class Program {
+ public:
+  // `values`: how many there are. `code`: of each step the operator, the value that it makes, how many it reads, and kind and value of each.
+  // The first values are ids, positions and the rows that are kept.
+  Program(int64_t values, int64_t length, const int64_t* code, std::vector<int64_t> outputs, std::vector<int64_t> tables)
+      : tensors_(values), numbers_(values), outputs_(std::move(outputs)), tables_(std::move(tables)) {
+    for (const int64_t* end = code + length; code < end;) {
+      Step step{Op(code[0]), code[1], {}, {}};
+      const int64_t count = code[2];
+      code += 3;
+      for (int64_t i = 0; i < count; ++i, code += 2) step.given.push_back({code[0], code[1]});
+      steps_.push_back(std::move(step));
+    }
+    std::vector<char> read(values);
+    for (int64_t value : outputs_) read[value] = 1;
+    made_.resize(values);
+    for (const Step& step : steps_) made_[step.to] = 1;
+    for (auto step = steps_.rbegin(); step != steps_.rend(); ++step)
+      for (const Operand& operand : step->given)
+        if (operand.kind == Operand::tensor && !std::exchange(read[operand.value], 1) && made_[operand.value])
+          step->last_read.push_back(operand.value);
+  }
+
+  // A tensor that is the same in all passes, and is held elsewhere.
+  void set(int64_t value, Tensor tensor) { tensors_[value] = std::move(tensor); }
+
+  // Whether the tables reach that far.
+  bool reaches(const int64_t* positions, int64_t count) const {
+    int64_t rows = INT64_MAX;
+    for (int64_t value : tables_) rows = std::min(rows, tensors_[value].size(0));
+    return std::all_of(positions, positions + count, [&](int64_t position) { return position >= 0 && position < rows; });
+  }
+
+  // The pass that was begun. `to`: where its outputs go; where null they stay here until the next pass.
+  void run(int64_t size, const int64_t* ids, const int64_t* positions, int64_t kept, const int64_t* keep, void* const* to) {
+    const int32_t whole = torch.aoti_torch_dtype_int64;
+    tensors_[0] = Tensor::around((void*)ids, {1, size}, whole);
+    tensors_[1] = Tensor::around((void*)positions, {1, size}, whole);
+    tensors_[2] = Tensor::around((void*)keep, {kept}, whole);
+    const bool before = std::exchange(own_memory, true);
+    try {
+      for (const Step& step : steps_) {
+        const auto output = to ? std::find(outputs_.begin(), outputs_.end(), step.to) : outputs_.end();
+        make(step, output != outputs_.end() ? to[output - outputs_.begin()] : nullptr);
+        for (int64_t value : step.last_read) tensors_[value] = Tensor();
+      }
+      for (size_t i = 0; to && i < outputs_.size(); ++i) {
+        Tensor& found = tensors_[outputs_[i]];
+        if (found.data() != to[i]) Tensor::around(to[i], found.shape(), found.dtype()).copy_(found);
+        if (made_[outputs_[i]]) found = Tensor();
+      }
+    } catch (...) {
+      own_memory = before;
+      throw;
+    }
+    own_memory = before;
+  }
+
+  // The first output of the last pass, which is the caller's from now on.
+  Tensor logits() { return std::exchange(tensors_[outputs_[0]], Tensor()); }
+
+ private:
+  const Tensor& tensor(const Operand& operand) const {
+    check(operand.kind == Operand::tensor && tensors_[operand.value].defined(), "a step reads what is no tensor");
+    return tensors_[operand.value];
+  }
+
+  int64_t number(const Operand& operand) const {
+    check(operand.kind == Operand::whole || operand.kind == Operand::number, "a step reads what is no whole number");
+    return operand.kind == Operand::whole ? operand.value : numbers_[operand.value];
+  }
+
+  double real(const Operand& operand) const { return operand.kind == Operand::real ? number_of(operand.value) : double(number(operand)); }
+
+  // A dimension of x, counted from the end where it is negative.
+  static int64_t along(const Tensor& x, int64_t d, int64_t more = 0) {
+    const int64_t found = d < 0 ? d + x.dim() + more : d;
+    check(found >= 0 && found < x.dim() + more, "a dimension that is none");
+    return found;
+  }
+
+  void make(const Step& step, void* to) {
+    const auto& given = step.given;
+    Tensor& y = tensors_[step.to];
+    switch (step.op) {
+      case Op::linear: y = linear(tensor(given[0]), number(given[1]), number(given[2]), to); break;
+      case Op::experts: y = experts(tensor(given[0]), tensor(given[1]), number(given[2]), number(given[3]), number(given[4])); break;
+      case Op::attend:
+        y = attend(tensor(given[0]), tensor(given[1]), tensor(given[2]), number(given[3]), real(given[4]), real(given[5]), number(given[6]));
+        break;
+      case Op::cross: y = cross(tensor(given[0]), number(given[1]), real(given[2])); break;
+      case Op::norm: {
+        std::vector<Tensor> rows;
+        for (size_t i = 3; i < given.size(); ++i) rows.push_back(tensor(given[i]).another());
+        y = norm(rows, tensor(given[0]), real(given[1]), number(given[2]));
+        break;
+      }
+      case Op::gated: y = gated(tensor(given[0]), tensor(given[1]), number(given[2])); break;
+      case Op::rotate: y = rotate(tensor(given[0]), tensor(given[1]), tensor(given[2])); break;
+      case Op::rows: y = picked(tensor(given[0]), 0, tensor(given[1]), tensor(given[1]).shape()); break;
+      case Op::size: numbers_[step.to] = tensor(given[0]).size(along(tensor(given[0]), number(given[1]))); break;
+      case Op::view: y = viewed(tensor(given[0]), given); break;
+      case Op::transpose: {
+        const Tensor& x = tensor(given[0]);
+        y = x.transposed(along(x, number(given[1])), along(x, number(given[2])));
+        break;
+      }
+      case Op::unsqueeze: {
+        const Tensor& x = tensor(given[0]);
+        std::vector<int64_t> sizes = x.shape();
+        sizes.insert(sizes.begin() + along(x, number(given[1]), 1), 1);
+        y = x.viewed(sizes);
+        break;
+      }
+      case Op::slice: {
+        const Tensor& x = tensor(given[0]);
+        const int64_t d = along(x, number(given[1])), all = x.size(d);
+        auto within = [&](int64_t at) { return std::clamp<int64_t>(at < 0 ? at + all : at, 0, all); };
+        const int64_t first = within(number(given[2])), end = within(number(given[3]));
+        y = x.narrowed(d, first, std::max<int64_t>(0, end - first));
+        break;
+      }
+      case Op::contiguous: {
+        const Tensor& x = tensor(given[0]);
+        y = x.is_contiguous() ? x.another() : x.contiguous_copy();
+        break;
+      }
+      case Op::index: {
+        const Tensor &x = tensor(given[0]), &which = tensor(given[2]);
+        const int64_t d = along(x, number(given[1]));
+        y = picked(x, d, which, which.shape());
+        break;
+      }
+      case Op::add: y = combined(given, [](f16v a, f16v b) { return a + b; }); break;
+      case Op::mul: y = combined(given, [](f16v a, f16v b) { return a * b; }); break;
+      default: check(false, "a step of an operator that is not known");
+    }
+  }
+
+  Tensor viewed(const Tensor& x, const std::vector<Operand>& given) const {
+    std::vector<int64_t> sizes;
+    int64_t known = 1, open = -1;
+    for (size_t i = 1; i < given.size(); ++i) {
+      sizes.push_back(number(given[i]));
+      if (sizes.back() < 0) open = i - 1;
+      else known *= sizes.back();
+    }
+    if (open >= 0) sizes[open] = known ? x.numel() / known : 0, known *= sizes[open];
+    check(known == x.numel(), "a view of another size");
+    return x.viewed(sizes);
+  }
+
+  // Of a dimension these numbers, in the place of it their shape.
+  static Tensor picked(const Tensor& x, int64_t d, const Tensor& which, std::vector<int64_t> shape) {
+    check(which.dtype() == torch.aoti_torch_dtype_int64 && which.is_contiguous() && x.is_contiguous(), "rows by numbers of another type");
+    std::vector<int64_t> sizes = x.shape();
+    const int64_t count = which.numel(), all = sizes[d];
+    int64_t before = 1, behind = x.element_size();
+    for (int64_t i = 0; i < d; ++i) before *= sizes[i];
+    for (size_t i = d + 1; i < sizes.size(); ++i) behind *= sizes[i];
+    sizes.erase(sizes.begin() + d);
+    sizes.insert(sizes.begin() + d, shape.begin(), shape.end());
+    Tensor y = Tensor::empty(sizes, x.dtype());
+    char* to = (char*)y.data();
+    for (int64_t i = 0; i < before; ++i)
+      for (int64_t j = 0; j < count; ++j, to += behind) {
+        int64_t row = ((const int64_t*)which.data())[j];
+        if (row < 0) row += all;
+        check(row >= 0 && row < all, "a row that is none");
+        std::memcpy(to, (const char*)x.data() + (i * all + row) * behind, behind);
+      }
+    return y;
+  }
+
+  // Number by number; the second may be one for all.
+  template <typename F>
+  Tensor combined(const std::vector<Operand>& given, const F& f) const {
+    const Tensor& x = tensor(given[0]);
+    const bool same = given[1].kind == Operand::tensor;
+    check(x.is_contiguous() && (!same || (tensor(given[1]).shape() == x.shape() && tensor(given[1]).dtype() == x.dtype() &&
+                                          tensor(given[1]).is_contiguous())),
+          "numbers of two shapes or types");
+    Tensor y = Tensor::empty(x.shape(), x.dtype());
+    const float by = same ? 0 : float(real(given[1]));
+    const int64_t count = x.numel();
+    auto run = [&]<typename T>(const T* a, const T* b, T* to) {
+      parallel_for(0, count, 1 << 15, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i += 16) {
+          const int64_t n = std::min<int64_t>(16, end - i);
+          put(to + i, f(first16(a + i, n), same ? first16(b + i, n) : f16v{} + by), n);
+        }
+      });
+    };
+    const void* other = same ? tensor(given[1]).data() : nullptr;
+    if (x.dtype() == torch.aoti_torch_dtype_bfloat16) run((const bf16*)x.data(), (const bf16*)other, (bf16*)y.data());
+    else if (x.dtype() == torch.aoti_torch_dtype_float32) run((const float*)x.data(), (const float*)other, (float*)y.data());
+    else check(false, "numbers of another type");
+    return y;
+  }
+
+  std::vector<Tensor> tensors_;
+  std::vector<int64_t> numbers_;
+  std::vector<char> made_;  // by steps
+  std::vector<Step> steps_;
+  std::vector<int64_t> outputs_, tables_;
+};
+
+}  // namespace
+
+extern "C" {
+
+// See Program; the first table rows of positions, then others.
+int64_t sk_program(int64_t values, int64_t length, const int64_t* code, int64_t outputs, const int64_t* output, int64_t tables,
+                   const int64_t* table) {
+  return (int64_t) new Program(values, length, code, {output, output + outputs}, {table, table + tables});
+}
+
+void sk_free_program(int64_t program) { delete (Program*)program; }
+
+// Gives a program a tensor without gaps that lies at `data`. `kind`: 0 float32, 1 bfloat16, 2 int64.
+void sk_constant(int64_t program, int64_t value, void* data, int64_t kind, int64_t dim, const int64_t* sizes) {
+  const int32_t dtypes[] = {torch.aoti_torch_dtype_float32, torch.aoti_torch_dtype_bfloat16, torch.aoti_torch_dtype_int64};
+  ((Program*)program)->set(value, Tensor::around(data, {sizes, sizes + dim}, dtypes[kind]));
+}
+
+// Runs the pass that was begun; `to`: where its outputs go. 0: it is done; 1: a position lies behind the tables, nothing was done; 2: it
+// fails.
+int sk_run(int64_t program, int64_t size, const int64_t* ids, const int64_t* positions, int64_t kept, const int64_t* keep, void* const* to) try {
+  auto& own = *(Program*)program;
+  if (!own.reaches(positions, size)) return 1;
+  own.run(size, ids, positions, kept, keep, to);
+  return 0;
+} catch (const std::exception&) {
+  return 2;
+}
+}
