@@ -21,7 +21,7 @@ from sakiyomi.model_executor.traced import TracedPasses, trace
 from toys import tiny_llama
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
-PROGRAMS = ("gemma3", "llama", "mistral", "qwen2", "qwen3")
+PROGRAMS = ("gemma3", "granite", "lfm2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 
 
 def passes(runner: ModelRunner, laps: int = 8) -> list[Tensor]:

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,7 @@ Tensor linear(const Tensor& input, int64_t index, int64_t out, void* to);
 Tensor experts(const Tensor& input, const Tensor& chosen, int64_t first, int64_t count, int64_t out);
 Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64_t index, double scaling, double softcap, int64_t window);
 Tensor cross(const Tensor& query, int64_t index, double scaling);
+Tensor recur(const std::vector<Tensor>& rows, const std::vector<Tensor>& fixed, int64_t number);
 Tensor norm(const std::vector<Tensor>& rows, const Tensor& weight, double eps, int64_t form);
 Tensor gated(const Tensor& gate, const Tensor& up, int64_t form);
 Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin);
@@ -31,6 +33,7 @@ enum class Op : int64_t {
   experts,     // x, chosen, first, count, outputs
   attend,      // queries, keys, values, layer, scaling, soft cap, window
   cross,       // queries, layer, scaling
+  recur,       // site, how many tensors of rows, these, then what is the same for all
   norm,        // weight, eps, form, rows and perhaps a gate
   gated,       // gate, up, form
   rotate,      // x, cosines, sines
@@ -40,10 +43,12 @@ enum class Op : int64_t {
   transpose,   // x, dimension, dimension
   unsqueeze,   // x, dimension
   slice,       // x, dimension, first, behind the last
+  part,        // x, dimension, how many equal parts, which of them
   contiguous,  // x
   index,       // x, dimension, numbers along it
   add,         // x, y: tensors of the same shape
   mul,         // x, y: the same, or a number
+  div,         // x, a number
 };
 
 // What a step reads: the number of a value, or a constant.
@@ -133,6 +138,15 @@ class Program {
 
   double real(const Operand& operand) const { return operand.kind == Operand::real ? number_of(operand.value) : double(number(operand)); }
 
+  // Without gaps.
+  static Tensor dense(const Tensor& x) { return x.is_contiguous() ? x.another() : x.contiguous_copy(); }
+
+  std::vector<Tensor> tensors(const std::vector<Operand>& given, int64_t first, int64_t end) const {
+    std::vector<Tensor> found;
+    for (int64_t i = first; i < end; ++i) found.push_back(tensor(given[i]).another());
+    return found;
+  }
+
   // A dimension of x, counted from the end where it is negative.
   static int64_t along(const Tensor& x, int64_t d, int64_t more = 0) {
     const int64_t found = d < 0 ? d + x.dim() + more : d;
@@ -150,12 +164,12 @@ class Program {
         y = attend(tensor(given[0]), tensor(given[1]), tensor(given[2]), number(given[3]), real(given[4]), real(given[5]), number(given[6]));
         break;
       case Op::cross: y = cross(tensor(given[0]), number(given[1]), real(given[2])); break;
-      case Op::norm: {
-        std::vector<Tensor> rows;
-        for (size_t i = 3; i < given.size(); ++i) rows.push_back(tensor(given[i]).another());
-        y = norm(rows, tensor(given[0]), real(given[1]), number(given[2]));
+      case Op::recur: {
+        const int64_t rows = 2 + number(given[1]);
+        y = recur(tensors(given, 2, rows), tensors(given, rows, given.size()), number(given[0]));
         break;
       }
+      case Op::norm: y = norm(tensors(given, 3, given.size()), tensor(given[0]), real(given[1]), number(given[2])); break;
       case Op::gated: y = gated(tensor(given[0]), tensor(given[1]), number(given[2])); break;
       case Op::rotate: y = rotate(tensor(given[0]), tensor(given[1]), tensor(given[2])); break;
       case Op::rows: y = picked(tensor(given[0]), 0, tensor(given[1]), tensor(given[1]).shape()); break;
@@ -181,11 +195,14 @@ class Program {
         y = x.narrowed(d, first, std::max<int64_t>(0, end - first));
         break;
       }
-      case Op::contiguous: {
+      case Op::part: {
         const Tensor& x = tensor(given[0]);
-        y = x.is_contiguous() ? x.another() : x.contiguous_copy();
+        const int64_t d = along(x, number(given[1])), parts = number(given[2]), each = x.size(d) / parts;
+        check(each * parts == x.size(d), "parts of several sizes");
+        y = x.narrowed(d, number(given[3]) * each, each);
         break;
       }
+      case Op::contiguous: y = dense(tensor(given[0])); break;
       case Op::index: {
         const Tensor &x = tensor(given[0]), &which = tensor(given[2]);
         const int64_t d = along(x, number(given[1]));
@@ -194,6 +211,7 @@ class Program {
       }
       case Op::add: y = combined(given, [](f16v a, f16v b) { return a + b; }); break;
       case Op::mul: y = combined(given, [](f16v a, f16v b) { return a * b; }); break;
+      case Op::div: y = combined(given, [](f16v a, f16v b) { return a / b; }); break;
       default: check(false, "a step of an operator that is not known");
     }
   }
@@ -236,11 +254,9 @@ class Program {
   // Number by number; the second may be one for all.
   template <typename F>
   Tensor combined(const std::vector<Operand>& given, const F& f) const {
-    const Tensor& x = tensor(given[0]);
     const bool same = given[1].kind == Operand::tensor;
-    check(x.is_contiguous() && (!same || (tensor(given[1]).shape() == x.shape() && tensor(given[1]).dtype() == x.dtype() &&
-                                          tensor(given[1]).is_contiguous())),
-          "numbers of two shapes or types");
+    const Tensor x = dense(tensor(given[0])), other = same ? dense(tensor(given[1])) : Tensor();
+    check(!same || (other.shape() == x.shape() && other.dtype() == x.dtype()), "numbers of two shapes or types");
     Tensor y = Tensor::empty(x.shape(), x.dtype());
     const float by = same ? 0 : float(real(given[1]));
     const int64_t count = x.numel();
@@ -252,9 +268,8 @@ class Program {
         }
       });
     };
-    const void* other = same ? tensor(given[1]).data() : nullptr;
-    if (x.dtype() == torch.aoti_torch_dtype_bfloat16) run((const bf16*)x.data(), (const bf16*)other, (bf16*)y.data());
-    else if (x.dtype() == torch.aoti_torch_dtype_float32) run((const float*)x.data(), (const float*)other, (float*)y.data());
+    if (x.dtype() == torch.aoti_torch_dtype_bfloat16) run((const bf16*)x.data(), (const bf16*)other.data(), (bf16*)y.data());
+    else if (x.dtype() == torch.aoti_torch_dtype_float32) run((const float*)x.data(), (const float*)other.data(), (float*)y.data());
     else check(false, "numbers of another type");
     return y;
   }
@@ -270,7 +285,7 @@ class Program {
 
 extern "C" {
 
-// See Program; the first table rows of positions, then others.
+// See Program.
 int64_t sk_program(int64_t values, int64_t length, const int64_t* code, int64_t outputs, const int64_t* output, int64_t tables,
                    const int64_t* table) {
   return (int64_t) new Program(values, length, code, {output, output + outputs}, {table, table + tables});
@@ -285,13 +300,16 @@ void sk_constant(int64_t program, int64_t value, void* data, int64_t kind, int64
 }
 
 // Runs the pass that was begun; `to`: where its outputs go. 0: it is done; 1: a position lies behind the tables, nothing was done; 2: it
-// fails.
-int sk_run(int64_t program, int64_t size, const int64_t* ids, const int64_t* positions, int64_t kept, const int64_t* keep, void* const* to) try {
+// fails, and `why` says why.
+int sk_run(int64_t program, int64_t size, const int64_t* ids, const int64_t* positions, int64_t kept, const int64_t* keep, void* const* to,
+           const char** why) try {
   auto& own = *(Program*)program;
   if (!own.reaches(positions, size)) return 1;
   own.run(size, ids, positions, kept, keep, to);
   return 0;
-} catch (const std::exception&) {
+} catch (const std::exception& error) {
+  static thread_local std::string said;
+  said = error.what(), *why = said.c_str();
   return 2;
 }
 }

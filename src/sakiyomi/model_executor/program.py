@@ -11,6 +11,7 @@ import ctypes
 import logging
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,8 +26,8 @@ __all__ = ["Program", "leaves", "program_of"]
 
 logger = logging.getLogger("sakiyomi")
 OPERATORS = (
-    "linear", "experts", "attend", "cross", "norm", "gated", "rotate", "rows", "size", "view", "transpose", "unsqueeze",
-    "slice", "contiguous", "index", "add", "mul",
+    "linear", "experts", "attend", "cross", "recur", "norm", "gated", "rotate", "rows", "size", "view", "transpose",
+    "unsqueeze", "slice", "part", "contiguous", "index", "add", "mul", "div",
 )  # fmt: skip
 """In the order of Op in program.h."""
 _TENSOR, _NUMBER, _WHOLE, _REAL = range(4)  # kinds of Operand there
@@ -83,13 +84,14 @@ class Program:
         kept = self._all(size) if keep is None else keep
         made = [torch.empty(1, len(kept), width, dtype=self._dtype) for width in self._widths]
         places = (ctypes.c_void_p * len(made))(*[tensor.data_ptr() for tensor in made])
-        given = size, ids.data_ptr(), positions.data_ptr(), len(kept), kept.data_ptr(), places
+        why = ctypes.c_char_p()
+        given = size, ids.data_ptr(), positions.data_ptr(), len(kept), kept.data_ptr(), places, ctypes.byref(why)
         code = self._kernels.sk_run(self.number, *given)
         if code == 1:
             self._extend(int(positions.max()) + 1)
             code = self._kernels.sk_run(self.number, *given)
         if code:
-            raise RuntimeError("a program does not run")
+            raise RuntimeError(f"a program does not run: {(why.value or b'a position below 0').decode()}")
         return made[0], tuple(made[1:])
 
     def _all(self, rows: int) -> Tensor:
@@ -272,10 +274,13 @@ class _Builder:
 
     def _take(self, node: Any) -> None:
         kind, inputs = node.kind(), list(node.inputs())
-        if node.outputsSize() != 1:
-            raise UnsupportedError(kind)
         known = [self._known[value.unique()] for value in inputs]
-        self._known[node.output().unique()] = self._made(node, kind, inputs, known)
+        if kind == "prim::ListUnpack" and isinstance(known[0], list):
+            self._known |= {value.unique(): each for value, each in zip(node.outputs(), known[0], strict=True)}
+        elif node.outputsSize() == 1:
+            self._known[node.output().unique()] = self._made(node, kind, inputs, known)
+        else:
+            raise UnsupportedError(kind)
 
     def _made(self, node: Any, kind: str, inputs: list[Any], known: list[Any]) -> Any:
         if kind == "prim::Constant":
@@ -293,11 +298,25 @@ class _Builder:
             return _Operand(_NUMBER, self.emit("size", *operands))
         if all(isinstance(each, _OfPositions) for each in moving):
             return _OfPositions()
+        if kind in ("aten::chunk", "aten::split_with_sizes"):
+            return self._parts(kind, self._operand(inputs[0], known[0]), *known[1:])
         if kind not in _STEPS:
             raise UnsupportedError(kind)
         name, order = _STEPS[kind]
         operands = [self._operand(value, each) for value, each in order(inputs, known)]
         return _Operand(_TENSOR, self.emit(name, *operands))
+
+    def _parts(self, kind: str, whole: _Operand, sizes: Any, dimension: Any) -> list[_Operand]:
+        """A tensor cut along a dimension: into so many equal parts, or into those of these sizes."""
+        if not isinstance(dimension, int) or not all(isinstance(size, int) for size in _flat(sizes)):
+            raise UnsupportedError("parts whose sizes are computed")
+        along = (_WHOLE, dimension)
+        if kind == "aten::chunk":
+            cuts = [("part", whole, along, (_WHOLE, sizes), (_WHOLE, i)) for i in range(sizes)]
+        else:
+            ends = list(accumulate(sizes, initial=0))
+            cuts = [("slice", whole, along, (_WHOLE, a), (_WHOLE, b)) for a, b in pairwise(ends)]
+        return [_Operand(_TENSOR, self.emit(name, *given)) for name, *given in cuts]
 
 
 # ---------------------------------------------------------------- which step an operator becomes, and what that reads
@@ -323,6 +342,13 @@ def _norm(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
     if not isinstance(known[1], Tensor):
         raise UnsupportedError("a norm by a weight that is computed")
     return [(inputs[1], known[1].float()), *zip(inputs[2:], known[2:], strict=True), *_each(inputs[0], known[0])]
+
+
+def _recur(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
+    rows, fixed = list(_each(inputs[0], known[0])), known[1]
+    if not all(isinstance(tensor, Tensor) for tensor in fixed):
+        raise UnsupportedError("a recurrence by weights that are computed")
+    return [(inputs[2], known[2]), (None, len(rows)), *rows, *((None, tensor.float()) for tensor in fixed)]
 
 
 def _embedding(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
@@ -352,6 +378,7 @@ def _index(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
 _STEPS: Mapping[str, tuple[str, Order]] = {
     **{f"sakiyomi_cpu::{name}": (name, _all) for name in ("linear", "experts", "attend", "cross", "gated", "rotate")},
     "sakiyomi_cpu::norm": ("norm", _norm),
+    "sakiyomi_cpu::recur": ("recur", _recur),
     "aten::embedding": ("rows", _embedding),
     "aten::view": ("view", _all),
     "aten::reshape": ("view", _all),
@@ -362,6 +389,7 @@ _STEPS: Mapping[str, tuple[str, Order]] = {
     "aten::index": ("index", _index),
     "aten::add": ("add", _first(2, 1)),
     "aten::mul": ("mul", _all),
+    "aten::div": ("div", _all),
 }
 
 
