@@ -254,12 +254,13 @@ class NativeRounds:
         """Run the passes of a round: which, and the seconds of each; None: a row holds no numbers."""
         kernels, rounds, passes, now = self._kernels, self._rounds, self._passes, time.perf_counter
         held: list[Tensor] = []
-        with self._models[0].lock, self._target.lock, interpreted():
+        with self._models[0].lock, self._target.lock:
             code = kernels.sk_round(rounds, count, asked, *self._costs)
             while code > 0:
                 replay, ids, positions = passes[code]
                 began = now()
-                logits = replay(ids, positions)[0]
+                with interpreted():
+                    logits = replay(ids, positions)[0]
                 spent = now() - began
                 held.append(logits)  # the kernels may look at it again
                 if code not in self._checked:

@@ -100,7 +100,7 @@ class Program:
         return self._every[rows]
 
     def _set(self, number: int, tensor: Tensor) -> None:
-        self._held[number] = tensor
+        tensor = self._held[number] = tensor.contiguous()
         about = _DTYPES[tensor.dtype], tensor.dim(), numbers(tensor.shape)
         self._kernels.sk_constant(self.number, number, tensor.data_ptr(), *about)
 
@@ -203,7 +203,7 @@ class _Builder:
         self.count += 1
         if tensor.dtype not in _DTYPES:
             raise UnsupportedError(f"a tensor of {tensor.dtype}")
-        self.constants[self.count - 1] = tensor.detach().contiguous()
+        self.constants[self.count - 1] = tensor.detach()
         return self.count - 1
 
     def _operand(self, value: Any, known: Any) -> _Operand:
