@@ -2,6 +2,7 @@
 
     python benchmarks/server.py                        # the embedded pair
     python benchmarks/server.py --streams 32 --peer    # beside transformers serve, turn by turn
+    python benchmarks/server.py --peer vllm            # beside vllm serve, of an environment of its own (docs/peers.md)
     python benchmarks/server.py --only overhead
 
 Servers are processes of their own on this machine, clients are tasks of this one; run it alone on the machine. Laps
@@ -35,6 +36,7 @@ import transformers
 
 import sakiyomi
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.core.files import cache_folder
 
 WORDS = ["fox", "girl", "boy", "river", "tree", "bird", "cat", "dog", "ball", "house", "garden", "friend", "cake"]
 GAMMA = 4
@@ -57,13 +59,18 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(command: list[str], health: str, seconds: float = 300) -> Iterator[tuple[str, psutil.Process]]:
+def server(
+    command: list[str], health: str, seconds: float = 300, env: dict[str, str] | None = None
+) -> Iterator[tuple[str, psutil.Process]]:
     """The address of a process that serves, and the process."""
     port = free_port()
     source = os.pathsep.join([str(Path(sakiyomi.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
-            [*command, "--port", str(port)], env=os.environ | {"PYTHONPATH": source}, stdout=said, stderr=said
+            [*command, "--port", str(port)],
+            env=os.environ | ({"PYTHONPATH": source} if env is None else env),
+            stdout=said,
+            stderr=said,
         )
         url = f"http://127.0.0.1:{port}"
         until = time.monotonic() + seconds
@@ -89,9 +96,24 @@ def ours(model: str, draft: str, batch: int, dtype: str) -> list[str]:
     return [*run, "--draft", draft, "--dtype", dtype, "--max-batch", str(batch), "--served-name", model]
 
 
-def peers(model: str, dtype: str) -> list[str]:
+def transformers_serve(model: str, dtype: str) -> list[str]:
     run = [sys.executable, "-W", "ignore", "-m", "transformers.cli.transformers", "serve", model]
     return [*run, "--continuous-batching", "--dtype", dtype, "--device", "cpu"]
+
+
+def vllm_serve(model: str, dtype: str, streams: int, folder: Path) -> list[str]:
+    """With the settings of row `peers`."""
+    program = folder / "vllm" / "bin" / "vllm"
+    if not program.exists():
+        raise SystemExit(f"{program} is not there; --environments names a folder of environments (docs/peers.md)")
+    run = [str(program), "serve", model, "--dtype", dtype, "--max-num-seqs", str(streams), "--max-model-len", "512"]
+    return [*run, "--no-enable-prefix-caching"]
+
+
+VLLM = {
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_OMP_THREADS_BIND": f"0-{torch.get_num_threads() - 1}",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": "",
+}  # fmt: skip
 
 
 def stream(url: str, body: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:
@@ -150,23 +172,33 @@ def lap(
     server's processor time, and their texts.
     """
     url, process = served
-    before = sum(process.cpu_times()[:2])
+    before = _processor(process)
     began = time.perf_counter()
     replies = asyncio.run(streams(url, [asked(model, prompt, tokens) for prompt in prompts(count, number)]))
     seconds = time.perf_counter() - began
     texts = [text for text, _, _ in replies]
     tokens_got = sum(len(tokenizer(text).input_ids) for text in texts)
-    return tokens_got / seconds, tokens_got / (sum(process.cpu_times()[:2]) - before), texts
+    return tokens_got / seconds, tokens_got / (_processor(process) - before), texts
+
+
+def _processor(process: psutil.Process) -> float:
+    """Seconds of the processor that a server and the processes it has started have taken."""
+    return sum(sum(each.cpu_times()[:2]) for each in (process, *process.children(recursive=True)))
 
 
 def throughput(folder: str, draft: str, args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found: dict[str, list[float]] = {"ours": [], "peer": [], "ours_cpu": [], "peer_cpu": []}
     equal: list[bool] = []
-    beside = peers(folder, args.dtype) if args.peer else ours(folder, "none", args.streams, args.dtype)
+    if args.peer == "vllm":
+        beside = vllm_serve(folder, args.dtype, args.streams, args.environments)
+    elif args.peer:
+        beside = transformers_serve(folder, args.dtype)
+    else:
+        beside = ours(folder, "none", args.streams, args.dtype)
     with (
         server(ours(folder, draft, args.streams, args.dtype), "/health") as mine,
-        server(beside, "/health") as other,
+        server(beside, "/health", env=VLLM if args.peer == "vllm" else None) as other,
     ):
         for number in range(args.laps + 1):
             first, first_cpu, texts = lap(mine, folder, args.streams, args.tokens, number, tokenizer)
@@ -179,7 +211,7 @@ def throughput(folder: str, draft: str, args: argparse.Namespace) -> dict[str, A
     def ratio(ours: str, peer: str) -> float:
         return statistics.median(a / b for a, b in zip(found[ours], found[peer], strict=True))
 
-    name = "transformers serve" if args.peer else "the same without a drafter"
+    name = f"{args.peer} serve" if args.peer else "the same without a drafter"
     for label, key in (("sakiyomi", "ours"), (name, "peer")):
         clock, cpu = statistics.median(found[key]), statistics.median(found[f"{key}_cpu"])
         print(f"{label:<28}{clock:8.0f} tokens/s, {cpu:.0f} a second of processor time; {args.streams} streams")
@@ -243,7 +275,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", help="of all")
     parser.add_argument("--laps", type=int, default=5)
-    parser.add_argument("--peer", action="store_true", help="beside transformers serve")
+    parser.add_argument(
+        "--peer", nargs="?", const="transformers", choices=["transformers", "vllm"], help="beside another server"
+    )
+    parser.add_argument(
+        "--environments", type=Path, default=cache_folder() / "engines", help="folder of other engines' environments"
+    )
     parser.add_argument("--only", choices=["throughput", "overhead"])
     args = parser.parse_args()
     folder = str(sakiyomi.embedded(args.target)) if args.target == "tales" else args.target
