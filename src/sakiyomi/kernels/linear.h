@@ -228,14 +228,14 @@ struct Nearby {
 using RowByte = int32_t;              // a pair of a row's numbers
 constexpr int64_t row_bytes_step = 2;  // inputs of a RowByte
 
-// weights(i): of inputs 4 * (i / 4) and on the channels 8 * (i % 4) and on. `ahead`: what to fetch meanwhile.
+// weights(k, c): of inputs k and on the channels 8 * c and on. `ahead`: what to fetch meanwhile.
 template <int R, typename W, typename A = NothingAhead>
 inline void dot_pairs(const int32_t* x, int64_t stride, W weights, int64_t in, i16v sums[R][2], A ahead = {}) {
   Sums<R, int32_t> sum(sums);
   for (int64_t k = 0; k < in; k += 4) {
     ahead();
     UNROLL for (int c = 0; c < sum.count; ++c) {
-      const Pairs& w = weights(k + c);
+      const Pairs& w = weights(k, c);
       const __m256i even = held(w.even), odd = held(w.odd);
       UNROLL for (int r = 0; r < R; ++r) {
         const int32_t* pairs = x + r * stride + k / 2;
@@ -249,18 +249,18 @@ inline void dot_pairs(const int32_t* x, int64_t stride, W weights, int64_t in, i
 
 template <int R>
 APART void dot(const int32_t* x, int64_t stride, const int8_t* w, int64_t in, i16v sums[R][2]) {
-  dot_pairs<R>(x, stride, [&](int64_t i) { return pairs_of(w + 32 * i); }, in, sums, Nearby<R>{w, 128});
+  dot_pairs<R>(x, stride, [&](int64_t k, int c) { return pairs_of(w + 32 * (k + c)); }, in, sums, Nearby<R>{w, 128});
 }
 
 template <int R>
 inline void dot_halves(const int32_t* x, int64_t stride, const uint8_t* w, int64_t in, i16v sums[R][2]) {
-  auto weights = [&](int64_t i) { return pairs_of(w + 16 * (i & ~3) + 32 * (i & 1), 2 * (i & 2)); };
+  auto weights = [&](int64_t k, int c) { return pairs_of(w + 16 * k + 32 * (c & 1), 2 * (c & 2)); };
   dot_pairs<R>(x, stride, weights, in, sums, Nearby<R>{w, 64});
 }
 
 template <int R, typename A = NothingAhead>
 APART void dot(const int32_t* x, int64_t stride, const Pairs* w, int64_t in, i16v sums[R][2], A ahead = {}) {
-  dot_pairs<R>(x, stride, [&](int64_t i) -> const Pairs& { return w[i]; }, in, sums, ahead);
+  dot_pairs<R>(x, stride, [&](int64_t k, int c) -> const Pairs& { return w[k + c]; }, in, sums, ahead);
 }
 #else
 using RowByte = uint8_t;  // a number of a row with 128 added
@@ -494,7 +494,8 @@ void block_of_halves(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_
 #if defined(PAIRS)
       if (many) {
         Pairs pairs[group_length];
-        for (int64_t i = 0; i < group_length; ++i) pairs[i] = pairs_of(piece + 16 * (i & ~3) + 32 * (i & 1), 2 * (i & 2));
+        for (int64_t k = 0; k < group_length; k += 4)
+          UNROLL for (int c = 0; c < 4; ++c) pairs[k + c] = pairs_of(piece + 16 * k + 32 * (c & 1), 2 * (c & 2));
         add([&](auto R, const RowByte* from, auto part) { dot<R()>(from, x.stride, pairs, group_length, part); });
         continue;
       }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -154,6 +155,8 @@ def peers(row: PairRow) -> Row:
                 contenders = _contenders(row, llm, load, others)
                 standings = row.race(contenders, where=f"{kind}, {load.name}", lost=notes)
                 parts[f"{kind}, {load.name}"] = row.row("", standings)
+                speeds = ", ".join(f"{each.name} {statistics.median(each.speeds):.4g}" for each in standings)
+                row.note(f"{kind}, {load.name}, tokens/s: {speeds}")  # a row that is stopped has shown what it measured
     conditions = row.conditions(llm) | conditions | {"laps": config.repeats} | by_part(parts)
     found = joined("peers", "greedy, tokens/s (of a prompt: its own)", parts, **conditions)
     return replace(found, notes=[*found.notes, *notes])
