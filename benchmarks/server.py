@@ -106,8 +106,18 @@ def vllm_serve(model: str, dtype: str, streams: int, folder: Path) -> list[str]:
     python = folder / "vllm" / "bin" / "python"
     if not python.exists():
         raise SystemExit(f"{python} is not there; --environments names a folder of environments (docs/peers.md)")
-    run = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype]
-    return [*run, "--max-num-seqs", str(streams), "--max-model-len", "512", "--no-enable-prefix-caching"]
+    run = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--dtype", dtype, "--served-model-name", model]
+    return [*run, "--max-num-seqs", str(streams), "--max-model-len", "512", "--no-enable-prefix-caching", "--model"]
+
+
+@contextmanager
+def bare(folder: str) -> Iterator[str]:
+    """A folder without our recordings: vLLM reads every file of tensors."""
+    with tempfile.TemporaryDirectory() as other:
+        for path in Path(folder).iterdir():
+            if not path.name.startswith("recorded-"):
+                (Path(other) / path.name).symlink_to(path)
+        yield other
 
 
 VLLM = {
@@ -197,8 +207,13 @@ def throughput(folder: str, draft: str, args: argparse.Namespace) -> dict[str, A
     else:
         beside = ours(folder, "none", args.streams, args.dtype)
     with (
+        bare(folder) as other_folder,
         server(ours(folder, draft, args.streams, args.dtype), "/health") as mine,
-        server(beside, "/health", env=VLLM if args.peer == "vllm" else None) as other,
+        server(
+            [*beside, *([other_folder] if args.peer == "vllm" else [])],
+            "/health",
+            env=VLLM if args.peer == "vllm" else None,
+        ) as other,
     ):
         for number in range(args.laps + 1):
             first, first_cpu, texts = lap(mine, folder, args.streams, args.tokens, number, tokenizer)

@@ -258,6 +258,31 @@ inline void dot_halves(const int32_t* x, int64_t stride, const uint8_t* w, int64
   dot_pairs<R>(x, stride, weights, in, sums, Nearby<R>{w, 64});
 }
 
+// The same with scales, for a group of weights that was taken apart for many rows: what `block_of_halves` adds, in registers throughout.
+// `offsets`: of each row, so far apart, the sum of its numbers.
+template <int R>
+APART void add_group(const int32_t* x, int64_t stride, const Pairs* weights, const f16v scales[2], const int32_t* offsets, int64_t apart,
+                     f16v sums[][2]) {
+  using Whole = typename Native<int32_t>::type;
+  using Real = typename Native<float>::type;
+  Whole part[R][4] = {};
+  for (int64_t k = 0; k < group_length; k += 4)
+    UNROLL for (int c = 0; c < 4; ++c) {
+      const __m256i even = held(weights[k + c].even), odd = held(weights[k + c].odd);
+      UNROLL for (int r = 0; r < R; ++r) {
+        const int32_t* pairs = x + r * stride + k / 2;
+        part[r][c] += (Whole)_mm256_madd_epi16(even, _mm256_set1_epi32(pairs[0]));
+        part[r][c] += (Whole)_mm256_madd_epi16(odd, _mm256_set1_epi32(pairs[1]));
+      }
+    }
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int c = 0; c < 4; ++c) {
+      char* to = (char*)sums[r] + c * native_bytes;
+      const Real product = __builtin_convertvector(part[r][c] - 8 * offsets[r * apart], Real);
+      store(to, load<Real>(to) + product * load<Real>((const char*)scales + c * native_bytes));
+    }
+}
+
 template <int R, typename A = NothingAhead>
 APART void dot(const int32_t* x, int64_t stride, const Pairs* w, int64_t in, i16v sums[R][2], A ahead = {}) {
   dot_pairs<R>(x, stride, [&](int64_t k, int c) -> const Pairs& { return w[k + c]; }, in, sums, ahead);
@@ -478,29 +503,28 @@ void block_of_halves(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_
     f16v sum[strip_rows][2] = {};
     for (int64_t g = 0; g < groups; ++g) {
       const uint8_t* piece = data + g * group_length * block_width / 2;
-      const f16v left = load16(scales + g * block_width), right = load16(scales + g * block_width + 16);
-      auto add = [&](auto products) {
-        in_lines<rows_of_halves>(count, [&](auto R, int64_t r) {
-          constexpr int together = decltype(R)::value;
-          i16v part[together][2] = {};
-          products(R, x.at(row + r, g * group_length), part);
-          UNROLL for (int i = 0; i < together; ++i) {
-            int32_t offset = 8 * x.sums[(row + r + i) * groups + g];
-            sum[r + i][0] += float_of(part[i][0] - offset) * left;
-            sum[r + i][1] += float_of(part[i][1] - offset) * right;
-          }
-        });
-      };
+      const f16v by[2] = {load16(scales + g * block_width), load16(scales + g * block_width + 16)};
 #if defined(PAIRS)
       if (many) {
         Pairs pairs[group_length];
         for (int64_t k = 0; k < group_length; k += 4)
           UNROLL for (int c = 0; c < 4; ++c) pairs[k + c] = pairs_of(piece + 16 * k + 32 * (c & 1), 2 * (c & 2));
-        add([&](auto R, const RowByte* from, auto part) { dot<R()>(from, x.stride, pairs, group_length, part); });
+        in_lines<rows_of_halves>(count, [&](auto R, int64_t r) {
+          const int32_t* offsets = x.sums.data() + (row + r) * groups + g;
+          add_group<R()>(x.at(row + r, g * group_length), x.stride, pairs, by, offsets, groups, sum + r);
+        });
         continue;
       }
 #endif
-      add([&](auto R, const RowByte* from, auto part) { dot_halves<R()>(from, x.stride, piece, group_length, part); });
+      in_lines<rows_of_halves>(count, [&](auto R, int64_t r) {
+        constexpr int together = decltype(R)::value;
+        i16v part[together][2] = {};
+        dot_halves<together>(x.at(row + r, g * group_length), x.stride, piece, group_length, part);
+        UNROLL for (int i = 0; i < together; ++i) {
+          int32_t offset = 8 * x.sums[(row + r + i) * groups + g];
+          UNROLL for (int c = 0; c < 2; ++c) sum[r + i][c] += float_of(part[i][c] - offset) * by[c];
+        }
+      });
     }
     for (int c = 0; c < 2; ++c) {
       int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
