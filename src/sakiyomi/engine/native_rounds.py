@@ -268,12 +268,9 @@ class NativeRounds:
                 code = kernels.sk_pass(rounds, code, logits.data_ptr(), spent)
         if code:
             return None
-        known = self._found[2]
-        ran, drafting = int(known[0]), known[1]
-        found = known[2 : 2 + 2 * ran]
-        times = [(int(which), spent) for which, spent in zip(found[::2], found[1::2], strict=True)]
-        if ran > 1 and self._drafter is not None:
-            self._drafter.reader.took(ran - 1, drafting - sum([spent for _, spent in times[:-1]]))
+        times, drafting = _times(self._found[2])
+        if len(times) > 1 and self._drafter is not None:
+            self._drafter.reader.took(len(times) - 1, drafting - sum([spent for _, spent in times[:-1]]))
         return times
 
     def _count(self, times: Sequence[tuple[int, float]]) -> float:
@@ -348,6 +345,12 @@ class NativeRounds:
             # Ctrl-C between cache and tokens: what they hold may no longer belong together.
             request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
             raise
+
+
+def _times(found: Sequence[float]) -> tuple[list[tuple[int, float]], float]:
+    """Which passes a round has run, with the seconds of each; and those up to the last one's beginning."""
+    ran = found[2 : 2 + 2 * int(found[0])]
+    return [(int(which), spent) for which, spent in zip(ran[::2], ran[1::2], strict=True)], found[1]
 
 
 def _program(replay: PassForward, model: ModelRunner) -> int:
