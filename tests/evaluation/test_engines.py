@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench import contest, suites
@@ -20,7 +21,7 @@ from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.contest import Load, Texts
 from sakiyomi.evaluation.bench.engines import gguf_files
 from sakiyomi.evaluation.bench.engines.process import EngineProcess, python_of
-from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, environments
+from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, environments, without_recordings
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.loading import load_model
@@ -201,6 +202,20 @@ def test_an_engine_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
             time.sleep(0.05)
         else:
             pytest.fail("what the engine started is still there")
+
+
+def test_recordings_are_left_out_where_an_engine_reads_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same folder every time; one without recordings is itself."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = embedded("tales-draft")
+    bare = without_recordings(folder)
+    names = {path.name for path in folder.iterdir()}
+    recorded = {name for name in names if name.startswith("recorded-")}
+    assert recorded and {path.name for path in bare.iterdir()} == names - recorded
+    assert (bare / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert without_recordings(folder) == bare and without_recordings(bare) == bare
 
 
 # ---------------------------------------------------------------- the row

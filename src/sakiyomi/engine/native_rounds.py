@@ -355,5 +355,6 @@ def _times(found: Sequence[float]) -> tuple[list[tuple[int, float]], float]:
 
 def _program(replay: PassForward, model: ModelRunner) -> int:
     """The number of a program that gives logits as the kernels read them; 0: Python runs these passes."""
-    fits = isinstance(replay, Program) and replay.gives(model.vocab_size, model.dtype)
-    return replay.number if isinstance(replay, Program) and fits else 0
+    if isinstance(replay, Program) and replay.gives(model.vocab_size, model.dtype):
+        return replay.number
+    return 0

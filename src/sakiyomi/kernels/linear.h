@@ -78,9 +78,14 @@ inline void go_on(const void* weights) {
 // what its memory gives, where it were 82 to 85 %; 512, 1024, 4096 and more bytes gain less.
 constexpr int64_t bytes_near = 1536;
 template <int R>
-inline void read_on(const void* weights) {
-  if constexpr (pieces_ahead && R < 3) fetch((const char*)weights + bytes_near), fetch((const char*)weights + bytes_near + 64);
-}
+struct Nearby {
+  const void* weights;
+  int64_t step;  // bytes
+  void operator()() {
+    if constexpr (pieces_ahead && R < 3) fetch((const char*)weights + bytes_near), fetch((const char*)weights + bytes_near + 64);
+    weights = (const char*)weights + step;
+  }
+};
 
 struct Weight {
   // fp32: [ceil(out/32)][in][32]; bf16: [ceil(out/32)][in/2][32][2]; 8 bits: [ceil(out/32)][ceil(in/4)][32][4]; 4 bits:
@@ -134,7 +139,6 @@ APART void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v 
   Sums<R, float> sum(sums);
   for (int64_t k = 0; k < in; ++k, w += block_width) {
     go_on<R, 6>(w), go_on<R, 6>(w + 16), ahead();
-    if constexpr (std::is_same_v<A, NothingAhead>) read_on<R>(w);
     Own columns[sum.count];
     UNROLL for (int c = 0; c < sum.count; ++c) {
       columns[c] = load<Own>(w + c * native_bytes / 4);
@@ -173,11 +177,12 @@ APART void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v su
 // Rows of bf16 that were widened, where the processor does not multiply bf16 itself.
 template <int R>
 APART void dot(const float* x, int64_t stride, const bf16* w, int64_t in, f16v sums[R][2]) {
+  Nearby<R> ahead{w, 2 * block_width * (int64_t)sizeof(bf16)};
   using Own = typename Sums<R, float>::Own;
   using Bits = typename Native<uint32_t>::type;
   Sums<R, float> sum(sums);
   for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
-    read_on<R>(w);
+    ahead();
     UNROLL for (int c = 0; c < sum.count; ++c) {
       const Bits both = load<Bits>(w + c * native_bytes / 2);
       const Own even = (Own)(both << 16), odd = (Own)(both & 0xffff0000u);
@@ -216,14 +221,6 @@ inline Pairs pairs_of(const uint8_t* from, int bit) {
   const __m256i all = load<__m256i>(from), mask = _mm256_set1_epi16(15);
   return {_mm256_and_si256(_mm256_srli_epi16(all, bit), mask), _mm256_and_si256(_mm256_srli_epi16(all, bit + 8), mask)};
 }
-
-// `read_on` by steps of bytes.
-template <int R>
-struct Nearby {
-  const void* weights;
-  int64_t step;
-  void operator()() { read_on<R>(weights), weights = (const char*)weights + step; }
-};
 
 using RowByte = int32_t;              // a pair of a row's numbers
 constexpr int64_t row_bytes_step = 2;  // inputs of a RowByte
@@ -398,8 +395,10 @@ void block(const Weight& w, const X* x, int64_t rows, T* y, int64_t first) {
       const T* piece = data + k * block_width;
       auto add = [&](const auto* numbers) {
         auto some = [&](auto R, int64_t r, auto... ahead) { dot<R()>(x + (row + r) * w.in + k, w.in, numbers, length, sum + r, ahead...); };
-        if constexpr (pieces_ahead && std::is_same_v<decltype(numbers), const float*>)
+        if constexpr (pieces_ahead && std::is_same_v<decltype(numbers), const float*>) {
           if (many && !row) return through_piece<rows_at_once>(count, piece + length * block_width, length * block_width * sizeof(T), length, some);
+          if (!many) return in_lines<rows_at_once>(count, [&](auto R, int64_t r) { some(R, r, Nearby<R()>{numbers, block_width * sizeof(float)}); });
+        }
         in_lines<rows_at_once>(count, some);
       };
       if constexpr (std::is_same_v<X, float> && std::is_same_v<T, bf16>) {
@@ -632,14 +631,14 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   }
 #endif
   // Threads take some blocks at a time, so that none waits for one that other work holds up.
-  const int64_t all = ends.back(), some = std::max<int64_t>(grain, all / pieces_of_work);
+  const int64_t all = ends.back(), share = std::max<int64_t>(grain, all / pieces_of_work);
   std::atomic<int64_t> next = 0;
   parallel_for(0, all, grain, [&](int64_t, int64_t) {
     std::optional<Tiles> tiles;
     if (tiled) tiles.emplace(rows);
     int64_t t = 0, end = 0;
     for (int64_t i = 0;; ++t) {
-      if (t == end) t = next.fetch_add(some), end = std::min(all, t + some);
+      if (t == end) t = next.fetch_add(share), end = std::min(all, t + share);
       if (t >= all) break;
       while (t >= ends[i]) ++i;
       const Weight& w = *weights[i];

@@ -45,7 +45,6 @@ enum class Op : int64_t {
   slice,       // x, dimension, first, behind the last
   part,        // x, dimension, how many equal parts, which of them
   contiguous,  // x
-  index,       // x, dimension, numbers along it
   add,         // x, y: tensors of the same shape
   mul,         // x, y: the same, or a number
   div,         // x, a number
@@ -67,7 +66,7 @@ struct Step {
 class Program {
  public:
   // `values`: how many there are. `code`: of each step the operator, the value that it makes, how many it reads, and kind and value of each.
-  // The first values are ids, positions and the rows that are kept.
+  // The first values are ids and positions.
   Program(int64_t values, int64_t length, const int64_t* code, std::vector<int64_t> outputs, std::vector<int64_t> tables)
       : tensors_(values), numbers_(values), outputs_(std::move(outputs)), tables_(std::move(tables)) {
     for (const int64_t* end = code + length; code < end;) {
@@ -98,28 +97,21 @@ class Program {
   }
 
   // The pass that was begun. `to`: where its outputs go; where null they stay here until the next pass.
-  void run(int64_t size, const int64_t* ids, const int64_t* positions, int64_t kept, const int64_t* keep, void* const* to) {
+  void run(int64_t size, const int64_t* ids, const int64_t* positions, void* const* to) {
     const int32_t whole = torch.aoti_torch_dtype_int64;
     tensors_[0] = Tensor::around((void*)ids, {1, size}, whole);
     tensors_[1] = Tensor::around((void*)positions, {1, size}, whole);
-    tensors_[2] = Tensor::around((void*)keep, {kept}, whole);
-    const bool before = std::exchange(own_memory, true);
-    try {
-      for (const Step& step : steps_) {
-        const auto output = to ? std::find(outputs_.begin(), outputs_.end(), step.to) : outputs_.end();
-        make(step, output != outputs_.end() ? to[output - outputs_.begin()] : nullptr);
-        for (int64_t value : step.last_read) tensors_[value] = Tensor();
-      }
-      for (size_t i = 0; to && i < outputs_.size(); ++i) {
-        Tensor& found = tensors_[outputs_[i]];
-        if (found.data() != to[i]) Tensor::around(to[i], found.shape(), found.dtype()).copy_(found);
-        if (made_[outputs_[i]]) found = Tensor();
-      }
-    } catch (...) {
-      own_memory = before;
-      throw;
+    const OwnMemory ours;
+    for (const Step& step : steps_) {
+      const auto output = to ? std::find(outputs_.begin(), outputs_.end(), step.to) : outputs_.end();
+      make(step, output != outputs_.end() ? to[output - outputs_.begin()] : nullptr);
+      for (int64_t value : step.last_read) tensors_[value] = Tensor();
     }
-    own_memory = before;
+    for (size_t i = 0; to && i < outputs_.size(); ++i) {
+      Tensor& found = tensors_[outputs_[i]];
+      if (found.data() != to[i]) Tensor::around(to[i], found.shape(), found.dtype()).copy_(found);
+      if (made_[outputs_[i]]) found = Tensor();
+    }
   }
 
   // The first output of the last pass, which is the caller's from now on.
@@ -137,9 +129,6 @@ class Program {
   }
 
   double real(const Operand& operand) const { return operand.kind == Operand::real ? number_of(operand.value) : double(number(operand)); }
-
-  // Without gaps.
-  static Tensor dense(const Tensor& x) { return x.is_contiguous() ? x.another() : x.contiguous_copy(); }
 
   std::vector<Tensor> tensors(const std::vector<Operand>& given, int64_t first, int64_t end) const {
     std::vector<Tensor> found;
@@ -172,7 +161,7 @@ class Program {
       case Op::norm: y = norm(tensors(given, 3, given.size()), tensor(given[0]), real(given[1]), number(given[2])); break;
       case Op::gated: y = gated(tensor(given[0]), tensor(given[1]), number(given[2])); break;
       case Op::rotate: y = rotate(tensor(given[0]), tensor(given[1]), tensor(given[2])); break;
-      case Op::rows: y = picked(tensor(given[0]), 0, tensor(given[1]), tensor(given[1]).shape()); break;
+      case Op::rows: y = rows(tensor(given[0]), tensor(given[1])); break;
       case Op::size: numbers_[step.to] = tensor(given[0]).size(along(tensor(given[0]), number(given[1]))); break;
       case Op::view: y = viewed(tensor(given[0]), given); break;
       case Op::transpose: {
@@ -202,13 +191,7 @@ class Program {
         y = x.narrowed(d, number(given[3]) * each, each);
         break;
       }
-      case Op::contiguous: y = dense(tensor(given[0])); break;
-      case Op::index: {
-        const Tensor &x = tensor(given[0]), &which = tensor(given[2]);
-        const int64_t d = along(x, number(given[1]));
-        y = picked(x, d, which, which.shape());
-        break;
-      }
+      case Op::contiguous: y = tensor(given[0]).contiguous(); break;
       case Op::add: y = combined(given, [](f16v a, f16v b) { return a + b; }); break;
       case Op::mul: y = combined(given, [](f16v a, f16v b) { return a * b; }); break;
       case Op::div: y = combined(given, [](f16v a, f16v b) { return a / b; }); break;
@@ -229,25 +212,18 @@ class Program {
     return x.viewed(sizes);
   }
 
-  // Of a dimension these numbers, in the place of it their shape.
-  static Tensor picked(const Tensor& x, int64_t d, const Tensor& which, std::vector<int64_t> shape) {
-    check(which.dtype() == torch.aoti_torch_dtype_int64 && which.is_contiguous() && x.is_contiguous(), "rows by numbers of another type");
-    std::vector<int64_t> sizes = x.shape();
-    const int64_t count = which.numel(), all = sizes[d];
-    int64_t before = 1, behind = x.element_size();
-    for (int64_t i = 0; i < d; ++i) before *= sizes[i];
-    for (size_t i = d + 1; i < sizes.size(); ++i) behind *= sizes[i];
-    sizes.erase(sizes.begin() + d);
-    sizes.insert(sizes.begin() + d, shape.begin(), shape.end());
-    Tensor y = Tensor::empty(sizes, x.dtype());
-    char* to = (char*)y.data();
-    for (int64_t i = 0; i < before; ++i)
-      for (int64_t j = 0; j < count; ++j, to += behind) {
-        int64_t row = ((const int64_t*)which.data())[j];
-        if (row < 0) row += all;
-        check(row >= 0 && row < all, "a row that is none");
-        std::memcpy(to, (const char*)x.data() + (i * all + row) * behind, behind);
-      }
+  // The rows of a table by their numbers.
+  static Tensor rows(const Tensor& table, const Tensor& which) {
+    check(which.dtype() == torch.aoti_torch_dtype_int64 && which.is_contiguous() && table.is_contiguous(), "rows by numbers of another type");
+    std::vector<int64_t> sizes = which.shape(), row = table.shape();
+    sizes.insert(sizes.end(), row.begin() + 1, row.end());
+    Tensor y = Tensor::empty(sizes, table.dtype());
+    const int64_t all = table.size(0), bytes = all ? table.numel() / all * table.element_size() : 0;
+    const int64_t* numbers = (const int64_t*)which.data();
+    for (int64_t i = 0; i < which.numel(); ++i) {
+      check(numbers[i] >= 0 && numbers[i] < all, "a row that is none");
+      std::memcpy((char*)y.data() + i * bytes, (const char*)table.data() + numbers[i] * bytes, bytes);
+    }
     return y;
   }
 
@@ -255,7 +231,7 @@ class Program {
   template <typename F>
   Tensor combined(const std::vector<Operand>& given, const F& f) const {
     const bool same = given[1].kind == Operand::tensor;
-    const Tensor x = dense(tensor(given[0])), other = same ? dense(tensor(given[1])) : Tensor();
+    const Tensor x = tensor(given[0]).contiguous(), other = same ? tensor(given[1]).contiguous() : Tensor();
     check(!same || (other.shape() == x.shape() && other.dtype() == x.dtype()), "numbers of two shapes or types");
     Tensor y = Tensor::empty(x.shape(), x.dtype());
     const float by = same ? 0 : float(real(given[1]));
@@ -301,11 +277,10 @@ void sk_constant(int64_t program, int64_t value, void* data, int64_t kind, int64
 
 // Runs the pass that was begun; `to`: where its outputs go. 0: it is done; 1: a position lies behind the tables, nothing was done; 2: it
 // fails, and `why` says why.
-int sk_run(int64_t program, int64_t size, const int64_t* ids, const int64_t* positions, int64_t kept, const int64_t* keep, void* const* to,
-           const char** why) try {
+int sk_run(int64_t program, int64_t size, const int64_t* ids, const int64_t* positions, void* const* to, const char** why) try {
   auto& own = *(Program*)program;
   if (!own.reaches(positions, size)) return 1;
-  own.run(size, ids, positions, kept, keep, to);
+  own.run(size, ids, positions, to);
   return 0;
 } catch (const std::exception& error) {
   static thread_local std::string said;

@@ -85,7 +85,6 @@ struct Rounds {
   std::vector<int64_t> table, numbers;
   std::vector<const void*> passes;  // logits of the draft model's, which are held until the round is over
   std::vector<Tensor> held;         // those of passes that were run here
-  std::vector<int64_t> rows;        // 0, 1, ...: all are kept
   Clock::time_point began;
 
   // The next pass, as Python reads it.
@@ -133,9 +132,8 @@ struct Rounds {
       const int64_t* ids = model.buffers[which];
       Program* program = model.programs[which];
       if (!program || !program->reaches(ids + size, size)) return code;
-      while ((int64_t)rows.size() < size) rows.push_back(rows.size());
       const auto start = Clock::now();
-      program->run(size, ids, ids + size, size, rows.data(), nullptr);
+      program->run(size, ids, ids + size, nullptr);
       held.push_back(program->logits());
       took(code, seconds_since(start));
       code = take(held.back().data());

@@ -148,8 +148,16 @@ class Block {
   Block* next_;
 };
 
-// Whether new tensors of this thread are of our own memory, as those of a program (program.h).
-inline thread_local bool own_memory = false;
+// As long as it lives, new tensors of its thread are of our own memory, as those of a program (program.h).
+class OwnMemory {
+ public:
+  OwnMemory() : before_(std::exchange(wanted, true)) {}
+  ~OwnMemory() { wanted = before_; }
+  static inline thread_local bool wanted = false;
+
+ private:
+  bool before_;
+};
 
 // One reference to a tensor on the CPU: of torch, of our own memory, or of memory that somebody else holds.
 class Tensor {
@@ -185,7 +193,7 @@ class Tensor {
   static Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype) {
     Tensor y;
     y.shape_as(sizes), y.dtype_ = dtype;
-    if (own_memory) {
+    if (OwnMemory::wanted) {
       y.block_ = Block::take(y.numel() * y.element_size()), y.data_ = y.block_->data();
       return y;
     }
@@ -205,7 +213,7 @@ class Tensor {
 
   // The same numbers, seen otherwise; one that does not lie without gaps is copied.
   Tensor viewed(const std::vector<int64_t>& sizes) const {
-    Tensor y = is_contiguous() ? another() : contiguous_copy();
+    Tensor y = contiguous();
     y.shape_as(sizes);
     return y;
   }
@@ -249,6 +257,8 @@ class Tensor {
       if (sizes_[d] != 1 && strides_[d] != expected) return numel() == 0;
     return true;
   }
+
+  Tensor contiguous() const { return is_contiguous() ? another() : contiguous_copy(); }
 
   Tensor contiguous_copy() const {
     Tensor y = empty(shape(), dtype_);

@@ -27,12 +27,12 @@ __all__ = ["Program", "leaves", "program_of"]
 logger = logging.getLogger("sakiyomi")
 OPERATORS = (
     "linear", "experts", "attend", "cross", "recur", "norm", "gated", "rotate", "rows", "size", "view", "transpose",
-    "unsqueeze", "slice", "part", "contiguous", "index", "add", "mul", "div",
+    "unsqueeze", "slice", "part", "contiguous", "add", "mul", "div",
 )  # fmt: skip
 """In the order of Op in program.h."""
 _TENSOR, _NUMBER, _WHOLE, _REAL = range(4)  # kinds of Operand there
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2}
-IDS, POSITIONS, KEEP = range(3)  # the first values
+IDS, POSITIONS = range(2)  # the first values
 REACH = 2048  # positions that are computed at first
 _ALIKE = {"prim::NumToTensor", "aten::Int", "aten::dropout", "aten::detach"}
 """Operators that give what they are given."""
@@ -57,7 +57,6 @@ class Program:
         self._held = builder.constants
         self._tables, self._reach = builder.tables, 0
         self._widths, self._dtype = tuple(widths), dtype
-        self._every: dict[int, Tensor] = {}
         code = numbers(builder.code)
         tables = numbers([number for number, _ in self._tables])
         sizes = builder.count, len(code), code, len(outputs), numbers(outputs), len(tables), tables
@@ -74,18 +73,16 @@ class Program:
         """Whether logits are of this width and type."""
         return (self._widths[0], self._dtype) == (vocab, dtype)
 
-    def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> PassResult:
-        """The pass that was begun, of whose rows these are kept, or all.
+    def __call__(self, ids: Tensor, positions: Tensor) -> PassResult:
+        """The pass that was begun, with all of its rows.
 
         Raises:
             RuntimeError: it cannot be run.
         """
-        size = ids.shape[1]
-        kept = self._all(size) if keep is None else keep
-        made = [torch.empty(1, len(kept), width, dtype=self._dtype) for width in self._widths]
+        made = [torch.empty(1, ids.shape[1], width, dtype=self._dtype) for width in self._widths]
         places = (ctypes.c_void_p * len(made))(*[tensor.data_ptr() for tensor in made])
         why = ctypes.c_char_p()
-        given = size, ids.data_ptr(), positions.data_ptr(), len(kept), kept.data_ptr(), places, ctypes.byref(why)
+        given = ids.shape[1], ids.data_ptr(), positions.data_ptr(), places, ctypes.byref(why)
         code = self._kernels.sk_run(self.number, *given)
         if code == 1:
             self._extend(int(positions.max()) + 1)
@@ -93,11 +90,6 @@ class Program:
         if code:
             raise RuntimeError(f"a program does not run: {(why.value or b'a position below 0').decode()}")
         return made[0], tuple(made[1:])
-
-    def _all(self, rows: int) -> Tensor:
-        if rows not in self._every:
-            self._every[rows] = torch.arange(rows)
-        return self._every[rows]
 
     def _set(self, number: int, tensor: Tensor) -> None:
         tensor = self._held[number] = tensor.contiguous()
@@ -152,6 +144,10 @@ class _OfPositions:
     """What follows from positions alone, which torch computes."""
 
 
+class _AllRows:
+    """The rows that are kept, which are all."""
+
+
 class _Builder:
     """The steps of a graph.
 
@@ -172,19 +168,17 @@ class _Builder:
 
     def __init__(self, graph: Any, given: Sequence[Tensor]) -> None:
         self.code: list[int] = []
-        self.count = 3
+        self.count = 2
         self.constants: dict[int, Tensor] = {}
         self.tables: list[tuple[int, Callable[[int], Tensor]]] = []
         self._known: dict[int, Any] = {}
         self._looked_up: dict[int, int] = {}
         inputs = [value for value in graph.inputs() if isinstance(value.type(), torch._C.TensorType)]
-        first = len(inputs) - len(given)
-        for value, number in zip(inputs[:first], (IDS, POSITIONS, KEEP), strict=False):
-            self._known[value.unique()] = _Operand(_TENSOR, number)
-        self._known[inputs[POSITIONS].unique()] = _OfPositions()
+        keeping = [_AllRows()] * (len(inputs) - len(given) - 2)
+        known = [_Operand(_TENSOR, IDS), _OfPositions(), *keeping, *given]
+        self._known |= {value.unique(): each for value, each in zip(inputs, known, strict=True)}
         self._positions = inputs[POSITIONS]
         self._looked_up[self._positions.unique()] = POSITIONS
-        self._known |= {value.unique(): tensor for value, tensor in zip(inputs[first:], given, strict=True)}
         for value in graph.inputs():
             self._known.setdefault(value.unique(), None)  # the script itself
         with torch.no_grad():
@@ -285,8 +279,7 @@ class _Builder:
     def _made(self, node: Any, kind: str, inputs: list[Any], known: list[Any]) -> Any:
         if kind == "prim::Constant":
             return node.output().toIValue()
-        leaves = list(_flat(known))
-        moving = [each for each in leaves if isinstance(each, _Operand | _OfPositions)]
+        moving = [each for each in _flat(known) if isinstance(each, _Operand | _OfPositions | _AllRows)]
         if kind in ("prim::ListConstruct", "prim::TupleConstruct"):
             return known
         if not moving:
@@ -298,6 +291,12 @@ class _Builder:
             return _Operand(_NUMBER, self.emit("size", *operands))
         if all(isinstance(each, _OfPositions) for each in moving):
             return _OfPositions()
+        if (
+            kind == "aten::index"
+            and isinstance(known[0], _Operand)
+            and all(each is None or isinstance(each, _AllRows) for each in known[1])
+        ):
+            return known[0]
         if kind in ("aten::chunk", "aten::split_with_sizes"):
             return self._parts(kind, self._operand(inputs[0], known[0]), *known[1:])
         if kind not in _STEPS:
@@ -366,15 +365,6 @@ def _first(count: int, *wanted: Any) -> Order:
     return order
 
 
-def _index(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
-    which = known[1]
-    at = [d for d, each in enumerate(which) if each is not None]
-    if len(at) != 1:
-        raise UnsupportedError("rows by several tensors")
-    value = list(inputs[1].node().inputs())[at[0]]
-    return [(inputs[0], known[0]), (None, at[0]), (value, which[at[0]])]
-
-
 _STEPS: Mapping[str, tuple[str, Order]] = {
     **{f"sakiyomi_cpu::{name}": (name, _all) for name in ("linear", "experts", "attend", "cross", "gated", "rotate")},
     "sakiyomi_cpu::norm": ("norm", _norm),
@@ -386,10 +376,9 @@ _STEPS: Mapping[str, tuple[str, Order]] = {
     "aten::unsqueeze": ("unsqueeze", _all),
     "aten::slice": ("slice", _first(4, 1)),
     "aten::contiguous": ("contiguous", _first(1, 0)),
-    "aten::index": ("index", _index),
     "aten::add": ("add", _first(2, 1)),
-    "aten::mul": ("mul", _all),
-    "aten::div": ("div", _all),
+    "aten::mul": ("mul", _first(2)),
+    "aten::div": ("div", _first(2)),
 }
 
 
@@ -424,10 +413,7 @@ def _call(node: Any, given: list[Any]) -> Any:
     if space != "aten":
         raise UnsupportedError(kind)
     schema = torch._C.parse_schema(node.schema())
-    named = [(argument.name, argument.kwarg_only) for argument in schema.arguments]
-    values = list(zip(named, given, strict=True))
     operator = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
-    return operator(
-        *[value for (_, by_name), value in values if not by_name],
-        **{each: value for (each, by_name), value in values if by_name},
-    )
+    pairs = list(zip(schema.arguments, given, strict=True))
+    by_name = {argument.name: value for argument, value in pairs if argument.kwarg_only}
+    return operator(*[value for argument, value in pairs if not argument.kwarg_only], **by_name)

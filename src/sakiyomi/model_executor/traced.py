@@ -57,8 +57,8 @@ class TracedPasses:
 
     def __init__(self, forward: PassForward, module: nn.Module, sizes: Sequence[int]) -> None:
         self._forward, self._module, self._sizes = forward, module, tuple(sizes)
-        self._traces: dict[int, Any] = {}  # by the row count that they were made of; the first one serves all others
-        self._programs: dict[int, PassForward | None] = {}  # of these
+        # By the rows that they were made of; the first one serves all others. Before each its program, if it has one.
+        self._traces: dict[int, list[PassForward]] = {}
         self.ready: dict[int, PassForward] = {}
         self._passes = 0
         self.fresh = self.failed = False
@@ -101,7 +101,7 @@ class TracedPasses:
         begin(BatchPlan([]), rows)
         try:
             made = trace(self._forward, self._module, ids, ids.clone())
-            self._traces[rows], self._programs[rows] = made, _program(made)
+            self._traces[rows] = [*filter(None, (_program(made),)), made]
         except Exception as error:  # whatever it is, the eager path is there
             self._fail(str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}")
 
@@ -110,8 +110,7 @@ class TracedPasses:
         expected = self._forward(ids, positions)
         self.fresh = True
         while not self.failed:
-            source = size if size in self._traces else next(iter(self._traces))
-            for way in filter(None, (self._programs[source], self._traces[source])):
+            for way in self._traces.get(size) or next(iter(self._traces.values())):
                 begin(plan, size)
                 if self._agrees(way, expected, plan.rows, ids, positions):
                     self.ready[size] = way
@@ -136,7 +135,6 @@ class TracedPasses:
     def _fail(self, why: str) -> None:
         self.failed = True
         self._traces.clear()
-        self._programs.clear()
         self.ready.clear()
         logger.info("passes cannot be traced and run eagerly: %s", " ".join(why.split())[:300])
 

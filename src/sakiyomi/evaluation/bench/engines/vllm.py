@@ -6,22 +6,25 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["start"]
+__all__ = ["settings", "start"]
 
 GIGABYTES = 1
 """Of keys and values; far more than the texts of a benchmark need."""
 
 
-def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[list[int]]], dict[str, Any]]:
-    """Open a checkpoint; see ``worker``."""
-    # By default a processor is set aside for a server's front end, and the engine gets a process of its own.
-    os.environ |= {
+def settings(threads: int) -> dict[str, str]:
+    """Of its environment: by default a processor is set aside for a server's front end."""
+    return {
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{task['threads'] - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": str(GIGABYTES),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }
+
+
+def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[list[int]]], dict[str, Any]]:
+    """Open a checkpoint; see ``worker``."""
+    os.environ |= settings(task["threads"]) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # no process of its own
     import vllm
 
     drafts = {"method": "draft_model", "model": task["draft"], "num_speculative_tokens": task["gamma"]}
