@@ -213,15 +213,15 @@ constexpr int64_t keys_at_once = 16;
 constexpr int64_t columns_ahead = 128;  // keys and values are fetched so long before they are needed
 constexpr int64_t value_tile = 64;  // values that stay in the first-level cache while all rows read them
 
-// y += p[t] * values[t] over keys in order, 16 * C numbers of the head at once and R rows at once.
-template <int R, int C, typename T>
+// y += p[t] * values[t] over keys in order, 16 * C numbers of the head at once and R rows at once. `near`: the values are in a near cache.
+template <int R, int C, bool near, typename T>
 inline void add_values(float* y, int64_t y_stride, const float* p, int64_t p_stride, const T* values, int64_t count, int64_t dim) {
   f16v sum[R][C];
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int c = 0; c < C; ++c) sum[r][c] = load16(y + r * y_stride + 16 * c);
   }
   for (int64_t t = 0; t < count; ++t) {
-    fetch(values + (t + value_tile) * dim);
+    if constexpr (!near) fetch(values + (t + value_tile) * dim);
     f16v v[C];
     UNROLL for (int c = 0; c < C; ++c) v[c] = load16(values + t * dim + 16 * c);
     UNROLL for (int r = 0; r < R; ++r) {
@@ -233,17 +233,37 @@ inline void add_values(float* y, int64_t y_stride, const float* p, int64_t p_str
   }
 }
 
-template <int R, typename T>
+template <int R, bool near = false, typename T>
 void add_values(float* y, int64_t y_stride, const float* p, int64_t p_stride, const T* values, int64_t count, int64_t dim) {
   int64_t d = 0;
-  for (; d + 32 <= dim; d += 32) add_values<R, 2>(y + d, y_stride, p, p_stride, values + d, count, dim);
-  for (; d + 16 <= dim; d += 16) add_values<R, 1>(y + d, y_stride, p, p_stride, values + d, count, dim);
+  for (; d + 32 <= dim; d += 32) add_values<R, 2, near>(y + d, y_stride, p, p_stride, values + d, count, dim);
+  for (; d + 16 <= dim; d += 16) add_values<R, 1, near>(y + d, y_stride, p, p_stride, values + d, count, dim);
   for (; d < dim; ++d)
     for (int r = 0; r < R; ++r) {
       float sum = y[r * y_stride + d];
       for (int64_t t = 0; t < count; ++t) sum = std::fma(value_of(values[t * dim + d]), p[r * p_stride + t], sum);
       y[r * y_stride + d] = sum;
     }
+}
+
+// The same of all rows; each value is widened once for all of them.
+template <typename T>
+void add_values(int64_t rows, float* y, int64_t y_stride, const float* p, int64_t p_stride, const T* values, int64_t count, int64_t dim,
+                std::vector<float>& widened) {
+  auto add = [&](auto from, auto near) {
+    in_groups<row_group>(rows, [&](auto some, int64_t r) {
+      add_values<some(), near()>(y + r * y_stride, y_stride, p + r * p_stride, p_stride, from, count, dim);
+    });
+  };
+  if (std::is_same_v<T, float> || rows <= row_group) return add(values, std::false_type());
+  const int64_t all = count * dim, whole = all / 16 * 16;
+  widened.resize(value_tile * dim);
+  for (int64_t i = 0; i < whole; i += 16) {
+    if (i % 32 == 0) fetch(values + value_tile * dim + i);
+    store16(widened.data() + i, load16(values + i));
+  }
+  for (int64_t i = whole; i < all; ++i) widened[i] = value_of(values[i]);
+  add((const float*)widened.data(), std::true_type());
 }
 
 // The same for values of bf16 that the processor multiplies in pairs: those of columns 2n and 2n + 1, whichever pass they were written in.
@@ -466,10 +486,8 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   if (in_pairs)
     add_values_in_pairs(paths, seg, group, s.y.data(), padded, s.scores.data(), stride, (const bf16*)values, first, length, vd, source);
   else for (int64_t j = first; j < length; j += value_tile) {
-    int64_t count = std::min(length, j + value_tile) - j;
-    in_groups<row_group>(rows, [&](auto some, int64_t r) {
-      add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, values + j * vd, count, vd);
-    });
+    const int64_t count = std::min(length, j + value_tile) - j;
+    add_values(rows, s.y.data(), padded, s.scores.data() + j, stride, values + j * vd, count, vd, s.values);
   }
   for (int64_t r = 0; r < rows; ++r) {
     int64_t row = seg.row + r / group;

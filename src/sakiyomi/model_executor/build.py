@@ -24,9 +24,10 @@ from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.own_forward import ways_of
 from sakiyomi.model_executor.positions import rope_limit
 from sakiyomi.model_executor.proof import prove
+from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.session import SIZES, TARGET_SIZES
+from sakiyomi.model_executor.session import ALL_SIZES, SIZES, TARGET_SIZES
 from sakiyomi.model_executor.weights import ModelWeights, on_gpu
 
 __all__ = ["build_runner"]
@@ -153,6 +154,8 @@ def _build(
     sizes: tuple[int, ...] = SIZES
     if spare:  # captures cost no compiler's seconds: there all have larger ones
         sizes = (*SIZES, 128, 256)
+    elif isinstance(weights.module, RecordedModel) and not exact:
+        sizes = ALL_SIZES
     elif max_slots * ROWS_EACH > SIZES[-1] and not exact:  # what many requests draft has no place in the common sizes
         sizes = (*SIZES, 128)
     runner = ModelRunner(

@@ -9,8 +9,11 @@ from sakiyomi.core.running_mean import running_mean
 
 __all__ = ["PassClock"]
 
-SLOW = 0.05  # seconds of a trial pass from which on one is enough
+SLOW = 0.002  # seconds of a trial pass from which on one is enough
 TRIALS = 4  # the first one warms up
+FEW = 4  # rows that are tried out at once, as is a single one: from both the others are guessed
+TRIAL_SHARE = 0.05  # of all seconds of passes, for trials of others
+NEWS = 0.02  # a mean that has moved by so much is told, since what is made of it takes time, too
 
 
 class PassClock:
@@ -21,30 +24,46 @@ class PassClock:
         offloaded: weights are read from elsewhere in every pass: no trial passes, and no warm-up.
 
     Attributes:
-        version: another one after each reading that counts.
+        version: another one whenever something else is known.
     """
 
     def __init__(self, recorded: Callable[[int], bool], *, offloaded: bool) -> None:
         self.version = 0
         self._recorded, self._offloaded = recorded, offloaded
-        self._seconds: dict[tuple[int, bool], float] = {}
+        self._means: dict[tuple[int, bool], float] = {}
+        self._seconds: dict[tuple[int, bool], float] = {}  # of these, as they were told last
         self._warm: set[tuple[int, bool]] = set()
+        self._firsts: set[tuple[int, bool]] = set()
         self._costs: dict[int, float] = {}  # what `seconds` has found since the last reading
+        self._total = self._told = 0.0  # seconds of all passes, and of those before something was known last
 
     def clear(self) -> None:
         """Forget all readings."""
         self.version += 1
-        for known in (self._seconds, self._warm, self._costs):
+        for known in (self._means, self._seconds, self._warm, self._firsts, self._costs):
             known.clear()
 
     def add(self, size: int, recorded: bool, seconds: float, *, fresh: bool = False) -> None:
-        """Take a reading; the first one of its kind, and one that was recorded on the way, is only a warm-up."""
+        """Take a reading; of eager passes the first one, and any that was recorded on the way, is only a warm-up."""
         key = (size, recorded)
-        if not fresh and (key in self._warm or self._offloaded):
-            self._seconds[key] = running_mean(self._seconds.get(key), seconds)
-            self.version += 1
-            self._costs.clear()
+        self._total += seconds
+        if not fresh and (key in self._warm or recorded or self._offloaded):
+            first = recorded and key not in self._warm  # believed until there is a second one
+            mean = seconds if first or key in self._firsts else running_mean(self._means.get(key), seconds)
+            (self._firsts.add if first else self._firsts.discard)(key)
+            self._means[key] = mean
+            told = self._seconds.get(key)
+            if told is None or abs(mean - told) > NEWS * told:
+                self._seconds[key] = mean
+                self._tell()
+        if self._total > 2 * self._told:  # more can be tried out by now
+            self._tell()
         self._warm.add(key)
+
+    def _tell(self) -> None:
+        self.version += 1
+        self._costs.clear()
+        self._told = self._total
 
     def known(self, size: int) -> float | None:
         """Seconds of a pass of this size; None: none was made.
@@ -67,7 +86,10 @@ class PassClock:
         return min(1.0, max(ratios, default=1.0))
 
     def seconds(self, size: int, sizes: Sequence[int], trial: Callable[[int], None]) -> float:
-        """What a pass of this size costs, by a trial if none was made.
+        """What a pass of this size costs.
+
+        Where none was made, of the smallest sizes by a trial, and of others by a guess until a trial is cheap beside
+        what passes have taken: tried out one by one before the first text, they would take longer than that.
 
         Args:
             size: one of `sizes`, or more than the largest.
@@ -83,15 +105,38 @@ class PassClock:
         if self.known(size) is None and self._offloaded and size > sizes[0]:
             # What reads all weights is not tried out: rows come next to free, until a round has shown otherwise.
             return self.seconds(sizes[bisect_left(sizes, min(size, sizes[-1] + 1)) - 1], sizes, trial)
-        if self.known(size) is None:
-            for _ in range(TRIALS):
-                trial(size)
-                if (self.known(size) or 0.0) > SLOW:
-                    break
         own = self.known(size)
-        assert own is not None
+        if own is None:
+            few = sizes[min(bisect_left(sizes, FEW), len(sizes) - 1)]
+            own = self._guess(size, sizes, few, trial) if size > sizes[0] and size != few else 0.0
+            if 2 * own <= TRIAL_SHARE * self._total:
+                own = self._tried(size, trial)
         # A reading taken while other work went on is not believed for long: half the rows twice would do as well, and
         # a larger pass does what a smaller one does.
         half = self.known(size // 2) if size > 1 else None
         double = self.known(2 * size)
         return min([own, *([2 * half] if half else []), *([double] if double else [])])
+
+    def _tried(self, size: int, trial: Callable[[int], None]) -> float:
+        for _ in range(TRIALS):
+            trial(size)
+            if (self.known(size) or 0.0) > SLOW:
+                break
+        found = self.known(size)
+        assert found is not None
+        return found
+
+    def _guess(self, size: int, sizes: Sequence[int], few: int, trial: Callable[[int], None]) -> float:
+        """By what is known of other sizes: between two of them; beyond them along their line, and no less than half
+        way, by factors, from what costs nothing more to what costs as much a row. Rows that are guessed too dear are
+        tried out before long, and ones that are guessed too cheap make a text wait.
+        """
+        for small in (sizes[0], few):
+            self.seconds(small, sizes, trial)
+        known = [(other, found) for other in sizes if (found := self.known(other)) is not None]
+        place = bisect_left(known, (size, 0.0))
+        (first, below), (last, own) = (
+            known[max(0, min(place, len(known) - 1) - 1) :][:2] if len(known) > 1 else 2 * known
+        )
+        line = own + max(0.0, own - below) / max(1, last - first) * (size - last)
+        return line if size < last else max(line, own * (size / last) ** 0.5)

@@ -34,9 +34,11 @@ from sakiyomi.model_executor.recorded import RecordedModel, RecordedPasses
 from sakiyomi.model_executor.traced import TracedPasses
 from sakiyomi.model_executor.weights import ModelWeights
 
-__all__ = ["DRAFT_SIZES", "SIZES", "TARGET_SIZES", "Session"]
+__all__ = ["ALL_SIZES", "DRAFT_SIZES", "SIZES", "TARGET_SIZES", "Session"]
 
 SIZES = (1, 4, 8, 16, 32, 64)
+# Where none of them has to be recorded or proven first, so many that of no pass a fifth is for nothing.
+ALL_SIZES = tuple(sorted({rows << twice for rows in range(1, 9) for twice in range(5)}))
 # What one request needs, the likeliest first; the others are recorded when they come.
 TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
 

@@ -13,6 +13,7 @@ import torch
 from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.oracle import Oracle
+from sakiyomi.engine.machine import pass_seconds
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Run
 from sakiyomi.evaluation.bench.models import Pair
@@ -45,10 +46,10 @@ def trees(row: PairRow) -> Row:
         llm.wait()
     runs = {name: row.run(llm, **more) for name, more in ways.items()} | {"plain": row.run(EngineView(llm))}
     standings = row.race(runs, row.pair.judge(llm))
-    plain = llm.target.pass_seconds(1)
-    costs: dict[str, Any] = {f"v{rows}": llm.target.pass_seconds(rows) / plain for rows in (4, 8, 16)}
+    passes = pass_seconds(llm.target, (1, 4, 8, 16))
+    costs: dict[str, Any] = {f"v{rows}": seconds / passes[1] for rows, seconds in passes.items() if rows > 1}
     model = llm.draft.model if llm.draft is not None else None
-    costs["c"] = model.pass_seconds(1) / plain if model is not None else 0.0
+    costs["c"] = pass_seconds(model, (1,))[1] / passes[1] if model is not None else 0.0
     conditions = costs | row.conditions(llm)
     title = "greedy, trees against chains of one drafter, tokens/s"
     return row.row(title, standings, notes=_verdict(standings), **conditions)
