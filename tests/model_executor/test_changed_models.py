@@ -183,6 +183,20 @@ def test_a_model_that_is_changed_while_it_is_in_use(kind: str) -> None:
     assert by_transformers(model, custom_generate=sakiyomi.custom_generate) == expected
 
 
+def test_what_was_set_is_named() -> None:
+    model = make(ALL["llama"]())
+    llm = LLM((model, TOKENIZER), "none", compile=False)
+    llm.generate([TEXT], PARAMS)
+    model.model.layers[1].self_attn.scaling = 0.5
+    with pytest.raises(UnsupportedError, match=r"set to \(scaling of model\.layers\.1\.self_attn\) changed"):
+        llm.generate([TEXT], PARAMS)
+    handle = (model := make(ALL["llama"]())).lm_head.register_forward_hook(lambda *_: None)
+    llm = LLM((model, TOKENIZER), "none", compile=False)
+    handle.remove()
+    with pytest.raises(UnsupportedError, match=r"its hooks of lm_head"):
+        llm.generate([TEXT], PARAMS)
+
+
 @pytest.mark.parametrize("name", ["recurrent_gemma", "dynamic", "longrope", "qwen3_5"])
 def test_a_model_that_transformers_runs_meanwhile(name: str) -> None:
     """Some keep states of the text that came last, or frequencies for its length: nothing of the model changes."""

@@ -50,8 +50,8 @@ class ModelState:
         if any(not torch.equal(old, new) for old, new in zip(self._values, self._look(), strict=True)):
             return "values of its weights"
         if not same:
-            if _module_facts(model) != self._modules:
-                return "what its modules are set to"
+            if (now := _module_facts(model)) != self._modules:
+                return f"what its modules are set to ({_first_change(self._modules, now)})"
             self._parts = _Parts(model)
         return None
 
@@ -156,13 +156,27 @@ def _some(tensor: Tensor) -> list[Tensor]:
     return [flat[place : place + RUN] for place in (flat.numel() // 3, 2 * flat.numel() // 3)]
 
 
-def _module_facts(model: nn.Module) -> list[tuple[Any, ...]]:
-    facts: list[tuple[Any, ...]] = []
-    for module in model.modules():
-        own: list[Any] = [type(module), id(vars(module).get("forward"))]
-        own += [*module._forward_hooks, *module._forward_pre_hooks]
-        facts.append((*own, *_settings(module).items()))
+def _module_facts(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Of modules, by name: what runs, and their settings."""
+    facts: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks, *module._forward_pre_hooks]
+        own = {"its class": type(module), "forward": id(vars(module).get("forward")), "its hooks": hooks}
+        facts[name] = own | _settings(module)
     return facts
+
+
+def _first_change(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> str:
+    """Where two records of a model's modules differ first, in words."""
+    for name in before | now:
+        old, new = before.get(name), now.get(name)
+        where = name or "the model"
+        if old is None or new is None:
+            return f"{where} is {'new' if old is None else 'gone'}"
+        for what in old | new:
+            if old.get(what) != new.get(what):
+                return f"{what} of {where}"
+    return "their order"
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
