@@ -165,6 +165,36 @@ inline void transpose(f16v* m) {
 }
 #endif
 
+#if defined(__AVX2__)
+// Numbers of bf16 change places before they are widened, two keys to a register. Of eight registers the first halves hold the keys
+// 0 to 3 and 8 to 11, so that widened halves come in order.
+inline void turn_16(const bf16* const* keys, int64_t d, float* to) {
+  const __m256i zero = _mm256_setzero_si256();
+  for (int64_t half = 0; half < 2; ++half) {
+    __m256i a[8], b[8];
+    UNROLL for (int64_t i = 0; i < 8; ++i) {
+      const bf16 *first = keys[i + (i & 4)] + d + 8 * half, *second = keys[4 + i + (i & 4)] + d + 8 * half;
+      a[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)first)), _mm_loadu_si128((const __m128i*)second), 1);
+    }
+    UNROLL for (int64_t i = 0; i < 8; i += 2) b[i] = _mm256_unpacklo_epi16(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_epi16(a[i], a[i + 1]);
+    UNROLL for (int64_t i = 0; i < 8; i += 4) {
+      UNROLL for (int64_t j = 0; j < 2; ++j) {
+        a[i + 2 * j] = _mm256_unpacklo_epi32(b[i + j], b[i + j + 2]);
+        a[i + 2 * j + 1] = _mm256_unpackhi_epi32(b[i + j], b[i + j + 2]);
+      }
+    }
+    UNROLL for (int64_t i = 0; i < 4; ++i) {
+      const __m256i lines[2] = {_mm256_unpacklo_epi64(a[i], a[i + 4]), _mm256_unpackhi_epi64(a[i], a[i + 4])};
+      UNROLL for (int64_t j = 0; j < 2; ++j) {
+        float* line = to + 16 * (8 * half + 2 * i + j);
+        _mm256_storeu_si256((__m256i*)line, _mm256_unpacklo_epi16(zero, lines[j]));
+        _mm256_storeu_si256((__m256i*)(line + 8), _mm256_unpackhi_epi16(zero, lines[j]));
+      }
+    }
+  }
+}
+#endif
+
 template <typename T, typename L>
 inline void turn_16(const T* const* keys, int64_t d, L* to) {
   f16v m[16];
@@ -181,7 +211,7 @@ void turn(const T* keys, int64_t count, int64_t dim, L* to) {
   const T* all[16];
   for (int64_t t = 0; t < 16; ++t) all[t] = keys + std::min(t, count - 1) * dim;
   int64_t d = 0;
-  for (; d + width <= dim; d += width, to += 256) turn_16<T, L>(all, d, to);
+  for (; d + width <= dim; d += width, to += 256) turn_16(all, d, to);
   for (; d < dim; d += together, to += 16)
     for (int64_t t = 0; t < 16; ++t) to[t] = lane_at<T, L>(all[t], d, dim);
 }
