@@ -84,6 +84,24 @@ def test_equal_to_the_last_bit(name: str, dtype: str, tmp_path: Path) -> None:
     assert own.engine.stop_ids == again.engine.stop_ids and own.max_context == again.max_context
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_passes_have_the_rows_that_they_need(dtype: str, tmp_path: Path) -> None:
+    """Or hardly more: nothing has to be proven of a row count before it comes. Rows are equal in all of them."""
+    folder, tokens = save_model(tmp_path / "llama", model_of("llama"), character_tokenizer()), prompt(70, 1)
+    llm = LLM(folder, "none", dtype=dtype)
+    llm.record()
+    target = LLM(folder, "none", dtype=dtype).target
+    assert isinstance(target.module, RecordedModel)
+    assert [target.padded(rows) for rows in (1, 2, 3, 5, 9, 17, 33, 65)] == [1, 2, 3, 5, 10, 20, 40, 80]
+    assert all(size < 1.25 * rows for rows in range(1, 128) if (size := target.padded(rows)) > rows)
+    with llm.target.cache.lent(80) as slot:
+        expected = llm.target.score([SequenceRows(slot, 0, tokens, prompt=True)]).logits.clone()
+    with target.cache.lent(80) as slot:
+        for rows in range(1, 71):
+            found = target.score([SequenceRows(slot, 0, tokens[:rows])]).logits
+            assert torch.equal(found, expected[:rows]), rows
+
+
 @pytest.mark.parametrize(("quantize", "dtype"), [("int8", "bfloat16"), ("int4", "float32")])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma3"])
 def test_packed_copies_are_equal_to_the_last_bit(name: str, quantize: str, dtype: str, tmp_path: Path) -> None:
