@@ -197,6 +197,17 @@ def test_what_was_set_is_named() -> None:
         llm.generate([TEXT], PARAMS)
 
 
+def test_looking_at_hidden_states_changes_nothing() -> None:
+    """transformers leaves hooks behind that do nothing in other calls."""
+    model = make(ALL["llama"]())
+    llm, plain = LLM((model, TOKENIZER), "none", compile=False), by_transformers(model)
+    with torch.no_grad():
+        seen = model(input_ids=torch.tensor([[5, 6, 7]]), output_hidden_states=True, output_attentions=True)
+    assert len(seen.hidden_states) > 1 and any(part._forward_hooks for part in model.modules())
+    assert llm.generate([TEXT], PARAMS)[0].token_ids == plain
+    assert by_llm(model) == plain
+
+
 @pytest.mark.parametrize("name", ["recurrent_gemma", "dynamic", "longrope", "qwen3_5"])
 def test_a_model_that_transformers_runs_meanwhile(name: str) -> None:
     """Some keep states of the text that came last, or frequencies for its length: nothing of the model changes."""

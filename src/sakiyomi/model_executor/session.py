@@ -29,6 +29,7 @@ from sakiyomi.model_executor.attention.registry import AttentionBackend, PassRec
 from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.compiled import CompiledPasses
 from sakiyomi.model_executor.features import HEAD
+from sakiyomi.model_executor.model_state import has_hooks
 from sakiyomi.model_executor.pass_clock import PassClock
 from sakiyomi.model_executor.recorded import RecordedModel, RecordedPasses
 from sakiyomi.model_executor.traced import TracedPasses
@@ -280,8 +281,7 @@ class Session:
             return
         if self.backend.session is None:  # it computes all rows
             return
-        hooked = (part for part in self.module.modules() if part._forward_hooks or part._forward_pre_hooks)
-        if all(part is self.module or part is weights.head for part in hooked):
+        if all(part is self.module or part is weights.head for part in self.module.modules() if has_hooks(part)):
             self.backend.want(rows, self._depth)
 
     def moved(self, cache: SlotCache) -> None:
