@@ -17,7 +17,7 @@ RUN = 8
 """Neighbouring values that are compared, at a third and at two thirds of each tensor."""
 FEW = 16
 _PLAIN = (bool, int, float, str)  # not None: in its place some classes put what they keep of a text
-_PASSING = {"training", "max_seq_len_cached", "_output_capturing_hooks_installed"}
+_PASSING = {"training", "max_seq_len_cached", "_output_capturing_hooks_installed", "_previous_max_cache_length"}
 """Attributes that change while a model is used as it is."""
 _IDLE = "transformers.utils.output_capturing"
 """Hooks that a call with ``output_hidden_states=True`` leaves behind, which do nothing in other calls."""
