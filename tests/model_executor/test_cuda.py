@@ -279,9 +279,9 @@ def test_a_trial_pass_is_one_of_those_that_it_stands_for(captured: ModelRunner) 
     captured.cache.reserve(slot, 100)
     captured.score([SequenceRows(slot, 0, [5, 6, 7], prompt=True)], last=True)
     held = [tensor.clone() for tensor in (*captured.cache.keys, *captured.cache.values)]
-    assert captured.pass_seconds(5) > 0
-    assert made(captured) == [(8, 1, 1, FIRST_ROOM)]
-    assert captured.clock._seconds.keys() == {(8, True)}
+    assert captured.pass_seconds(3) > 0
+    assert made(captured) == [(4, 1, 1, FIRST_ROOM)]
+    assert captured.clock._seconds.keys() == {(4, True)}
     end = captured.cache.room - 1
     for before, now in zip(held, (*captured.cache.keys, *captured.cache.values), strict=True):
         assert torch.equal(before[:, :, :end], now[:, :, :end]), "of a request nothing changes"

@@ -377,7 +377,7 @@ def test_a_trial_of_a_mixture_chooses_many_experts(path: str) -> None:
     target = packed(model)
     target.cache.reserve(target.cache.take(), 9)
     chosen.clear()
-    target.pass_seconds(8)
+    target.pass_seconds(4)
     assert min(chosen) > 2  # of which each row has
 
 
