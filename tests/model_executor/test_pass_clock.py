@@ -71,6 +71,14 @@ def test_the_first_replayed_reading_counts_until_the_second() -> None:
     assert clock.known(1) is None
 
 
+def test_rows_that_seem_too_dear_are_tried_again() -> None:
+    clock, tried = PassClock(lambda size: True, offloaded=False), list[int]()
+    costs = iter([0.040, 0.200, 0.060])
+    trial = trier(clock, lambda size: next(costs), tried)
+    assert clock.seconds(8, SIZES, trial) < 0.1
+    assert tried == [1, 4, 4] and clock.known(4) == 0.060
+
+
 def test_small_changes_are_no_news() -> None:
     clock = PassClock(lambda size: True, offloaded=False)
     for seconds in [0.010] * 8:  # more have been made than come now

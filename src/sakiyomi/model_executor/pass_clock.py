@@ -33,14 +33,14 @@ class PassClock:
         self._means: dict[tuple[int, bool], float] = {}
         self._seconds: dict[tuple[int, bool], float] = {}  # of these, as they were told last
         self._warm: set[tuple[int, bool]] = set()
-        self._firsts: set[tuple[int, bool]] = set()
+        self._once: set[tuple[int, bool]] = set()
         self._costs: dict[int, float] = {}  # what `seconds` has found since the last reading
         self._total = self._told = 0.0  # seconds of all passes, and of those before something was known last
 
     def clear(self) -> None:
         """Forget all readings."""
         self.version += 1
-        for known in (self._means, self._seconds, self._warm, self._firsts, self._costs):
+        for known in (self._means, self._seconds, self._warm, self._once, self._costs):
             known.clear()
 
     def add(self, size: int, recorded: bool, seconds: float, *, fresh: bool = False) -> None:
@@ -48,9 +48,10 @@ class PassClock:
         key = (size, recorded)
         self._total += seconds
         if not fresh and (key in self._warm or recorded or self._offloaded):
-            first = recorded and key not in self._warm  # believed until there is a second one
-            mean = seconds if first or key in self._firsts else running_mean(self._means.get(key), seconds)
-            (self._firsts.add if first else self._firsts.discard)(key)
+            known = self._means.get(key)
+            second = known is not None and key in self._once  # the better one of two counts, not their mean
+            mean = min(known, seconds) if known is not None and second else running_mean(known, seconds)
+            (self._once.add if known is None else self._once.discard)(key)
             self._means[key] = mean
             told = self._seconds.get(key)
             if told is None or abs(mean - told) > NEWS * told:
@@ -110,19 +111,24 @@ class PassClock:
             few = sizes[min(bisect_left(sizes, FEW), len(sizes) - 1)]
             own = self._guess(size, sizes, few, trial) if size > sizes[0] and size != few else 0.0
             if 2 * own <= TRIAL_SHARE * self._total:
-                own = self._tried(size, trial)
+                own = self._tried(size, sizes[0], trial)
         # A reading taken while other work went on is not believed for long: half the rows twice would do as well, and
         # a larger pass does what a smaller one does.
         half = self.known(size // 2) if size > 1 else None
         double = self.known(2 * size)
         return min([own, *([2 * half] if half else []), *([double] if double else [])])
 
-    def _tried(self, size: int, trial: Callable[[int], None]) -> float:
+    def _tried(self, size: int, least: int, trial: Callable[[int], None]) -> float:
         for _ in range(TRIALS):
             trial(size)
             if (self.known(size) or 0.0) > SLOW:
                 break
-        found = self.known(size)
+        found, alone = self.known(size), self.known(least)
+        if found and alone and size <= FEW and found > FEW / 2 * alone:
+            trial(
+                size
+            )  # it was held up, perhaps: rows that seem too dear are not drafted, and would never be read again
+            found = self.known(size)
         assert found is not None
         return found
 
