@@ -1,4 +1,5 @@
-"""A random checkpoint in shards, rounded while it is read, then loaded from its packed copy, and how fast that runs.
+"""A random checkpoint in shards, rounded while it is read and recorded, then loaded from its packed copy, and how fast
+that runs.
 
 Each load is a process of its own, so that its peak is its own; what Python, torch and transformers take is shown apart.
 Speeds are those of the copy: decoding as a share of what the memory gives, passes of 8 rows against those of 1, and a
@@ -148,6 +149,10 @@ def main() -> None:
         return
     if given.step:
         llm, found = load(given.folder, given.quantize)
+        if given.step == "first":  # as the commands do behind their first text
+            began = time.perf_counter()
+            llm.record()
+            found["recording_seconds"] = time.perf_counter() - began
         print(json.dumps(found | (speeds(llm) if given.step == "copy" else {})))
         return
     with tempfile.TemporaryDirectory() as temporary:

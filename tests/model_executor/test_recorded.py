@@ -366,11 +366,20 @@ def test_what_is_wrong_with_the_model_is_said_as_without_a_recording(tmp_path: P
         LLM(folder, "none")
 
 
-def test_large_models_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_are_recorded_if_they_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MOST", 1000)
     folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
-    LLM(folder, "none").record()
-    assert not recording.place_of(folder, None).exists()
+    assert not LLM(folder, "none").record() and not recording.place_of(folder, None).exists()
+    own = LLM(folder, "none", quantize="int8")
+    tried: list[int] = []
+    own.target.watchers.append(lambda plan, seconds: tried.append(plan.rows))
+    assert own.record() and max(tried) == recorder.TRIED[-2]
+    again = LLM(folder, "none", quantize="int8")
+    assert isinstance(again.target.module, RecordedModel)
+    assert again.generate([prompt(9)], GREEDY)[0].token_ids == own.generate([prompt(9)], GREEDY)[0].token_ids
+    monkeypatch.setattr(recorder, "MOST_PACKED", 1000)
+    recording.place_of(folder, None, "int8").unlink()
+    assert not LLM(folder, "none", quantize="int8").record()
 
 
 @pytest.mark.parametrize(

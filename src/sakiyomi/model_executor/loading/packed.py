@@ -38,7 +38,7 @@ from torch import Tensor
 
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header, read_json
-from sakiyomi.core.digests import ALIGNED, Digests, file_digest, save_tensors, tensor_digest
+from sakiyomi.core.digests import ALIGNED, Digests, file_digest, save_tensors, tensor_digests
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.files import cache_folder, sync
@@ -263,7 +263,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     digests = Digests.of(path)
     start = digests.header.start
     found: dict[str, Tensor] = {}
-    known: dict[str, str] = {}
     with path.open("rb") as file:
         # A private copy of what is written to: nothing is, but torch wants to be able to.
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -278,8 +277,10 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             block = torch.frombuffer(pages, dtype=torch.uint8, offset=first, count=end - first)
             aligned = block.data_ptr() % ALIGNED == 0
             tensor = (block if aligned else block.clone()).view(dtype).view(entry["shape"])
-        found[name], known[name] = tensor, tensor_digest(tensor)
-        digests.check(name, known[name])
+        found[name] = tensor
+    known = tensor_digests(found)
+    for name, digest in known.items():
+        digests.check(name, digest)
     digests.record(known)
     return found
 

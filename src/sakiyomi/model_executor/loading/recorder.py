@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 __all__ = ["save_recording"]
 
 logger = logging.getLogger("sakiyomi")
-MOST = 2 << 30  # bytes of a model that is recorded: of a larger one the class is no great part of a start
+MOST = 2 << 30  # bytes of a model that is recorded: of a larger one the class is no great part of a start,
+MOST_PACKED = 16 << 30  # unless its weights are packed already
 LARGEST = 1 << 16  # values of a tensor that the model computes itself; a larger one is no such thing
-TRIED = (1, 4, 33, 129)  # rows of passes at which a recording is proven: the largest takes most of a large model's time
+TRIED = (1, 4, 33, 129)  # rows of passes at which a recording is proven; beyond MOST without the largest
 
 
 def save_recording(
@@ -80,7 +81,7 @@ def save_recording(
             held, size = (checkpoint, checkpoint.stored_bytes) if copy is None else packed_files(copy)
             weights = runner.weights
             apart = weights.encoder is not None or weights.stateful or weights.packed_experts
-            if size > MOST or apart or any(shape.tied for shape in weights.shapes):
+            if size > (MOST if copy is None else MOST_PACKED) or apart or any(shape.tied for shape in weights.shapes):
                 raise UnsupportedError("it is too large, or has an encoder, packed experts, latents or other states")
             about, scripts, read = _record(runner, TensorSource(held), copy)
             known, backend = recorded_tokenizer(tokenizer, folder)
@@ -88,7 +89,7 @@ def save_recording(
             del about["config"]["_name_or_path"], known["name_or_path"]  # a recording may move with its folder
             about["copy"] = copy and [str(copy), source_key(folder, checkpoint) if copy != folder else None]
             with progress(f"recording passes of {folder.name} for the next start", size=size):
-                _prove(runner, about, scripts, read)
+                _prove(runner, about, scripts, read, TRIED if size <= MOST else TRIED[:-1])
             if backend is not None:
                 scripts[TOKENIZER] = backend
         tensors = {name: torch.frombuffer(bytearray(script), dtype=torch.uint8) for name, script in scripts.items()}
@@ -242,9 +243,13 @@ def _place(name: str, layer: PackedLinear, source: TensorSource, embeddings: lis
 
 
 def _prove(
-    runner: ModelRunner, about: Mapping[str, Any], scripts: Mapping[str, bytes], weights: Mapping[str, Tensor]
+    runner: ModelRunner,
+    about: Mapping[str, Any],
+    scripts: Mapping[str, bytes],
+    weights: Mapping[str, Tensor],
+    tried: Sequence[int],
 ) -> None:
-    """Compare passes of the recorded model, around the layers that run, with those of the model itself.
+    """Compare passes of so many rows of the recorded model, around the layers that run, with those of the model itself.
 
     Raises:
         UnsupportedError: their logits differ.
@@ -252,8 +257,8 @@ def _prove(
     layers = {name: child for name, child in runner.module.named_modules() if isinstance(child, PackedLinear)}
     recorded = assemble(about, scripts, weights, layers, whole=lambda model: model)
     own = runner.module
-    last = [(rows, torch.tensor([rows - 1])) for rows in TRIED[:-1]]
-    for rows, keep in [*((rows, None) for rows in TRIED), *last]:
+    last = [(rows, torch.tensor([rows - 1])) for rows in tried if rows < TRIED[-1]]
+    for rows, keep in [*((rows, None) for rows in tried), *last]:
         if rows > runner.max_context:
             continue
         tokens = [1 + (7 * i) % (runner.vocab_size - 1) for i in range(rows)]
