@@ -11,7 +11,7 @@ __all__ = ["PassClock"]
 
 SLOW = 0.002  # seconds of a trial pass from which on one is enough
 TRIALS = 4  # the first one warms up
-FEW = 4  # rows that are tried out at once, as is a single one: from both the others are guessed
+FEW = (1, 4, 8)  # rows that are tried out at once: from these the others are guessed
 TRIAL_SHARE = 0.05  # of all seconds of passes, for trials of others
 NEWS = 0.02  # a mean that has moved by so much is told, since what is made of it takes time, too
 
@@ -108,8 +108,8 @@ class PassClock:
             return self.seconds(sizes[bisect_left(sizes, min(size, sizes[-1] + 1)) - 1], sizes, trial)
         own = self.known(size)
         if own is None:
-            few = sizes[min(bisect_left(sizes, FEW), len(sizes) - 1)]
-            own = self._guess(size, sizes, few, trial) if size > sizes[0] and size != few else 0.0
+            few = [sizes[min(bisect_left(sizes, rows), len(sizes) - 1)] for rows in FEW]
+            own = self._guess(size, sizes, few, trial) if size not in few else 0.0
             if 2 * own <= TRIAL_SHARE * self._total:
                 own = self._tried(size, sizes[0], trial)
         # A reading taken while other work went on is not believed for long: half the rows twice would do as well, and
@@ -124,7 +124,7 @@ class PassClock:
             if (self.known(size) or 0.0) > SLOW:
                 break
         found, alone = self.known(size), self.known(least)
-        if found and alone and size <= FEW and found > FEW / 2 * alone:
+        if found and alone and 1 < size <= FEW[-1] and found > size / 2 * alone:
             trial(
                 size
             )  # it was held up, perhaps: rows that seem too dear are not drafted, and would never be read again
@@ -132,12 +132,12 @@ class PassClock:
         assert found is not None
         return found
 
-    def _guess(self, size: int, sizes: Sequence[int], few: int, trial: Callable[[int], None]) -> float:
+    def _guess(self, size: int, sizes: Sequence[int], few: Sequence[int], trial: Callable[[int], None]) -> float:
         """By what is known of other sizes: between two of them; beyond them along their line, and no less than half
         way, by factors, from what costs nothing more to what costs as much a row. Rows that are guessed too dear are
         tried out before long, and ones that are guessed too cheap make a text wait.
         """
-        for small in (sizes[0], few):
+        for small in few:
             self.seconds(small, sizes, trial)
         known = [(other, found) for other in sizes if (found := self.known(other)) is not None]
         place = bisect_left(known, (size, 0.0))
