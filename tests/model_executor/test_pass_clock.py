@@ -57,7 +57,7 @@ def test_others_are_tried_when_that_is_cheap() -> None:
     assert tried.count(16) == 1
 
 
-def test_the_first_replayed_reading_counts_until_the_second() -> None:
+def test_of_the_first_two_readings_the_lower_one_counts() -> None:
     clock = PassClock(lambda size: True, offloaded=False)
     clock.add(4, True, 0.050)
     assert clock.known(4) == 0.050

@@ -33,7 +33,7 @@ class PassClock:
         self._means: dict[tuple[int, bool], float] = {}
         self._seconds: dict[tuple[int, bool], float] = {}  # of these, as they were told last
         self._warm: set[tuple[int, bool]] = set()
-        self._once: set[tuple[int, bool]] = set()
+        self._once: set[tuple[int, bool]] = set()  # one reading of each counts
         self._costs: dict[int, float] = {}  # what `seconds` has found since the last reading
         self._total = self._told = 0.0  # seconds of all passes, and of those before something was known last
 
@@ -125,9 +125,7 @@ class PassClock:
                 break
         found, alone = self.known(size), self.known(least)
         if found and alone and 1 < size <= FEW[-1] and found > size / 2 * alone:
-            trial(
-                size
-            )  # it was held up, perhaps: rows that seem too dear are not drafted, and would never be read again
+            trial(size)  # perhaps it was held up: rows that seem too dear are not drafted, and never read again
             found = self.known(size)
         assert found is not None
         return found
@@ -141,8 +139,7 @@ class PassClock:
             self.seconds(small, sizes, trial)
         known = [(other, found) for other in sizes if (found := self.known(other)) is not None]
         place = bisect_left(known, (size, 0.0))
-        (first, below), (last, own) = (
-            known[max(0, min(place, len(known) - 1) - 1) :][:2] if len(known) > 1 else 2 * known
-        )
+        last, own = known[place := min(place, len(known) - 1)]
+        first, below = known[max(0, place - 1)]
         line = own + max(0.0, own - below) / max(1, last - first) * (size - last)
         return line if size < last else max(line, own * (size / last) ** 0.5)
