@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sakiyomi.core.hooks import has_hooks
 from sakiyomi.core.rebinding import global_names, rebound
 from sakiyomi.kernels.device import operators
 from sakiyomi.kernels.native import DTYPES, PackedLinear
@@ -74,7 +75,7 @@ def _bare(module: nn.Module, layers: list[str]) -> bool:
     others = [part for name, child in module.named_children() if name not in layers for part in child.modules()]
     if any("forward" in vars(part) or part._parameters for part in others):
         return False
-    if any(part._forward_hooks or part._forward_pre_hooks for part in others):
+    if any(map(has_hooks, others)):
         return False
     return len(inspect.signature(type(module).forward).parameters) == 2
 

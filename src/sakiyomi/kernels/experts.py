@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from sakiyomi.core.hooks import has_hooks
 from sakiyomi.kernels.native import PackedExperts, PackedWeights, can_pack
 
 __all__ = ["chosen_rows", "expert_bytes", "expert_weights", "is_experts", "pack_experts", "serve_experts"]
@@ -103,7 +104,7 @@ def _served(module: Any) -> bool:
     """Whether the kernels can compute a module's experts as it does."""
     if not is_experts(module) or "forward" in vars(module):
         return False
-    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") or module.has_post_expert_norm:
+    if has_hooks(module) or hasattr(module, "_hf_hook") or module.has_post_expert_norm:
         return False
     for weight in (getattr(module, name, None) for name in expert_weights(module)):
         if type(weight) is not nn.Parameter or weight.ndim != 3 or weight.device.type != "cpu":

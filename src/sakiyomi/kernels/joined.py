@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sakiyomi.core.hooks import has_hooks
+
 __all__ = ["join_linears"]
 
 
@@ -80,5 +82,5 @@ def join_linears(model: nn.Module, siblings: Sequence[Sequence[nn.Module]]) -> i
 def _plain(layer: nn.Linear) -> bool:
     """Whether nobody changed a layer, and its weight is its own."""
     own = vars(layer)
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in own or hasattr(layer, "_hf_hook")
+    hooked = has_hooks(layer) or "forward" in own or hasattr(layer, "_hf_hook")
     return not hooked and type(layer.weight) is nn.Parameter and layer.weight.device.type == "cuda"

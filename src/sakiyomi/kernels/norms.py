@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from sakiyomi.core.hooks import has_hooks
 from sakiyomi.kernels.device import operators
 from sakiyomi.kernels.native import DTYPES
 
@@ -53,7 +54,7 @@ def _plain(module: nn.Module) -> bool:
     if own.keys() != {"weight"} or module._modules or module._buffers or "forward" in vars(module):
         return False
     weight = own["weight"]
-    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+    if has_hooks(module) or hasattr(module, "_hf_hook"):
         return False
     if type(weight) is not nn.Parameter:
         return False

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sakiyomi.core.hooks import has_hooks
 from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights, can_pack
 
 __all__ = [
@@ -172,7 +173,7 @@ def pack_linears(
                 _load(child)
             if id(child) in read or not is_linear(child) or type(child.weight) is not nn.Parameter:
                 continue
-            if child._forward_pre_hooks or child._forward_hooks or (hasattr(child, "_hf_hook") and not free):
+            if has_hooks(child) or (hasattr(child, "_hf_hook") and not free):
                 continue
             with present(child):
                 weight = weight_of(child)

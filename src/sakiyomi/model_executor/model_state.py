@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ModelState", "has_hooks"]
+from sakiyomi.core.hooks import hooks_of
+
+__all__ = ["ModelState"]
 
 RUN = 8
 """Neighbouring values that are compared, at a third and at two thirds of each tensor."""
@@ -19,8 +21,6 @@ FEW = 16
 _PLAIN = (bool, int, float, str)  # not None: in its place some classes put what they keep of a text
 _PASSING = {"training", "max_seq_len_cached", "_output_capturing_hooks_installed", "_previous_max_cache_length"}
 """Attributes that change while a model is used as it is."""
-_IDLE = "transformers.utils.output_capturing"
-"""Hooks that a call with ``output_hidden_states=True`` leaves behind, which do nothing in other calls."""
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose frequencies follow the length of the text."""
 
@@ -60,11 +60,6 @@ class ModelState:
     def _look(self) -> list[Tensor]:
         """The compared values as bytes, so that a NaN equals itself."""
         return [torch.cat(group).view(torch.uint8) for group in self._views.values() if group]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calls of this module do more, or something else, by hooks."""
-    return bool(_hooks(module))
 
 
 class _Parts:
@@ -163,18 +158,12 @@ def _some(tensor: Tensor) -> list[Tensor]:
     return [flat[place : place + RUN] for place in (flat.numel() // 3, 2 * flat.numel() // 3)]
 
 
-def _hooks(module: nn.Module) -> list[int]:
-    found = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
-    return [number for number, hook in found if getattr(hook, "__module__", None) != _IDLE]
-
-
 def _module_facts(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Of modules, by name: what runs, and their settings."""
     facts: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
-        hooks = _hooks(module)
-        own = {"its class": type(module), "forward": id(vars(module).get("forward")), "its hooks": hooks}
-        facts[name] = own | _settings(module)
+        runs = {"its class": type(module), "forward": id(vars(module).get("forward")), "its hooks": hooks_of(module)}
+        facts[name] = runs | _settings(module)
     return facts
 
 

@@ -30,17 +30,16 @@ class PassClock:
     def __init__(self, recorded: Callable[[int], bool], *, offloaded: bool) -> None:
         self.version = 0
         self._recorded, self._offloaded = recorded, offloaded
-        self._means: dict[tuple[int, bool], float] = {}
+        self._means: dict[tuple[int, bool], tuple[int, float]] = {}  # of how many readings
         self._seconds: dict[tuple[int, bool], float] = {}  # of these, as they were told last
         self._warm: set[tuple[int, bool]] = set()
-        self._once: set[tuple[int, bool]] = set()  # one reading of each counts
         self._costs: dict[int, float] = {}  # what `seconds` has found since the last reading
         self._total = self._told = 0.0  # seconds of all passes, and of those before something was known last
 
     def clear(self) -> None:
         """Forget all readings."""
         self.version += 1
-        for known in (self._means, self._seconds, self._warm, self._once, self._costs):
+        for known in (self._means, self._seconds, self._warm, self._costs):
             known.clear()
 
     def add(self, size: int, recorded: bool, seconds: float, *, fresh: bool = False) -> None:
@@ -48,11 +47,9 @@ class PassClock:
         key = (size, recorded)
         self._total += seconds
         if not fresh and (key in self._warm or recorded or self._offloaded):
-            known = self._means.get(key)
-            second = known is not None and key in self._once  # the better one of two counts, not their mean
-            mean = min(known, seconds) if known is not None and second else running_mean(known, seconds)
-            (self._once.add if known is None else self._once.discard)(key)
-            self._means[key] = mean
+            count, mean = self._means.get(key, (0, seconds))
+            mean = min(mean, seconds) if count < 2 else running_mean(mean, seconds)  # of two the better one counts
+            self._means[key] = count + 1, mean
             told = self._seconds.get(key)
             if told is None or abs(mean - told) > NEWS * told:
                 self._seconds[key] = mean
@@ -103,10 +100,10 @@ class PassClock:
         return found
 
     def _cost(self, size: int, sizes: Sequence[int], trial: Callable[[int], None]) -> float:
-        if self.known(size) is None and self._offloaded and size > sizes[0]:
+        own = self.known(size)
+        if own is None and self._offloaded and size > sizes[0]:
             # What reads all weights is not tried out: rows come next to free, until a round has shown otherwise.
             return self.seconds(sizes[bisect_left(sizes, min(size, sizes[-1] + 1)) - 1], sizes, trial)
-        own = self.known(size)
         if own is None:
             few = [sizes[min(bisect_left(sizes, rows), len(sizes) - 1)] for rows in FEW]
             own = self._guess(size, sizes, few, trial) if size not in few else 0.0

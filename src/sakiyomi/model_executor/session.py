@@ -20,6 +20,7 @@ from sakiyomi.cache.policies import Policy
 from sakiyomi.cache.policies.looking import scaled_queries
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.hooks import has_hooks
 from sakiyomi.core.process import share_processors
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import native_at_hand
@@ -29,7 +30,6 @@ from sakiyomi.model_executor.attention.registry import AttentionBackend, PassRec
 from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.compiled import CompiledPasses
 from sakiyomi.model_executor.features import HEAD
-from sakiyomi.model_executor.model_state import has_hooks
 from sakiyomi.model_executor.pass_clock import PassClock
 from sakiyomi.model_executor.recorded import RecordedModel, RecordedPasses
 from sakiyomi.model_executor.traced import TracedPasses
