@@ -1,6 +1,6 @@
 // A model's pass as a list of steps, run here without a call of torch or Python between them. model_executor/program.py makes it of a
-// traced pass; its steps are the operators of this library and the few of torch that stand between them, with torch's own results to the
-// last bit.
+// traced pass; its steps are the operators of this library, the few of torch that stand between them in most models, with torch's own
+// results to the last bit, and all others by a call of torch from here.
 //
 // Values are numbered: each is a tensor or a whole number. A tensor's memory goes to the next one when nobody reads it any more.
 
@@ -45,14 +45,20 @@ enum class Op : int64_t {
   slice,       // x, dimension, first, behind the last
   part,        // x, dimension, how many equal parts, which of them
   contiguous,  // x
-  add,         // x, y: tensors of the same shape
+  add,         // x, y: tensors
+  sub,         // the same
   mul,         // x, y: the same, or a number
-  div,         // x, a number
+  div,         // the same
+  whole,       // which of `Arithmetic`, two whole numbers
+  torch,       // an operator's name, its overload's, how many tensors it gives, then its arguments
 };
 
-// What a step reads: the number of a value, or a constant.
+enum class Arithmetic : int64_t { add, sub, mul, floor_divide };
+
+// What a step reads: the number of a value, or a constant. Arguments of torch's operators may be missing; one that need not be there has
+// `some` before it, and a list its length.
 struct Operand {
-  enum Kind : int64_t { tensor, number, whole, real };
+  enum Kind : int64_t { tensor, number, whole, real, none, some, list, text };
   int64_t kind, value;
 };
 
@@ -63,12 +69,18 @@ struct Step {
   std::vector<int64_t> last_read;  // tensors that no later step reads
 };
 
+// What a pass gives.
+struct Output {
+  int64_t value, width, dtype;  // width: numbers in a row
+};
+
 class Program {
  public:
   // `values`: how many there are. `code`: of each step the operator, the value that it makes, how many it reads, and kind and value of each.
   // The first values are ids and positions.
-  Program(int64_t values, int64_t length, const int64_t* code, std::vector<int64_t> outputs, std::vector<int64_t> tables)
-      : tensors_(values), numbers_(values), outputs_(std::move(outputs)), tables_(std::move(tables)) {
+  Program(int64_t values, int64_t length, const int64_t* code, std::vector<Output> outputs, std::vector<int64_t> tables,
+          std::vector<std::string> texts)
+      : tensors_(values), numbers_(values), outputs_(std::move(outputs)), tables_(std::move(tables)), texts_(std::move(texts)) {
     for (const int64_t* end = code + length; code < end;) {
       Step step{Op(code[0]), code[1], {}, {}};
       const int64_t count = code[2];
@@ -77,9 +89,10 @@ class Program {
       steps_.push_back(std::move(step));
     }
     std::vector<char> read(values);
-    for (int64_t value : outputs_) read[value] = 1;
+    for (const Output& output : outputs_) read[output.value] = 1;
     made_.resize(values);
-    for (const Step& step : steps_) made_[step.to] = 1;
+    for (const Step& step : steps_)
+      for (int64_t i = 0; i < given_by(step); ++i) made_[step.to + i] = 1;
     for (auto step = steps_.rbegin(); step != steps_.rend(); ++step)
       for (const Operand& operand : step->given)
         if (operand.kind == Operand::tensor && !std::exchange(read[operand.value], 1) && made_[operand.value])
@@ -103,21 +116,31 @@ class Program {
     tensors_[1] = Tensor::around((void*)positions, {1, size}, whole);
     const OwnMemory ours;
     for (const Step& step : steps_) {
-      const auto output = to ? std::find(outputs_.begin(), outputs_.end(), step.to) : outputs_.end();
-      make(step, output != outputs_.end() ? to[output - outputs_.begin()] : nullptr);
+      size_t output = 0;
+      while (to && output < outputs_.size() && outputs_[output].value != step.to) ++output;
+      make(step, to && output < outputs_.size() ? to[output] : nullptr);
       for (int64_t value : step.last_read) tensors_[value] = Tensor();
     }
-    for (size_t i = 0; to && i < outputs_.size(); ++i) {
-      Tensor& found = tensors_[outputs_[i]];
+    for (size_t i = 0; i < outputs_.size(); ++i) {
+      const Output& output = outputs_[i];
+      Tensor& found = tensors_[output.value];
+      check(found.defined() && found.dtype() == output.dtype && found.numel() == size * output.width, "an output of another size or type");
+      if (!to) {
+        if (!found.is_contiguous()) found = found.contiguous_copy();
+        continue;
+      }
       if (found.data() != to[i]) Tensor::around(to[i], found.shape(), found.dtype()).copy_(found);
-      if (made_[outputs_[i]]) found = Tensor();
+      if (made_[output.value]) found = Tensor();
     }
   }
 
   // The first output of the last pass, which is the caller's from now on.
-  Tensor logits() { return std::exchange(tensors_[outputs_[0]], Tensor()); }
+  Tensor logits() { return std::exchange(tensors_[outputs_[0].value], Tensor()); }
 
  private:
+  // How many values a step makes.
+  static int64_t given_by(const Step& step) { return step.op == Op::torch ? step.given[2].value : 1; }
+
   const Tensor& tensor(const Operand& operand) const {
     check(operand.kind == Operand::tensor && tensors_[operand.value].defined(), "a step reads what is no tensor");
     return tensors_[operand.value];
@@ -169,13 +192,7 @@ class Program {
         y = x.transposed(along(x, number(given[1])), along(x, number(given[2])));
         break;
       }
-      case Op::unsqueeze: {
-        const Tensor& x = tensor(given[0]);
-        std::vector<int64_t> sizes = x.shape();
-        sizes.insert(sizes.begin() + along(x, number(given[1]), 1), 1);
-        y = x.viewed(sizes);
-        break;
-      }
+      case Op::unsqueeze: y = tensor(given[0]).unsqueezed(along(tensor(given[0]), number(given[1]), 1)); break;
       case Op::slice: {
         const Tensor& x = tensor(given[0]);
         const int64_t d = along(x, number(given[1])), all = x.size(d);
@@ -192,9 +209,17 @@ class Program {
         break;
       }
       case Op::contiguous: y = tensor(given[0]).contiguous(); break;
-      case Op::add: y = combined(given, [](f16v a, f16v b) { return a + b; }); break;
-      case Op::mul: y = combined(given, [](f16v a, f16v b) { return a * b; }); break;
-      case Op::div: y = combined(given, [](f16v a, f16v b) { return a / b; }); break;
+      case Op::add: y = ours(given) ? combined(given, [](f16v a, f16v b) { return a + b; }) : added(given, 1); break;
+      case Op::sub: y = ours(given) ? combined(given, [](f16v a, f16v b) { return a - b; }) : added(given, -1); break;
+      case Op::mul: y = ours(given) ? combined(given, [](f16v a, f16v b) { return a * b; }) : called("aten::mul", given); break;
+      case Op::div: y = ours(given) ? combined(given, [](f16v a, f16v b) { return a / b; }) : called("aten::div", given); break;
+      case Op::whole: numbers_[step.to] = counted(Arithmetic(number(given[0])), number(given[1]), number(given[2])); break;
+      case Op::torch: {
+        const int64_t count = number(given[2]);
+        std::vector<Value> found = call(texts_[given[0].value].c_str(), texts_[given[1].value].c_str(), {given.begin() + 3, given.end()}, count);
+        for (int64_t i = 0; i < count; ++i) tensors_[step.to + i] = Tensor(found[i]);
+        break;
+      }
       default: check(false, "a step of an operator that is not known");
     }
   }
@@ -227,12 +252,101 @@ class Program {
     return y;
   }
 
-  // Number by number; the second may be one for all.
+  static int64_t counted(Arithmetic which, int64_t a, int64_t b) {
+    switch (which) {
+      case Arithmetic::add: return a + b;
+      case Arithmetic::sub: return a - b;
+      case Arithmetic::mul: return a * b;
+      case Arithmetic::floor_divide: check(b > 0 && a >= 0, "a quotient of negative numbers"); return a / b;
+    }
+    check(false, "arithmetic that is not known");
+    return 0;
+  }
+
+  // ------------------------------------------------------------ torch's own operators
+
+  // An argument as torch takes it, which then owns it; `at` goes on behind it.
+  Value argument(const std::vector<Operand>& given, size_t& at) const {
+    check(at < given.size(), "an argument that is missing");
+    const Operand& operand = given[at++];
+    switch (operand.kind) {
+      case Operand::tensor: return (Value)tensor(operand).for_torch();
+      case Operand::none: return 0;
+      case Operand::some: return (Value) new Value(argument(given, at));
+      case Operand::list: {
+        ListHandle list;
+        TORCH_CALL(torch_new_list_reserve_size, operand.value, &list);
+        for (int64_t i = 0; i < operand.value; ++i) TORCH_CALL(torch_list_push_back, list, argument(given, at));
+        return (Value)list;
+      }
+      case Operand::text: {
+        StringHandle text;
+        TORCH_CALL(torch_new_string_handle, texts_[operand.value].data(), texts_[operand.value].size(), &text);
+        return (Value)text;
+      }
+      case Operand::real: return operand.value;
+      default: return number(operand);
+    }
+  }
+
+  std::vector<Value> call(const char* name, const char* overload, const std::vector<Operand>& given, int64_t count) const {
+    std::vector<Value> stack;
+    for (size_t at = 0; at < given.size();) stack.push_back(argument(given, at));
+    stack.resize(std::max<size_t>(stack.size(), count));
+    TORCH_CALL(torch_call_dispatcher, name, overload, stack.data(), built_for);
+    return stack;
+  }
+
+  // Of whole numbers and a number torch makes another type than of whole numbers and a tensor without dimensions.
+  void check_number(const std::vector<Operand>& given) const {
+    const int32_t dtype = tensor(given[0]).dtype();
+    const bool whole = dtype != torch.aoti_torch_dtype_bfloat16 && dtype != torch.aoti_torch_dtype_float32 && dtype != torch.aoti_torch_dtype_float64;
+    check(given[1].kind != Operand::real || !whole, "whole numbers and another one");
+  }
+
+  // For torch; a number as a tensor without dimensions.
+  Tensor of_torch(const Operand& operand) const {
+    if (operand.kind == Operand::tensor) return Tensor(tensor(operand).for_torch());
+    const bool real = operand.kind == Operand::real;
+    const OwnMemory ours;
+    const Tensor y = Tensor::empty({}, real ? torch.aoti_torch_dtype_float64 : torch.aoti_torch_dtype_int64);
+    *(int64_t*)y.data() = real ? operand.value : number(operand);
+    return Tensor(y.for_torch());
+  }
+
+  Tensor called(const char* name, const std::vector<Operand>& given) const {
+    check_number(given);
+    Value stack[] = {of_torch(given[0]).release(), of_torch(given[1]).release()};
+    TORCH_CALL(torch_call_dispatcher, name, "Tensor", stack, built_for);
+    return Tensor(stack[0]);
+  }
+
+  // x + y * factor
+  Tensor added(const std::vector<Operand>& given, double factor) const {
+    check_number(given);
+    const Tensor x = of_torch(given[0]), y = of_torch(given[1]);
+    TensorHandle sum;
+    TORCH_CALL(aoti_torch_cpu_add_Tensor, x.handle(), y.handle(), factor, &sum);
+    return Tensor(sum);
+  }
+
+  // ------------------------------------------------------------ number by number
+
+  // Whether numbers are of a type that is ours, lie one behind the other, and those of two tensors belong to each other: of others torch
+  // gives what lies otherwise.
+  bool ours(const std::vector<Operand>& given) const {
+    const Tensor& x = tensor(given[0]);
+    if ((x.dtype() != torch.aoti_torch_dtype_bfloat16 && x.dtype() != torch.aoti_torch_dtype_float32) || !x.is_contiguous()) return false;
+    if (given[1].kind != Operand::tensor) return true;
+    const Tensor& y = tensor(given[1]);
+    return y.shape() == x.shape() && y.dtype() == x.dtype() && y.is_contiguous();
+  }
+
+  // The second may be one for all.
   template <typename F>
   Tensor combined(const std::vector<Operand>& given, const F& f) const {
     const bool same = given[1].kind == Operand::tensor;
-    const Tensor x = tensor(given[0]).contiguous(), other = same ? tensor(given[1]).contiguous() : Tensor();
-    check(!same || (other.shape() == x.shape() && other.dtype() == x.dtype()), "numbers of two shapes or types");
+    const Tensor &x = tensor(given[0]), &other = same ? tensor(given[1]) : x;
     Tensor y = Tensor::empty(x.shape(), x.dtype());
     const float by = same ? 0 : float(real(given[1]));
     const int64_t count = x.numel();
@@ -245,8 +359,7 @@ class Program {
       });
     };
     if (x.dtype() == torch.aoti_torch_dtype_bfloat16) run((const bf16*)x.data(), (const bf16*)other.data(), (bf16*)y.data());
-    else if (x.dtype() == torch.aoti_torch_dtype_float32) run((const float*)x.data(), (const float*)other.data(), (float*)y.data());
-    else check(false, "numbers of another type");
+    else run((const float*)x.data(), (const float*)other.data(), (float*)y.data());
     return y;
   }
 
@@ -254,7 +367,9 @@ class Program {
   std::vector<int64_t> numbers_;
   std::vector<char> made_;  // by steps
   std::vector<Step> steps_;
-  std::vector<int64_t> outputs_, tables_;
+  std::vector<Output> outputs_;
+  std::vector<int64_t> tables_;
+  std::vector<std::string> texts_;
 };
 
 }  // namespace
@@ -262,17 +377,17 @@ class Program {
 extern "C" {
 
 // See Program.
-int64_t sk_program(int64_t values, int64_t length, const int64_t* code, int64_t outputs, const int64_t* output, int64_t tables,
-                   const int64_t* table) {
-  return (int64_t) new Program(values, length, code, {output, output + outputs}, {table, table + tables});
+int64_t sk_program(int64_t values, int64_t length, const int64_t* code, int64_t outputs, const void* output, int64_t tables,
+                   const int64_t* table, int64_t texts, const char* const* text) {
+  const Output* given = (const Output*)output;
+  return (int64_t) new Program(values, length, code, {given, given + outputs}, {table, table + tables}, {text, text + texts});
 }
 
 void sk_free_program(int64_t program) { delete (Program*)program; }
 
-// Gives a program a tensor without gaps that lies at `data`. `kind`: 0 float32, 1 bfloat16, 2 int64.
-void sk_constant(int64_t program, int64_t value, void* data, int64_t kind, int64_t dim, const int64_t* sizes) {
-  const int32_t dtypes[] = {torch.aoti_torch_dtype_float32, torch.aoti_torch_dtype_bfloat16, torch.aoti_torch_dtype_int64};
-  ((Program*)program)->set(value, Tensor::around(data, {sizes, sizes + dim}, dtypes[kind]));
+// Gives a program a tensor that lies at `data`; `dtype` as torch numbers them.
+void sk_constant(int64_t program, int64_t value, void* data, int64_t dtype, int64_t dim, const int64_t* sizes, const int64_t* strides) {
+  ((Program*)program)->set(value, Tensor::around(data, {sizes, sizes + dim}, dtype, strides));
 }
 
 // Runs the pass that was begun; `to`: where its outputs go. 0: it is done; 1: a position lies behind the tables, nothing was done; 2: it

@@ -27,6 +27,7 @@ namespace {
 using TensorHandle = struct TensorOpaque*;
 using LibraryHandle = struct LibraryOpaque*;
 using ListHandle = struct ListOpaque*;
+using StringHandle = struct StringOpaque*;
 using Value = uint64_t;  // of any type of a schema: the bits of a number, a tensor's handle, or where the value of an optional lies
 
 constexpr uint64_t built_for = 2ull << 56 | 11ull << 48;  // torch 2.11: what a Value means
@@ -44,6 +45,13 @@ constexpr uint64_t built_for = 2ull << 56 | 11ull << 48;  // torch 2.11: what a 
   F(torch_list_size, (ListHandle, size_t*))                                                                                             \
   F(torch_list_get_item, (ListHandle, size_t, Value*))                                                                                  \
   F(torch_delete_list, (ListHandle))                                                                                                    \
+  F(torch_new_list_reserve_size, (size_t, ListHandle*))                                                                                 \
+  F(torch_list_push_back, (ListHandle, Value))                                                                                          \
+  F(torch_new_string_handle, (const char*, size_t, StringHandle*))                                                                      \
+  F(torch_call_dispatcher, (const char*, const char*, Value*, uint64_t))                                                                \
+  F(torch_from_blob, (void*, int64_t, const int64_t*, const int64_t*, int64_t, int32_t, int32_t, int32_t, TensorHandle*, int32_t,       \
+                      const uint8_t*, int64_t, void (*)(void*, void*), void*))                                                          \
+  F(aoti_torch_cpu_add_Tensor, (TensorHandle, TensorHandle, double, TensorHandle*))                                                     \
   F(torch_parallel_for, (int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*))                                          \
   F(aoti_torch_library_init_def, (const char*, const char*, uint32_t, LibraryHandle*))                                                  \
   F(aoti_torch_library_init_impl, (const char*, const char*, const char*, uint32_t, LibraryHandle*))                                    \
@@ -54,7 +62,9 @@ constexpr uint64_t built_for = 2ull << 56 | 11ull << 48;  // torch 2.11: what a 
   F(aoti_torch_dtype_float32)    \
   F(aoti_torch_dtype_bfloat16)   \
   F(aoti_torch_dtype_int64)      \
-  F(aoti_torch_device_type_cpu)
+  F(aoti_torch_dtype_float64)    \
+  F(aoti_torch_device_type_cpu)  \
+  F(aoti_torch_layout_strided)
 
 struct {
 #define MEMBER(name, arguments) int32_t(*name) arguments = nullptr;
@@ -63,6 +73,7 @@ struct {
 #define MEMBER(name) int32_t name = -1;
   TORCH_NUMBERS(MEMBER)
 #undef MEMBER
+  size_t (*aoti_torch_dtype_element_size)(int32_t) = nullptr;
 } torch;
 
 // An error of the caller: RuntimeError in Python.
@@ -83,6 +94,7 @@ inline void bind_torch(void* library) {
 #define BIND(name) torch.name = ((int32_t(*)())find(#name))();
   TORCH_NUMBERS(BIND)
 #undef BIND
+  torch.aoti_torch_dtype_element_size = (size_t(*)(int32_t))find("aoti_torch_dtype_element_size");
 }
 
 // Calls a function of torch, which says by a number other than 0 that it has failed.
@@ -182,10 +194,11 @@ class Tensor {
   }
   ~Tensor() { drop(); }
 
-  // Around memory that stays as long as it is used.
-  static Tensor around(void* data, const std::vector<int64_t>& sizes, int32_t dtype) {
+  // Around memory that stays as long as it is used; without gaps where no strides are given.
+  static Tensor around(void* data, const std::vector<int64_t>& sizes, int32_t dtype, const int64_t* strides = nullptr) {
     Tensor y;
     y.shape_as(sizes), y.data_ = data, y.dtype_ = dtype;
+    if (strides) std::copy_n(strides, y.dim_, y.strides_);
     return y;
   }
 
@@ -211,10 +224,22 @@ class Tensor {
     return y;
   }
 
-  // The same numbers, seen otherwise; one that does not lie without gaps is copied.
+  // The same numbers, seen otherwise; they are copied where they do not lie as that takes it. Strides are those that torch gives.
   Tensor viewed(const std::vector<int64_t>& sizes) const {
-    Tensor y = contiguous();
+    int64_t strides[most_dims];
+    const bool fits = strides_of(sizes, strides);
+    Tensor y = fits ? another() : contiguous_copy();
     y.shape_as(sizes);
+    if (fits) std::copy_n(strides, y.dim_, y.strides_);
+    return y;
+  }
+
+  Tensor unsqueezed(int64_t d) const {
+    Tensor y = another();
+    const int64_t stride = d < dim_ ? sizes_[d] * strides_[d] : 1;
+    check(dim_ < most_dims, "a tensor with more than 8 dimensions");
+    std::copy_backward(sizes_ + d, sizes_ + dim_, y.sizes_ + dim_ + 1), std::copy_backward(strides_ + d, strides_ + dim_, y.strides_ + dim_ + 1);
+    y.sizes_[d] = 1, y.strides_[d] = stride, ++y.dim_;
     return y;
   }
 
@@ -237,13 +262,26 @@ class Tensor {
     return (Value)std::exchange(handle_, nullptr);
   }
 
+  // A tensor of torch with this one's numbers, which live as long as it does; the caller's.
+  TensorHandle for_torch() const {
+    TensorHandle made;
+    auto drop = [](void*, void* held) { delete (Tensor*)held; };
+    TORCH_CALL(torch_from_blob, data_, dim_, sizes_, strides_, 0, dtype_, torch.aoti_torch_device_type_cpu, -1, &made,
+               torch.aoti_torch_layout_strided, nullptr, 0, drop, new Tensor(another()));
+    return made;
+  }
+
+  TensorHandle handle() const { return handle_; }
   bool defined() const { return dim_ >= 0; }
   int64_t dim() const { return dim_; }
   int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim_ : d]; }
   int64_t stride(int64_t d) const { return strides_[d < 0 ? d + dim_ : d]; }
   int32_t dtype() const { return dtype_; }
   void* data() const { return data_; }
-  int64_t element_size() const { return dtype_ == torch.aoti_torch_dtype_bfloat16 ? 2 : dtype_ == torch.aoti_torch_dtype_int64 ? 8 : 4; }
+  int64_t element_size() const {
+    if (dtype_ == torch.aoti_torch_dtype_float32) return 4;
+    return dtype_ == torch.aoti_torch_dtype_bfloat16 ? 2 : torch.aoti_torch_dtype_element_size(dtype_);
+  }
   std::vector<int64_t> shape() const { return {sizes_, sizes_ + std::max<int64_t>(dim_, 0)}; }
   int64_t numel() const {
     int64_t all = 1;
@@ -281,6 +319,26 @@ class Tensor {
   void drop() {
     if (handle_) torch.aoti_torch_delete_tensor_object(handle_);
     if (block_) block_->drop();
+  }
+
+  // Strides of a view of these sizes, which has as many numbers; false: there is none. Dimensions that lie behind one another are one chunk,
+  // and those of the view have to end where chunks end.
+  bool strides_of(const std::vector<int64_t>& sizes, int64_t* strides) const {
+    check(sizes.size() <= most_dims, "a tensor with more than 8 dimensions");
+    int64_t to = (int64_t)sizes.size() - 1, step = 1;
+    if (is_contiguous() || !dim_) {
+      for (; to >= 0; step *= std::max<int64_t>(sizes[to], 1), --to) strides[to] = step;
+      return true;
+    }
+    int64_t chunk = 1, seen = 1, base = strides_[dim_ - 1];
+    for (int64_t d = dim_; d-- > 0;) {
+      chunk *= sizes_[d];
+      if (d && (sizes_[d - 1] == 1 || strides_[d - 1] == chunk * base)) continue;
+      for (; to >= 0 && (seen < chunk || sizes[to] == 1); --to) strides[to] = seen * base, seen *= sizes[to];
+      if (seen != chunk) return false;
+      if (d) base = strides_[d - 1], chunk = seen = 1;
+    }
+    return to < 0;
   }
 
   void shape_as(const std::vector<int64_t>& sizes) {

@@ -82,8 +82,8 @@ class RecordedModel(nn.Module):
         last = self.layers[head]
         program = None
         if tail is None:
-            widths, graph = (last.out_features, last.in_features), cast(Any, script).forward.graph
-            program = program_of(graph, self._weights, widths, self.dtype, last)
+            rows = [(width, self.dtype) for width in (last.out_features, last.in_features)]
+            program = program_of(cast(Any, script).forward.graph, self._weights, rows, last)
         self.replay: PassForward = program or self._replay
 
     def _container(self, name: str) -> nn.Module:

@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, PassResult
-from sakiyomi.model_executor.program import Program, leaves, program_of
+from sakiyomi.model_executor.program import Program, program_of
+from sakiyomi.model_executor.program_steps import leaves
 
 __all__ = ["TracedPasses", "interpreted", "no_gradients", "trace"]
 
@@ -142,9 +143,9 @@ class TracedPasses:
 def _program(made: Any) -> Program | None:
     """The program of a trace; None: it has none."""
     outputs = [leaf.type() for value in made.graph.outputs() for leaf in leaves(value)]
-    if not all(found.sizes() and found.dtype() == outputs[0].dtype() for found in outputs):
+    if not all(found.sizes() for found in outputs):
         return None
-    return program_of(made.graph, [], [found.sizes()[-1] for found in outputs], outputs[0].dtype())
+    return program_of(made.graph, [], [(found.sizes()[-1], found.dtype()) for found in outputs])
 
 
 def trace(forward: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> Any:

@@ -1,0 +1,414 @@
+"""The steps of a program: what becomes of each operator in a traced pass.
+
+Operators that the kernels have are theirs; all others are torch's, called from C++ (``torch_steps.py``).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.model_executor.torch_steps import (
+    DTYPES,
+    NUMBER,
+    REAL,
+    REWRITES,
+    TENSOR,
+    TEXT,
+    WHOLE,
+    Operand,
+    torch_call,
+)  # fmt: skip
+
+__all__ = ["Builder", "leaves"]
+
+OPERATORS = (
+    "linear", "experts", "attend", "cross", "recur", "norm", "gated", "rotate", "rows", "size", "view", "transpose",
+    "unsqueeze", "slice", "part", "contiguous", "add", "sub", "mul", "div", "whole", "torch",
+)  # fmt: skip
+"""In the order of Op in program.h."""
+ARITHMETIC = ("aten::add", "aten::sub", "aten::mul", "aten::floor_divide")
+"""Of whole numbers, in the order of Arithmetic in program.h."""
+VIEWS = {"view", "transpose", "unsqueeze", "slice", "part", "contiguous"}
+"""Steps whose results may lie in the memory of what they are given."""
+COUNTING = {"size", "whole"}
+"""Steps that make a whole number."""
+IDS, POSITIONS = range(2)  # the first values
+_ALIKE = {"prim::NumToTensor", "aten::Int", "aten::dropout", "aten::detach"}
+"""Operators that give what they are given."""
+
+
+class _OfPositions:
+    """What follows from positions alone, which torch computes."""
+
+
+class _AllRows:
+    """The rows that are kept, which are all."""
+
+
+class Builder:
+    """The steps of a graph.
+
+    Args:
+        graph: as of ``program_of``.
+        given: as there.
+
+    Attributes:
+        code: of the steps, as `sk_program` takes them.
+        count: of values.
+        constants: tensors that are the same in all passes, by their values.
+        tables: what makes those of so many positions, with their values.
+        texts: that steps name.
+        outputs: of the graph.
+
+    Raises:
+        UnsupportedError: an operator is not among the kernels'.
+    """
+
+    def __init__(self, graph: Any, given: Sequence[Tensor]) -> None:
+        self.code: list[int] = []
+        self.count = 2
+        self.constants: dict[int, Tensor] = {}
+        self.tables: list[tuple[int, Callable[[int], Tensor]]] = []
+        self.texts: list[str] = []
+        self._lasting = {IDS, POSITIONS}  # values in memory that other passes read, too
+        self._shared: set[int] = set()  # in that of another value
+        self._known: dict[int, Any] = {}
+        self._looked_up: dict[int, int] = {}
+        inputs = [value for value in graph.inputs() if isinstance(value.type(), torch._C.TensorType)]
+        keeping = [_AllRows()] * (len(inputs) - len(given) - 2)
+        known = [Operand(TENSOR, IDS), _OfPositions(), *keeping, *given]
+        self._known |= {value.unique(): each for value, each in zip(inputs, known, strict=True)}
+        self._positions = inputs[POSITIONS]
+        self._looked_up[self._positions.unique()] = POSITIONS
+        for value in graph.inputs():
+            self._known.setdefault(value.unique(), None)  # the script itself
+        with torch.no_grad():
+            for node in graph.nodes():
+                self._take(node)
+        self.outputs = [value for output in graph.outputs() for value in leaves(output)]
+
+    # ------------------------------------------------------------ values
+
+    def tensor(self, value: Any) -> Operand:
+        """A tensor of the graph, as a step reads it."""
+        return self._operand(value, self._known[value.unique()])
+
+    def _fixed(self, tensor: Tensor) -> int:
+        """The number of a tensor that is the same in all passes."""
+        self.count += 1
+        if tensor.dtype not in DTYPES:
+            raise UnsupportedError(f"a tensor of {tensor.dtype}")
+        self.constants[self.count - 1] = tensor.detach()
+        self._lasting.add(self.count - 1)
+        return self.count - 1
+
+    def _operand(self, value: Any, known: Any) -> Operand:
+        if isinstance(known, Operand):
+            return known
+        if isinstance(known, _OfPositions):
+            return Operand(TENSOR, self._look_up(value))
+        if isinstance(known, Tensor):
+            if known.dim():
+                return Operand(TENSOR, self._fixed(known))
+            known = known.item()
+        if isinstance(known, bool | int):
+            return Operand(WHOLE, int(known))
+        if isinstance(known, float):
+            return Operand(REAL, _bits(known))
+        raise UnsupportedError(f"a step that reads {type(known).__name__}")
+
+    def emit(self, name: str, *given: tuple[int, int]) -> Operand:
+        """A step; what it makes."""
+        self.count += 1
+        self.code += [OPERATORS.index(name), self.count - 1, len(given), *(x for operand in given for x in operand)]
+        if name in VIEWS:
+            self._share(given[0][1], self.count - 1)
+        return Operand(NUMBER if name in COUNTING else TENSOR, self.count - 1)
+
+    def _share(self, value: int, view: int) -> None:
+        self._shared |= {value, view}
+        if value in self._lasting:
+            self._lasting.add(view)
+
+    # ------------------------------------------------------------ what follows from positions alone
+
+    def _look_up(self, value: Any) -> int:
+        """Rows of a table, of the pass's positions."""
+        if value.unique() not in self._looked_up:
+            few, more = self._computed(value, torch.arange(5)), self._computed(value, torch.arange(7))
+            places = [d for d, (a, b) in enumerate(zip(few.shape, more.shape, strict=True)) if a != b]
+            if len(places) != 1 or more.shape[places[0]] != 7 or more.shape[: places[0]].numel() != 1:
+                raise UnsupportedError("what follows from positions has no row for each")
+            at = places[0]
+
+            def table(count: int) -> Tensor:
+                return self._computed(value, torch.arange(count)).flatten(0, at)
+
+            whole, turned = table(64), self._computed(value, torch.arange(64).flip(0)).flatten(0, at)
+            alone = self._computed(value, torch.tensor([3])).flatten(0, at)
+            if not torch.equal(whole.flip(0), turned) or not torch.equal(whole[3:4], alone):
+                raise UnsupportedError("what follows from a position depends on the others")
+            self.count += 1
+            self.tables.append((self.count - 1, table))
+            found = self.emit("rows", (TENSOR, self.count - 1), (TENSOR, POSITIONS))  # (1, N, ...)
+            if at != 1:
+                sizes = [(WHOLE, size) for size in (*(1,) * at, -1, *more.shape[at + 1 :])]
+                found = self.emit("view", found, *sizes)
+            self._looked_up[value.unique()] = found.value
+        return self._looked_up[value.unique()]
+
+    def _computed(self, value: Any, positions: Tensor) -> Tensor:
+        """A value that follows from positions (N) alone."""
+        known: dict[int, Any] = {self._positions.unique(): positions[None]}
+
+        def find(each: Any) -> Any:
+            held = self._known[each.unique()]
+            if not isinstance(held, _OfPositions):
+                return [find(part) for part in each.node().inputs()] if isinstance(held, list) else held
+            if each.unique() not in known:
+                known[each.unique()] = _call(each.node(), [find(part) for part in each.node().inputs()])
+            return known[each.unique()]
+
+        with torch.no_grad():
+            found: Tensor = find(value)
+        return found
+
+    # ------------------------------------------------------------ nodes
+
+    def _take(self, node: Any) -> None:
+        kind, inputs = node.kind(), list(node.inputs())
+        known = [self._known[value.unique()] for value in inputs]
+        if kind == "prim::ListUnpack" and isinstance(known[0], list):
+            self._known |= {value.unique(): each for value, each in zip(node.outputs(), known[0], strict=True)}
+        elif node.outputsSize() == 1:
+            self._known[node.output().unique()] = self._made(node, kind, inputs, known)
+        else:
+            found = zip(node.outputs(), self._called(node, inputs, known), strict=True)
+            self._known |= {value.unique(): each for value, each in found}
+
+    def _made(self, node: Any, kind: str, inputs: list[Any], known: list[Any]) -> Any:
+        if kind == "prim::Constant":
+            return node.output().toIValue()
+        moving = [each for each in _flat(known) if isinstance(each, Operand | _OfPositions | _AllRows)]
+        if kind in ("prim::ListConstruct", "prim::TupleConstruct"):
+            return known
+        if not moving:
+            return _call(node, known)
+        if kind in _ALIKE and isinstance(known[0], Operand) and (kind != "aten::dropout" or not known[2]):
+            return known[0]
+        if kind == "aten::size" and len(known) == 2:
+            return self.emit("size", *self._operands(zip(inputs, known, strict=True)))
+        if all(isinstance(each, _OfPositions) for each in moving):
+            return _OfPositions()
+        if (
+            kind == "aten::index"
+            and isinstance(known[0], Operand)
+            and all(each is None or isinstance(each, _AllRows) for each in known[1])
+        ):
+            return known[0]
+        if kind in ("aten::chunk", "aten::split", "aten::split_with_sizes"):
+            return self._parts(node, self._operand(inputs[0], known[0]), *known[1:])
+        if kind in ARITHMETIC and all(map(_is_whole, known[:2])):
+            return self._counted(kind, *self._operands(zip(inputs[:2], known[:2], strict=True)))
+        if kind == "aten::neg" and _is_whole(known[0]):
+            return self._counted("aten::sub", Operand(WHOLE, 0), self._operand(inputs[0], known[0]))
+        if kind in REWRITES and isinstance(known[0], Operand):
+            found = REWRITES[kind](self, *known)
+            if found is not None:
+                return found
+        return self._step(kind, inputs, known) or self._called(node, inputs, known)[0]
+
+    def _operands(self, pairs: Iterable[Pair]) -> list[Operand]:
+        return [self._operand(value, known) for value, known in pairs]
+
+    def _counted(self, kind: str, *given: Operand) -> Operand:
+        """Arithmetic of whole numbers."""
+        return self.emit("whole", (WHOLE, ARITHMETIC.index(kind)), *given)
+
+    def _step(self, kind: str, inputs: list[Any], known: list[Any]) -> Operand | None:
+        """A step of the kernels; None: they have none for it."""
+        if kind not in _STEPS:
+            return None
+        name, order = _STEPS[kind]
+        pairs = order(inputs, known)
+        if pairs is None:
+            return None
+        operands = self._operands(pairs)
+        if kind.endswith("_") and (operands[0] != known[0] or operands[0].value in self._shared):
+            raise UnsupportedError(f"{kind} of what others read")  # the step makes another tensor
+        return self.emit(name, *operands)
+
+    def call(self, name: str, *given: Operand | float, overload: str = "", writes: bool = False) -> Operand:
+        """An operator of torch that gives one tensor: see ``Steps``."""
+        operands = [each if isinstance(each, Operand) else self._number(each) for each in given]
+        return self._torch(name, overload, 1, operands, writes)[0]
+
+    def _number(self, number: float) -> Operand:
+        """A tensor without dimensions."""
+        return Operand(TENSOR, self._fixed(torch.tensor(number, dtype=torch.float64)))
+
+    def _called(self, node: Any, inputs: list[Any], known: list[Any]) -> list[Operand]:
+        """What an operator of torch gives, which is called from the kernels."""
+        call = torch_call(node, inputs, known)
+        operands = []
+        for kind, each in call.arguments:
+            if kind == TEXT:
+                operands.append(self._text(each))
+            elif kind in (TENSOR, NUMBER):
+                value, found = each
+                whole = kind == TENSOR and isinstance(found, Tensor)
+                operands.append(Operand(TENSOR, self._fixed(found)) if whole else self._operand(value, found))
+                if (kind == TENSOR) != (operands[-1].kind == TENSOR):
+                    raise UnsupportedError(f"{call.name} with an argument of another type")
+            else:
+                operands.append(Operand(kind, each))
+        found = self._torch(call.name, call.overload, call.returns, operands, call.writes)
+        if call.views and not call.writes:
+            self._share(operands[0].value, found[0].value)
+        return found
+
+    def _torch(self, name: str, overload: str, returns: int, given: list[Operand], writes: bool) -> list[Operand]:
+        if writes and given[0].value in self._lasting:
+            raise UnsupportedError(f"{name} of what other passes read")
+        head = self._text(name), self._text(overload), Operand(WHOLE, returns)
+        first = self.emit("torch", *head, *given).value
+        self.count += returns - 1
+        return [Operand(TENSOR, first + i) for i in range(returns)]
+
+    def _text(self, text: str) -> Operand:
+        if text not in self.texts:
+            self.texts.append(text)
+        return Operand(TEXT, self.texts.index(text))
+
+    def _parts(self, node: Any, whole: Operand, sizes: Any, dimension: Any) -> list[Operand]:
+        """A tensor cut along a dimension: into so many equal parts, or into those of these sizes."""
+        kind, along = node.kind(), Operand(WHOLE, dimension)
+        if kind == "aten::chunk":
+            cuts = [("part", whole, along, Operand(WHOLE, sizes), Operand(WHOLE, i)) for i in range(sizes)]
+        else:
+            if isinstance(sizes, int):
+                sizes = [sizes] * next(iter(node.output().uses())).user.outputsSize()
+            ends = [Operand(WHOLE, 0)]
+            for size in sizes:
+                ends.append(self._after(ends[-1], size))
+            cuts = [("slice", whole, along, *pair) for pair in pairwise(ends)]
+        return [self.emit(name, *given) for name, *given in cuts]
+
+    def _after(self, end: Operand, size: Any) -> Operand:
+        """A place so much further."""
+        if isinstance(size, int) and end.kind == WHOLE:
+            return Operand(WHOLE, end.value + size)
+        return self._counted("aten::add", end, size if isinstance(size, Operand) else Operand(WHOLE, size))
+
+
+# ---------------------------------------------------------------- which step an operator becomes, and what that reads
+
+Pair = tuple[Any, Any]  # a value of the graph, and what is known of it
+Order = Callable[[list[Any], list[Any]], Iterable[Pair] | None]
+
+
+def _each(value: Any, known: Any) -> Iterable[Pair]:
+    """A value, or those of a list."""
+    if not isinstance(known, list):
+        return [(value, known)]
+    parts = list(value.node().inputs())
+    return zip(parts if len(parts) == len(known) else [value] * len(known), known, strict=True)
+
+
+def _all(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
+    for value, each in zip(inputs, known, strict=True):
+        yield from _each(value, each)
+
+
+def _norm(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
+    if not isinstance(known[1], Tensor):
+        raise UnsupportedError("a norm by a weight that is computed")
+    return [(inputs[1], known[1].float()), *zip(inputs[2:], known[2:], strict=True), *_each(inputs[0], known[0])]
+
+
+def _recur(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
+    rows, fixed = list(_each(inputs[0], known[0])), known[1]
+    if not all(isinstance(tensor, Tensor) for tensor in fixed):
+        raise UnsupportedError("a recurrence by weights that are computed")
+    return [(inputs[2], known[2]), (None, len(rows)), *rows, *((None, tensor.float()) for tensor in fixed)]
+
+
+def _embedding(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
+    table = known[0].contiguous() if isinstance(known[0], Tensor) else known[0]
+    return [(inputs[0], table), (inputs[1], known[1])]
+
+
+def _first(count: int, *wanted: Any) -> Order:
+    """The first inputs; with others behind them than these it is not the kernels'."""
+
+    def order(inputs: list[Any], known: list[Any]) -> Iterable[Pair] | None:
+        return _all(inputs[:count], known[:count]) if tuple(known[count:]) == wanted else None
+
+    return order
+
+
+_STEPS: Mapping[str, tuple[str, Order]] = {
+    **{f"sakiyomi_cpu::{name}": (name, _all) for name in ("linear", "experts", "attend", "cross", "gated", "rotate")},
+    "sakiyomi_cpu::norm": ("norm", _norm),
+    "sakiyomi_cpu::recur": ("recur", _recur),
+    "aten::embedding": ("rows", _embedding),
+    "aten::view": ("view", _all),
+    "aten::reshape": ("view", _all),
+    "aten::transpose": ("transpose", _all),
+    "aten::unsqueeze": ("unsqueeze", _all),
+    "aten::slice": ("slice", _first(4, 1)),
+    "aten::contiguous": ("contiguous", _first(1, 0)),
+    **{f"aten::{name}": (name.rstrip("_"), _first(2, 1)) for name in ("add", "add_", "sub", "sub_")},
+    **{f"aten::{name}": (name.rstrip("_"), _first(2)) for name in ("mul", "mul_", "div", "div_")},
+}
+
+
+def _is_whole(known: Any) -> bool:
+    """Whether it is a whole number, or one that a pass computes."""
+    if isinstance(known, Tensor):
+        return not known.dim() and not known.is_floating_point()
+    return known.kind == NUMBER if isinstance(known, Operand) else isinstance(known, int)
+
+
+def _flat(known: Any) -> Iterable[Any]:
+    if isinstance(known, list):
+        for each in known:
+            yield from _flat(each)
+    else:
+        yield known
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("=q", struct.pack("=d", number))[0])
+
+
+def _call(node: Any, given: list[Any]) -> Any:
+    """What an operator gives."""
+    kind = node.kind()
+    if kind == "prim::NumToTensor":
+        return torch.tensor(given[0])
+    if kind == "aten::Int":
+        return int(given[0])
+    space, _, name = kind.partition("::")
+    if space != "aten":
+        raise UnsupportedError(kind)
+    schema = torch._C.parse_schema(node.schema())
+    operator = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
+    pairs = list(zip(schema.arguments, given, strict=True))
+    by_name = {argument.name: value for argument, value in pairs if argument.kwarg_only}
+    return operator(*[value for argument, value in pairs if not argument.kwarg_only], **by_name)
+
+
+def leaves(value: Any) -> list[Any]:
+    """The tensors that tuples and lists of a graph hold."""
+    node = value.node()
+    if node.kind() in ("prim::TupleConstruct", "prim::ListConstruct"):
+        return [leaf for part in node.inputs() for leaf in leaves(part)]
+    return [value]
