@@ -133,7 +133,7 @@ def test_a_draft_of_one_pass_costs_one_however_deep_it_is() -> None:
 
 
 def test_nothing_is_drafted_where_it_does_not_pay_but_now_and_then() -> None:
-    """Probes come after 24 rounds, then twice as many, and so on."""
+    """Probes come after 12 rounds, then twice as many, and so on."""
     policy = after(0.2)
     asked: list[int] = []
     for _ in range(12 * PROBE_EVERY):
@@ -268,10 +268,10 @@ def test_the_table_of_transitions(
 
 
 def test_the_life_of_a_request_that_loses_is_a_row_of_rests_and_probes() -> None:
-    """Tried for six rounds, then rests of 24, 48, ... rounds, each followed by a probe of three."""
+    """Tried for six rounds, then rests of 12, 24, ... rounds, each followed by a probe of three."""
     policy = AutoSize(True)
     seen: list[Phase] = []
-    for _ in range(2 * PROBE_LATEST + 600):
+    for _ in range(2 * PROBE_LATEST + 300):
         policy.next(costs)
         seen.append(policy.phase)
         policy.observe(0, 0, 1.3)
@@ -291,6 +291,18 @@ def test_a_request_that_begins_when_others_lose_rests_longer() -> None:
         policy.observe(4, 4, 1.0)
     assert seen[:PROBE_AGAIN] == [Phase.RESTING] * PROBE_AGAIN
     assert seen[PROBE_AGAIN:] == [Phase.PROBING] * PROBE_ROUNDS + [Phase.TRYING]
+
+
+def test_a_loss_that_is_only_predicted_is_looked_at_again_soon() -> None:
+    """Costs of a young process are guesses: the first rest is as short as that of a loss that was measured."""
+    policy, dear = AutoSize(), costs(draft=5.0)
+    seen = []
+    for _ in range(PROBE_EVERY + PROBE_ROUNDS + 1):
+        policy.next(lambda: dear if len(seen) < 2 else costs(draft=0.02))
+        seen.append(policy.phase)
+        policy.observe(*((4, 4, 1.0) if policy.phase is not Phase.RESTING else (0, 0, 1.0)))
+    rest = [Phase.RESTING] * PROBE_EVERY
+    assert seen == [*rest, *[Phase.PROBING] * PROBE_ROUNDS, Phase.TRYING]
 
 
 def test_fixed_lengths_are_bounded_by_what_others_can_bear() -> None:

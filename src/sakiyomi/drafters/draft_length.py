@@ -32,8 +32,8 @@ FAR, FAR_NODES = 32, 127
 BEARABLE = 1.5  # time of a round with drafts that a client has fixed, in rounds without, where others share it
 PATIENCE = 6  # drafting rounds that have to be measured before a loss stops drafting
 LOSS = 0.98  # measured gain below which it is a loss
-PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds of the first rest and of the longest: each probe in vain doubles it
-PROBE_AGAIN = 96  # least rounds of a rest that begins before enough was measured
+PROBE_EVERY, PROBE_LATEST = 12, 384  # rounds of the first rest and of the longest: each probe in vain doubles it
+PROBE_AGAIN = 96  # least rounds of a rest that begins with what other requests lost
 WEIGHT = 4.0  # rounds that the acceptance assumed at first counts for
 MEMORY = 0.97  # share of its weight that a measured acceptance keeps with every later round
 PROBE, PROBE_ROUNDS = 2, 3  # least depth of a probe, and its rounds
@@ -303,10 +303,10 @@ class AutoSize:
             return Size(0, 0)
         now = costs()
         measured = self._gain.rounds >= PATIENCE
-        # Before enough is measured, what other requests lost counts.
-        losing = (measured or now.rate > 0) and self._gain.expected(now) * now.plain < LOSS
+        others = not measured and now.rate > 0  # before enough is measured, what other requests lost counts
+        losing = (measured or others) and self._gain.expected(now) * now.plain < LOSS
         depth = 0 if losing else self._depth(now)
-        self._enter(next_phase(self.phase, self._left, measured=measured, pays=depth > 0), measured)
+        self._enter(next_phase(self.phase, self._left, measured=measured, pays=depth > 0), others)
         if self.phase is Phase.RESTING:
             return Size(0, 0)
         if self.phase is Phase.PROBING:
@@ -315,12 +315,16 @@ class AutoSize:
             return Size(depth, depth)
         return Size(depth, now.nodes, TokenValue(self._gain.expected(now), now, now.depth))
 
-    def _enter(self, phase: Phase, measured: bool) -> None:
-        """What a round in this phase changes: how long the phase and the next rest last, and what is remembered."""
+    def _enter(self, phase: Phase, others: bool) -> None:
+        """What a round in this phase changes: how long the phase and the next rest last, and what is remembered.
+
+        A loss that was predicted alone is looked at again as soon as one that was measured: while a process is young
+        the costs of passes are guesses.
+        """
         if phase is self.phase:
             self._left = max(0, self._left - 1)
         elif phase is Phase.RESTING:
-            self._left = (self._rest if measured else max(self._rest, PROBE_AGAIN)) - 1
+            self._left = (max(self._rest, PROBE_AGAIN) if others else self._rest) - 1
         elif phase is Phase.PROBING:
             self._left, self._rest = PROBE_ROUNDS - 1, min(2 * self._rest, PROBE_LATEST)
             self._forget(0.3)
