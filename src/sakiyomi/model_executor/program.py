@@ -102,7 +102,7 @@ class Program:
 
 
 def program_of(
-    graph: Any, given: Sequence[Tensor], rows: Sequence[tuple[int, torch.dtype]], head: Any = None
+    graph: Any, given: Sequence[Tensor], rows: Sequence[tuple[int, torch.dtype]], head: Any = None, tail: Any = None
 ) -> Program | None:
     """A traced pass as a program; None: there are no kernels, or one of its operators is not among theirs.
 
@@ -111,20 +111,25 @@ def program_of(
         given: tensors that are the same in all passes.
         rows: see ``Program``.
         head: a packed layer that makes logits, which become the first output, of the graph's only one.
+        tail: a graph from what the head gives to logits; None: these are the logits.
     """
     if loaded() is None:
         return None
     try:
-        graph = graph.copy()
-        torch._C._jit_pass_inline(graph)
-        torch._C._jit_pass_dce(graph)
-        builder = Builder(graph, given)
-        outputs = [builder.tensor(value) for value in builder.outputs]
+        builder = Builder(_inlined(graph), given)
+        outputs = list(builder.outputs)
         if head is not None:
-            about = Operand(WHOLE, head.index), Operand(WHOLE, head.out_features)
-            outputs.insert(0, builder.emit("linear", outputs[0], *about))
+            logits = builder.emit("linear", outputs[0], Operand(WHOLE, head.index), Operand(WHOLE, head.out_features))
+            outputs.insert(0, logits if tail is None else builder.follow(_inlined(tail), logits))
         made = [each.value for each in outputs]
         return Program(builder, made, rows) if len(made) == len(rows) else None
     except Exception as error:  # whatever it is, the trace is there
         logger.debug("a pass has no program: %r", error)
         return None
+
+
+def _inlined(graph: Any) -> Any:
+    graph = graph.copy()
+    torch._C._jit_pass_inline(graph)
+    torch._C._jit_pass_dce(graph)
+    return graph

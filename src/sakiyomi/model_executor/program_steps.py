@@ -5,6 +5,7 @@ Operators that the kernels have are theirs; all others are torch's, called from 
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -65,7 +66,7 @@ class Builder:
         constants: tensors that are the same in all passes, by their values.
         tables: what makes those of so many positions, with their values.
         texts: that steps name.
-        outputs: of the graph.
+        outputs: of the graph, as steps read them.
 
     Raises:
         UnsupportedError: an operator is not among the kernels'.
@@ -89,16 +90,25 @@ class Builder:
         self._looked_up[self._positions.unique()] = POSITIONS
         for value in graph.inputs():
             self._known.setdefault(value.unique(), None)  # the script itself
+        self.outputs = self._run(graph)
+
+    def follow(self, graph: Any, given: Operand) -> Operand:
+        """The steps of another graph behind these, of one tensor; what it gives."""
+        self._known = dict.fromkeys((value.unique() for value in graph.inputs()), None)
+        self._known |= {
+            value.unique(): given for value in graph.inputs() if isinstance(value.type(), torch._C.TensorType)
+        }
+        (found,) = self._run(graph)
+        return found
+
+    def _run(self, graph: Any) -> list[Operand]:
         with torch.no_grad():
             for node in graph.nodes():
                 self._take(node)
-        self.outputs = [value for output in graph.outputs() for value in leaves(output)]
+        values = [value for output in graph.outputs() for value in leaves(output)]
+        return [self._operand(value, self._known[value.unique()]) for value in values]
 
     # ------------------------------------------------------------ values
-
-    def tensor(self, value: Any) -> Operand:
-        """A tensor of the graph, as a step reads it."""
-        return self._operand(value, self._known[value.unique()])
 
     def _fixed(self, tensor: Tensor) -> int:
         """The number of a tensor that is the same in all passes."""
@@ -142,17 +152,18 @@ class Builder:
     def _look_up(self, value: Any) -> int:
         """Rows of a table, of the pass's positions."""
         if value.unique() not in self._looked_up:
-            few, more = self._computed(value, torch.arange(5)), self._computed(value, torch.arange(7))
+            compute = functools.partial(self._computed, self._known, value)
+            few, more = compute(torch.arange(5)), compute(torch.arange(7))
             places = [d for d, (a, b) in enumerate(zip(few.shape, more.shape, strict=True)) if a != b]
             if len(places) != 1 or more.shape[places[0]] != 7 or more.shape[: places[0]].numel() != 1:
                 raise UnsupportedError("what follows from positions has no row for each")
             at = places[0]
 
             def table(count: int) -> Tensor:
-                return self._computed(value, torch.arange(count)).flatten(0, at)
+                return compute(torch.arange(count)).flatten(0, at)
 
-            whole, turned = table(64), self._computed(value, torch.arange(64).flip(0)).flatten(0, at)
-            alone = self._computed(value, torch.tensor([3])).flatten(0, at)
+            whole, turned = table(64), compute(torch.arange(64).flip(0)).flatten(0, at)
+            alone = compute(torch.tensor([3])).flatten(0, at)
             if not torch.equal(whole.flip(0), turned) or not torch.equal(whole[3:4], alone):
                 raise UnsupportedError("what follows from a position depends on the others")
             self.count += 1
@@ -164,12 +175,12 @@ class Builder:
             self._looked_up[value.unique()] = found.value
         return self._looked_up[value.unique()]
 
-    def _computed(self, value: Any, positions: Tensor) -> Tensor:
+    def _computed(self, values: Mapping[int, Any], value: Any, positions: Tensor) -> Tensor:
         """A value that follows from positions (N) alone."""
         known: dict[int, Any] = {self._positions.unique(): positions[None]}
 
         def find(each: Any) -> Any:
-            held = self._known[each.unique()]
+            held = values[each.unique()]
             if not isinstance(held, _OfPositions):
                 return [find(part) for part in each.node().inputs()] if isinstance(held, list) else held
             if each.unique() not in known:

@@ -80,10 +80,9 @@ class RecordedModel(nn.Module):
             self._put(name, layer)
         self._head = head
         last = self.layers[head]
-        program = None
-        if tail is None:
-            rows = [(width, self.dtype) for width in (last.out_features, last.in_features)]
-            program = program_of(cast(Any, script).forward.graph, self._weights, rows, last)
+        rows = [(width, self.dtype) for width in (last.out_features, last.in_features)]
+        graph, behind = (None if each is None else cast(Any, each).forward.graph for each in (script, tail))
+        program = program_of(graph, self._weights, rows, last, behind)
         self.replay: PassForward = program or self._replay
 
     def _container(self, name: str) -> nn.Module:
