@@ -129,6 +129,28 @@ def test_linear_computes_each_row_alone(inner: int, dtype: torch.dtype) -> None:
         assert torch.equal(layer(x[:, :rows])[:, :rows], alone[:, :rows])
 
 
+@native_only
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(16, torch.float32), (16, torch.bfloat16), (8, torch.float32), (4, torch.bfloat16)]
+)
+def test_linear_computes_many_rows_as_it_does_few(bits: int, dtype: torch.dtype) -> None:
+    """They go through the weights in panels, siblings side by side."""
+    model, inner = PackedWeights.create(), 4096
+    assert model is not None
+    layers = [model.add_linear(random(out, inner, dtype=dtype), None, bits=bits) for out in (100, 64)]
+    model.join(layers)
+    x = random(1, 300, inner, dtype=dtype)
+
+    def made(first: int, end: int) -> list[Tensor]:
+        begin(model, end - first)
+        return [layer(x[:, first:end].contiguous()) for layer in layers]
+
+    whole = made(0, 300)
+    for first, end in ((0, 1), (47, 49), (95, 160), (290, 300)):
+        for everything, some in zip(whole, made(first, end), strict=True):
+            assert torch.equal(everything[:, first:end], some)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_weights_hold_every_number_once(dtype: torch.dtype) -> None:
     weight = torch.arange(1, 20 * 6 + 1, dtype=torch.float32).view(20, 6).to(dtype)

@@ -404,6 +404,18 @@ void write_pairs(const Layer& layer, const Segment& seg, int64_t head, View k, V
   }
 }
 
+// Have the second-level cache read what attend_group reads first: of many short texts each is over before its own columns are fetched ahead.
+template <typename T>
+void fetch_pairs(const Layer& layer, const Segment& seg, int64_t head) {
+  if (layer.before(seg.slot, head)) return;  // packed columns come first
+  const int64_t count = std::min(columns_ahead, seg.length - layer.gone(seg.slot, head)), first = layer.first_row(seg.slot, head);
+  auto all = [&](const void* numbers, int64_t dim) {
+    const char* from = (const char*)((const T*)numbers + first * dim);
+    for (const char* end = from + count * dim * sizeof(T); from < end; from += 64) fetch(from);
+  };
+  all(layer.keys, layer.key_dim), all(layer.values, layer.value_dim);
+}
+
 // One request, one key head: all its rows and the query heads of its group. A `source` is not the request's text: all rows see all
 // of its pairs, and have none of their own.
 template <typename T, bool source = false>

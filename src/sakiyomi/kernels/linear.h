@@ -26,6 +26,12 @@ constexpr int64_t block_width = 32;   // output channels of a block
 constexpr int64_t group_length = 32;  // weights of an output channel that share a scale in 4 bits
 constexpr int64_t pieces_of_work = 32;  // of a pass over a layer's weights, which threads share
 constexpr int64_t strip_rows = 48;     // rows of a strip
+// Of many rows so many bytes go through all blocks before the next ones do: they stay in the second-level cache meanwhile.
+#if defined(__AVX512F__)
+constexpr int64_t panel_bytes = 512 << 10;
+#else
+constexpr int64_t panel_bytes = 256 << 10;
+#endif
 #if defined(BF16_PAIRS)
 constexpr int64_t piece_length = 512;  // inputs of a piece
 #else
@@ -345,11 +351,16 @@ inline void dot_halves(const uint8_t* x, int64_t stride, const uint8_t* w, int64
 }
 #endif
 
+// Rows that go through all blocks together.
+struct Panel {
+  int64_t first, end;
+};
+
 // Calls f(first row, rows, whether they are so many that pieces pay) for strips of rows.
 template <int group, typename F>
-inline void in_strips(int64_t rows, F f) {
-  for (int64_t row = 0; row < rows; row += strip_rows) {
-    const int64_t count = std::min(strip_rows, rows - row);
+inline void in_strips(Panel panel, F f) {
+  for (int64_t row = panel.first; row < panel.end; row += strip_rows) {
+    const int64_t count = std::min(strip_rows, panel.end - row);
     f(row, count, count > (pieces_ahead ? group + 1 : 2 * group));
   }
 }
@@ -379,7 +390,7 @@ inline V some(const T* from, int64_t n) {
 
 // One block of output channels. X: rows as they are multiplied; T: weights and results as they are stored.
 template <typename X, typename T>
-void block(const Weight& w, const X* x, int64_t rows, T* y, int64_t first) {
+void block(const Weight& w, const X* x, Panel panel, T* y, int64_t first) {
   f16v bias[2], sum[strip_rows][2];
   int64_t n[2];
   for (int c = 0; c < 2; ++c) {
@@ -387,7 +398,7 @@ void block(const Weight& w, const X* x, int64_t rows, T* y, int64_t first) {
     bias[c] = some<f16v>(w.bias ? w.bias + first + 16 * c : nullptr, n[c]);
   }
   const T* data = (const T*)w.data + first * w.in;
-  in_strips<rows_at_once>(rows, [&](int64_t row, int64_t count, bool many) {
+  in_strips<rows_at_once>(panel, [&](int64_t row, int64_t count, bool many) {
     for (int64_t r = 0; r < count; ++r) sum[r][0] = bias[0], sum[r][1] = bias[1];
     const int64_t step = many ? piece_length : w.in;
     for (int64_t k = 0; k < w.in; k += step) {
@@ -396,7 +407,7 @@ void block(const Weight& w, const X* x, int64_t rows, T* y, int64_t first) {
       auto add = [&](const auto* numbers) {
         auto some = [&](auto R, int64_t r, auto... ahead) { dot<R()>(x + (row + r) * w.in + k, w.in, numbers, length, sum + r, ahead...); };
         if constexpr (pieces_ahead && std::is_same_v<decltype(numbers), const float*>) {
-          if (many && !row) return through_piece<rows_at_once>(count, piece + length * block_width, length * block_width * sizeof(T), length, some);
+          if (many && row == panel.first) return through_piece<rows_at_once>(count, piece + length * block_width, length * block_width * sizeof(T), length, some);
           if (!many) return in_lines<rows_at_once>(count, [&](auto R, int64_t r) { some(R, r, Nearby<R()>{numbers, block_width * sizeof(float)}); });
         }
         in_lines<rows_at_once>(count, some);
@@ -441,9 +452,9 @@ inline void finish(const Weight& w, const Bytes& x, int64_t row, int64_t rows, b
 }
 
 template <typename T>
-void block(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first) {
+void block(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first) {
   const int8_t* data = (const int8_t*)w.data + first * x.in;
-  in_strips<rows_at_once>(rows, [&](int64_t row, int64_t count, bool many) {
+  in_strips<rows_at_once>(panel, [&](int64_t row, int64_t count, bool many) {
     i16v sum[strip_rows][2];
     std::memset(sum, 0, count * sizeof(sum[0]));
     const int64_t step = many ? piece_length : x.in;
@@ -457,7 +468,7 @@ void block(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first) {
       if (many) {
         Pairs pairs[piece_length];
         for (int64_t i = 0; i < length; ++i) pairs[i] = pairs_of(piece + 32 * i);
-        if (row) in_lines<rows_at_once>(count, with(pairs));
+        if (row > panel.first) in_lines<rows_at_once>(count, with(pairs));
         else through_piece<rows_at_once>(count, piece + length * block_width, length * block_width, length / 4, with(pairs));
         continue;
       }
@@ -494,11 +505,11 @@ inline void block_of_tiles(const Weight& w, const bf16* x, int64_t rows, bf16* y
 
 // The same for 4 bits. A weight is (number - 8) * scale; sums of 32 products are whole numbers, and those are added in order.
 template <typename T>
-void block_of_halves(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first) {
+void block_of_halves(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first) {
   const int64_t groups = w.in / group_length;
   const uint8_t* data = (const uint8_t*)w.data + first * w.in / 2;
   const bf16* scales = w.scales + first * groups;
-  in_strips<rows_of_halves>(rows, [&](int64_t row, int64_t count, bool many) {
+  in_strips<rows_of_halves>(panel, [&](int64_t row, int64_t count, bool many) {
     f16v sum[strip_rows][2] = {};
     for (int64_t g = 0; g < groups; ++g) {
       const uint8_t* piece = data + g * group_length * block_width / 2;
@@ -610,10 +621,8 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   static thread_local Bytes bytes;
   const Bytes* rounded = &bytes;  // this thread's, for all threads
   auto any = [&](auto which) { return std::any_of(weights.begin(), weights.end(), which); };
-  if (any([](const Weight* w) { return w->rounded(); }))
-    to_bytes(x, rows, weights[0]->in, any([](const Weight* w) { return w->scales != nullptr; }), bytes);
-  // Below about 100k multiplications a second thread costs more than it brings.
-  int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * rows));
+  const bool in_bytes = any([](const Weight* w) { return w->rounded(); });
+  if (in_bytes) to_bytes(x, rows, weights[0]->in, any([](const Weight* w) { return w->scales != nullptr; }), bytes);
   const bool tiled = tiles_fit(weights[0]->in);
 #if defined(BF16_PAIRS)
   const T* wide = x;
@@ -630,30 +639,36 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
     });
   }
 #endif
+  const int64_t row_bytes = in_bytes ? bytes.stride * sizeof(RowByte) : weights[0]->in * sizeof(*wide);
+  const int64_t together = tiled ? rows : std::max<int64_t>(1, panel_bytes / row_bytes / strip_rows) * strip_rows;
+  // Below about 100k multiplications a second thread costs more than it brings.
+  const int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * std::min(rows, together)));
   // Threads take some blocks at a time, so that none waits for one that other work holds up.
-  const int64_t all = ends.back(), share = std::max<int64_t>(grain, all / pieces_of_work);
+  const int64_t blocks = ends.back(), all = blocks * ((rows + together - 1) / together), share = std::max<int64_t>(grain, blocks / pieces_of_work);
   std::atomic<int64_t> next = 0;
   parallel_for(0, all, grain, [&](int64_t, int64_t) {
     std::optional<Tiles> tiles;
     if (tiled) tiles.emplace(rows);
     int64_t t = 0, end = 0;
-    for (int64_t i = 0;; ++t) {
+    for (;; ++t) {
       if (t == end) t = next.fetch_add(share), end = std::min(all, t + share);
       if (t >= all) break;
-      while (t >= ends[i]) ++i;
+      const int64_t place = t % blocks, row = t / blocks * together;
+      const Panel panel{row, std::min(rows, row + together)};
+      const int64_t i = std::upper_bound(ends.begin(), ends.end(), place) - ends.begin();
       const Weight& w = *weights[i];
       T* y = (T*)outs[i];
-      int64_t first = (t - (i ? ends[i - 1] : 0)) * block_width;
+      int64_t first = (place - (i ? ends[i - 1] : 0)) * block_width;
       if (w.scales)
-        block_of_halves(w, *rounded, rows, y, first);
+        block_of_halves(w, *rounded, panel, y, first);
       else if (w.scale && tiled)
         block_of_tiles(w, *rounded, rows, y, first);
       else if (w.scale)
-        block(w, *rounded, rows, y, first);
+        block(w, *rounded, panel, y, first);
       else if (std::is_same_v<T, bf16> && tiled)
         block_of_tiles(w, (const bf16*)x, rows, (bf16*)y, first);
       else
-        block(w, wide, rows, y, first);
+        block(w, wide, panel, y, first);
     }
   });
 }
