@@ -26,7 +26,9 @@ constexpr int64_t block_width = 32;   // output channels of a block
 constexpr int64_t group_length = 32;  // weights of an output channel that share a scale in 4 bits
 constexpr int64_t pieces_of_work = 32;  // of a pass over a layer's weights, which threads share
 constexpr int64_t strip_rows = 48;     // rows of a strip
-// Of many rows so many bytes go through all blocks before the next ones do: they stay in the second-level cache meanwhile.
+// Of many rows so many bytes go through all blocks before the next ones do: they stay in the second-level cache meanwhile. It pays where
+// all of them take some megabytes (900 rows of a prompt gain 4 to 9 %, 300 of 768 numbers lose 2 %).
+constexpr int64_t bytes_in_panels = 2 << 20;
 #if defined(__AVX512F__)
 constexpr int64_t panel_bytes = 512 << 10;
 #else
@@ -640,7 +642,8 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   }
 #endif
   const int64_t row_bytes = in_bytes ? bytes.stride * sizeof(RowByte) : weights[0]->in * sizeof(*wide);
-  const int64_t together = tiled ? rows : std::max<int64_t>(1, panel_bytes / row_bytes / strip_rows) * strip_rows;
+  const bool in_panels = !tiled && rows * row_bytes > bytes_in_panels;
+  const int64_t together = in_panels ? std::max<int64_t>(1, panel_bytes / row_bytes / strip_rows) * strip_rows : std::max<int64_t>(1, rows);
   // Below about 100k multiplications a second thread costs more than it brings.
   const int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * std::min(rows, together)));
   // Threads take some blocks at a time, so that none waits for one that other work holds up.
