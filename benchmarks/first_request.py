@@ -5,8 +5,8 @@
 
 A process of its own for each lap: it loads the model, writes one text of 200 tokens, then the same again a few times.
 The share is the median of the later ones' seconds by those of the first one, which loads nothing any more but finds out
-what passes cost. A recording of the passes is kept before the first lap, as the commands keep one; `--record false`
-measures the first start of a model. The last line is one JSON object.
+what passes cost. A recording of the passes is kept before the first lap, as the commands keep one. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import statistics
 import subprocess
 import sys
 
-from sakiyomi.core.embedded import embedded, is_embedded_name
-
 LAP = """
 import json, sys, time
 from sakiyomi import LLM, SamplingParams
-target, draft, prompt, tokens, texts, record = sys.argv[1:]
+target, draft, prompt, tokens, texts, *record = sys.argv[1:]
 llm = LLM(target, draft)
 llm.wait()
 params = SamplingParams(max_new_tokens=int(tokens), ignore_eos=True)
@@ -31,7 +29,7 @@ for _ in range(int(texts)):
     began = time.perf_counter()
     llm.generate([prompt], params)
     seconds.append(time.perf_counter() - began)
-if record == "true":
+if record:
     llm.record()
 print(json.dumps(seconds))
 """
@@ -39,7 +37,7 @@ print(json.dumps(seconds))
 
 def lap(options: argparse.Namespace, texts: int, record: bool = False) -> list[float]:
     """Seconds of the texts of one process."""
-    told = [options.target, options.draft, options.prompt, str(options.tokens), str(texts), str(record).lower()]
+    told = [options.target, options.draft, options.prompt, str(options.tokens), str(texts), *["record"] * record]
     made = subprocess.run([sys.executable, "-c", LAP, *told], capture_output=True, text=True, check=False)
     if made.returncode:
         raise SystemExit(f"a lap failed:\n{made.stderr[-2000:]}")
@@ -55,14 +53,10 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=4, help="of each process, the first one among them")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--prompt", default="Once upon a time")
-    parser.add_argument("--record", choices=["true", "false"], default="true", help="keep a recording first")
     options = parser.parse_args()
     if options.laps < 1 or options.texts < 2:
         parser.error("at least one lap of two texts")
-    if is_embedded_name(options.target):
-        options.target = str(embedded(options.target))
-    if options.record == "true":
-        lap(options, 1, record=True)
+    lap(options, 1, record=True)
     shares = []
     for number in range(options.laps):
         first, *later = lap(options, options.texts)

@@ -116,9 +116,8 @@ class Program {
     tensors_[1] = Tensor::around((void*)positions, {1, size}, whole);
     const OwnMemory ours;
     for (const Step& step : steps_) {
-      size_t output = 0;
-      while (to && output < outputs_.size() && outputs_[output].value != step.to) ++output;
-      make(step, to && output < outputs_.size() ? to[output] : nullptr);
+      const auto output = std::find_if(outputs_.begin(), outputs_.end(), [&](const Output& each) { return each.value == step.to; });
+      make(step, to && output != outputs_.end() ? to[output - outputs_.begin()] : nullptr);
       for (int64_t value : step.last_read) tensors_[value] = Tensor();
     }
     for (size_t i = 0; i < outputs_.size(); ++i) {
@@ -215,9 +214,11 @@ class Program {
       case Op::div: y = ours(given) ? combined(given, [](f16v a, f16v b) { return a / b; }) : called("aten::div", given); break;
       case Op::whole: numbers_[step.to] = counted(Arithmetic(number(given[0])), number(given[1]), number(given[2])); break;
       case Op::torch: {
-        const int64_t count = number(given[2]);
-        std::vector<Value> found = call(texts_[given[0].value].c_str(), texts_[given[1].value].c_str(), {given.begin() + 3, given.end()}, count);
-        for (int64_t i = 0; i < count; ++i) tensors_[step.to + i] = Tensor(found[i]);
+        std::vector<Value> stack;
+        for (size_t at = 3; at < given.size();) stack.push_back(argument(given, at));
+        const int64_t count = given_by(step);
+        call(texts_[given[0].value].c_str(), texts_[given[1].value].c_str(), stack, count);
+        for (int64_t i = 0; i < count; ++i) tensors_[step.to + i] = Tensor(stack[i]);
         break;
       }
       default: check(false, "a step of an operator that is not known");
@@ -289,12 +290,10 @@ class Program {
     }
   }
 
-  std::vector<Value> call(const char* name, const char* overload, const std::vector<Operand>& given, int64_t count) const {
-    std::vector<Value> stack;
-    for (size_t at = 0; at < given.size();) stack.push_back(argument(given, at));
+  // An operator that gives so many tensors, which are in the place of its arguments then.
+  static void call(const char* name, const char* overload, std::vector<Value>& stack, int64_t count) {
     stack.resize(std::max<size_t>(stack.size(), count));
     TORCH_CALL(torch_call_dispatcher, name, overload, stack.data(), built_for);
-    return stack;
   }
 
   // Of whole numbers and a number torch makes another type than of whole numbers and a tensor without dimensions.
@@ -305,26 +304,26 @@ class Program {
   }
 
   // For torch; a number as a tensor without dimensions.
-  Tensor of_torch(const Operand& operand) const {
-    if (operand.kind == Operand::tensor) return Tensor(tensor(operand).for_torch());
+  TensorHandle of_torch(const Operand& operand) const {
+    if (operand.kind == Operand::tensor) return tensor(operand).for_torch();
     const bool real = operand.kind == Operand::real;
     const OwnMemory ours;
     const Tensor y = Tensor::empty({}, real ? torch.aoti_torch_dtype_float64 : torch.aoti_torch_dtype_int64);
     *(int64_t*)y.data() = real ? operand.value : number(operand);
-    return Tensor(y.for_torch());
+    return y.for_torch();
   }
 
   Tensor called(const char* name, const std::vector<Operand>& given) const {
     check_number(given);
-    Value stack[] = {of_torch(given[0]).release(), of_torch(given[1]).release()};
-    TORCH_CALL(torch_call_dispatcher, name, "Tensor", stack, built_for);
+    std::vector<Value> stack{(Value)of_torch(given[0]), (Value)of_torch(given[1])};
+    call(name, "Tensor", stack, 1);
     return Tensor(stack[0]);
   }
 
   // x + y * factor
   Tensor added(const std::vector<Operand>& given, double factor) const {
     check_number(given);
-    const Tensor x = of_torch(given[0]), y = of_torch(given[1]);
+    const Tensor x(of_torch(given[0])), y(of_torch(given[1]));
     TensorHandle sum;
     TORCH_CALL(aoti_torch_cpu_add_Tensor, x.handle(), y.handle(), factor, &sum);
     return Tensor(sum);

@@ -24,8 +24,10 @@ from sakiyomi.model_executor.torch_steps import (
     TEXT,
     WHOLE,
     Operand,
+    as_tensor,
+    each_of,
     torch_call,
-)  # fmt: skip
+)
 
 __all__ = ["Builder", "leaves"]
 
@@ -94,10 +96,8 @@ class Builder:
 
     def follow(self, graph: Any, given: Operand) -> Operand:
         """The steps of another graph behind these, of one tensor; what it gives."""
-        self._known = dict.fromkeys((value.unique() for value in graph.inputs()), None)
-        self._known |= {
-            value.unique(): given for value in graph.inputs() if isinstance(value.type(), torch._C.TensorType)
-        }
+        inputs = [(value.unique(), isinstance(value.type(), torch._C.TensorType)) for value in graph.inputs()]
+        self._known = {number: given if tensor else None for number, tensor in inputs}
         (found,) = self._run(graph)
         return found
 
@@ -110,14 +110,14 @@ class Builder:
 
     # ------------------------------------------------------------ values
 
-    def _fixed(self, tensor: Tensor) -> int:
-        """The number of a tensor that is the same in all passes."""
+    def _fixed(self, tensor: Tensor) -> Operand:
+        """A tensor that is the same in all passes."""
         self.count += 1
         if tensor.dtype not in DTYPES:
             raise UnsupportedError(f"a tensor of {tensor.dtype}")
         self.constants[self.count - 1] = tensor.detach()
         self._lasting.add(self.count - 1)
-        return self.count - 1
+        return Operand(TENSOR, self.count - 1)
 
     def _operand(self, value: Any, known: Any) -> Operand:
         if isinstance(known, Operand):
@@ -126,7 +126,7 @@ class Builder:
             return Operand(TENSOR, self._look_up(value))
         if isinstance(known, Tensor):
             if known.dim():
-                return Operand(TENSOR, self._fixed(known))
+                return self._fixed(known)
             known = known.item()
         if isinstance(known, bool | int):
             return Operand(WHOLE, int(known))
@@ -258,12 +258,8 @@ class Builder:
 
     def call(self, name: str, *given: Operand | float, overload: str = "", writes: bool = False) -> Operand:
         """An operator of torch that gives one tensor: see ``Steps``."""
-        operands = [each if isinstance(each, Operand) else self._number(each) for each in given]
+        operands = [each if isinstance(each, Operand) else self._fixed(as_tensor(each)) for each in given]
         return self._torch(name, overload, 1, operands, writes)[0]
-
-    def _number(self, number: float) -> Operand:
-        """A tensor without dimensions."""
-        return Operand(TENSOR, self._fixed(torch.tensor(number, dtype=torch.float64)))
 
     def _called(self, node: Any, inputs: list[Any], known: list[Any]) -> list[Operand]:
         """What an operator of torch gives, which is called from the kernels."""
@@ -275,7 +271,7 @@ class Builder:
             elif kind in (TENSOR, NUMBER):
                 value, found = each
                 whole = kind == TENSOR and isinstance(found, Tensor)
-                operands.append(Operand(TENSOR, self._fixed(found)) if whole else self._operand(value, found))
+                operands.append(self._fixed(found) if whole else self._operand(value, found))
                 if (kind == TENSOR) != (operands[-1].kind == TENSOR):
                     raise UnsupportedError(f"{call.name} with an argument of another type")
             else:
@@ -325,27 +321,19 @@ Pair = tuple[Any, Any]  # a value of the graph, and what is known of it
 Order = Callable[[list[Any], list[Any]], Iterable[Pair] | None]
 
 
-def _each(value: Any, known: Any) -> Iterable[Pair]:
-    """A value, or those of a list."""
-    if not isinstance(known, list):
-        return [(value, known)]
-    parts = list(value.node().inputs())
-    return zip(parts if len(parts) == len(known) else [value] * len(known), known, strict=True)
-
-
 def _all(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
     for value, each in zip(inputs, known, strict=True):
-        yield from _each(value, each)
+        yield from each_of(value, each)
 
 
 def _norm(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
     if not isinstance(known[1], Tensor):
         raise UnsupportedError("a norm by a weight that is computed")
-    return [(inputs[1], known[1].float()), *zip(inputs[2:], known[2:], strict=True), *_each(inputs[0], known[0])]
+    return [(inputs[1], known[1].float()), *zip(inputs[2:], known[2:], strict=True), *each_of(inputs[0], known[0])]
 
 
 def _recur(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
-    rows, fixed = list(_each(inputs[0], known[0])), known[1]
+    rows, fixed = list(each_of(inputs[0], known[0])), known[1]
     if not all(isinstance(tensor, Tensor) for tensor in fixed):
         raise UnsupportedError("a recurrence by weights that are computed")
     return [(inputs[2], known[2]), (None, len(rows)), *rows, *((None, tensor.float()) for tensor in fixed)]

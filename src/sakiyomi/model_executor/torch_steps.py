@@ -14,7 +14,8 @@ import torch
 from sakiyomi.core.errors import UnsupportedError
 
 __all__ = [
-    "DTYPES", "NUMBER", "REAL", "REWRITES", "TENSOR", "TEXT", "WHOLE", "Operand", "Steps", "TorchCall", "torch_call",
+    "DTYPES", "NUMBER", "REAL", "REWRITES", "TENSOR", "TEXT", "WHOLE", "Operand", "Steps", "TorchCall",
+    "as_tensor", "each_of", "torch_call",
 ]  # fmt: skip
 
 DTYPES = {
@@ -82,8 +83,8 @@ def torch_call(node: Any, inputs: Sequence[Any], known: Sequence[Any]) -> TorchC
     first = schema.arguments[0].alias_info if schema.arguments else None
     views = any(made.alias_info is not None for made in schema.returns)
     arguments = [part for each in given for part in _argument(*each)]
-    overload = "" if schema.overload_name == "default" else schema.overload_name
-    return TorchCall(name, overload, len(schema.returns), arguments, views, first is not None and first.is_write)
+    writes = first is not None and first.is_write
+    return TorchCall(name, schema.overload_name, len(schema.returns), arguments, views, writes)
 
 
 def _is_number(kind: Any) -> bool:
@@ -128,23 +129,35 @@ def _argument(argument: Any, value: Any, known: Any) -> Iterable[tuple[int, Any]
     return _packed(argument.type, value, known)
 
 
+def each_of(value: Any, known: Any) -> Iterable[tuple[Any, Any]]:
+    """A value of a graph with what is known of it, or those of a list."""
+    if not isinstance(known, list):
+        return [(value, known)]
+    parts = list(value.node().inputs())
+    return zip(parts if len(parts) == len(known) else [value] * len(known), known, strict=True)
+
+
+def as_tensor(known: Any) -> Any:
+    """What is given for a tensor; numbers become one without dimensions, as torch makes of them."""
+    if isinstance(known, bool):
+        return torch.tensor(known)
+    if isinstance(known, int | float):
+        return torch.tensor(known, dtype=torch.int64 if isinstance(known, int) else torch.float64)
+    return known
+
+
 def _packed(kind: Any, value: Any, known: Any) -> Iterable[tuple[int, Any]]:
     if isinstance(kind, torch._C.OptionalType):
         return [(NONE, 0)] if known is None else [(SOME, 0), *_packed(kind.getElementType(), value, known)]
     if isinstance(kind, torch._C.ListType):
         if not isinstance(known, list):
             raise UnsupportedError("a list that is computed")
-        parts = list(value.node().inputs())
-        values = parts if len(parts) == len(known) else [value] * len(known)
         inner = kind.getElementType()
-        return [
-            (LIST, len(known)),
-            *(part for pair in zip(values, known, strict=True) for part in _packed(inner, *pair)),
-        ]
+        return [(LIST, len(known)), *(part for pair in each_of(value, known) for part in _packed(inner, *pair))]
     if isinstance(kind, torch._C.StringType):
         return [(TEXT, known)]
     if isinstance(kind, torch._C.TensorType):
-        return [(TENSOR, (value, _tensor(known)))]
+        return [(TENSOR, (value, as_tensor(known)))]
     if isinstance(kind, torch._C.FloatType) and isinstance(known, int):
         return [(NUMBER, (value, float(known)))]
     if isinstance(kind, torch._C.IntType | torch._C.FloatType | torch._C.BoolType):
@@ -200,12 +213,3 @@ REWRITES: dict[str, Callable[..., Operand | None]] = {
     "aten::full_like": _full_like,
 }
 """What makes steps of an operator, from its first argument and what is known of the others; None: it does not."""
-
-
-def _tensor(known: Any) -> Any:
-    """What is given for a tensor; numbers become one without dimensions, as torch makes of them."""
-    if isinstance(known, bool):
-        return torch.tensor(known)
-    if isinstance(known, int | float):
-        return torch.tensor(known, dtype=torch.int64 if isinstance(known, int) else torch.float64)
-    return known
