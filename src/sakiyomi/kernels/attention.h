@@ -519,9 +519,7 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
         add_packed_in_pairs(rows, s.y.data(), padded, s.scores.data() + j / 2, stride, s.values.data(), s.narrow.data(), vd);
         continue;
       }
-      in_groups<row_group>(rows, [&](auto some, int64_t r) {
-        add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, s.values.data(), packed_group, vd);
-      });
+      add_values(rows, s.y.data(), padded, s.scores.data() + j, stride, (const float*)s.values.data(), packed_group, vd, s.values);
     }
   });
   const int64_t first = std::max(packed, lowest / value_tile * value_tile);
