@@ -34,11 +34,17 @@ RULES: dict[str, dict[str, Any]] = {
     "ratio": {"temperature": 0.9, "acceptance": "ratio"},
     "ratio, few": {"temperature": 0.7, "top_k": 9, "min_p": 0.01, "acceptance": "ratio"},
 }
+CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1, 0)]
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain", "gamma": 5},
     "best-first": {"tree": "best-first", "nodes": 13, "gamma": 4},
     "one node": {"tree": "best-first", "nodes": 1, "gamma": 4},
+    "ddtree": {"tree": "ddtree", "nodes": 12, "gamma": 4},
+    "dynamic": {"tree": "dynamic", "nodes": 11, "gamma": 6},
+    "static": {"tree": "static", "nodes": 9, "gamma": 4},
+    "choices": {"tree": CHOICES},
 }
+MOST = {"chain": 5, "best-first": 13, "one node": 1, "ddtree": 12, "dynamic": 11, "static": 9, "choices": len(CHOICES)}
 
 
 def drafter(dtype: torch.dtype, width: int, *, native: bool, slots: int = 8) -> ModelDrafter:
@@ -60,7 +66,7 @@ def grow(own: Any, native: bool, *arguments: Any) -> int | None:
 def context(number: int, params: SamplingParams, rule: Any, worth: TokenValue | None) -> Context:
     tokens = [random.Random(number).randrange(VOCAB) for _ in range(6 + number)]
     made = Context(number, tokens, params, rule, RequestNoise(7, number), frozenset([11, 12]))
-    made.nodes = params.nodes if isinstance(params.nodes, int) else 5
+    made.nodes = params.nodes if isinstance(params.nodes, int) else len(params.choices) or 5
     made.worth = worth
     return made
 
@@ -104,10 +110,7 @@ def test_trees_are_those_of_python(rule: str, shape: str) -> None:
         drafts[compiled] = found
         streams[compiled] = [each.noise.fork(made.name).uniform() for each in contexts]
     assert sum(GROWN) > 7, "the kernels grew nothing"
-    assert (
-        max(len(draft.tree) for draft in drafts[True]) == {"chain": 5, "best-first": 13, "one node": 1}[shape]
-        or weighed
-    )
+    assert max(len(draft.tree) for draft in drafts[True]) == MOST[shape] or weighed
     for a, b in zip(drafts[False], drafts[True], strict=True):
         same(a, b)
     assert streams[False] == streams[True]
@@ -151,7 +154,7 @@ def test_passes_of_many_requests_have_inputs_too() -> None:
     model = drafter(torch.float32, VOCAB, native=True, slots=40).model
     assert 128 in model.sizes
     model.record(model.sizes)
-    _, sizes = model.native_passes(128) or (0, ())
+    _, sizes = model.native_passes(128, None, 0) or (0, ())
     assert sizes == model.sizes
     assert [model.replayed(size)[1].shape for size in sizes] == [(1, size) for size in sizes]
 

@@ -82,10 +82,10 @@ class DraftTreeState:
         return self.context.tokens[self.held :]
 
     def drew(self, probs: Sequence[float], table: Tensor | None) -> None:
-        """Take the draft's probabilities of all candidates, and the distributions of a drawn chain, (rows, V)."""
+        """Take the draft's probabilities of all candidates, and what they were drawn from: a row of each place."""
         self._probs, self._table = list(probs), table
         if table is not None:
-            self._row_of = {place: place + 1 for place in range(-1, len(table) - 1)}
+            self._row_of = dict(zip(self.listed, range(len(table)), strict=True))
 
     def segment(self) -> SequenceRows:
         """The rows of the next pass: in the first pass the committed tokens that are missing, then one level each."""

@@ -135,6 +135,11 @@ class ModelDrafter(LevelDrafter):
         found = (context.memory.get(self.name) if context in able else None for context in contexts)
         return [seat if seat is not None and seat.ready else None for seat in found]
 
+    def place(self, context: Context) -> tuple[int | None, int]:
+        """A request's slot, and its tokens there, where nothing behind them is still wanted; else no slot."""
+        seat: Seat | None = context.memory.get(self.name)
+        return (None, 0) if seat is None or seat.tree is not None else (seat.slot, len(seat.held))
+
     def tree(self, context: Context, seat: Seat) -> DraftTreeState:
         """A tree that has no token yet."""
         state = self.reader.begin(context, seat.sampler, self.name, 1, seat.slot, len(seat.held))

@@ -1,4 +1,4 @@
-"""Chains and best-first trees grown by the compiled kernels: between two passes of the model no candidate is in Python.
+"""Trees grown by the compiled kernels: between two passes of the model no candidate is in Python.
 
 `kernels/growth.h` does what `DraftTreeState.advance` does, with the same builders; a tree that is complete is read back
 into its state.
@@ -10,6 +10,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +19,17 @@ from sakiyomi.core.errors import InputError, MemoryLimitError
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
-from sakiyomi.drafters.trees import BestFirst, Builder, Chain
+from sakiyomi.drafters.trees import Builder, CandidateTree, Shape
 from sakiyomi.kernels.build import loaded
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.probs import NOTHING_LEFT
 
-__all__ = ["EXTENT", "GROWN", "NativeTrees", "level_seconds", "pack_ask", "pack_extent", "spread"]
+__all__ = ["EXTENT", "NativeTrees", "level_seconds", "pack_ask", "pack_extent", "place_children"]
 
-EXTENT = struct.Struct("=4q6d")  # Extent in growth.h
-_ASK = struct.Struct("=4q2q1q3d2Q4q")  # Ask in growth.h, behind its extent
-GROWN: dict[str, type[Builder]] = {"chain": Chain, "best-first": BestFirst}
-"""Builders that the kernels know."""
+EXTENT = struct.Struct("=8q6d")  # Extent in growth.h
+_ASK = struct.Struct("=4q1q3d2Q4q")  # Ask in growth.h, behind its extent
+_SHAPES = {"chain": 0, "best-first": 1, "ddtree": 2, "dynamic": 3, "fixed": 4}
 _RULES = {"greedy": 0, "coupled": 1}  # else 2 where candidates are drawn, and 3
-LEVELS = 4  # most levels are narrow: rows for so many of the widest are more than a tree reads
 FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
 
 
@@ -48,7 +47,7 @@ class NativeTrees:
         self._forest = 0
         self._native: tuple[int, tuple[int, ...]] | None = None  # what the forest was made for
         self._grown = (ctypes.c_int64 * 2)(), ctypes.POINTER(ctypes.c_int64)(), ctypes.POINTER(ctypes.c_double)()
-        self._tables: list[Tensor] = []  # of the requests of a round, (depth, V): new memory costs more than its use
+        self._tables: list[Tensor] = []  # of the requests of a round, (places, V): new memory costs more than its use
 
     def __del__(self) -> None:
         self._free()
@@ -75,24 +74,26 @@ class NativeTrees:
             return None
         missing = total = widest = 0
         weighed = False
-        rooms = []
+        shapes = []
         for state in states:
-            if not _fits(state):
+            shape = _fits(state)
+            if shape is None:
                 return None
-            candidates = state.candidates
-            width = 1 if type(state.builder) is Chain else candidates.nodes
-            rooms.append(state.first + spread(candidates.depth, width))
-            missing, total, widest = missing + state.first - state.held, total + width, max(widest, width)
+            shapes.append(shape)
+            missing, total = missing + state.first - state.held, total + shape.width
+            widest = max(widest, shape.width)
             weighed |= state.worth is not None
-        native = self._model.native_passes(max(missing, total))
-        if native is None or not self._reserve(states, rooms):
+        native = self._model.native_passes(max(missing, total), states[0].slot, states[0].held)
+        if native is None or not self._reserve(states, shapes):
             return None
         if native != self._native:
             self._begin(*native, kernels)
             self._native = native
         tokens: list[int] = []
-        tables = [self._table(i, state.candidates.depth) if state.drawn else None for i, state in enumerate(states)]
-        asks = [pack_ask(*each, tokens) for each in zip(states, rooms, tables, strict=True)]
+        drawn = zip(states, shapes, strict=True)
+        tables = [self._table(i, shape.rows + 1) if state.drawn else None for i, (state, shape) in enumerate(drawn)]
+        children = [place_children(shape) for shape in shapes]  # held while the kernels read them
+        asks = [pack_ask(*each, tokens) for each in zip(states, shapes, children, tables, strict=True)]
         seconds = level_seconds(self._model, widest, besides) if weighed else None
         given = len(tokens), struct.pack(f"={len(tokens)}q", *tokens)
         size = kernels.sk_plant(self._forest, len(states), b"".join(asks), *given, seconds)
@@ -103,10 +104,10 @@ class NativeTrees:
             self._read(state, index, table, kernels)
         return passes
 
-    def _reserve(self, states: Sequence[DraftTreeState], rooms: Sequence[int]) -> bool:
+    def _reserve(self, states: Sequence[DraftTreeState], shapes: Sequence[Shape]) -> bool:
         try:
-            for state, room in zip(states, rooms, strict=True):
-                self._model.cache.reserve(state.slot, room)
+            for state, shape in zip(states, shapes, strict=True):
+                self._model.cache.reserve(state.slot, state.first + shape.rows)
         except MemoryLimitError:
             return False
         return True
@@ -119,12 +120,12 @@ class NativeTrees:
         self._kernels = kernels
         self._half = self._model.dtype == torch.bfloat16
 
-    def _table(self, index: int, depth: int) -> Tensor:
-        """Room for the distributions of a drawn chain."""
+    def _table(self, index: int, places: int) -> Tensor:
+        """Room for the distributions of so many places, whose candidates are drawn."""
         while len(self._tables) <= index:
             self._tables.append(torch.empty(0, self._width))
-        if len(self._tables[index]) < depth:
-            self._tables[index] = torch.empty(depth, self._width)
+        if len(self._tables[index]) < places:
+            self._tables[index] = torch.empty(places, self._width)
         return self._tables[index]
 
     def _read(self, state: DraftTreeState, index: int, probs: Tensor | None, kernels: ctypes.CDLL) -> None:
@@ -139,7 +140,7 @@ class NativeTrees:
         candidates.tokens, candidates.parents = whole[5 : 5 + nodes], whole[5 + nodes : 5 + 2 * nodes]
         candidates.ranks, state.rows, state.unread = whole[5 + 2 * nodes : at], whole[at : at + rows], []
         candidates.chances, candidates.values = real[1 : 1 + nodes], real[1 + nodes : 1 + 2 * nodes]
-        state.drew(real[1 + 2 * nodes : ends], None if probs is None else probs[:levels])
+        own = real[1 + 2 * nodes : ends]
         at += rows
         if len(whole) - at == 4 * places:  # one token is listed at each
             listed = zip(
@@ -151,13 +152,14 @@ class NativeTrees:
             place, start, count = whole[at : at + 3]
             state.listed[place] = start, whole[at + 3 : at + 3 + count], real[ends : ends + count]
             at, ends = at + 3 + count, ends + count
+        state.drew(own, None if probs is None else probs[: len(state.listed)])
         if probs is not None:
             state.context.noise.fork(state.name).counter = stream % 2**64
 
 
-def spread(depth: int, width: int) -> int:
-    """Columns for a tree's candidates that are read, `width` at most in a level: with more of them it is complete."""
-    return depth if width == 1 else width * min(depth, LEVELS)
+def place_children(shape: Shape) -> Any:
+    """Where the kernels find the children of a fixed shape, as long as it is held; None for other shapes."""
+    return (ctypes.c_int64 * len(shape.children))(*shape.children) if shape.children else None
 
 
 def level_seconds(model: ModelRunner, rows: int, besides: float) -> ctypes.Array[ctypes.c_double]:
@@ -169,48 +171,51 @@ def level_seconds(model: ModelRunner, rows: int, besides: float) -> ctypes.Array
     return (ctypes.c_double * len(found))(*found)
 
 
-def pack_extent(depth: int, nodes: int, siblings: int, worth: TokenValue | None, confidence: Confidence) -> bytes:
+def pack_extent(
+    tree: CandidateTree, builder: Builder, shape: Shape, children: Any, worth: TokenValue | None, confidence: Confidence
+) -> bytes:
     """How large a tree may become, as the kernels take it.
 
     Args:
-        depth, nodes: at most.
-        siblings: candidates of a place.
+        tree: without a level.
+        builder, shape: of it.
+        children: see ``place_children``.
         worth: what a token is worth, where that is weighed.
         confidence: what turns scores into chances.
     """
+    siblings, nodes = builder.candidate_count(tree, -1), tree.nodes
+    about = _SHAPES[shape.kind], shape.width, shape.rows, 0 if children is None else ctypes.addressof(children)
     floor, price, rate = (worth.floor(nodes), worth.price(nodes), worth.rate) if worth is not None else (0.0, 0.0, 0.0)
     learnt = confidence.sharpness, confidence.coverage
-    return EXTENT.pack(depth, nodes, siblings, worth is not None, floor, price, rate, FOLLOWED, *learnt)
+    return EXTENT.pack(tree.depth, nodes, siblings, worth is not None, *about, floor, price, rate, FOLLOWED, *learnt)
 
 
-def pack_ask(state: DraftTreeState, room: int, table: Tensor | None, tokens: list[int]) -> bytes:
+def pack_ask(state: DraftTreeState, shape: Shape, children: Any, table: Tensor | None, tokens: list[int]) -> bytes:
     """What is asked of one tree, as the kernels take it.
 
     Args:
         state: without a level.
-        room: columns of its slot that may be in use.
-        table: for the distributions of a drawn chain; None: there is none, or they lie in the kernels.
+        shape, children: of it, see ``pack_extent``.
+        table: for the distributions that candidates are drawn from; None: there are none, or they lie in the kernels.
         tokens: those that it names join those of other trees.
     """
-    context, params, candidates = state.context, state.sampler.params, state.candidates
+    context, params = state.context, state.sampler.params
     named, missing, stops = len(tokens), context.tokens[state.held :], context.stop_ids
     tokens += missing
     tokens += stops
-    chain = type(state.builder) is Chain
-    siblings, noise = state.candidate_count(-1), context.noise
+    noise = context.noise
     stream = noise.fork(state.name).counter if state.drawn else 0
-    return pack_extent(candidates.depth, candidates.nodes, siblings, state.worth, state.confidence) + _ASK.pack(
-        *(state.slot, state.held, state.first, room, chain, _RULES.get(context.rule, 2 if state.drawn else 3)),
+    extent = pack_extent(state.candidates, state.builder, shape, children, state.worth, state.confidence)
+    return extent + _ASK.pack(
+        *(state.slot, state.held, state.first, _RULES.get(context.rule, 2 if state.drawn else 3)),
         *(params.top_k, params.temperature, params.top_p, params.min_p, noise.state, stream),
         *(len(missing), len(stops), named, 0 if table is None else table.data_ptr()),
     )
 
 
-def _fits(state: DraftTreeState) -> bool:
-    """Whether the kernels know how this tree grows, and nobody changes its logits."""
-    return (
-        type(state) is DraftTreeState
-        and type(state.builder) in GROWN.values()
-        and not state.sampler.edits
-        and not state.candidates.levels
-    )
+def _fits(state: DraftTreeState) -> Shape | None:
+    """The shape of a tree that the kernels can grow, whose logits nobody changes."""
+    candidates = state.candidates
+    if type(state) is not DraftTreeState or state.sampler.edits or candidates.levels:
+        return None
+    return state.builder.shape(candidates.depth, candidates.nodes)

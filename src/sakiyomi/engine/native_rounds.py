@@ -1,8 +1,8 @@
 """Rounds that the compiled kernels run: draft, score, verify, commit. Python runs the passes that the kernels have no
 program for (`model_executor/program.py`), and reads what came of it.
 
-That is so for requests that draft chains or best-first trees with a draft model of their own, or nothing, where no code
-of Python has a say between the passes. All others, and any in a round with them, have the round of ``Engine``, which
+That is so for requests that draft chains or trees with a draft model of their own, or nothing, where no code of Python
+has a say between the passes. All others, and any in a round with them, have the round of ``Engine``, which
 gives the same.
 `kernels/round.h` keeps a request from round to round; whatever else happens to it in between shows in its length.
 """
@@ -13,7 +13,7 @@ import ctypes
 import logging
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,6 @@ from sakiyomi.core.outputs import FinishReason, Step
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.model import LONG, ModelDrafter
 from sakiyomi.drafters.native_trees import pack_ask
-from sakiyomi.drafters.trees.base import LISTED
 from sakiyomi.engine.native_turns import PassTables, Turn, judged, size_of
 from sakiyomi.engine.request import Request, RoundVerdict
 from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
@@ -154,7 +153,7 @@ class NativeRounds:
             return None
         made_for = self._made_for
         same = made_for and made_for[0] is draft.recorder and made_for[-1] is target.recorder
-        if not same and not self._make([1] * len(self._models)):
+        if not same and not self._make([1] * len(self._models), requests[0]):
             return None
         turns, lacking = [], False
         for request, depth in zip(requests, depths, strict=True):
@@ -177,8 +176,8 @@ class NativeRounds:
                 missing, width = missing + turn.length - len(turn.seat.held), width + size.width
         rows = len(requests) + sum([size.nodes for size in sizes])
         if rows > self._rows[-1] or max(missing, width) > self._rows[0]:
-            wanted = [max(missing, width), rows][-len(self._models) :]
-            return self._begin(requests, depths) if self._make(wanted) else None
+            wanted = [max(missing, width, self._rows[0]), max(rows, self._rows[-1])][-len(self._models) :]
+            return self._begin(requests, depths) if self._make(wanted, requests[0]) else None
         moved = target.cache.moved or draft.cache.moved
         for request, turn in zip(requests, turns, strict=True):
             turn.reserve(request, target, draft, moved)
@@ -210,14 +209,25 @@ class NativeRounds:
             if seat is not None:
                 tokens: list[int] = []
                 state = drafter.tree(context, seat)
-                ask = pack_ask(state, state.first, None, tokens)
+                shape = state.builder.shape(1, 1)
+                assert shape is not None
+                ask = pack_ask(state, shape, None, None, tokens)
                 turn.stream = context.noise.fork(drafter.name) if state.drawn else None
                 self._kernels.sk_seat(self._rounds, turn.number, ask, struct.pack(f"={len(tokens)}q", *tokens))
 
-    def _make(self, rows: Sequence[int]) -> bool:
-        """Rounds with passes of up to so many rows of each model; whether these are replayed."""
+    def _make(self, rows: Sequence[int], request: Request) -> bool:
+        """Rounds with passes of up to so many rows of each model; whether these are replayed.
+
+        Args:
+            rows: by model.
+            request: one of the round, in whose slots passes may be compared.
+        """
         kernels = loaded()
-        found = [model.native_passes(count) for model, count in zip(self._models, rows, strict=True)]
+        behind: list[tuple[int | None, int]] = [(request.slot, len(request.context.tokens) - 1)]
+        if self._drafter is not None:
+            behind.insert(0, self._drafter.place(request.context))
+        asked = zip(self._models, rows, behind, strict=True)
+        found = [model.native_passes(count, *place) for model, count, place in asked]
         dtypes = [model.dtype in HALF for model in self._models]
         if kernels is None or None in found or not all(dtypes):
             return False
@@ -229,22 +239,18 @@ class NativeRounds:
         tables = []
         for i, (model, known) in enumerate(zip(self._models, found, strict=True)):
             assert known is not None
-            session, sizes = known
-            passes = {size: model.replayed(size) for size in sizes}
-            places = [ids.data_ptr() for _, ids, _ in passes.values()]
-            programs = [_program(each, model) for each, _, _ in passes.values()]
-            about = session, model.vocab_size, HALF[model.dtype], len(sizes)
-            tables.append(numbers([*about, *sizes, *places, *programs]))
+            passes = {size: model.replayed(size) for size in known[1]}
+            tables.append(_described(model, known[0], passes))
             which = i + 2 - len(self._models)  # 1: the target
             self._passes |= {2 * size + which: found for size, found in passes.items()}
-        most = self._target.sizes[-1]  # rows: each has a token, and may be a place with what is listed there
-        doubles = [(ctypes.c_double * count)() for count in ((2 + LISTED) * most, 2 + 2 * _PASSES)]
+        most = self._target.sizes[-1]  # rows: each has a token, and may be a place, with no more candidates than that
+        doubles = [(ctypes.c_double * count)() for count in ((2 + most) * most, 2 + 2 * _PASSES)]
         self._found = numbers([0] * ((_HEAD + 4) * most)), doubles[0], doubles[1]
         if len(tables) == 1:
             tables.insert(0, numbers([0] * 4))
         self._kernels = kernels
         self._rounds = kernels.sk_rounds(tables[1], tables[0], *self._found)
-        self._rows = [sizes[-1] for _, sizes in filter(None, found)]
+        self._rows = [model.padded(count) for model, count in zip(self._models, rows, strict=True)]
         self._made_for = [model.recorder for model in self._models]
         return True
 
@@ -351,6 +357,13 @@ def _times(found: Sequence[float]) -> tuple[list[tuple[int, float]], float]:
     """Which passes a round has run, with the seconds of each; and those up to the last one's beginning."""
     ran = found[2 : 2 + 2 * int(found[0])]
     return [(int(which), spent) for which, spent in zip(ran[::2], ran[1::2], strict=True)], found[1]
+
+
+def _described(model: ModelRunner, session: int, passes: Mapping[int, tuple[PassForward, Tensor, Tensor]]) -> Any:
+    """A model and its passes by size, as the kernels take them (sk_rounds in `round.h`)."""
+    places = [ids.data_ptr() for _, ids, _ in passes.values()]
+    programs = [_program(each, model) for each, _, _ in passes.values()]
+    return numbers([session, model.vocab_size, HALF[model.dtype], len(passes), *passes, *places, *programs])
 
 
 def _program(replay: PassForward, model: ModelRunner) -> int:

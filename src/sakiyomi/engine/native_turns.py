@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sakiyomi.core.tree import Draft
+from sakiyomi.drafters.confidence import RANKS
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.model import ModelDrafter, Seat
-from sakiyomi.drafters.native_trees import EXTENT, GROWN, level_seconds, pack_extent, spread
-from sakiyomi.drafters.tree_reader import is_drawn
-from sakiyomi.drafters.trees.base import LISTED
+from sakiyomi.drafters.native_trees import EXTENT, level_seconds, pack_extent, place_children
+from sakiyomi.drafters.tree_reader import begin_tree, is_drawn
 from sakiyomi.engine.request import Request
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import Uniforms
@@ -22,7 +22,7 @@ from sakiyomi.sampling.verifiers.native import Case, pack_case
 __all__ = ["PassTables", "Size", "Turn", "judged", "size_of"]
 
 AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
-_ASKED = struct.Struct("=2q")  # Asked in round.h, before its extent
+_ASKED = struct.Struct("=q")  # Asked in round.h, before its extent
 
 
 class Size(NamedTuple):
@@ -33,6 +33,7 @@ class Size(NamedTuple):
         width: most rows of a level.
         room: columns of the draft model's slot that may be in use behind the text.
         worth: what a token is worth, where that is weighed.
+        children: of a fixed shape, which the kernels read.
         asked: all this of a request, as the kernels take it.
     """
 
@@ -41,10 +42,11 @@ class Size(NamedTuple):
     width: int
     room: int
     worth: TokenValue | None
+    children: Any
     asked: bytes
 
 
-_UNKNOWN = Size(-1, 0, 0, 0, None, b"")
+_UNKNOWN = Size(-1, 0, 0, 0, None, None, b"")
 
 
 @dataclass(eq=False, slots=True)
@@ -91,12 +93,15 @@ def size_of(request: Request, turn: Turn, gamma: int, drafter: ModelDrafter | No
     if depth == turn.size.depth and (not depth or context.params.builder == "chain"):
         return turn.size  # nothing of a chain changes but its depth
     if not depth or drafter is None:
-        turn.size = Size(0, 0, 0, 0, None, _ASKED.pack(turn.number, 0) + bytes(EXTENT.size))
+        turn.size = Size(0, 0, 0, 0, None, None, _ASKED.pack(turn.number) + bytes(EXTENT.size))
         return turn.size
-    nodes, width = (depth, 1) if context.params.builder == "chain" else (context.nodes, context.nodes)
-    worth, room = None if is_drawn(context) else context.worth, spread(depth, width)
-    extent = pack_extent(depth, nodes, min(LISTED, width), worth, drafter.reader.confidence[context.rule])
-    turn.size = Size(depth, nodes, width, room, worth, _ASKED.pack(turn.number, room) + extent)
+    confidence, worth = drafter.reader.confidence[context.rule], None if is_drawn(context) else context.worth
+    tree, builder = begin_tree(context, depth, context.nodes, lambda: confidence.ranks)
+    shape = builder.shape(depth, tree.nodes)
+    assert shape is not None
+    children = place_children(shape)
+    asked = _ASKED.pack(turn.number) + pack_extent(tree, builder, shape, children, worth, confidence)
+    turn.size = Size(depth, tree.nodes, shape.width, shape.rows, worth, children, asked)
     return turn.size
 
 
@@ -127,9 +132,11 @@ def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) 
     """
     context, params = request.context, request.context.params
     seen = request.rounds_trace or request.keep_logits or params.logprobs is not None
-    if seen or context.source is not None or (drafter is not None and params.builder not in GROWN):
+    if seen or context.source is not None:
         return b""
-    if drafter is not None and params.builder != "chain" and not (target.backend.keeps and drafter.model.backend.keeps):
-        return b""
+    if drafter is not None:
+        keep = params.builder == "chain" or (target.backend.keeps and drafter.model.backend.keeps)
+        if not keep or begin_tree(context, 1, 1, lambda: RANKS)[1].shape(1, 1) is None:
+            return b""
     case = Case(Draft.empty(), 0, len(context.tokens), request.verifier, request.sampler, context.noise)
     return pack_case(case, target.vocab_size, [])

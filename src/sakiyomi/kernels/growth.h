@@ -1,7 +1,7 @@
-// Draft trees that a model grows, one level a pass: chains and best-first trees, from rows of logits to the rows of the next pass.
+// Draft trees that a model grows, one level a pass: from rows of logits to the rows of the next pass.
 //
-// What is computed is what drafters/draft_tree_state.py and drafters/trees compute, which remain for all other trees and are what the
-// tests compare with. Python runs the model, and reads the trees when they are complete.
+// What is computed is what drafters/draft_tree_state.py and drafters/trees compute, which remain for models whose passes are not replayed and
+// are what the tests compare with. Python runs the model, and reads the trees when they are complete.
 
 #pragma once
 
@@ -21,13 +21,18 @@ extern "C" void sk_rows(int64_t session, int64_t count, const void* table, int64
 
 namespace {
 
-enum Rule : int64_t { greedy, coupled, drawn, listed };  // as drafters/native_trees.py numbers them
+enum Rule : int64_t { greedy, coupled, drawn, listed };                     // as drafters/native_trees.py numbers them
+enum Shape : int64_t { of_chain, best_first, by_probs, by_level, of_choices };  // as SHAPES of drafters/trees/base.py
 
 // How large a tree may become, as drafters/native_trees.py packs it.
 struct Extent {
   int64_t depth, nodes;
-  int64_t siblings;  // candidates of a place
+  int64_t siblings;  // candidates of a place, but in a tree of choices
   int64_t weighed;   // a level and a node have to be worth their time
+  int64_t shape, width;     // places that are read of a level at most
+  int64_t rows;             // candidates that are read of all levels at most
+  const int64_t* children;  // of a tree of choices, whose nodes are numbered level by level, 0 the last committed token: the children of node
+                            // i are children[i], ..., children[i + 1] - 1; else null
   double floor, price, rate;  // see CandidateTree and TokenValue
   double followed;            // share of accepted nodes that have an accepted child
   double sharpness, coverage;  // see Confidence
@@ -38,29 +43,30 @@ struct Ask : Extent {
   int64_t slot;
   int64_t held;      // committed tokens whose pairs are in the slot
   int64_t first;     // position of the first level
-  int64_t room;      // columns of the slot that may be in use
-  int64_t chain;     // whether only a place's first candidate is read; else those that are among the best `nodes`
   int64_t rule;
   int64_t top_k;
   double temperature, top_p, min_p;
   uint64_t noise, stream;      // states of the keyed noise and of the stream of uniforms
   int64_t missing, stops;      // numbers of them
   int64_t tokens;              // where the missing ones begin, then the stops, among those of all trees
-  float* probs;                // (depth, V of the target): distributions of a drawn chain; else null
+  float* probs;                // (rows + 1, V of the target): distributions that candidates are drawn from, by place; else null
 };
 
 // The candidates of one place.
 struct Place {
-  int64_t candidate, start;  // the first of them in the tree
-  int64_t offered;           // so many of them are in it
-  const void* row;           // of the model, that their probability is still to be computed from; else null
+  int64_t candidate, start = 0;  // the first of them in the tree
+  int64_t offered = 0;           // so many of them are in it
+  const void* row = nullptr;     // of the model, that their probability is still to be computed from; else null
   std::vector<int64_t> tokens;
   std::vector<double> scores, probs;
+  std::vector<int64_t> support;  // while it is drawn from: tokens of positive probability, where they are `supported`
+  int64_t supported = 0;
 };
 
 struct Tree {
   Ask ask;
   std::vector<int64_t> tokens, parents, ranks, rows, unread, level;
+  std::vector<int64_t> nodes;  // in a tree of choices: which of its nodes each candidate is
   std::vector<double> chances, values, probs;
   std::vector<Place> places;
   const int64_t* given = nullptr;  // its missing tokens and stops
@@ -68,13 +74,18 @@ struct Tree {
 
   bool begun() const { return levels > 0; }
   int64_t row_count() const { return begun() ? unread.size() : ask.missing; }
+
+  // The children of a place in a tree of choices; a place is the last committed token (-1) or a candidate.
+  const int64_t* children(int64_t place) const { return ask.children + (place < 0 ? 0 : nodes[place]); }
+
+  int64_t siblings(int64_t place) const { return ask.shape == of_choices ? children(place)[1] - children(place)[0] : ask.siblings; }
 };
 
-// One row of logits as candidates; false where it holds no number to choose by.
+// One row of logits as candidates, of a level that wants the `first` one of each alone or more; false where it holds no number to choose by.
 template <typename T>
-bool list(Ask& ask, const T* row, int64_t n, int64_t width, int64_t level, bool later, Place& to) {
-  if (ask.rule == greedy && ask.siblings == 1) {
-    later = later && ask.chain && !ask.weighed;  // nothing is decided by its probability
+bool list(const Ask& ask, const T* row, int64_t n, int64_t siblings, bool first, int64_t level, float* table, bool later, Place& to) {
+  if (ask.rule == greedy && first) {
+    later = later && ask.shape == of_chain && !ask.weighed;  // nothing is decided by its probability
     const int64_t found = later ? best<false>(row, n) : best(row, n);
     if (found < 0) return false;
     if (later) to.row = row;
@@ -84,7 +95,7 @@ bool list(Ask& ask, const T* row, int64_t n, int64_t width, int64_t level, bool 
     to.tokens = {found >> 32}, to.probs = {prob}, to.scores = {0.0};
     return true;
   }
-  const int64_t count = std::min(ask.siblings, n);
+  const int64_t count = std::min(siblings, n);
   if (ask.rule == greedy) {
     std::vector<float> logits(count);
     to.tokens.resize(count);
@@ -96,17 +107,17 @@ bool list(Ask& ask, const T* row, int64_t n, int64_t width, int64_t level, bool 
   static thread_local std::vector<float> scratch;
   static thread_local std::vector<int64_t> support(few);
   scratch.resize(n);
-  float* probs = ask.probs ? ask.probs + level * width : scratch.data();
+  float* probs = table ? table : scratch.data();
   const int64_t supported = warp(row, n, ask.temperature, std::min(ask.top_k, n), ask.top_p, ask.min_p, probs, support.data());
   if (supported == -2) return false;
-  if (ask.probs) std::fill(probs + n, probs + width, 0.0f);
   if (ask.rule == coupled) {
     const NoiseKey key(ask.noise, ask.first + level);
     for (const Scored& s : ranked(probs, n, count, key, supported < 0 ? nullptr : support.data(), supported))
       to.tokens.push_back(s.token), to.scores.push_back(std::log(s.score));
-  } else if (ask.rule == drawn) {
-    to.tokens = {draw(probs, n, uniform(ask.stream), supported < 0 ? nullptr : support.data(), supported)};
-    if (to.tokens[0] < 0) return false;
+  } else if (ask.rule == drawn) {  // one place after another, see `draw_all`
+    to.supported = supported;
+    if (supported >= 0) to.support.assign(support.begin(), support.begin() + supported);
+    return true;
   } else {
     std::vector<float> found(count);
     to.tokens.resize(count);
@@ -119,6 +130,23 @@ bool list(Ask& ask, const T* row, int64_t n, int64_t width, int64_t level, bool 
   return true;
 }
 
+// Draws the candidates of a place, each from what the ones before it leave, as draw_distinct of sampling/rows.py; false where there are none.
+inline bool draw_all(Ask& ask, float* probs, int64_t n, int64_t siblings, Place& to) {
+  const int64_t* support = to.supported < 0 ? nullptr : to.support.data();
+  auto some = [&] {
+    return support ? std::any_of(support, support + to.supported, [&](int64_t token) { return probs[token] > 0; })
+                   : std::any_of(probs, probs + n, [](float prob) { return prob > 0; });
+  };
+  while ((int64_t)to.tokens.size() < siblings && (to.tokens.empty() || some())) {
+    const int64_t token = draw(probs, n, uniform(ask.stream), support, to.supported);
+    if (token < 0) return false;
+    to.tokens.push_back(token), to.probs.push_back(probs[token]), to.scores.push_back(std::log(to.probs.back()));
+    probs[token] = 0;
+  }
+  for (size_t i = 0; i < to.tokens.size(); ++i) probs[to.tokens[i]] = float(to.probs[i]);
+  return true;
+}
+
 // Adds the candidates of a place to a tree; those that are worth too little are left out.
 inline void offer(Tree& tree, Place&& place) {
   const double above = place.candidate < 0 ? 1.0 : tree.values[place.candidate];
@@ -127,9 +155,12 @@ inline void offer(Tree& tree, Place&& place) {
     chances = place.probs;
   } else {
     double total = 0;
-    for (double score : place.scores) total += chances.emplace_back(std::exp(tree.ask.sharpness * (score - place.scores[0])));
+    const bool own = tree.ask.shape == by_probs;  // chances are the model's own probabilities, else what these were found to be worth
+    const double sharpness = own ? 1.0 : tree.ask.sharpness;
+    for (double score : place.scores) total += chances.emplace_back(std::exp(sharpness * (score - place.scores[0])));
+    const double share = std::accumulate(place.probs.begin(), place.probs.end(), 0.0) / total;
     total /= tree.ask.coverage;
-    for (double& chance : chances) chance /= total;
+    for (double& chance : chances) chance = own ? chance * share : chance / total;
   }
   place.start = tree.tokens.size(), place.offered = 0;
   for (size_t rank = 0; rank < place.tokens.size(); ++rank) {
@@ -139,6 +170,7 @@ inline void offer(Tree& tree, Place&& place) {
     tree.level.push_back(tree.tokens.size());
     tree.tokens.push_back(place.tokens[rank]), tree.parents.push_back(place.candidate), tree.ranks.push_back(rank);
     tree.chances.push_back(chances[rank]), tree.values.push_back(value), tree.probs.push_back(place.probs[rank]);
+    if (tree.ask.shape == of_choices) tree.nodes.push_back(tree.children(place.candidate)[0] + rank);
   }
   tree.places.push_back(std::move(place));
 }
@@ -159,8 +191,15 @@ inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
   Ask& ask = tree.ask;
   std::vector<int64_t> next;
   if (tree.levels >= ask.depth) return next;
-  if (ask.chain) {
+  if (ask.shape == of_chain) {
     next.assign(tree.level.begin(), tree.level.begin() + std::min<size_t>(1, tree.level.size()));
+  } else if (ask.shape == of_choices) {
+    std::copy_if(tree.level.begin(), tree.level.end(), std::back_inserter(next), [&](int64_t candidate) { return tree.siblings(candidate) > 0; });
+  } else if (ask.shape == by_level) {
+    next = tree.level;
+    std::stable_sort(next.begin(), next.end(), [&](int64_t a, int64_t b) { return tree.values[a] > tree.values[b]; });
+    next.resize(std::min<size_t>(next.size(), ask.width));
+    std::sort(next.begin(), next.end());
   } else {
     std::vector<int64_t> order = best_of(tree);
     if ((int64_t)order.size() == ask.nodes) ask.floor = std::max(ask.floor, tree.values[order.back()]);
@@ -174,14 +213,14 @@ inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
     for (int64_t candidate : next) gain += std::max(0.0, ask.followed * tree.values[candidate] - ask.price);
     if (!(gain > ask.rate * seconds[next.size()])) next.clear();
   }
-  if (ask.first + int64_t(tree.rows.size() + next.size()) > ask.room) next.clear();
+  if (int64_t(tree.rows.size() + next.size()) > ask.rows) next.clear();
   return next;
 }
 
 // Candidates of a complete tree that become nodes, ascending. `scored`: seconds of the pass that judges it, by nodes, where these are weighed.
 inline std::vector<int64_t> chosen(const Tree& tree, const double* scored) {
   const Ask& ask = tree.ask;
-  if (ask.chain) {
+  if (ask.shape == of_chain || ask.shape == of_choices) {
     std::vector<int64_t> all(std::min<size_t>(ask.nodes, tree.tokens.size()));
     std::iota(all.begin(), all.end(), 0);
     return all;
@@ -252,16 +291,20 @@ struct Forest {
       Tree* tree;
       const T* row;
       Place place;
+      float* table;  // what its candidates are drawn from; null: they are not drawn
+      bool first;    // no place of this tree's level has more than one candidate
       bool right = false;
     };
     std::vector<Job> jobs;
     for (Tree& tree : trees) {
       const int64_t rows = tree.row_count();
       if (!rows) continue;
+      auto table = [&](int64_t place) { return tree.ask.probs ? tree.ask.probs + place * width : nullptr; };
       if (!tree.begun()) {
-        jobs.push_back({&tree, logits + (rows - 1) * vocab, {-1, 0, 0, nullptr, {}, {}, {}}});
+        jobs.push_back({&tree, logits + (rows - 1) * vocab, {-1}, table(0), tree.siblings(-1) == 1});
       } else {
-        for (int64_t i = 0; i < rows; ++i) jobs.push_back({&tree, logits + i * vocab, {tree.unread[i], 0, 0, nullptr, {}, {}, {}}});
+        const bool first = std::all_of(tree.unread.begin(), tree.unread.end(), [&](int64_t candidate) { return tree.siblings(candidate) == 1; });
+        for (int64_t i = 0; i < rows; ++i) jobs.push_back({&tree, logits + i * vocab, {tree.unread[i]}, table(1 + tree.rows.size() + i), first});
         tree.rows.insert(tree.rows.end(), tree.unread.begin(), tree.unread.end());
       }
       logits += rows * vocab;
@@ -270,12 +313,16 @@ struct Forest {
     const int64_t n = std::min(vocab, width);
     parallel_for(0, jobs.size(), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        Tree& tree = *jobs[i].tree;
-        jobs[i].right = list(tree.ask, jobs[i].row, n, width, tree.levels - 1, kept, jobs[i].place);
+        Job& job = jobs[i];
+        const Tree& tree = *job.tree;
+        job.right = list(tree.ask, job.row, n, tree.siblings(job.place.candidate), job.first, tree.levels - 1, job.table, kept, job.place);
+        if (job.table) std::fill(job.table + n, job.table + width, 0.0f);
       }
     });
-    for (const Job& job : jobs)
+    for (Job& job : jobs) {
       if (!job.right) return -1;
+      if (job.table && !draw_all(job.tree->ask, job.table, n, job.tree->siblings(job.place.candidate), job.place)) return -1;
+    }
     for (size_t i = 0; i < jobs.size(); ++i) {
       Tree& tree = *jobs[i].tree;
       offer(tree, std::move(jobs[i].place));

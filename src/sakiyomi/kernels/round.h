@@ -27,7 +27,7 @@ struct Kept {
   int64_t last;  // most tokens that it may have
   std::vector<int64_t> stops;
   std::vector<int64_t> behind;  // committed tokens that the draft model has not read; the last token of all is among them
-  std::vector<float> probs;     // what the tokens of a drawn chain were drawn from
+  std::vector<float> probs;     // what the tokens of a draft were drawn from, by place
 
   int64_t length() const { return ask.first; }
 };
@@ -35,7 +35,6 @@ struct Kept {
 // What is asked of a request in a round, as engine/native_rounds.py packs it.
 struct Asked {
   int64_t number;
-  int64_t spread;  // columns of its slot that the draft model may use behind its text
   Extent extent;  // depth 0: nothing is drafted
 };
 
@@ -103,10 +102,10 @@ struct Rounds {
       if (!extent.depth) continue;
       Ask& ask = kept.ask;
       (Extent&)ask = extent;
-      ask.room = ask.first + asked[i].spread;
       ask.missing = kept.behind.size(), ask.stops = kept.stops.size(), ask.tokens = given.size();
       if (ask.rule == drawn) {
-        if ((int64_t)kept.probs.size() < ask.depth * target.vocab) kept.probs.resize(ask.depth * target.vocab);
+        const size_t most = (ask.rows + 1) * target.vocab;
+        if (kept.probs.size() < most) kept.probs.resize(most);
         ask.probs = kept.probs.data();
       }
       given.insert(given.end(), kept.behind.begin(), kept.behind.end());
@@ -213,8 +212,8 @@ struct Rounds {
       numbers.insert(numbers.end(), own.parents.begin(), own.parents.end());
       if (nodes && (judged.rule == by_ratio || judged.rule == by_block)) {
         const bool of_rows = kept.ask.rule == drawn;  // else they are point masses
-        judged.draws = nodes, judged.probs = of_rows ? kept.probs.data() : nullptr;
-        for (int64_t i = 0; i < nodes; ++i) numbers.insert(numbers.end(), {i, of_rows ? i : -1});
+        judged.draws = nodes, judged.distinct = of_rows, judged.probs = of_rows ? kept.probs.data() : nullptr;
+        for (int64_t i = 0; i < nodes; ++i) numbers.insert(numbers.end(), {i, of_rows ? place_of(*turn.tree, own.candidates[i]) : -1});
       }
       cases.push_back(judged);
       row += nodes + 1;
@@ -227,6 +226,12 @@ struct Rounds {
     for (size_t i = 0; i < turns.size(); ++i) write(turns[i], verdicts[i], to, real);
     ints[0] = to - ints, ints[1] = real - doubles;
     return 0;
+  }
+
+  // The place that a candidate stands at: the last one that begins with it or before.
+  static int64_t place_of(const Tree& tree, int64_t candidate) {
+    const auto behind = [](int64_t candidate, const Place& place) { return candidate < place.start; };
+    return std::upper_bound(tree.places.begin(), tree.places.end(), candidate, behind) - tree.places.begin() - 1;
   }
 
   // The draft model's probability of a candidate.

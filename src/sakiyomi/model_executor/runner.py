@@ -6,6 +6,7 @@ rows, slots and logits; it knows no drafts and no sampling.
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
 from bisect import bisect_left
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.cache.cross_attention import Source
-from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.errors import MemoryLimitError, UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention import observe
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassForward, PassResult
@@ -26,6 +27,8 @@ from sakiyomi.model_executor.session import Session
 from sakiyomi.model_executor.traced import interpreted
 
 __all__ = ["ModelRunner", "first_logits"]
+
+logger = logging.getLogger("sakiyomi")
 
 
 class ModelRunner(Session):
@@ -251,24 +254,40 @@ class ModelRunner(Session):
         self.clock.add(size, True, spent, fresh=self.recorder.fresh)
         return self._output(found, rows, None)
 
-    def native_passes(self, rows: int) -> tuple[int, tuple[int, ...]] | None:
+    def native_passes(self, rows: int, slot: int | None, length: int) -> tuple[int, tuple[int, ...]] | None:
         """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.
 
         That is so where decoding passes of so many rows are replayed, and nobody listens to them: see ``replay``.
+
+        Args:
+            rows: of the largest pass.
+            slot: where no other one is free, passes are compared behind its text; None: they are not.
+            length: of that text; what stands behind it may be overwritten.
         """
         if rows > self.sizes[-1] or not self.describable():
             return None
         session, recorder = self.backend.session, self.recorder
         assert session is not None and recorder is not None
         for size in self.sizes:
-            if size not in recorder.ready and recorder.has(size) and (self.cache.free or self.cache.extra):
-                with self.cache.lent(size) as slot:  # its first pass is compared with an eager one
-                    self.score([SequenceRows(slot, 0, [0] * size)])
+            if size not in recorder.ready and recorder.has(size):
+                self._compare(size, slot, length)
             if size >= rows:
                 break
-        # A size that was not compared yet, for want of a slot, is passed over: the next larger one is taken.
+        # A size that was not compared, for want of memory, is passed over: the next larger one is taken.
         sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
         return (session, sizes) if sizes and sizes[-1] >= rows else None
+
+    def _compare(self, size: int, slot: int | None, length: int) -> None:
+        """Make the first pass of so many rows, which is compared with an eager one; see ``native_passes``."""
+        try:
+            if self.cache.free or self.cache.extra:
+                with self.cache.lent(size) as lent:
+                    self.score([SequenceRows(lent, 0, [0] * size)])
+            elif slot is not None and length + size <= self.max_context:
+                self.cache.reserve(slot, length + size)
+                self.score([SequenceRows(slot, length, [0] * size)])
+        except MemoryLimitError:
+            logger.debug("no memory to compare a pass of %d rows", size)
 
     def replay(self, size: int, take: Callable[[int], int]) -> tuple[int, int]:
         """Run passes that the kernels have described, and whose inputs they have written to what ``replayed`` gives.

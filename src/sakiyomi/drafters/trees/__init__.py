@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.drafters.trees.base import Builder, CandidateTree
+from sakiyomi.drafters.trees.base import Builder, CandidateTree, Shape
 from sakiyomi.drafters.trees.best_first import BestFirst
 from sakiyomi.drafters.trees.chain import Chain
 from sakiyomi.drafters.trees.choices import Choices
@@ -14,7 +14,8 @@ from sakiyomi.drafters.trees.dynamic import Dynamic
 from sakiyomi.drafters.trees.static import Static
 
 __all__ = [
-    "BUILDERS", "BestFirst", "Builder", "CandidateTree", "Chain", "Choices", "DDTree", "Dynamic", "Ranks", "Static",
+    "BUILDERS", "BestFirst", "Builder", "CandidateTree", "Chain", "Choices", "DDTree", "Dynamic", "Ranks", "Shape",
+    "Static",
 ]  # fmt: skip
 
 Ranks = Sequence[float] | Sequence[Sequence[float]]

@@ -6,13 +6,14 @@ A builder sees chances only: it knows no model, no tokens and no acceptance rule
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 from sakiyomi.core.tree import best_nodes
 
-__all__ = ["LISTED", "Builder", "CandidateTree", "PickingBuilder"]
+__all__ = ["LISTED", "Builder", "CandidateTree", "FixedBuilder", "PickingBuilder", "Shape"]
 
 LISTED = 8
 """Candidates listed at a place: those behind them are accepted less than once in a hundred times."""
@@ -90,6 +91,24 @@ class CandidateTree:
         return best_nodes(self.values, count)
 
 
+class Shape(NamedTuple):
+    """What a builder does, as the compiled kernels know it (`kernels/growth.h`).
+
+    Attributes:
+        kind: which places of a level are read: that of the first candidate; those among the best of the whole tree, by
+            corrected chances or by the draft's own; the best of the level; those that have children.
+        width: places that are read of a level, at most.
+        rows: candidates that are read of all levels, at most.
+        children: of a fixed shape, whose nodes are numbered level by level, 0 the last committed token: the first child
+            of each node, and of one node more.
+    """
+
+    kind: Literal["chain", "best-first", "ddtree", "dynamic", "fixed"]
+    width: int
+    rows: int
+    children: tuple[int, ...] = ()
+
+
 class Builder(ABC):
     """Decides the shape of a tree that a draft model reads level by level, one pass for each.
 
@@ -118,6 +137,34 @@ class Builder(ABC):
         By default all of them, in the order in which they came.
         """
         return list(range(len(tree.tokens)))
+
+    def shape(self, depth: int, nodes: int) -> Shape | None:
+        """The same for a tree of so many levels and nodes, where the kernels can grow it; None: they cannot."""
+        return None
+
+
+class FixedBuilder(Builder):
+    """A shape that does not depend on what is drafted."""
+
+    @abstractmethod
+    def children(self, depth: int, nodes: int) -> Mapping[tuple[int, ...], int]:
+        """How many children each place has that has any; a place is named by the ranks on the way to it."""
+
+    def candidate_count(self, tree: CandidateTree, place: int) -> int:
+        """See ``Builder.candidate_count``."""
+        return self.children(tree.depth, tree.nodes).get(tree.rank_path(place), 0)
+
+    def shape(self, depth: int, nodes: int) -> Shape:
+        """See ``Builder.shape``."""
+        children = self.children(depth, nodes)
+        paths: list[tuple[int, ...]] = [()]
+        first = [1]
+        for path in paths:
+            count = children.get(path, 0)
+            paths += [(*path, rank) for rank in range(count)]
+            first.append(first[-1] + count)
+        by_level = Counter(len(path) for path in paths if path in children)
+        return Shape("fixed", max(by_level.values()), by_level.total() - 1, tuple(first))
 
 
 class PickingBuilder(Builder):

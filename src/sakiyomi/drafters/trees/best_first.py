@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from sakiyomi.drafters.trees.base import CandidateTree, PickingBuilder
+from typing import ClassVar, Literal
+
+from sakiyomi.drafters.trees.base import CandidateTree, PickingBuilder, Shape
 
 __all__ = ["BestFirst"]
+
+LEVELS = 4  # most levels are narrow: rows for so many of the widest are more than a tree reads
 
 
 class BestFirst(PickingBuilder):
@@ -16,6 +20,8 @@ class BestFirst(PickingBuilder):
     The idea of ranking by the draft's own confidence is that of EAGLE-2 (arXiv 2406.16858, section 4).
     """
 
+    kind: ClassVar[Literal["best-first", "ddtree"]] = "best-first"
+
     def expand(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.expand``."""
         best = tree.best(tree.nodes)
@@ -23,3 +29,7 @@ class BestFirst(PickingBuilder):
             tree.floor = max(tree.floor, tree.values[best[-1]])
         found = set(best)
         return [candidate for candidate in tree.level if candidate in found]
+
+    def shape(self, depth: int, nodes: int) -> Shape:
+        """See ``Builder.shape``."""
+        return Shape(self.kind, nodes, max(depth, nodes * min(depth, LEVELS)))

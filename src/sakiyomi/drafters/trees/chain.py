@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sakiyomi.drafters.trees.base import Builder, CandidateTree
+from sakiyomi.drafters.trees.base import Builder, CandidateTree, Shape
 
 __all__ = ["Chain"]
 
@@ -23,3 +23,7 @@ class Chain(Builder):
         if not any(tree.ranks):
             return list(range(min(len(tree.tokens), tree.nodes)))
         return [i for i, rank in enumerate(tree.ranks) if rank == 0][: tree.nodes]
+
+    def shape(self, depth: int, nodes: int) -> Shape:
+        """See ``Builder.shape``."""
+        return Shape("chain", 1, depth - 1)

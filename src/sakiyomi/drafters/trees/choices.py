@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from sakiyomi.drafters.trees.base import Builder, CandidateTree
+from sakiyomi.drafters.trees.base import FixedBuilder
 
 __all__ = ["Choices"]
 
 
-class Choices(Builder):
+class Choices(FixedBuilder):
     """The tree of these nodes.
 
     Args:
@@ -20,6 +20,6 @@ class Choices(Builder):
     def __init__(self, paths: Sequence[tuple[int, ...]]) -> None:
         self._children = Counter(path[:-1] for path in paths)
 
-    def candidate_count(self, tree: CandidateTree, place: int) -> int:
-        """See ``Builder.candidate_count``."""
-        return self._children[tree.rank_path(place)]
+    def children(self, depth: int, nodes: int) -> Mapping[tuple[int, ...], int]:
+        """See ``FixedBuilder.children``."""
+        return self._children

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from sakiyomi.drafters.trees.base import CandidateTree
 from sakiyomi.drafters.trees.best_first import BestFirst
@@ -19,6 +19,7 @@ class DDTree(BestFirst):
     """
 
     calibrated: ClassVar[bool] = False
+    kind: ClassVar[Literal["best-first", "ddtree"]] = "ddtree"
 
     def candidate_count(self, tree: CandidateTree, place: int) -> int:
         """See ``Builder.candidate_count``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sakiyomi.drafters.trees.base import CandidateTree, PickingBuilder
+from sakiyomi.drafters.trees.base import CandidateTree, PickingBuilder, Shape
 
 __all__ = ["Dynamic"]
 
@@ -21,3 +21,7 @@ class Dynamic(PickingBuilder):
         """See ``Builder.expand``."""
         best = sorted(tree.level, key=tree.values.__getitem__, reverse=True)
         return sorted(best[: self.width])
+
+    def shape(self, depth: int, nodes: int) -> Shape:
+        """See ``Builder.shape``."""
+        return Shape("dynamic", self.width, self.width * depth)

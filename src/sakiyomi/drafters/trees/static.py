@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from sakiyomi.drafters.trees.base import Builder, CandidateTree
+from sakiyomi.drafters.trees.base import FixedBuilder
 from sakiyomi.theory import best_tree
 
 __all__ = ["Static"]
@@ -23,7 +23,7 @@ def _children(ranks: Chances, nodes: int, depth: int) -> dict[Ranks, int]:
     return children
 
 
-class Static(Builder):
+class Static(FixedBuilder):
     """Sequoia's trees (arXiv 2402.12374, section 3.1), which for one vector of chances are Medusa's greedy ones too.
 
     The ratio rule needs them: a node that was drawn must not be dropped for its own value, so that the shape of a drawn
@@ -37,6 +37,6 @@ class Static(Builder):
     def __init__(self, ranks: Sequence[float] | Sequence[Sequence[float]]) -> None:
         self.ranks: Chances = tuple(tuple(level) if isinstance(level, Sequence) else level for level in ranks)  # type: ignore[assignment]
 
-    def candidate_count(self, tree: CandidateTree, place: int) -> int:
-        """See ``Builder.candidate_count``."""
-        return _children(self.ranks, tree.nodes, tree.depth).get(tree.rank_path(place), 0)
+    def children(self, depth: int, nodes: int) -> Mapping[Ranks, int]:
+        """See ``FixedBuilder.children``."""
+        return _children(self.ranks, nodes, depth)
