@@ -243,9 +243,7 @@ class NativeRounds:
             tables.append(_described(model, known[0], passes))
             which = i + 2 - len(self._models)  # 1: the target
             self._passes |= {2 * size + which: found for size, found in passes.items()}
-        most = self._target.sizes[-1]  # rows: each has a token, and may be a place, with no more candidates than that
-        doubles = [(ctypes.c_double * count)() for count in ((2 + most) * most, 2 + 2 * _PASSES)]
-        self._found = numbers([0] * ((_HEAD + 4) * most)), doubles[0], doubles[1]
+        self._found = _results(self._target.sizes[-1])
         if len(tables) == 1:
             tables.insert(0, numbers([0] * 4))
         self._kernels = kernels
@@ -357,6 +355,14 @@ def _times(found: Sequence[float]) -> tuple[list[tuple[int, float]], float]:
     """Which passes a round has run, with the seconds of each; and those up to the last one's beginning."""
     ran = found[2 : 2 + 2 * int(found[0])]
     return [(int(which), spent) for which, spent in zip(ran[::2], ran[1::2], strict=True)], found[1]
+
+
+def _results(rows: int) -> tuple[Any, Any, Any]:
+    """Where the kernels write what came of a round of so many rows, each of which has a token, and may be a place with no
+    more candidates than that; and the clocks of its passes.
+    """
+    doubles = [(ctypes.c_double * count)() for count in ((2 + rows) * rows, 2 + 2 * _PASSES)]
+    return numbers([0] * ((_HEAD + 4) * rows)), doubles[0], doubles[1]
 
 
 def _described(model: ModelRunner, session: int, passes: Mapping[int, tuple[PassForward, Tensor, Tensor]]) -> Any:

@@ -270,24 +270,12 @@ class ModelRunner(Session):
         assert session is not None and recorder is not None
         for size in self.sizes:
             if size not in recorder.ready and recorder.has(size):
-                self._compare(size, slot, length)
+                _compare(self, size, slot, length)
             if size >= rows:
                 break
         # A size that was not compared, for want of memory, is passed over: the next larger one is taken.
         sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
         return (session, sizes) if sizes and sizes[-1] >= rows else None
-
-    def _compare(self, size: int, slot: int | None, length: int) -> None:
-        """Make the first pass of so many rows, which is compared with an eager one; see ``native_passes``."""
-        try:
-            if self.cache.free or self.cache.extra:
-                with self.cache.lent(size) as lent:
-                    self.score([SequenceRows(lent, 0, [0] * size)])
-            elif slot is not None and length + size <= self.max_context:
-                self.cache.reserve(slot, length + size)
-                self.score([SequenceRows(slot, length, [0] * size)])
-        except MemoryLimitError:
-            logger.debug("no memory to compare a pass of %d rows", size)
 
     def replay(self, size: int, take: Callable[[int], int]) -> tuple[int, int]:
         """Run passes that the kernels have described, and whose inputs they have written to what ``replayed`` gives.
@@ -344,6 +332,19 @@ class ModelRunner(Session):
     def known_seconds(self, rows: int) -> float | None:
         """`pass_seconds` if a pass of this size was made before; makes none."""
         return self.clock.known(self.padded(rows))
+
+
+def _compare(model: ModelRunner, size: int, slot: int | None, length: int) -> None:
+    """Make the first pass of so many rows, which is compared with an eager one; see ``ModelRunner.native_passes``."""
+    try:
+        if model.cache.free or model.cache.extra:
+            with model.cache.lent(size) as lent:
+                model.score([SequenceRows(lent, 0, [0] * size)])
+        elif slot is not None and length + size <= model.max_context:
+            model.cache.reserve(slot, length + size)
+            model.score([SequenceRows(slot, length, [0] * size)])
+    except MemoryLimitError:
+        logger.debug("no memory to compare a pass of %d rows", size)
 
 
 def first_logits(model: ModelRunner, source: Source | None, tokens: Sequence[int]) -> Tensor:
