@@ -267,8 +267,10 @@ class NativeRounds:
                     logits = replay(ids, positions)[0]
                 spent = now() - began
                 held.append(logits)  # the kernels may look at it again
-                if code not in self._checked:
-                    self._check(code, logits)
+                if code not in self._checked and not _readable(logits, self._target if code % 2 else self._models[0]):
+                    self._able = False
+                    raise UnsupportedError(f"logits {logits.dtype} of width {logits.shape[-1]}")
+                self._checked.add(code)
                 code = kernels.sk_pass(rounds, code, logits.data_ptr(), spent)
         if code:
             return None
@@ -294,15 +296,6 @@ class NativeRounds:
             self._models[0].forward_seconds += seconds
             self._drafter.reader.passes += len(times) - 1
         return seconds
-
-    def _check(self, code: int, logits: Tensor) -> None:
-        """Whether logits are as the kernels read them."""
-        model = self._target if code % 2 else self._models[0]
-        fits = logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == model.vocab_size
-        if not fits:
-            self._able = False
-            raise UnsupportedError(f"logits {logits.dtype} of width {logits.shape[-1]}")
-        self._checked.add(code)
 
     def _commit(
         self,
@@ -358,8 +351,8 @@ def _times(found: Sequence[float]) -> tuple[list[tuple[int, float]], float]:
 
 
 def _results(rows: int) -> tuple[Any, Any, Any]:
-    """Where the kernels write what came of a round of so many rows, each of which has a token, and may be a place with no
-    more candidates than that; and the clocks of its passes.
+    """Where the kernels write what came of a round of so many rows, and the clocks of its passes: each row has a token,
+    and may be a place with no more candidates than there are rows.
     """
     doubles = [(ctypes.c_double * count)() for count in ((2 + rows) * rows, 2 + 2 * _PASSES)]
     return numbers([0] * ((_HEAD + 4) * rows)), doubles[0], doubles[1]
@@ -370,6 +363,11 @@ def _described(model: ModelRunner, session: int, passes: Mapping[int, tuple[Pass
     places = [ids.data_ptr() for _, ids, _ in passes.values()]
     programs = [_program(each, model) for each, _, _ in passes.values()]
     return numbers([session, model.vocab_size, HALF[model.dtype], len(passes), *passes, *places, *programs])
+
+
+def _readable(logits: Tensor, model: ModelRunner) -> bool:
+    """Whether logits are as the kernels read them."""
+    return logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == model.vocab_size
 
 
 def _program(replay: PassForward, model: ModelRunner) -> int:

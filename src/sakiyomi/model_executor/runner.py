@@ -261,8 +261,7 @@ class ModelRunner(Session):
 
         Args:
             rows: of the largest pass.
-            slot: where no other one is free, passes are compared behind its text; None: they are not.
-            length: of that text; what stands behind it may be overwritten.
+            slot, length: where no other one is free, passes are compared behind so many tokens of it; None: they are not.
         """
         if rows > self.sizes[-1] or not self.describable():
             return None
