@@ -261,7 +261,7 @@ class ModelRunner(Session):
 
         Args:
             rows: of the largest pass.
-            slot, length: where no other one is free, passes are compared behind so many tokens of it; None: they are not.
+            slot, length: where none is free, passes are compared behind so many tokens of it; None: they are not.
         """
         if rows > self.sizes[-1] or not self.describable():
             return None
