@@ -246,6 +246,19 @@ def test_a_request_begins_with_what_others_lost() -> None:
     assert AutoSize(True).next(lambda: replace(costs(), rate=1.2)).depth > 0
 
 
+def test_one_bad_round_does_not_end_what_others_gained() -> None:
+    """A request that began with nothing accepted rested for 96 rounds, where others gained a little."""
+    policy, asked = AutoSize(True), []
+    for _ in range(PATIENCE + 1):
+        asked.append(policy.next(lambda: replace(costs(), rate=1.05)).depth > 0)
+        policy.observe(4, 0, 1.3)
+    assert asked == [True] * PATIENCE + [False]
+    for _ in range(PROBE_EVERY - 1):
+        assert not policy.next(lambda: replace(costs(), rate=1.05)).depth
+        policy.observe(0, 0, 1.0)
+    assert policy.next(lambda: replace(costs(), rate=1.05)).depth
+
+
 WEIGHING = (Phase.NEW, Phase.TRYING, Phase.DRAFTING, Phase.PROBING)
 
 

@@ -19,6 +19,7 @@ from sakiyomi.drafters.trees import Choices
 from sakiyomi.engine import engine as engine_module
 from sakiyomi.engine import native_rounds, native_turns
 from sakiyomi.engine.native_rounds import NativeRounds
+from sakiyomi.engine.pace import Pace
 from sakiyomi.evaluation.bench.models import Numbers, random_llama
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
@@ -230,6 +231,29 @@ def test_passes_of_a_full_batch_are_as_small_as_their_rows() -> None:
     for model, rows in ((llm.engine.target, 10), (draft, 2)):
         assert model.recorder is not None
         assert {size for size in model.sizes if size <= rows} <= set(model.recorder.ready)
+
+
+def test_rounds_that_make_passes_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared first takes many times as long: drafting looked like a loss, and rested."""
+    target = random_llama(64, 2, 4, 128, VOCAB, torch.float32)
+    draft = build_runner(random_llama(64, 1, 4, 128, VOCAB, torch.float32), max_slots=2)
+    llm = LLM((target, Numbers()), draft=ModelDrafter(draft, VOCAB), max_batch=2)
+    made: list[int] = []
+    told: list[tuple[int, int]] = []
+
+    def passes() -> int:
+        return sum(len(model.recorder.ready) for model in (llm.engine.target, draft) if model.recorder is not None)
+
+    inner, add = llm.engine.step, Pace.add_drafted
+    monkeypatch.setattr(
+        Pace, "add_drafted", lambda pace, *found: (told.append((passes(), made[-1])), add(pace, *found))
+    )
+    requests = [llm.engine.submit(prompt, SamplingParams(max_new_tokens=40, gamma=4)) for prompt in PROMPTS[:2]]
+    while not all(request.over for request in requests):
+        made.append(passes())
+        inner()
+    assert made[-1] > made[0] and len(told) > 5
+    assert all(before == after for before, after in told)
 
 
 def test_rounds_change_hands(monkeypatch: pytest.MonkeyPatch) -> None:

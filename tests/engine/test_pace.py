@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sakiyomi.engine.pace import (
+    DOUBTS,
     FEWEST,
     FIRST_LOOKS,
     LOOK_EVERY,
@@ -48,9 +49,9 @@ def test_plain_rounds_that_something_else_held_up_do_not_count() -> None:
     for seconds in (4.0, 1.0, 1.0):
         assert pace.undrafted
         pace.add_plain(seconds)
-    pace.add_drafted(3.0, 3.3)
+    pace.add_drafted(3.0, 6.0)
     assert pace.plain == 1.0 and pace.undrafted  # it rests
-    assert run(Pace(8), 100, tokens=3.0, drafted=3.3, plain=1.0).count("d") < 10
+    assert run(Pace(8), 100, tokens=3.0, drafted=4.0, plain=1.0).count("d") < 10
     for _ in range(READINGS):  # and the text becomes longer
         pace.add_plain(2.0)
     assert pace.plain == 2.0
@@ -63,6 +64,18 @@ def test_what_loses_rests_ever_longer() -> None:
     trials = [len(part) for part in seen.split("p") if part]
     assert trials[0] == FEWEST and set(trials[2:-1]) == {TRIAL}
     assert seen.count("d") < 0.02 * len(seen)
+
+
+def test_a_close_loss_is_looked_at_for_longer() -> None:
+    """Three rounds say little: where drafts bring a tenth more, every other trial was a loss, and rests doubled."""
+    seen = run(Pace(4), 200, tokens=3.0, drafted=3.3, plain=1.0)
+    assert seen.startswith("d" * FEWEST + "p" * FIRST_LOOKS + "d" * DOUBTS + "d" + "p")
+    assert seen.count("d") < 40
+    assert run(Pace(4), 8000, tokens=3.0, drafted=3.3, plain=1.0).count("d") < 8000 // 40
+    pace = Pace(4)
+    assert run(pace, 12, tokens=3.0, drafted=3.3, plain=1.0).endswith("d")
+    assert pace.rate == 0.0  # no request hears of it
+    assert "ppp" not in run(pace, 100, tokens=3.0, drafted=2.4, plain=1.0)
 
 
 def test_it_is_taken_up_again_when_it_wins() -> None:

@@ -303,7 +303,8 @@ class AutoSize:
             return Size(0, 0)
         now = costs()
         measured = self._gain.rounds >= PATIENCE
-        others = not measured and now.rate > 0  # before enough is measured, what other requests lost counts
+        # Before enough is measured, what other requests lost counts; what they gained says nothing of a first bad round.
+        others = not measured and 0 < now.rate * now.plain < LOSS
         losing = (measured or others) and self._gain.expected(now) * now.plain < LOSS
         depth = 0 if losing else self._depth(now)
         self._enter(next_phase(self.phase, self._left, measured=measured, pays=depth > 0), others)

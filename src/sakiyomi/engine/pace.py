@@ -19,6 +19,7 @@ NEAR, NEAR_EVERY = 1.5, 24  # the same where drafting brings no more than so man
 FIRST_LOOKS, READINGS = 3, 5  # plain rounds of the first look; readings whose median counts
 REST, REST_LATEST = 128, 2048  # rounds of the first rest and of the longest: each trial in vain doubles it
 TRIAL = 3  # rounds with drafts behind a rest, after which they are compared again
+CLOSE, DOUBTS = 0.8, 12  # a loss no larger than this may be one of few rounds: so many more are looked at
 
 
 class Pace:
@@ -46,6 +47,7 @@ class Pace:
         self._look = self.settled  # rounds with drafts, until the next plain one
         self._since = 0  # rounds with drafts since the last plain one
         self._left, self._rest = 0, REST
+        self._doubts = DOUBTS  # rounds that a close loss is still looked at
         self._idle = 0  # rounds since the last one with drafts
 
     @property
@@ -83,6 +85,10 @@ class Pace:
         gain = self.drafted.rate * self.plain
         self._look = NEAR_EVERY if gain < NEAR else LOOK_EVERY  # a look costs the less, the less drafting brings
         if gain >= LOSS:
-            self._rest = REST
+            self._rest, self._doubts = REST, DOUBTS
+        elif gain > CLOSE and self._doubts and not self._alone:
+            self._doubts -= 1
+            self._enough = self.drafted.rounds + 1  # nothing is expected of them yet
         elif not self._alone:
             self._left, self._rest = self._rest, min(2 * self._rest, REST_LATEST)
+            self._doubts = DOUBTS

@@ -117,6 +117,7 @@ class SpeculationController:
         self._scores: tuple[int, Callable[[int], float]] | None = None  # as of which readings, and by rows
         self._read: set[int] = set()  # requests whose text the drafter has
         self._reading = 0.0  # seconds that it takes for a token of such a text
+        self._passes = 0  # that are replayed by now
 
     def verifier(self, params: SamplingParams) -> Verifier:
         """The acceptance rule for a request.
@@ -261,7 +262,7 @@ class SpeculationController:
             drafted: what was proposed.
             clock: of the round.
         """
-        if not kept or drafted.repeats:
+        if not kept or drafted.repeats or self._made_passes():
             return
         seconds = clock.seconds(drafted)
         overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
@@ -286,6 +287,14 @@ class SpeculationController:
         if drafted.passes:
             self._step = running_mean(self._step or None, drafted.seconds / drafted.passes)
         self._overhead += 0.1 * (overhead - self._overhead)
+
+    def _made_passes(self) -> bool:
+        """Whether passes were recorded or compared since the last round: its time is not that of the next ones."""
+        models = (
+            [self.target] if self.drafter is None or self.drafter.model is None else [self.target, self.drafter.model]
+        )
+        before, self._passes = self._passes, sum([len(model.recorder.ready) for model in models if model.recorder])
+        return self._passes != before
 
     # ------------------------------------------------------------ one round
 
