@@ -245,9 +245,12 @@ def test_rounds_that_make_passes_tell_nothing(monkeypatch: pytest.MonkeyPatch) -
         return sum(len(model.recorder.ready) for model in (llm.engine.target, draft) if model.recorder is not None)
 
     inner, add = llm.engine.step, Pace.add_drafted
-    monkeypatch.setattr(
-        Pace, "add_drafted", lambda pace, *found: (told.append((passes(), made[-1])), add(pace, *found))
-    )
+
+    def tell(pace: Pace, *found: float) -> None:
+        told.append((passes(), made[-1]))
+        add(pace, *found)
+
+    monkeypatch.setattr(Pace, "add_drafted", tell)
     requests = [llm.engine.submit(prompt, SamplingParams(max_new_tokens=40, gamma=4)) for prompt in PROMPTS[:2]]
     while not all(request.over for request in requests):
         made.append(passes())

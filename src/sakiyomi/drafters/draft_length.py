@@ -303,7 +303,7 @@ class AutoSize:
             return Size(0, 0)
         now = costs()
         measured = self._gain.rounds >= PATIENCE
-        # Before enough is measured, what other requests lost counts; what they gained says nothing of a first bad round.
+        # Before enough is measured, what others lost counts; what they gained says nothing of a first bad round.
         others = not measured and 0 < now.rate * now.plain < LOSS
         losing = (measured or others) and self._gain.expected(now) * now.plain < LOSS
         depth = 0 if losing else self._depth(now)

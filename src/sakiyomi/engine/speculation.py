@@ -290,10 +290,8 @@ class SpeculationController:
 
     def _made_passes(self) -> bool:
         """Whether passes were recorded or compared since the last round: its time is not that of the next ones."""
-        models = (
-            [self.target] if self.drafter is None or self.drafter.model is None else [self.target, self.drafter.model]
-        )
-        before, self._passes = self._passes, sum([len(model.recorder.ready) for model in models if model.recorder])
+        models, before = (self.target, self.drafter.model if self.drafter is not None else None), self._passes
+        self._passes = sum([len(model.recorder.ready) for model in models if model is not None and model.recorder])
         return self._passes != before
 
     # ------------------------------------------------------------ one round
