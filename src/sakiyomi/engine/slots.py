@@ -294,13 +294,17 @@ class SlotManager:
         Raises:
             MemoryLimitError: they would not fit though nothing else were kept.
         """
-        most, columns = self._cache.max_slots, max(request.last for request in requests)
+        most, now = self._cache.max_slots, time.monotonic()
+        count, longest, when = self._fitted  # which all but the last were no longer than
+        if (
+            min(len(requests) + len(self._kept), most) <= count
+            and requests[-1].last <= longest
+            and now - when < RECENTLY
+        ):
+            return
+        columns = max(request.last for request in requests)
         others = sum(all(request.place is not place for request in requests) for place in self._kept)
         least, wanted = min(len(requests), most), min(len(requests) + others, most)
-        count, longest, when = self._fitted
-        now = time.monotonic()
-        if wanted <= count and columns <= longest and now - when < RECENTLY:
-            return
         self._cache.check(least, columns)
         while wanted > least:
             try:
