@@ -295,12 +295,9 @@ class SlotManager:
             MemoryLimitError: they would not fit though nothing else were kept.
         """
         most, now = self._cache.max_slots, time.monotonic()
-        count, longest, when = self._fitted  # which all but the last were no longer than
-        if (
-            min(len(requests) + len(self._kept), most) <= count
-            and requests[-1].last <= longest
-            and now - when < RECENTLY
-        ):
+        count, longest, when = self._fitted  # no other request but the last is longer
+        known = min(len(requests) + len(self._kept), most) <= count and requests[-1].last <= longest
+        if known and now - when < RECENTLY:
             return
         columns = max(request.last for request in requests)
         others = sum(all(request.place is not place for request in requests) for place in self._kept)
