@@ -133,7 +133,9 @@ class _Kernels(gpu_stand_ins.Kernels):
     def attend(*given: Any) -> Tensor:
         """See ``triton_kernels``."""
         (place,) = {tensor.place for tensor in given[:6]}  # all of them lie on one GPU
-        return _There(gpu_stand_ins.attend(*map(_here, given)), place)
+        with _disable_current_modes():  # which would look at each of its operations
+            found = gpu_stand_ins.attend(*map(_here, given))
+        return _There(found, place)
 
     class Keeper(gpu_stand_ins.Keeper):
         """See ``triton_kernels``."""
