@@ -21,17 +21,17 @@ extern "C" void sk_rows(int64_t session, int64_t count, const void* table, int64
 
 namespace {
 
-enum Rule : int64_t { greedy, coupled, drawn, listed };                     // as drafters/native_trees.py numbers them
-enum Shape : int64_t { of_chain, best_first, by_probs, by_level, of_choices };  // as SHAPES of drafters/trees/base.py
+enum Rule : int64_t { greedy, coupled, drawn, listed };  // as drafters/native_trees.py numbers them
+enum Shape : int64_t { of_chain, best_first, by_probs, by_level, fixed_shape };  // likewise; see Shape in drafters/trees/base.py
 
 // How large a tree may become, as drafters/native_trees.py packs it.
 struct Extent {
   int64_t depth, nodes;
-  int64_t siblings;  // candidates of a place, but in a tree of choices
-  int64_t weighed;   // a level and a node have to be worth their time
+  int64_t siblings;         // candidates of a place, but in a fixed shape
+  int64_t weighed;          // a level and a node have to be worth their time
   int64_t shape, width;     // places that are read of a level at most
   int64_t rows;             // candidates that are read of all levels at most
-  const int64_t* children;  // of a tree of choices, whose nodes are numbered level by level, 0 the last committed token: the children of node
+  const int64_t* children;  // of a fixed shape, whose nodes are numbered level by level, 0 the last committed token: the children of node
                             // i are children[i], ..., children[i + 1] - 1; else null
   double floor, price, rate;  // see CandidateTree and TokenValue
   double followed;            // share of accepted nodes that have an accepted child
@@ -66,7 +66,7 @@ struct Place {
 struct Tree {
   Ask ask;
   std::vector<int64_t> tokens, parents, ranks, rows, unread, level;
-  std::vector<int64_t> nodes;  // in a tree of choices: which of its nodes each candidate is
+  std::vector<int64_t> nodes;  // in a fixed shape: which of its nodes each candidate is
   std::vector<double> chances, values, probs;
   std::vector<Place> places;
   const int64_t* given = nullptr;  // its missing tokens and stops
@@ -75,10 +75,10 @@ struct Tree {
   bool begun() const { return levels > 0; }
   int64_t row_count() const { return begun() ? unread.size() : ask.missing; }
 
-  // The children of a place in a tree of choices; a place is the last committed token (-1) or a candidate.
+  // The children of a place in a fixed shape; a place is the last committed token (-1) or a candidate.
   const int64_t* children(int64_t place) const { return ask.children + (place < 0 ? 0 : nodes[place]); }
 
-  int64_t siblings(int64_t place) const { return ask.shape == of_choices ? children(place)[1] - children(place)[0] : ask.siblings; }
+  int64_t siblings(int64_t place) const { return ask.shape == fixed_shape ? children(place)[1] - children(place)[0] : ask.siblings; }
 };
 
 // One row of logits as candidates, of a level that wants the `first` one of each alone or more; false where it holds no number to choose by.
@@ -170,7 +170,7 @@ inline void offer(Tree& tree, Place&& place) {
     tree.level.push_back(tree.tokens.size());
     tree.tokens.push_back(place.tokens[rank]), tree.parents.push_back(place.candidate), tree.ranks.push_back(rank);
     tree.chances.push_back(chances[rank]), tree.values.push_back(value), tree.probs.push_back(place.probs[rank]);
-    if (tree.ask.shape == of_choices) tree.nodes.push_back(tree.children(place.candidate)[0] + rank);
+    if (tree.ask.shape == fixed_shape) tree.nodes.push_back(tree.children(place.candidate)[0] + rank);
   }
   tree.places.push_back(std::move(place));
 }
@@ -193,7 +193,7 @@ inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
   if (tree.levels >= ask.depth) return next;
   if (ask.shape == of_chain) {
     next.assign(tree.level.begin(), tree.level.begin() + std::min<size_t>(1, tree.level.size()));
-  } else if (ask.shape == of_choices) {
+  } else if (ask.shape == fixed_shape) {
     std::copy_if(tree.level.begin(), tree.level.end(), std::back_inserter(next), [&](int64_t candidate) { return tree.siblings(candidate) > 0; });
   } else if (ask.shape == by_level) {
     next = tree.level;
@@ -220,7 +220,7 @@ inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
 // Candidates of a complete tree that become nodes, ascending. `scored`: seconds of the pass that judges it, by nodes, where these are weighed.
 inline std::vector<int64_t> chosen(const Tree& tree, const double* scored) {
   const Ask& ask = tree.ask;
-  if (ask.shape == of_chain || ask.shape == of_choices) {
+  if (ask.shape == of_chain || ask.shape == fixed_shape) {
     std::vector<int64_t> all(std::min<size_t>(ask.nodes, tree.tokens.size()));
     std::iota(all.begin(), all.end(), 0);
     return all;

@@ -139,7 +139,10 @@ class Builder(ABC):
         return list(range(len(tree.tokens)))
 
     def shape(self, depth: int, nodes: int) -> Shape | None:
-        """The same for a tree of so many levels and nodes, where the kernels can grow it; None: they cannot."""
+        """The same for a tree of so many levels and nodes, where the kernels can grow it; None: they cannot.
+
+        Who changes how a tree grows changes this, too.
+        """
         return None
 
 
