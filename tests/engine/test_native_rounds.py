@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.drafters.draft_length import Throughput
+from sakiyomi.drafters.draft_length import BoundedSize, Size, Throughput
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.drafters.native_trees import NativeTrees
 from sakiyomi.drafters.tree_reader import TreeReader
 from sakiyomi.drafters.trees import Choices
 from sakiyomi.engine import engine as engine_module
@@ -166,20 +168,40 @@ def equal_to_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert watched.native > 10 and not watched.python
 
 
-def test_weighed_trees_are_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tree", ["best-first", "static", "dynamic", "ddtree"])
+def test_weighed_trees_are_those_of_python(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where clocks always say the same, levels and nodes are weighed alike."""
     monkeypatch.setattr(ModelRunner, "pass_seconds", lambda model, rows: 1e-4 + 2e-5 * model.padded(rows))
     monkeypatch.setattr(Throughput, "expected", lambda gain, costs: 2000.0)
     monkeypatch.setattr(TreeReader, "took", lambda *_: None)
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True, gamma=6, tree="best-first", nodes="auto")
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, gamma=6, tree=tree, nodes="auto")
     with monkeypatch.context() as patch:
         Watched(patch, able=False)
+        patch.setattr(NativeTrees, "grow", lambda *_: None)
         expected = texts(params, 1)
     watched = Watched(monkeypatch)
     assert texts(params, 1) == expected
     assert watched.native and not watched.python
     stats = expected[0]["stats"]
     assert 1 < stats["drafted"] / stats["rounds"] < 30
+
+
+def test_given_trees_are_cut_to_what_others_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alike in Python and in the kernels: a place had as many candidates as the list said, however few were wanted."""
+    monkeypatch.setattr(BoundedSize, "next", lambda policy, costs: Size(2, 3))
+    params = SamplingParams(
+        max_new_tokens=25, ignore_eos=True, temperature=0.9, acceptance="ratio", tree=[1, 200], seed=3
+    )
+    found = []
+    for able in (False, True):
+        with monkeypatch.context() as patch:
+            watched = Watched(patch, able)
+            requests = [engine().engine.submit(PROMPTS[0], params, bounded=True)]
+            (out,) = engine().engine.complete(requests)
+            found.append((out.token_ids, out.stats.drafted, out.stats.rounds))
+            assert bool(watched.native) == able
+    assert found[0] == found[1]
+    assert found[0][1] <= 3 * found[0][2]
 
 
 def test_a_round_that_learns_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,30 +255,32 @@ def test_passes_of_a_full_batch_are_as_small_as_their_rows() -> None:
         assert {size for size in model.sizes if size <= rows} <= set(model.recorder.ready)
 
 
-def test_rounds_that_make_passes_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_that_make_passes_are_not_taken_for_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared first takes many times as long: drafting looked like a loss, and rested."""
     target = random_llama(64, 2, 4, 128, VOCAB, torch.float32)
     draft = build_runner(random_llama(64, 1, 4, 128, VOCAB, torch.float32), max_slots=2)
     llm = LLM((target, Numbers()), draft=ModelDrafter(draft, VOCAB), max_batch=2)
-    made: list[int] = []
-    told: list[tuple[int, int]] = []
+    inner, compared, told = ModelRunner.run, 0, []
 
-    def passes() -> int:
-        return sum(len(model.recorder.ready) for model in (llm.engine.target, draft) if model.recorder is not None)
+    def slow(model: ModelRunner, *given: Any, **options: Any) -> Any:
+        nonlocal compared
+        found, before = inner(model, *given, **options), compared
+        compared += model.recorder is not None and model.recorder.fresh
+        time.sleep(0.2 * (compared - before))
+        return found
 
-    inner, add = llm.engine.step, Pace.add_drafted
+    add = Pace.add_drafted
 
-    def tell(pace: Pace, *found: float) -> None:
-        told.append((passes(), made[-1]))
-        add(pace, *found)
+    def tell(pace: Pace, tokens: float, seconds: float) -> None:
+        told.append(seconds)
+        add(pace, tokens, seconds)
 
+    monkeypatch.setattr(ModelRunner, "run", slow)
     monkeypatch.setattr(Pace, "add_drafted", tell)
-    requests = [llm.engine.submit(prompt, SamplingParams(max_new_tokens=40, gamma=4)) for prompt in PROMPTS[:2]]
-    while not all(request.over for request in requests):
-        made.append(passes())
-        inner()
-    assert made[-1] > made[0] and len(told) > 5
-    assert all(before == after for before, after in told)
+    llm.generate(PROMPTS[:2], SamplingParams(max_new_tokens=40, gamma=4, ignore_eos=True))
+    assert compared > 3 and len(told) > 5
+    assert max(told) < 0.2
+    assert target is not draft and llm.engine.target.clock.made + draft.clock.made == compared
 
 
 def test_rounds_change_hands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from sakiyomi.core.errors import InputError, MemoryLimitError
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
-from sakiyomi.drafters.trees import Builder, CandidateTree, Shape
+from sakiyomi.drafters.trees import Builder, CandidateTree, Shape, native_shape
 from sakiyomi.kernels.build import loaded
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.probs import NOTHING_LEFT
@@ -183,11 +183,11 @@ def pack_extent(
         worth: what a token is worth, where that is weighed.
         confidence: what turns scores into chances.
     """
-    siblings, nodes = builder.candidate_count(tree, -1), tree.nodes
+    limits = tree.depth, tree.nodes, builder.candidate_count(tree, -1), worth is not None
     about = _SHAPES[shape.kind], shape.width, shape.rows, 0 if children is None else ctypes.addressof(children)
-    floor, price, rate = (worth.floor(nodes), worth.price(nodes), worth.rate) if worth is not None else (0.0, 0.0, 0.0)
+    price, rate = (worth.price(tree.nodes), worth.rate) if worth is not None else (0.0, 0.0)
     learnt = confidence.sharpness, confidence.coverage
-    return EXTENT.pack(tree.depth, nodes, siblings, worth is not None, *about, floor, price, rate, FOLLOWED, *learnt)
+    return EXTENT.pack(*limits, *about, tree.floor, price, rate, FOLLOWED, *learnt)
 
 
 def pack_ask(state: DraftTreeState, shape: Shape, children: Any, table: Tensor | None, tokens: list[int]) -> bytes:
@@ -218,4 +218,4 @@ def _fits(state: DraftTreeState) -> Shape | None:
     candidates = state.candidates
     if type(state) is not DraftTreeState or state.sampler.edits or candidates.levels:
         return None
-    return state.builder.shape(candidates.depth, candidates.nodes)
+    return native_shape(state.builder, candidates.depth, candidates.nodes)

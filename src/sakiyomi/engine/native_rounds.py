@@ -248,7 +248,7 @@ class NativeRounds:
             tables.insert(0, numbers([0] * 4))
         self._kernels = kernels
         self._rounds = kernels.sk_rounds(tables[1], tables[0], *self._found)
-        self._rows = [model.padded(count) for model, count in zip(self._models, rows, strict=True)]
+        self._rows = [_compared(model, count) for model, count in zip(self._models, rows, strict=True)]
         self._made_for = [model.recorder for model in self._models]
         return True
 
@@ -363,6 +363,17 @@ def _described(model: ModelRunner, session: int, passes: Mapping[int, tuple[Pass
     places = [ids.data_ptr() for _, ids, _ in passes.values()]
     programs = [_program(each, model) for each, _, _ in passes.values()]
     return numbers([session, model.vocab_size, HALF[model.dtype], len(passes), *passes, *places, *programs])
+
+
+def _compared(model: ModelRunner, rows: int) -> int:
+    """Rows up to which passes of all sizes are as right as they get: at least so many, which were asked for."""
+    assert model.recorder is not None
+    most, recorder = model.padded(rows), model.recorder
+    for size in model.sizes:
+        if size > most and recorder.has(size) and size not in recorder.ready:
+            break
+        most = max(most, size)
+    return most
 
 
 def _readable(logits: Tensor, model: ModelRunner) -> bool:

@@ -52,7 +52,7 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Tokens a second to be expected of rounds with drafts; 0: too few were measured, at first or behind a rest."""
+        """Tokens a second to be expected of rounds with drafts; 0: too few were measured, or in doubt."""
         return self.drafted.rate if self.drafted.rounds >= self._enough else 0.0
 
     @property

@@ -117,7 +117,9 @@ class SpeculationController:
         self._scores: tuple[int, Callable[[int], float]] | None = None  # as of which readings, and by rows
         self._read: set[int] = set()  # requests whose text the drafter has
         self._reading = 0.0  # seconds that it takes for a token of such a text
-        self._passes = 0  # that are replayed by now
+        drafters = () if drafter is None else (drafter, *drafter.members)
+        self._models = [target, *(each.model for each in drafters if each.model is not None)]
+        self._made = sum(model.clock.made for model in self._models)
 
     def verifier(self, params: SamplingParams) -> Verifier:
         """The acceptance rule for a request.
@@ -262,15 +264,17 @@ class SpeculationController:
             drafted: what was proposed.
             clock: of the round.
         """
-        if not kept or drafted.repeats or self._made_passes():
+        made, self._made = self._made, sum([model.clock.made for model in self._models])
+        if not kept or drafted.repeats:
             return
-        seconds = clock.seconds(drafted)
+        seconds, first = clock.seconds(drafted), self._made != made  # passes were recorded or compared on the way
         overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
         pace = self._pace(len(kept))
-        if seconds > SUDDEN * pace.last:
+        if first or seconds > SUDDEN * pace.last:
             known = self.target.known_seconds(rows)
             if known is not None:  # the first pass of its size, or other work, is no cost of speculation
-                seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
+                usual = known + drafted.passes * self._step + self._overhead
+                seconds = min(seconds, usual if first else 2 * usual)
         pace.last = seconds
         if not drafted.asked:
             pace.add_plain(seconds)
@@ -284,15 +288,11 @@ class SpeculationController:
         if unread:
             self._reading = running_mean(self._reading or None, drafted.catching_up / unread)
         pace.add_drafted(1 + sum(kept) / len(kept), seconds)
+        if first:
+            return
         if drafted.passes:
             self._step = running_mean(self._step or None, drafted.seconds / drafted.passes)
         self._overhead += 0.1 * (overhead - self._overhead)
-
-    def _made_passes(self) -> bool:
-        """Whether passes were recorded or compared since the last round: its time is not that of the next ones."""
-        models, before = (self.target, self.drafter.model if self.drafter is not None else None), self._passes
-        self._passes = sum([len(model.recorder.ready) for model in models if model is not None and model.recorder])
-        return self._passes != before
 
     # ------------------------------------------------------------ one round
 

@@ -158,7 +158,7 @@ inline void offer(Tree& tree, Place&& place) {
     const bool own = tree.ask.shape == by_probs;  // chances are the model's own probabilities, else what these were found to be worth
     const double sharpness = own ? 1.0 : tree.ask.sharpness;
     for (double score : place.scores) total += chances.emplace_back(std::exp(sharpness * (score - place.scores[0])));
-    const double share = std::accumulate(place.probs.begin(), place.probs.end(), 0.0) / total;
+    const double share = own ? std::accumulate(place.probs.begin(), place.probs.end(), 0.0) / total : 0;
     total /= tree.ask.coverage;
     for (double& chance : chances) chance = own ? chance * share : chance / total;
   }
@@ -220,12 +220,13 @@ inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
 // Candidates of a complete tree that become nodes, ascending. `scored`: seconds of the pass that judges it, by nodes, where these are weighed.
 inline std::vector<int64_t> chosen(const Tree& tree, const double* scored) {
   const Ask& ask = tree.ask;
+  std::vector<int64_t> order;
   if (ask.shape == of_chain || ask.shape == fixed_shape) {
-    std::vector<int64_t> all(std::min<size_t>(ask.nodes, tree.tokens.size()));
-    std::iota(all.begin(), all.end(), 0);
-    return all;
+    order.resize(std::min<size_t>(ask.nodes, tree.tokens.size()));
+    std::iota(order.begin(), order.end(), 0);
+  } else {
+    order = best_of(tree);
   }
-  std::vector<int64_t> order = best_of(tree);
   if (ask.weighed) {  // see TokenValue.size
     size_t count = 0;
     double most = -ask.rate * scored[0], expected = 0;
@@ -319,10 +320,19 @@ struct Forest {
         if (job.table) std::fill(job.table + n, job.table + width, 0.0f);
       }
     });
-    for (Job& job : jobs) {
-      if (!job.right) return -1;
-      if (job.table && !draw_all(job.tree->ask, job.table, n, job.tree->siblings(job.place.candidate), job.place)) return -1;
+    std::vector<size_t> begins;  // of each tree's jobs
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      if (!jobs[i].right) return -1;
+      if (!i || jobs[i].tree != jobs[i - 1].tree) begins.push_back(i);
     }
+    parallel_for(0, begins.size(), 1, [&](int64_t begin, int64_t end) {
+      for (size_t i = begins[begin]; i < ((size_t)end < begins.size() ? begins[end] : jobs.size()); ++i) {
+        Job& job = jobs[i];
+        if (job.table) job.right = draw_all(job.tree->ask, job.table, n, job.tree->siblings(job.place.candidate), job.place);
+      }
+    });
+    for (const Job& job : jobs)
+      if (!job.right) return -1;
     for (size_t i = 0; i < jobs.size(); ++i) {
       Tree& tree = *jobs[i].tree;
       offer(tree, std::move(jobs[i].place));

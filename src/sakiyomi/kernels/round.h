@@ -212,7 +212,7 @@ struct Rounds {
       numbers.insert(numbers.end(), own.parents.begin(), own.parents.end());
       if (nodes && (judged.rule == by_ratio || judged.rule == by_block)) {
         const bool of_rows = kept.ask.rule == drawn;  // else they are point masses
-        judged.draws = nodes, judged.distinct = of_rows, judged.probs = of_rows ? kept.probs.data() : nullptr;
+        judged.draws = nodes, judged.distinct = of_rows && kept.ask.shape == fixed_shape, judged.probs = of_rows ? kept.probs.data() : nullptr;
         for (int64_t i = 0; i < nodes; ++i) numbers.insert(numbers.end(), {i, of_rows ? place_of(*turn.tree, own.candidates[i]) : -1});
       }
       cases.push_back(judged);

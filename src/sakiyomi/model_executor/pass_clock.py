@@ -25,10 +25,11 @@ class PassClock:
 
     Attributes:
         version: another one whenever something else is known.
+        made: passes so far that were recorded or compared on the way, which takes many times as long.
     """
 
     def __init__(self, recorded: Callable[[int], bool], *, offloaded: bool) -> None:
-        self.version = 0
+        self.version = self.made = 0
         self._recorded, self._offloaded = recorded, offloaded
         self._means: dict[tuple[int, bool], tuple[int, float]] = {}  # of how many readings
         self._seconds: dict[tuple[int, bool], float] = {}  # of these, as they were told last
@@ -45,6 +46,7 @@ class PassClock:
     def add(self, size: int, recorded: bool, seconds: float, *, fresh: bool = False) -> None:
         """Take a reading; of eager passes the first one, and any that was recorded on the way, is only a warm-up."""
         key = (size, recorded)
+        self.made += fresh
         self._total += seconds
         if not fresh and (key in self._warm or recorded or self._offloaded):
             count, mean = self._means.get(key, (0, seconds))

@@ -302,7 +302,7 @@ class ModelRunner(Session):
                 spent, count = now() - began, count + 1
                 self.forward_seconds += spent
                 if recorder.fresh:  # it was captured first
-                    recorder.fresh = False
+                    recorder.fresh, self.clock.made = False, self.clock.made + 1
                 else:
                     times, seconds = passes.get(size, (0, 0.0))
                     passes[size] = times + 1, seconds + spent

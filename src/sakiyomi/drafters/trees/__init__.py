@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.drafters.trees.base import Builder, CandidateTree, Shape
+from sakiyomi.drafters.trees.base import Builder, CandidateTree, Shape, native_shape
 from sakiyomi.drafters.trees.best_first import BestFirst
 from sakiyomi.drafters.trees.chain import Chain
 from sakiyomi.drafters.trees.choices import Choices
@@ -15,7 +15,7 @@ from sakiyomi.drafters.trees.static import Static
 
 __all__ = [
     "BUILDERS", "BestFirst", "Builder", "CandidateTree", "Chain", "Choices", "DDTree", "Dynamic", "Ranks", "Shape",
-    "Static",
+    "Static", "native_shape",
 ]  # fmt: skip
 
 Ranks = Sequence[float] | Sequence[Sequence[float]]

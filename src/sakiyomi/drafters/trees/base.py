@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import ClassVar, Literal, NamedTuple
 
 from sakiyomi.core.tree import best_nodes
 
-__all__ = ["LISTED", "Builder", "CandidateTree", "FixedBuilder", "PickingBuilder", "Shape"]
+__all__ = ["LISTED", "Builder", "CandidateTree", "FixedBuilder", "PickingBuilder", "Shape", "native_shape"]
 
 LISTED = 8
 """Candidates listed at a place: those behind them are accepted less than once in a hundred times."""
@@ -141,7 +142,7 @@ class Builder(ABC):
     def shape(self, depth: int, nodes: int) -> Shape | None:
         """The same for a tree of so many levels and nodes, where the kernels can grow it; None: they cannot.
 
-        Who changes how a tree grows changes this, too.
+        A subclass that decides anything else has one of its own, or none: see ``native_shape``.
         """
         return None
 
@@ -159,15 +160,32 @@ class FixedBuilder(Builder):
 
     def shape(self, depth: int, nodes: int) -> Shape:
         """See ``Builder.shape``."""
-        children = self.children(depth, nodes)
-        paths: list[tuple[int, ...]] = [()]
-        first = [1]
-        for path in paths:
-            count = children.get(path, 0)
-            paths += [(*path, rank) for rank in range(count)]
-            first.append(first[-1] + count)
-        by_level = Counter(len(path) for path in paths if path in children)
-        return Shape("fixed", max(by_level.values()), by_level.total() - 1, tuple(first))
+        return _fixed(tuple(self.children(depth, nodes).items()))
+
+
+@lru_cache(maxsize=64)
+def _fixed(counts: tuple[tuple[tuple[int, ...], int], ...]) -> Shape:
+    children, first = dict(counts), [1]
+    paths: list[tuple[int, ...]] = [()]
+    for path in paths:
+        count = children.get(path, 0)
+        paths += [(*path, rank) for rank in range(count)]
+        first.append(first[-1] + count)
+    by_level = Counter(len(path) for path in paths if path in children)
+    return Shape("fixed", max(by_level.values()), by_level.total() - 1, tuple(first))
+
+
+def native_shape(builder: Builder, depth: int, nodes: int) -> Shape | None:
+    """``Builder.shape``, where it tells all that the builder decides."""
+    return builder.shape(depth, nodes) if _told(type(builder)) else None
+
+
+@cache
+def _told(kind: type[Builder]) -> bool:
+    """Whether no class decides anything that is more special than the one that says the shape."""
+    ways = ("shape", "expand", "chosen", "candidate_count", "calibrated")
+    first = [next(i for i, each in enumerate(kind.__mro__) if way in vars(each)) for way in ways]
+    return first[0] == min(first)
 
 
 class PickingBuilder(Builder):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 from sakiyomi.drafters.trees.base import CandidateTree, PickingBuilder, Shape
 
 __all__ = ["BestFirst"]
@@ -20,8 +18,6 @@ class BestFirst(PickingBuilder):
     The idea of ranking by the draft's own confidence is that of EAGLE-2 (arXiv 2406.16858, section 4).
     """
 
-    kind: ClassVar[Literal["best-first", "ddtree"]] = "best-first"
-
     def expand(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.expand``."""
         best = tree.best(tree.nodes)
@@ -32,4 +28,4 @@ class BestFirst(PickingBuilder):
 
     def shape(self, depth: int, nodes: int) -> Shape:
         """See ``Builder.shape``."""
-        return Shape(self.kind, nodes, max(depth, nodes * min(depth, LEVELS)))
+        return Shape("best-first", nodes, max(depth, nodes * min(depth, LEVELS)))

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from sakiyomi.drafters.trees.base import FixedBuilder
 
 __all__ = ["Choices"]
+
+
+@lru_cache(maxsize=64)
+def _children(paths: tuple[tuple[int, ...], ...]) -> Mapping[tuple[int, ...], int]:
+    return Counter(path[:-1] for path in paths)
 
 
 class Choices(FixedBuilder):
@@ -18,8 +24,8 @@ class Choices(FixedBuilder):
     """
 
     def __init__(self, paths: Sequence[tuple[int, ...]]) -> None:
-        self._children = Counter(path[:-1] for path in paths)
+        self._paths = tuple(paths)
 
     def children(self, depth: int, nodes: int) -> Mapping[tuple[int, ...], int]:
-        """See ``FixedBuilder.children``."""
-        return self._children
+        """See ``FixedBuilder.children``; of fewer nodes, where others share the round, the first ones."""
+        return _children(self._paths[:nodes])

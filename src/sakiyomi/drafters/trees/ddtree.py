@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from sakiyomi.drafters.trees.base import CandidateTree
+from sakiyomi.drafters.trees.base import CandidateTree, Shape
 from sakiyomi.drafters.trees.best_first import BestFirst
 
 __all__ = ["DDTree"]
@@ -19,8 +19,11 @@ class DDTree(BestFirst):
     """
 
     calibrated: ClassVar[bool] = False
-    kind: ClassVar[Literal["best-first", "ddtree"]] = "ddtree"
 
     def candidate_count(self, tree: CandidateTree, place: int) -> int:
         """See ``Builder.candidate_count``."""
         return tree.nodes
+
+    def shape(self, depth: int, nodes: int) -> Shape:
+        """See ``Builder.shape``; levels are wide, for every place has as many candidates as the tree has nodes."""
+        return Shape("ddtree", nodes, nodes * (depth - 1))

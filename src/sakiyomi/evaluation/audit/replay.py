@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -203,6 +204,7 @@ class TableModel:
     max_context = 1 << 30
     module = None
     offloaded = False
+    clock = SimpleNamespace(made=0)
     device = torch.device("cpu")
 
     def __init__(self, probs: Tensor, step: Sequence[Sequence[int]], slots: int) -> None:
@@ -226,7 +228,7 @@ class TableModel:
         """No: no kernel describes these passes."""
         return False
 
-    def native_passes(self, rows: int) -> None:
+    def native_passes(self, rows: int, slot: int | None, length: int) -> None:
         """Nothing: no compiled code runs these passes."""
 
     def known_seconds(self, rows: int) -> None:
