@@ -19,7 +19,7 @@ NEAR, NEAR_EVERY = 1.5, 24  # the same where drafting brings no more than so man
 FIRST_LOOKS, READINGS = 3, 5  # plain rounds of the first look; readings whose median counts
 REST, REST_LATEST = 128, 2048  # rounds of the first rest and of the longest: each trial in vain doubles it
 TRIAL = 3  # rounds with drafts behind a rest, after which they are compared again
-CLOSE, DOUBTS = 0.9, 8  # a loss no larger than this may be one of few rounds: so many more are looked at
+CLOSE, DOUBTS = 0.9, 3  # a loss no larger than this may be one of few rounds: so many more are looked at
 
 
 class Pace:
