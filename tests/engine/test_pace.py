@@ -73,9 +73,9 @@ def test_a_close_loss_is_looked_at_for_longer() -> None:
     assert seen.count("d") < 40
     assert run(Pace(4), 8000, tokens=3.0, drafted=3.3, plain=1.0).count("d") < 8000 // 40
     pace = Pace(4)
-    assert run(pace, 12, tokens=3.0, drafted=3.3, plain=1.0).endswith("d")
+    assert run(pace, 10, tokens=3.0, drafted=3.3, plain=1.0).endswith("d")
     assert pace.rate == 0.0  # no request hears of it
-    assert "ppp" not in run(pace, 100, tokens=3.0, drafted=2.4, plain=1.0)
+    assert "ppp" not in run(pace, 100, tokens=3.0, drafted=1.0, plain=1.0)
 
 
 def test_it_is_taken_up_again_when_it_wins() -> None:
