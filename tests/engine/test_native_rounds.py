@@ -280,7 +280,7 @@ def test_rounds_that_make_passes_are_not_taken_for_slow_ones(monkeypatch: pytest
     llm.generate(PROMPTS[:2], SamplingParams(max_new_tokens=40, gamma=4, ignore_eos=True))
     assert compared > 3 and len(told) > 5
     assert max(told) < 0.2
-    assert target is not draft and llm.engine.target.clock.made + draft.clock.made == compared
+    assert llm.engine.target.clock.made + draft.clock.made == compared
 
 
 def test_rounds_change_hands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ class NativeTrees:
         weighed = False
         shapes = []
         for state in states:
-            shape = _fits(state)
+            shape = _shape_of(state)
             if shape is None:
                 return None
             shapes.append(shape)
@@ -213,7 +213,7 @@ def pack_ask(state: DraftTreeState, shape: Shape, children: Any, table: Tensor |
     )
 
 
-def _fits(state: DraftTreeState) -> Shape | None:
+def _shape_of(state: DraftTreeState) -> Shape | None:
     """The shape of a tree that the kernels can grow, whose logits nobody changes."""
     candidates = state.candidates
     if type(state) is not DraftTreeState or state.sampler.edits or candidates.levels:

@@ -14,7 +14,7 @@ from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.model import ModelDrafter, Seat
 from sakiyomi.drafters.native_trees import EXTENT, level_seconds, pack_extent, place_children
 from sakiyomi.drafters.tree_reader import begin_tree, is_drawn
-from sakiyomi.drafters.trees import native_shape
+from sakiyomi.drafters.trees import BUILDERS, native_shape
 from sakiyomi.engine.request import Request
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import Uniforms
@@ -137,7 +137,7 @@ def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) 
         return b""
     if drafter is not None:
         keep = params.builder == "chain" or (target.backend.keeps and drafter.model.backend.keeps)
-        if not keep or native_shape(begin_tree(context, 1, 1, lambda: RANKS)[1], 1, 1) is None:
+        if not keep or native_shape(BUILDERS[params.builder](params, lambda: RANKS), 1, 1) is None:
             return b""
     case = Case(Draft.empty(), 0, len(context.tokens), request.verifier, request.sampler, context.noise)
     return pack_case(case, target.vocab_size, [])

@@ -95,6 +95,8 @@ class SpeculationController:
     """
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, *, exact: bool, strict: bool) -> None:
+        drafters = () if drafter is None else (drafter, *drafter.members)
+        self._models = [target, *(each.model for each in drafters if each.model is not None)]
         self._wanted = drafter.hidden_states if drafter is not None else None
         if drafter is not None and self._wanted is not None:
             if self._wanted.rows == "all" and HEAD in self._wanted.layers:
@@ -103,9 +105,8 @@ class SpeculationController:
                     "layers, or for the last row"
                 )
             target.capture(self._wanted.layers)
-            for member in (drafter, *drafter.members):  # some run layers of the target
-                if member.model is not None:
-                    member.model.settle()
+            for model in self._models[1:]:  # some run layers of the target
+                model.settle()
         self.target, self.drafter = target, drafter
         self.broken = 0
         self._exact, self._strict = exact, strict
@@ -117,8 +118,6 @@ class SpeculationController:
         self._scores: tuple[int, Callable[[int], float]] | None = None  # as of which readings, and by rows
         self._read: set[int] = set()  # requests whose text the drafter has
         self._reading = 0.0  # seconds that it takes for a token of such a text
-        drafters = () if drafter is None else (drafter, *drafter.members)
-        self._models = [target, *(each.model for each in drafters if each.model is not None)]
         self._made = sum(model.clock.made for model in self._models)
 
     def verifier(self, params: SamplingParams) -> Verifier:

@@ -320,15 +320,16 @@ struct Forest {
         if (job.table) std::fill(job.table + n, job.table + width, 0.0f);
       }
     });
-    std::vector<size_t> begins;  // of each tree's jobs
+    std::vector<size_t> begins;  // of the jobs of each tree that is drawn
     for (size_t i = 0; i < jobs.size(); ++i) {
       if (!jobs[i].right) return -1;
-      if (!i || jobs[i].tree != jobs[i - 1].tree) begins.push_back(i);
+      if (jobs[i].table && (!i || jobs[i].tree != jobs[i - 1].tree)) begins.push_back(i);
     }
     parallel_for(0, begins.size(), 1, [&](int64_t begin, int64_t end) {
-      for (size_t i = begins[begin]; i < ((size_t)end < begins.size() ? begins[end] : jobs.size()); ++i) {
-        Job& job = jobs[i];
-        if (job.table) job.right = draw_all(job.tree->ask, job.table, n, job.tree->siblings(job.place.candidate), job.place);
+      for (int64_t b = begin; b < end; ++b) {
+        Tree* const tree = jobs[begins[b]].tree;
+        for (size_t i = begins[b]; i < jobs.size() && jobs[i].tree == tree; ++i)
+          jobs[i].right = draw_all(tree->ask, jobs[i].table, n, tree->siblings(jobs[i].place.candidate), jobs[i].place);
       }
     });
     for (const Job& job : jobs)
