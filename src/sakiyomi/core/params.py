@@ -37,7 +37,9 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0: all.
         top_p: keep the fewest most probable tokens that together reach this probability; 1: all.
         min_p: keep tokens of at least this share of the most probable one's probability; 0: all.
-        seed: makes sampling reproducible; None: a new one for each request.
+        seed: makes sampling reproducible: with acceptance "auto" or "coupled" it gives one text, however it is drafted;
+            by the other rules the text depends on the drafts, too, whose size "auto" takes from clocks. None: a new one
+            for each request.
         stop: strings that end the text (one string counts as a list of one).
         stop_token_ids: tokens that end the text, besides the model's own end tokens.
         gamma: draft tokens, or tree depth, per round: a number, "auto" (by measured costs), "heuristic" (5 at first; +2
