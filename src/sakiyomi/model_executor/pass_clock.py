@@ -112,9 +112,14 @@ class PassClock:
             own = self._guess(size, sizes, few, trial) if size not in few else 0.0
             if 2 * own <= TRIAL_SHARE * self._total:
                 own = self._tried(size, sizes[0], trial)
-        elif size <= sizes[-1] and self._once(size) and 2 * own <= AGAIN_SHARE * self._total and not self._offloaded:
+        found = self._believed(size, own)
+        if self._once(size) and not self._offloaded and size <= sizes[-1] and 2 * found <= AGAIN_SHARE * self._total:
             trial(size)
-            own = self.known(size) or own
+            found = self._believed(size, self.known(size) or own)
+        return found
+
+    def _believed(self, size: int, own: float) -> float:
+        """What is believed of a reading or a guess."""
         # A reading taken while other work went on is not believed for long: half the rows twice would do as well, and
         # a larger pass does what a smaller one does.
         half = self.known(size // 2) if size > 1 else None
@@ -122,7 +127,7 @@ class PassClock:
         return min([own, *([2 * half] if half else []), *([double] if double else [])])
 
     def _once(self, size: int) -> bool:
-        """Whether there is one reading of such passes: rows that seem too dear are not drafted, and never read again."""
+        """Whether there is one reading of such passes: rows that seem too dear are not drafted, nor read again."""
         return self._means.get((size, self._recorded(size)), (0, 0.0))[0] == 1
 
     def _tried(self, size: int, least: int, trial: Callable[[int], None]) -> float:
