@@ -27,6 +27,7 @@ from sakiyomi.drafters.draft_length import (
     TokenValue,
     make_policy,
     next_phase,
+    shares,
 )
 
 
@@ -212,6 +213,21 @@ def test_steps_of_the_pass_are_taken_whole_or_not_at_all() -> None:
     stairs = Costs(lambda rows: 1.0 if rows == 1 else 1.5 if rows <= 4 else 3.0, 0.1, 0.0)
     assert TokenValue(1.0, stairs).size([0.3, 0.2, 0.1, 0.1]) == 3
     assert TokenValue(1.0, stairs).size([0.3, 0.1, 0.05, 0.05]) == 0
+
+
+def test_requests_share_the_rows_of_a_pass() -> None:
+    """Two of them commit a token a second together, a row takes .4 of one: nodes go where they are worth most."""
+    dear = Costs(lambda rows: 1.0 + 0.4 * (rows - 2), 0.1, 0.0, batch=2)
+    slow, fast = TokenValue(0.25, dear), TokenValue(0.75, dear)
+    assert shares([slow, fast], [[0.9, 0.8, 0.5], [0.45, 0.1]]) == [3, 1]
+    assert shares([fast, slow], [[0.9, 0.8, 0.5], [0.3, 0.2]]) == [3, 0]  # alone each would have had .9 and .8
+    assert shares([slow], [[0.5, 0.3, 0.45]]) == [3]  # a request that drafts nothing waits, too
+    assert shares([slow, fast], [[], []]) == [0, 0]
+    stairs = Costs(lambda rows: 1.0 if rows <= 4 else 3.0, 0.1, 0.0, batch=2)
+    worths = [TokenValue(0.5, stairs)] * 2
+    assert shares(worths, [[0.3, 0.2], [0.1]]) == [2, 0]  # as far as it costs nothing
+    assert shares(worths, [[0.3, 0.2], [0.1]], others=1) == [1, 0]
+    assert shares([TokenValue(1.0, stairs)], [[0.9, 0.9, 0.4]]) == [2]
 
 
 def test_what_other_requests_had_is_expected_first() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sakiyomi import InputError, SamplingParams
 from sakiyomi.drafters.base import Context, Rule
+from sakiyomi.drafters.draft_tree_state import drafts_of
 from sakiyomi.drafters.slot_tree import Slots, SlotTree
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
@@ -41,7 +42,7 @@ def test_the_heap_finds_the_largest_products(seed: int, nodes: int, depth: int) 
     probs = logits.softmax(-1).tolist()
     tree = begun(Slots(4), depth, nodes)
     tree.grow(logits)
-    draft = tree.draft()
+    draft = drafts_of([tree])[0]
     paths = [draft.tree.path_tokens(node) for node in range(len(draft.tree))]
     found = sorted((math.prod(probs[i][token] for i, token in enumerate(path)) for path in paths), reverse=True)
     every = itertools.chain.from_iterable(itertools.product(range(V), repeat=k) for k in range(1, depth + 1))
@@ -62,10 +63,10 @@ def test_best_first_is_the_same_level_by_level(rule: Rule) -> None:
         logits = 2 * torch.randn(4, V, generator=generator)
         picked = begun(slots, 4, 12, "best-first", rule, frozenset({3}))
         picked.grow(logits)
-        found = picked.draft().tree
+        found = drafts_of([picked])[0].tree
         plain = begun(slots, 4, 12, "best-first", rule, frozenset({3}))
         plain._read_levels(lambda level, places, logits=logits: (logits[level].expand(len(places), -1), None))
-        other = plain.draft().tree
+        other = drafts_of([plain])[0].tree
         assert {found.path_tokens(node) for node in range(12)} == {other.path_tokens(node) for node in range(12)}
 
 

@@ -168,19 +168,21 @@ def equal_to_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert watched.native > 10 and not watched.python
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("tree", ["best-first", "static", "dynamic", "ddtree"])
-def test_weighed_trees_are_those_of_python(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where clocks always say the same, levels and nodes are weighed alike."""
+def test_weighed_trees_are_those_of_python(tree: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where clocks always say the same, levels and nodes are weighed alike, for several requests together."""
     monkeypatch.setattr(ModelRunner, "pass_seconds", lambda model, rows: 1e-4 + 2e-5 * model.padded(rows))
-    monkeypatch.setattr(Throughput, "expected", lambda gain, costs: 2000.0)
+    rates = [2000.0, 2100.0 / count, 1800.0 / count]
+    monkeypatch.setattr(Throughput, "expected", lambda gain, costs: rates[gain.rounds % 3])
     monkeypatch.setattr(TreeReader, "took", lambda *_: None)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True, gamma=6, tree=tree, nodes="auto")
     with monkeypatch.context() as patch:
         Watched(patch, able=False)
         patch.setattr(NativeTrees, "grow", lambda *_: None)
-        expected = texts(params, 1)
+        expected = texts(params, count)
     watched = Watched(monkeypatch)
-    assert texts(params, 1) == expected
+    assert texts(params, count) == expected
     assert watched.native and not watched.python
     stats = expected[0]["stats"]
     assert 1 < stats["drafted"] / stats["rounds"] < 30

@@ -21,7 +21,7 @@ from sakiyomi.drafters.base import Context, Drafter, HiddenStates
 from sakiyomi.drafters.block_heads.formats import read_block
 from sakiyomi.drafters.block_heads.module import make_block
 from sakiyomi.drafters.block_heads.runner import BlockRunner
-from sakiyomi.drafters.draft_tree_state import RequestMemory
+from sakiyomi.drafters.draft_tree_state import RequestMemory, drafts_of
 from sakiyomi.drafters.model import LONG
 from sakiyomi.drafters.slot_tree import Slots, SlotTree
 from sakiyomi.model_executor.loading.model import Loaded
@@ -155,9 +155,10 @@ class BlockDrafter(Drafter):
         if not trees:
             return drafts
         logits, hidden = self.runner.guess(texts, max(tree.candidates.depth for tree in trees.values()))
-        for row, (i, tree) in enumerate(trees.items()):
+        for row, tree in enumerate(trees.values()):
             self._grow(tree, logits[row], hidden[row], texts[row][2])
-            drafts[i] = tree.draft()
+        for i, draft in zip(trees, drafts_of([*trees.values()]), strict=True):
+            drafts[i] = draft
         return drafts
 
     def _ready(self, context: Context) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from heapq import heapify, heappop, heappush
 from typing import ClassVar, NamedTuple, Protocol
 
 from sakiyomi.core.params import SamplingParams
@@ -23,6 +24,7 @@ __all__ = [
     "TokenValue",
     "make_policy",
     "next_phase",
+    "shares",
 ]
 
 MOST = 16  # deepest draft that "auto" considers
@@ -129,6 +131,35 @@ class TokenValue:
             if gain > most:
                 best, most = count, gain
         return best
+
+
+def shares(worths: Sequence[TokenValue], values: Sequence[Sequence[float]], others: int = 0) -> list[int]:
+    """How many nodes to score of each of several drafts that share a pass: the most valuable ones of all, whosever they
+    are, as long as their rows are worth the time.
+
+    Args:
+        worths: what a token of each draft's request is worth; all requests of the round wait for the pass.
+        values: of each, chances of the nodes with all above them, in the order in which they may be taken.
+        others: further nodes in the pass.
+    """
+    costs, rate = worths[0].costs, 0.0
+    for worth in worths:
+        rate += worth.rate
+    rate = rate / len(worths) * costs.batch
+    counts, rows = [0] * len(values), costs.batch + others
+    best, most, expected = counts.copy(), -rate * costs.score(rows), 0.0
+    waiting = [(-own[0], i) for i, own in enumerate(values) if own]
+    heapify(waiting)
+    while waiting:
+        value, i = heappop(waiting)
+        expected, rows = expected - value, rows + 1
+        counts[i] += 1
+        gain = expected - rate * costs.score(rows)
+        if gain > most:
+            best, most = counts.copy(), gain
+        if counts[i] < len(values[i]):
+            heappush(waiting, (-values[i][counts[i]], i))
+    return best
 
 
 class Size(NamedTuple):

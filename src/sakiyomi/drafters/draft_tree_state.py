@@ -15,14 +15,14 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
-from sakiyomi.drafters.draft_length import TokenValue
+from sakiyomi.drafters.draft_length import TokenValue, shares
 from sakiyomi.drafters.trees import Builder, CandidateTree
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.sampling.probs import best, best_token, leading
 from sakiyomi.sampling.rows import Row, draw_distinct, top_tokens
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["DraftTreeState", "RequestMemory"]
+__all__ = ["DraftTreeState", "RequestMemory", "drafts_of"]
 
 _Listed = tuple[list[int], list[float]]
 
@@ -196,12 +196,9 @@ class DraftTreeState:
         """What turns the scores of a level's candidates into chances; 0 is the first level."""
         return self.confidence
 
-    def draft(self) -> Draft:
-        """The proposal."""
-        candidates, worth = self.candidates, self.worth
-        chosen = self.builder.chosen(candidates)
-        if worth is not None:
-            chosen = chosen[: worth.size([candidates.values[candidate] for candidate in chosen])]
+    def draft(self, chosen: list[int]) -> Draft:
+        """The proposal, of candidates that are chosen: see ``drafts_of``."""
+        candidates = self.candidates
         tree = TokenTree(tuple(candidates.tokens), tuple(candidates.parents))
         count, rows = len(chosen), map(self._row_of.get, candidates.parents)
         if count == len(tree.tokens):
@@ -248,6 +245,21 @@ class DraftTreeState:
                 tokens = [token for token in top_tokens(probs, count) if probs[token] > 0.0]
             scores = [math.log(probs[token]) for token in tokens]
         return tokens, [float(probs[token]) for token in tokens], scores
+
+
+def drafts_of(states: Sequence[DraftTreeState]) -> list[Draft]:
+    """The proposals of complete trees: all that their builders choose, but of those that are weighed no more nodes than
+    are worth their rows of the pass, which they share.
+    """
+    orders = [state.builder.chosen(state.candidates) for state in states]
+    worths = [state.worth for state in states if state.worth is not None]
+    if worths:
+        weighed = [i for i, state in enumerate(states) if state.worth is not None]
+        values = [[states[i].candidates.values[candidate] for candidate in orders[i]] for i in weighed]
+        others = sum(len(order) for order, state in zip(orders, states, strict=True) if state.worth is None)
+        for i, count in zip(weighed, shares(worths, values, others), strict=True):
+            del orders[i][count:]
+    return [state.draft(order) for state, order in zip(states, orders, strict=True)]
 
 
 @dataclass(eq=False, slots=True)

@@ -16,7 +16,7 @@ from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter, HiddenStates
-from sakiyomi.drafters.draft_tree_state import RequestMemory
+from sakiyomi.drafters.draft_tree_state import RequestMemory, drafts_of
 from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.drafters.medusa_heads.runner import MedusaRunner
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned
@@ -88,10 +88,10 @@ class MedusaDrafter(Drafter):
             raise ValueError("the target gives no hidden states")
         logits = self.guesser(torch.stack([context.states[HEAD] for context in contexts]))
         most = None if self.tuned is None else (self.tuned.heads, self.tuned.nodes, self.tuned.top_k)
-        drafts = []
+        trees = []
         for row, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
             memory = RequestMemory.of(context, self.name, self._vocab_size)
             memory.tree = tree = self._slots.begin(context, self.name, memory.sampler, gamma, most)
             tree.grow(logits[:, row])
-            drafts.append(tree.draft())
-        return drafts
+            trees.append(tree)
+        return drafts_of(trees)

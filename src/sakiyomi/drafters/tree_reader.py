@@ -17,7 +17,7 @@ from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.confidence import Confidence
-from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.draft_tree_state import DraftTreeState, drafts_of
 from sakiyomi.drafters.head_model import over_vocabulary
 from sakiyomi.drafters.native_trees import FOLLOWED, NativeTrees
 from sakiyomi.drafters.trees import BUILDERS, Builder, CandidateTree, Ranks
@@ -219,10 +219,12 @@ class TreeDrafter(Drafter):
         for i, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
             if (state := self._begin(context, gamma)) is not None:
                 growing.append((i, state))
-        self.reader.read([state for _, state in growing])
-        for i, state in growing:
+        states = [state for _, state in growing]
+        self.reader.read(states)
+        for state in states:
             self._done(state)
-            drafts[i] = state.draft()
+        for (i, _), draft in zip(growing, drafts_of(states), strict=True):
+            drafts[i] = draft
         return drafts
 
     @abstractmethod

@@ -114,14 +114,14 @@ class PassTables:
         self._tables: tuple[Any, Any] = None, None
 
     def of(self, sizes: Sequence[Size], drafter: ModelDrafter | None) -> tuple[Any, Any]:
-        """Seconds of passes of the draft model by rows, and of the target by nodes."""
+        """Seconds of passes of the draft model by rows, and of the target by the nodes of all drafts."""
         worths = [size.worth for size in sizes if size.worth is not None]
         if not worths or drafter is None:
             return None, None
-        costs, nodes, width = worths[0].costs, max([s.nodes for s in sizes]), max([s.width for s in sizes])
+        costs, nodes, width = worths[0].costs, sum([s.nodes for s in sizes]), max([s.width for s in sizes])
         known = costs.score, costs.batch, nodes, width, drafter.model.clock.version, drafter.reader.besides
         if known != self._known:
-            scored = [costs.score(costs.batch * (count + 1)) for count in range(nodes + 1)]
+            scored = [costs.score(costs.batch + count) for count in range(nodes + 1)]
             level = level_seconds(drafter.model, width, drafter.reader.besides)
             self._known, self._tables = known, (level, (ctypes.c_double * len(scored))(*scored))
         return self._tables

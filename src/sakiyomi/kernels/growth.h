@@ -217,28 +217,43 @@ inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
   return next;
 }
 
-// Candidates of a complete tree that become nodes, ascending. `scored`: seconds of the pass that judges it, by nodes, where these are weighed.
-inline std::vector<int64_t> chosen(const Tree& tree, const double* scored) {
-  const Ask& ask = tree.ask;
-  std::vector<int64_t> order;
-  if (ask.shape == of_chain || ask.shape == fixed_shape) {
-    order.resize(std::min<size_t>(ask.nodes, tree.tokens.size()));
-    std::iota(order.begin(), order.end(), 0);
-  } else {
-    order = best_of(tree);
-  }
-  if (ask.weighed) {  // see TokenValue.size
-    size_t count = 0;
-    double most = -ask.rate * scored[0], expected = 0;
-    for (size_t i = 0; i < order.size(); ++i) {
-      expected += tree.values[order[i]];
-      const double gain = expected - ask.rate * scored[i + 1];
-      if (gain > most) most = gain, count = i + 1;
-    }
-    order.resize(count);
-  }
-  std::sort(order.begin(), order.end());
+// Candidates of a complete tree that may become nodes, in the order in which they do.
+inline std::vector<int64_t> ordered(const Tree& tree) {
+  if (tree.ask.shape != of_chain && tree.ask.shape != fixed_shape) return best_of(tree);
+  std::vector<int64_t> order(std::min<size_t>(tree.ask.nodes, tree.tokens.size()));
+  std::iota(order.begin(), order.end(), 0);
   return order;
+}
+
+// Candidates of complete trees that become nodes, ascending, as `drafts_of` and `shares` in Python find them: of those that are weighed no
+// more than are worth their rows of the pass that all share. `requests`: that wait for it; `scored`: its seconds by nodes.
+inline std::vector<std::vector<int64_t>> chosen(const std::vector<const Tree*>& trees, int64_t requests, const double* scored) {
+  std::vector<std::vector<int64_t>> orders;
+  std::vector<size_t> weighed;
+  int64_t nodes = 0;
+  double rate = 0;
+  for (const Tree* tree : trees) {
+    if (tree->ask.weighed) weighed.push_back(orders.size()), rate += tree->ask.rate;
+    orders.push_back(ordered(*tree));
+    if (!tree->ask.weighed) nodes += orders.back().size();
+  }
+  if (!weighed.empty()) {
+    rate = rate / double(weighed.size()) * double(requests);
+    std::vector<size_t> counts(trees.size()), best = counts;
+    auto value = [&](size_t i) { return trees[i]->values[orders[i][counts[i]]]; };
+    for (double expected = 0, most = -rate * scored[nodes];;) {
+      const size_t* next = nullptr;
+      for (const size_t& i : weighed)
+        if (counts[i] < orders[i].size() && (!next || value(i) > value(*next))) next = &i;
+      if (!next) break;
+      expected += value(*next), ++counts[*next], ++nodes;
+      const double gain = expected - rate * scored[nodes];
+      if (gain > most) most = gain, best = counts;
+    }
+    for (size_t i : weighed) orders[i].resize(best[i]);
+  }
+  for (auto& order : orders) std::sort(order.begin(), order.end());
+  return orders;
 }
 
 // Trees that share their passes.

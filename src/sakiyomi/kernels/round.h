@@ -79,7 +79,7 @@ struct Rounds {
     Nodes nodes;
   };
   std::vector<Turn> turns;
-  const double* scored = nullptr;  // seconds of the target's pass by the nodes of each draft, where these are weighed
+  const double* scored = nullptr;  // seconds of the target's pass by the nodes of all drafts, where these are weighed
   bool drafting = false;
   std::vector<int64_t> table, numbers;
   std::vector<const void*> passes;  // logits of the draft model's, which are held until the round is over
@@ -157,9 +157,19 @@ struct Rounds {
     return size < 0 ? none_left : size ? of_draft(size) : score();
   }
 
-  // The nodes of a complete tree.
-  void choose(const Tree& tree, Nodes& to) const {
-    to.candidates = chosen(tree, scored);
+  // Nodes of the complete trees.
+  void choose() {
+    std::vector<const Tree*> trees;
+    for (const Turn& turn : turns)
+      if (turn.tree) trees.push_back(turn.tree);
+    auto orders = chosen(trees, turns.size(), scored);
+    size_t next = 0;
+    for (Turn& turn : turns)
+      if (turn.tree) name(*turn.tree, std::move(orders[next++]), turn.nodes);
+  }
+
+  static void name(const Tree& tree, std::vector<int64_t>&& candidates, Nodes& to) {
+    to.candidates = std::move(candidates);
     std::vector<int64_t> node_of(tree.tokens.size(), -1), depths;
     for (int64_t candidate : to.candidates) {
       const int64_t above = tree.parents[candidate], parent = above < 0 ? -1 : node_of[above];
@@ -173,11 +183,11 @@ struct Rounds {
   // Describes the target's pass: of each request its last token and its draft.
   int64_t score() {
     drafting = false;
+    choose();
     table.clear();
     int64_t rows = 0;
-    for (Turn& turn : turns) {
+    for (const Turn& turn : turns) {
       const Kept& kept = requests[turn.number];
-      if (turn.tree) choose(*turn.tree, turn.nodes);
       const int64_t own = turn.nodes.tokens.size() + 1;
       table.insert(table.end(), {kept.slot, own, kept.length() - 1, 0});
       rows += own;
@@ -361,7 +371,7 @@ void sk_leave(int64_t rounds, int64_t number) { ((Rounds*)rounds)->requests[numb
 
 // Begins a round of requests, and runs it as far as passes are run here. The pass that Python has to run, which is described: twice its rows,
 // and one more where it is the target's; 0: the round is over; -1: none. Where anything is weighed, seconds of the draft model's passes by
-// rows, and of the target's by the nodes of each draft: held until the round ends.
+// rows, and of the target's by the nodes of all drafts: held until the round ends.
 int64_t sk_round(int64_t rounds, int64_t count, const void* asked, const double* level, const double* scored) try {
   Rounds& own = *(Rounds*)rounds;
   own.scored = scored;
