@@ -163,6 +163,11 @@ _DELTA = {
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_KIMI = _SIZES | {
+    "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 10, "linear_head_dim": 8,
+    "linear_num_heads": 4,
+}  # fmt: skip
 _NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _BARE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, **_NO_ENDS}
 _ZAMBA = _without(_SIZES, "num_hidden_layers") | {
@@ -185,8 +190,8 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         **_GROUPED, **_MOE, **_DELTA, **_HYBRID, head_dim=8, shared_expert_intermediate_size=16
     ),
     "olmo_hybrid": lambda: hf.OlmoHybridConfig(**_GROUPED, **(_DELTA | {"linear_num_key_heads": 4}), **_HYBRID),
-    "kimi_linear": lambda: hf.KimiLinearConfig(**(_SIZES | {"num_key_value_heads": 4}), **_HYBRID),
-    "bailing_hybrid": lambda: hf.BailingHybridConfig(**(_SIZES | {"num_key_value_heads": 4}), **_HYBRID),
+    "kimi_linear": lambda: hf.KimiLinearConfig(**_KIMI, **_HYBRID),
+    "bailing_hybrid": lambda: hf.BailingHybridConfig(**_KIMI, **_HYBRID, num_expert_group=1, topk_group=1),
     "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
         **_GROUPED,
         **_MAMBA,
