@@ -54,8 +54,9 @@ def info(options: InfoOptions, output: JsonOption) -> None:
         if options.target is not None:
             from sakiyomi.engine.llm import LLM
 
-            status.update(f"loading {options.target} and compiling")
-            llm = LLM(options.target, draft=options.draft, dtype=options.dtype, compile=True)
+            status.update(f"loading {options.target} and recording passes")
+            llm = LLM(options.target, draft=options.draft, dtype=options.dtype)
+            llm.wait()
             status.update("timing passes")
             found["pair"] = {"target": options.target, "draft": options.draft}
             found["pair"] |= machine.costs(llm.target, llm.draft, context=options.context, repeats=options.repeats)

@@ -42,7 +42,7 @@ def minute(row: PairRow) -> Row:
     """Greedy, one prompt at a time: transformers, and ours plain and with the draft, whichever kind it is."""
     config = row.config
     row.note(f"loading {config.target}")
-    llm = row.pair.llm(config.draft, compile="auto" if config.compile else False)
+    llm = row.pair.llm(config.draft)
     title = "the one-minute table: greedy, one prompt at a time, tokens/s; --rows all for everything"
     return _measured(row, llm, title)
 
@@ -71,7 +71,7 @@ def card(config: CardConfig, note: Note) -> dict[str, Any]:
     )
     row = PairRow("card", wanted, note)
     note(f"loading {config.target}")
-    llm = row.pair.llm(config.draft, compile="auto" if wanted.compile else False)
+    llm = row.pair.llm(config.draft)
     table = _measured(row, llm, "greedy, one prompt at a time, tokens/s", others=True)
     target = row.pair.target
     found = {

@@ -53,8 +53,8 @@ class BenchConfig:
         peers: measure other programs too: transformers, and in row peers other engines.
         environments: folder of the environments of other engines, one each: openvino, vllm, llamacpp, onnxruntime; by
             default engines in the cache folder. Row peers says how to make those that are not there.
-        compile: wait for compiled graphs and use them (row peers: the traced passes of an LLM that was asked for
-            nothing); otherwise everything runs eagerly.
+        compile: record decoding passes before they are measured, as an LLM that was asked for nothing does while it
+            runs; otherwise everything is eager. Row compiling measures graphs that torch.compile makes.
     """
 
     rows: tuple[str, ...] = ()

@@ -140,9 +140,8 @@ def peers(row: PairRow) -> Row:
     for kind in kinds:
         try:
             row.note(kind)
-            # As users have it: nothing is compiled unless they ask for it.
             how: dict[str, Any] = {"quantize": kind if kind in QUANTIZATIONS else None, "max_batch": max(TOGETHER)}
-            llm = row.llm(compile="auto" if config.compile else False, **how)
+            llm = row.llm(**how)
         except (UnsupportedError, MemoryLimitError) as error:
             if kind not in QUANTIZATIONS:
                 raise

@@ -83,16 +83,13 @@ class PairRow:
         config: what is measured, and how often.
         note: is told what is going on.
         pair: target and draft of this configuration, if they are loaded already.
-        compile: ``LLM(compile=...)`` of its engines; None: the configuration's.
 
     Attributes:
         pair: target and draft.
     """
 
-    def __init__(
-        self, name: str, config: BenchConfig, note: Note, pair: Pair | None = None, compile: str | bool | None = None
-    ) -> None:
-        self.name, self.config, self._note, self._compile = name, config, note, compile
+    def __init__(self, name: str, config: BenchConfig, note: Note, pair: Pair | None = None) -> None:
+        self.name, self.config, self._note = name, config, note
         self.pair = pair or Pair(config)
 
     def note(self, text: str) -> None:
@@ -101,13 +98,15 @@ class PairRow:
 
     def changed(self, name: str | None = None, **settings: Any) -> PairRow:
         """The row with other settings, about a pair of its own."""
-        return PairRow(name or self.name, replace(self.config, **settings), self._note, compile=self._compile)
+        return PairRow(name or self.name, replace(self.config, **settings), self._note)
 
     def llm(self, draft: Any = None, **options: Any) -> LLM:
-        """Our engine on the pair, see ``Pair.llm``."""
+        """Our engine on the pair, see ``Pair.llm``, with its passes recorded."""
         self.note("loading")
-        usual = {} if self._compile is None else {"compile": self._compile}
-        return self.pair.llm(draft, **usual | options)
+        llm = self.pair.llm(draft, **options)
+        if self.config.compile:
+            llm.wait(batches=True)
+        return llm
 
     def params(self, **more: Any) -> SamplingParams:
         """Parameters of the texts: the configured length and gamma if nothing else is said."""

@@ -131,7 +131,7 @@ class Pair:
     def llm(self, draft: Any = None, **options: Any) -> LLM:
         """Our engine on the same pair; ``draft`` None: that of the pair."""
         draft = f"model:{self.config.draft_model}" if draft is None else draft
-        return load(self.config, draft, **{"compile": self.config.compile} | options)
+        return load(self.config, draft, **options)
 
     def peer(self, way: str) -> Transformers:
         """The generation of transformers on the same pair; ``way`` is one of ``WAYS``."""

@@ -47,12 +47,12 @@ def plain(row: PairRow) -> Row:
     eager = LLM(pair, draft="none", compile=False, quantize=config.quantize)
     judge = NearTies(model if eager.target.weights.quantization is None else eager.target, prompts)
     contenders = [Contender("sakiyomi eager", partial(our_lap, eager, prompts, params), judge)]
-    compiled = False
+    recorded = False
     if config.compile:
-        row.note("compiling")
-        ready = LLM(pair, draft="none", compile=True, quantize=config.quantize)
-        if compiled := ready.compiled():
-            contenders.insert(0, Contender("sakiyomi compiled", partial(our_lap, ready, prompts, params), judge))
+        row.note("recording passes")
+        ready = LLM(pair, draft="none", quantize=config.quantize)
+        if recorded := ready.wait():
+            contenders.insert(0, Contender("sakiyomi", partial(our_lap, ready, prompts, params), judge))
     if config.peers:
         if eager.target.weights.quantization is not None:
             contenders = _among_themselves(contenders)
@@ -64,7 +64,7 @@ def plain(row: PairRow) -> Row:
         model=described(model),
         dtype="bfloat16",
         rounding=rounding(eager),
-        graphs="compiled and eager" if compiled else "eager",
+        graphs=f"{ready.target.mode} and eager" if recorded else "eager",
         **lengths(config, prompts),
     )
 
@@ -226,7 +226,7 @@ def dropin(row: PairRow) -> Row:
         **pair.names,
         **pair.dtypes,
         "gamma": config.gamma,
-        "graphs": "compiled" if config.compile else "eager",
+        "graphs": "recorded" if config.compile else "eager",
         "prompts": len(pair.prompts),
         "max_new_tokens": config.max_new_tokens,
     }

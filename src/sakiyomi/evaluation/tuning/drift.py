@@ -34,7 +34,7 @@ def watch(config: PairConfig, note: Callable[[str], None] = lambda text: None) -
         raise InputError("watch measures the draft that was chosen before; leave out --draft and --drafts")
     texts = beginnings(config.count) if config.prompts is None else read_prompts(config.prompts, config.count)
     note(f"loading {config.target}")
-    llm = load(config, "auto", compile=True, strict=True)
+    llm = load(config, "auto", strict=True)
     profile = llm.profile
     if profile is None or profile.chosen is None:
         why = "nothing was tuned" if profile is None else "no draft with a known tau was chosen"

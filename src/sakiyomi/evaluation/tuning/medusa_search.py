@@ -68,7 +68,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     folder = folder_of(config.heads)
     _check_folder(folder)
     note(f"loading {config.target}")
-    llm = load(config, f"medusa:{config.heads}", compile=True, max_batch=8, strict=True)
+    llm = load(config, f"medusa:{config.heads}", max_batch=8, strict=True)
     llm.wait()
     drafter = llm.draft
     assert isinstance(drafter, MedusaDrafter)

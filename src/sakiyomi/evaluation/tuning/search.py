@@ -57,7 +57,7 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
         raise InputError("there is one prompt; give two or more: half of them are kept for the comparison")
     params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     note(f"loading {config.target}")
-    llm = load(config, PLAIN, compile=True, max_batch=BATCH, strict=True)
+    llm = load(config, PLAIN, max_batch=BATCH, strict=True)
     prompts = [llm.tokenizer(text).input_ids[: config.prompt_tokens] for text in texts]
     if max(map(len, prompts)) + config.max_new_tokens > llm.max_context:
         raise InputError(
@@ -67,8 +67,8 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     found, why = made([*specs, *available(llm, config)], partial(Candidate.on, llm), config.draft, note)
     candidates = [candidate for candidate in found.values() if candidate is not None]
     refused = [{"draft": spec, "refused": message} for spec, message in why.items()]
-    note("compiling")
-    llm.wait()
+    note("recording passes")
+    llm.wait(batches=True)
     calibration = Calibration(llm, params, candidates, refused)
     comparison = Comparison(calibration, params)
     _learn_and_compare(config, calibration, comparison, prompts, began, note)
@@ -78,7 +78,7 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
         target=llm.name,
         dtype=dtype_name(llm.target.dtype),
         quantize=config.quantize,
-        graphs="compiled" if llm.compiled() else "eager",
+        graphs=llm.target.mode if llm.compiled() else "eager",
         prompts=config.prompts or "beginnings of stories",
         calibrated_on=calibration.texts,
         compared_on=comparison.texts,

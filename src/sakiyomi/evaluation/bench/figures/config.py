@@ -104,11 +104,6 @@ class ReportConfig:
         """The settings as rows of ``bench`` take them, some of them changed."""
         return BenchConfig(**{name: getattr(self, name) for name in (*COMMON, "heads")} | changed)
 
-    @property
-    def passes(self) -> str | bool:
-        """``LLM(compile=...)`` of every engine of the report: what users have who ask for nothing."""
-        return "auto" if self.compile else False
-
     def wanted(self, known: Iterable[str]) -> tuple[str, ...]:
         """The sections that are asked for; ``known``: all of them."""
         if self.article is not None:

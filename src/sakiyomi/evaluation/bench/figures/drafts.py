@@ -48,7 +48,7 @@ def drafts(work: Work) -> Row:
     else:
         models = family(config.models)
         target, others = models[0], models[1:]
-        llm = load(config.bench(target=str(target)), "none", compile=config.passes)
+        llm = load(config.bench(target=str(target)), "none")
         found, why = made([f"model:{folder}" for folder in others], llm.drafter, (), work.note)
         notes += [f"{Path(spec).name} is left out: {message}" for spec, message in why.items()]
         loaded = load_model(str(target), dtype=config.dtype, device=config.device)

@@ -224,7 +224,7 @@ def temperature(work: Work) -> Row:
     except SakiyomiError as error:
         notes.append(f"Medusa is left out: {error.message}")
     draft = work.pair.config.draft_model
-    alone = load(config.bench(target=draft), "none", compile=config.passes)
+    alone = load(config.bench(target=draft), "none")
     alone.wait()
     engines["draft alone"] = alone
     peer, judge, prompts = work.pair.peer("assisted"), work.pair.judge(work.llm), work.prompts[:RACED]

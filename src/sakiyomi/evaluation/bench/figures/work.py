@@ -49,7 +49,7 @@ class Work:
     @cached_property
     def llm(self) -> LLM:
         """The target alone; drafters come beside it."""
-        return self.pair.llm("none", compile=self.config.passes)
+        return self.pair.llm("none")
 
     @property
     def draft(self) -> str:
@@ -96,7 +96,7 @@ class Work:
     def row(self, what: str, **changed: Any) -> PairRow:
         """A row about the pair, or with some settings changed about another one."""
         config = self.config.bench(**changed)
-        return PairRow(what, config, self.note, None if changed else self.pair, self.config.passes)
+        return PairRow(what, config, self.note, None if changed else self.pair)
 
     def conditions(self, **more: Any) -> dict[str, Any]:
         """What has to be known of a section about the pair, after its laps."""

@@ -37,7 +37,7 @@ class SpecConfig:
         device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         quantize: int8 or int4: quantize the target's weights.
         exact: bit-equal answers for every drafter.
-        compile: wait for compiled graphs and use them; otherwise everything runs eagerly.
+        compile: record decoding passes before they are measured; otherwise everything runs eagerly.
     """
 
     target: str = DEFAULT

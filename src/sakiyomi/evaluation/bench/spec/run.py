@@ -132,7 +132,7 @@ class Spec:
         self._config = config
         note(f"loading {config.target}")
         # One more slot than requests that run at once: the judge and oracles need one of their own.
-        self._llm = llm = load(config, "none", exact=config.exact, compile=config.compile, max_batch=2, strict=True)
+        self._llm = llm = load(config, "none", exact=config.exact, max_batch=2, strict=True)
         if has_encoder(llm.target.config):
             raise UnsupportedError(
                 f"{config.target!r} has an encoder, and questions are for models that go on with a text"
@@ -145,7 +145,7 @@ class Spec:
         dialogue = Dialogue(llm.tokenizer, template, config.system)
         self._talk = partial(Talk, dialogue, min(room, config.prompt_tokens or room))
         drafted, self._notes = _drafted(llm, config, note)
-        note("compiling")
+        note("recording passes")
         if config.compile:
             llm.wait()
         self._settings, self._conditions = _settings(config, llm, template, file), machine.conditions()
