@@ -86,3 +86,18 @@ def test_what_was_asked_elsewhere_has_a_command_and_a_test(row: list[str]) -> No
     else:
         assert (ROOT / command.split()[1]).exists()
     assert re.search(rf"^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def places(page: Path) -> set[str]:
+    """What a link to a page can name behind a #: its headings, as sites and GitHub write them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    shown = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in shown}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    for file, place in re.findall(r"\]\(([^)\s#:]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")):
+        there = (page.parent / file).resolve() if file else page
+        assert there.exists(), file
+        assert not place or there.suffix != ".md" or place in places(there), f"{file}#{place}"
