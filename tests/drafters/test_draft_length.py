@@ -127,8 +127,8 @@ def test_less_is_drafted_where_drafting_costs_more() -> None:
 
 def test_a_draft_of_one_pass_costs_one_however_deep_it_is() -> None:
     policy, dear = after(0.6), costs(draft=0.5)
-    assert policy._size(dear) <= 1
-    assert policy._size(replace(dear, one_pass=True)) > 2
+    assert policy._depth(dear) <= 1
+    assert policy._depth(replace(dear, one_pass=True)) > 2
     crowded = costs(draft=0.2)
     assert crowded.bearable() < replace(crowded, one_pass=True).bearable()
 
@@ -294,24 +294,6 @@ def test_the_table_of_transitions(
     phases: tuple[Phase, ...], left: int, measured: bool, pays: bool, expected: Phase
 ) -> None:
     assert {next_phase(phase, left, measured=measured, pays=pays) for phase in phases} == {expected}
-
-
-def test_without_hope_a_rest_is_followed_by_a_rest() -> None:
-    assert next_phase(Phase.RESTING, 0, measured=True, pays=False, hope=False) is Phase.RESTING
-    assert next_phase(Phase.TRYING, 0, measured=True, pays=True, hope=False) is Phase.DRAFTING
-
-
-@pytest.mark.parametrize("trees", [False, True])
-def test_nothing_is_probed_where_even_a_perfect_draft_would_lose(trees: bool) -> None:
-    """Rows cost as much as a pass of one: two of them bring 1.9 tokens at best. Clocks may be wrong, so that one probe
-    comes after the longest rest.
-    """
-    policy, asked = after(0.2, trees=trees, seconds=4.0), []
-    for _ in range(2 * PROBE_LATEST):
-        asked.append(policy.next(lambda: costs(slope=1.0)).depth)
-        policy.observe(asked[-1], 0, 4.0 if asked[-1] else 1.0)
-    drafted = [i for i, depth in enumerate(asked) if depth]
-    assert drafted == [2 * PROBE_LATEST - PROBE_EVERY + i for i in range(PROBE_ROUNDS)]
 
 
 def test_the_life_of_a_request_that_loses_is_a_row_of_rests_and_probes() -> None:

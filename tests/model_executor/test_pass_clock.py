@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sakiyomi.model_executor.pass_clock import AGAIN_SHARE, TRIAL_SHARE, PassClock
+from sakiyomi.model_executor.pass_clock import TRIAL_SHARE, PassClock
 from sakiyomi.model_executor.session import ALL_SIZES, SIZES
 
 
@@ -78,20 +78,6 @@ def test_rows_that_seem_too_dear_are_tried_again() -> None:
     assert clock.seconds(1, SIZES, trial) == 0.040
     assert clock.seconds(4, SIZES, trial) == 0.060
     assert tried == [1, 4, 4]
-
-
-def test_a_single_reading_is_tried_again_when_that_costs_next_to_nothing() -> None:
-    clock, tried = PassClock(lambda size: True, offloaded=False), list[int]()
-    trial = trier(clock, lambda size: 0.010 + 0.001 * size, tried)
-    clock.add(16, True, 0.200)
-    for _ in range(8):
-        clock.add(8, True, 0.018)
-    assert clock.seconds(16, SIZES, trial) == pytest.approx(0.036) and 16 not in tried  # twice what 8 rows take
-    while clock.seconds(16, SIZES, trial) > 0.030:
-        clock.add(8, True, 0.018)
-    assert tried.count(16) == 1
-    assert clock.known(16) == pytest.approx(0.026) and clock.seconds(16, SIZES, trial) == pytest.approx(0.026)
-    assert AGAIN_SHARE * clock._total >= 2 * 0.036  # by when that was cheap
 
 
 def test_small_changes_are_no_news() -> None:

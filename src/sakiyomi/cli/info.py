@@ -80,7 +80,7 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _pair(pair: Mapping[str, Any]) -> dict[str, str]:
-    how = "compiled" if pair["compiled"] else "eager"
+    how = "recorded" if pair["compiled"] else "eager"
     passes = ", ".join(f"T={rows} {ms:.2f}" for rows, ms in pair["target_ms"].items())
     shown = {
         "target": f"{pair['target']} in {pair['dtype']}, {how}, ms a pass, {pair['context']} tokens cached: {passes}"

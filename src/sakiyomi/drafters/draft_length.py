@@ -39,7 +39,6 @@ PROBE_AGAIN = 96  # least rounds of a rest that begins with what other requests 
 WEIGHT = 4.0  # rounds that the acceptance assumed at first counts for
 MEMORY = 0.97  # share of its weight that a measured acceptance keeps with every later round
 PROBE, PROBE_ROUNDS = 2, 3  # least depth of a probe, and its rounds
-HOPE = 0.9  # acceptance of a draft that could hardly be better: where even it would lose, nothing is probed
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,14 +263,14 @@ class Phase(Enum):
     """Drafts for a few rounds after a rest, whatever is predicted: the text may have become easier."""
 
 
-def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool, hope: bool = True) -> Phase:
+def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool) -> Phase:
     """The phase of the coming round: the whole state machine.
 
     ::
 
         NEW, TRYING, DRAFTING --- it pays -----------------> TRYING, or DRAFTING once enough is measured
         NEW, TRYING, DRAFTING --- it does not pay ---------> RESTING
-        RESTING ----------------- the rest is over --------> PROBING, or RESTING where there is no hope
+        RESTING ----------------- the rest is over --------> PROBING
         PROBING ----------------- the probe is over -------> as from TRYING
 
     Args:
@@ -279,12 +278,11 @@ def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool, hope: boo
         left: further rounds for which RESTING and PROBING have to stay; 0 for the others.
         measured: enough drafting rounds were measured to judge by them.
         pays: drafting is expected to be at least as fast as plain decoding.
-        hope: so would be a draft that is nearly always right.
     """
     if left:
         return phase
     if phase is Phase.RESTING:
-        return Phase.PROBING if hope else Phase.RESTING
+        return Phase.PROBING
     if not pays:
         return Phase.RESTING
     return Phase.DRAFTING if measured else Phase.TRYING
@@ -339,14 +337,12 @@ class AutoSize:
         # Before enough is measured, what others lost counts; what they gained says nothing of a first bad round.
         others = not measured and 0 < now.rate * now.plain < LOSS
         losing = (measured or others) and self._gain.expected(now) * now.plain < LOSS
-        depth = 0 if losing else self._size(now)
-        # Now and then, whatever clocks say: they may be wrong.
-        hope = self.phase is not Phase.RESTING or self._rest >= PROBE_LATEST or self._depth(now, [HOPE]) > 0
-        self._enter(next_phase(self.phase, self._left, measured=measured, pays=depth > 0, hope=hope), others)
+        depth = 0 if losing else self._depth(now)
+        self._enter(next_phase(self.phase, self._left, measured=measured, pays=depth > 0), others)
         if self.phase is Phase.RESTING:
             return Size(0, 0)
         if self.phase is Phase.PROBING:
-            depth = max(PROBE, self._size(now))
+            depth = max(PROBE, self._depth(now))
         if not self._trees:
             return Size(depth, depth)
         return Size(depth, now.nodes, TokenValue(self._gain.expected(now), now, now.depth))
@@ -357,12 +353,10 @@ class AutoSize:
         A loss that was predicted alone is looked at again as soon as one that was measured: while a process is young
         the costs of passes are guesses.
         """
-        if phase is Phase.RESTING:
-            if phase is self.phase:  # again
-                self._rest = min(2 * self._rest, PROBE_LATEST)
-            self._left = (max(self._rest, PROBE_AGAIN) if others else self._rest) - 1
-        elif phase is self.phase:
+        if phase is self.phase:
             self._left = max(0, self._left - 1)
+        elif phase is Phase.RESTING:
+            self._left = (max(self._rest, PROBE_AGAIN) if others else self._rest) - 1
         elif phase is Phase.PROBING:
             self._left, self._rest = PROBE_ROUNDS - 1, min(2 * self._rest, PROBE_LATEST)
             self._forget(0.3)
@@ -376,21 +370,16 @@ class AutoSize:
         self._kept = [kept * share for kept in self._kept]
         self._tried = [tried * share for tried in self._tried]
 
-    def _size(self, now: Costs) -> int:
-        """How deep to draft; where no chain pays, a tree may."""
-        depth = self._depth(now, self.alphas())
-        return max(depth, PROBE) if self._trees and self._fixed is None else depth
-
-    def _depth(self, now: Costs, alphas: Sequence[float]) -> int:
-        """Length of the chain with the largest predicted speed-up at such an acceptance."""
+    def _depth(self, now: Costs) -> int:
+        """Length of the chain with the largest predicted speed-up; where none pays, a tree may."""
         if self._fixed is not None:
             return self._fixed
         plain = now.undrafted or now.score(now.batch)
         step, fixed = (0.0, now.draft + now.overhead) if now.one_pass else (now.draft, now.overhead)
         depth, _ = marginal_gamma(
-            alphas, step / plain, lambda rows: now.score(now.batch * rows) / plain, fixed / plain, now.depth
+            self.alphas(), step / plain, lambda rows: now.score(now.batch * rows) / plain, fixed / plain, now.depth
         )
-        return depth
+        return max(depth, PROBE) if self._trees else depth
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
         """See ``DraftLengthPolicy.observe``."""

@@ -326,8 +326,8 @@ class SpeculationController:
             depth = min(MOST, nodes)
         if batch not in self._timed:  # now, and not while a drafter's own time is taken
             self._timed.add(batch)
-            for count in range(nodes + 1):
-                score(batch * (count + 1))
+            for count in range(batch * nodes + 1):
+                score(batch + count)
         pace, one_pass = self._pace(batch), self.drafter is not None and self.drafter.one_pass
         return Costs(score, self._step, self._overhead, batch, pace.rate, depth, nodes, pace.plain, one_pass)
 

@@ -13,7 +13,6 @@ SLOW = 0.002  # seconds of a trial pass from which on one is enough
 TRIALS = 4  # the first one warms up
 FEW = (1, 4, 8)  # rows that are tried out at once: from these the others are guessed
 TRIAL_SHARE = 0.05  # of all seconds of passes, for trials of others
-AGAIN_SHARE = 0.005  # the same for those that were read once
 NEWS = 0.02  # a mean that has moved by so much is told, since what is made of it takes time, too
 
 
@@ -112,23 +111,11 @@ class PassClock:
             own = self._guess(size, sizes, few, trial) if size not in few else 0.0
             if 2 * own <= TRIAL_SHARE * self._total:
                 own = self._tried(size, sizes[0], trial)
-        found = self._believed(size, own)
-        if self._once(size) and not self._offloaded and size <= sizes[-1] and 2 * found <= AGAIN_SHARE * self._total:
-            trial(size)
-            found = self._believed(size, self.known(size) or own)
-        return found
-
-    def _believed(self, size: int, own: float) -> float:
-        """What is believed of a reading or a guess."""
         # A reading taken while other work went on is not believed for long: half the rows twice would do as well, and
         # a larger pass does what a smaller one does.
         half = self.known(size // 2) if size > 1 else None
         double = self.known(2 * size)
         return min([own, *([2 * half] if half else []), *([double] if double else [])])
-
-    def _once(self, size: int) -> bool:
-        """Whether there is one reading of such passes: rows that seem too dear are not drafted, nor read again."""
-        return self._means.get((size, self._recorded(size)), (0, 0.0))[0] == 1
 
     def _tried(self, size: int, least: int, trial: Callable[[int], None]) -> float:
         for _ in range(TRIALS):

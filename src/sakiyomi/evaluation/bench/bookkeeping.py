@@ -44,7 +44,7 @@ def bookkeeping(row: PairRow) -> Row:
     for name, draft in drafts.items():
         row.note(f"draft {name}")
         llm = LLM((target, Numbers()), draft=ModelDrafter(build_runner(draft, first_sizes=DRAFT_SIZES), VOCAB))
-        # Both on graphs, as in use: an eager forward leaves nothing of the bookkeeping's own code in the caches.
+        # Both recorded, as in use: an eager forward leaves nothing of the bookkeeping's own code in the caches.
         llm.generate([prompt], SamplingParams(max_new_tokens=8, gamma=config.gamma, ignore_eos=True))
         compiled = llm.wait()
         peer = Transformers(target, draft, config.gamma)

@@ -40,7 +40,7 @@ def trees(row: PairRow) -> Row:
     ways["best-first, nodes heuristic"] = {"tree": "best-first", "nodes": "heuristic"}
     ways["best-first, nodes auto"] = {"tree": "best-first"}
     ways |= {"chain, gamma auto": {"gamma": "auto", "tree": "chain"}, "auto": {"gamma": "auto"}}
-    for name, more in ways.items():  # graphs of all sizes that they meet
+    for name, more in ways.items():  # passes of all sizes that they meet are recorded
         row.note(f"warming up, {name}")
         llm.generate(row.pair.prompts[:1], row.params(**more))
         llm.wait()

@@ -144,7 +144,7 @@ class PairRow:
         return race(contenders, repeats=self.config.repeats, note=tell, lost=lost, until=until)
 
     def warm(self, runs: Mapping[str, Run], llm: LLM) -> None:
-        """Run all of them once, and wait for the graphs of all sizes that they meet."""
+        """Run all of them once, so that passes of all sizes that they meet are recorded."""
         for name, run in runs.items():
             self.note(f"warming up, {name}")
             run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import cycle, islice
+from statistics import median
 from typing import Any
 
 from sakiyomi.engine.plain import EngineView
@@ -39,6 +40,8 @@ def never_slower(row: PairRow) -> Row:
                 standings = row.race(runs, judge, where=f"draft {name}, batch of {size}, {length} tokens")
                 plain, auto = (standing.to_dict() for standing in standings)
                 spread, ratio = Spread.of(standings), auto["ratio"]
+                speeds = ", ".join(f"{each.name} {median(each.speeds):.4g}" for each in standings)
+                row.note(f"batch of {size}, {length} tokens, tokens/s: {speeds}")
                 lines.append({
                     "draft": name, "batch": size, "tokens": length,
                     "plain_tokens_per_second": plain["tokens_per_second"],

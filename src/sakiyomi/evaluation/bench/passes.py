@@ -37,7 +37,7 @@ def passes(row: PairRow) -> Row:
     targets: dict[str, ModelRunner] = {}
     notes = []
     for name, quantize in WEIGHTS.items():
-        row.note(f"{name}, packing and compiling")
+        row.note(f"{name}, packing and recording passes")
         try:
             targets[name] = random_target(model, ROWS, compile=config.compile, quantize=quantize)
         except UnsupportedError as error:
@@ -166,7 +166,7 @@ IN_A_LAP = 3
 
 
 def random_target(model: Any, sizes: Sequence[int], *, compile: bool, **options: Any) -> ModelRunner:
-    """A random model as our engine runs it, with graphs of these sizes if everything is to be compiled."""
+    """A random model as our engine runs it, with recorded passes of these sizes unless everything is to be eager."""
     llm = LLM((model, Numbers()), draft="none", compile="auto" if compile else False, **options)
     if compile:
         llm.wait()  # for the kernels too

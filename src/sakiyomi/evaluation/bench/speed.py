@@ -207,7 +207,7 @@ def dropin(row: PairRow) -> Row:
     pair, config = row.pair, row.config
     model, draft = pair.target.model, pair.draft.model
     loop = custom_generate.using(compile="auto" if config.compile else False)
-    row.note("compiling")
+    row.note("recording passes")
     loop.prepare(model, draft)
     params = row.params()
     peer = partial(Transformers, model, stop=pair.stop)
@@ -226,7 +226,7 @@ def dropin(row: PairRow) -> Row:
         **pair.names,
         **pair.dtypes,
         "gamma": config.gamma,
-        "graphs": "recorded" if config.compile else "eager",
+        "graphs": "traced" if config.compile else "eager",
         "prompts": len(pair.prompts),
         "max_new_tokens": config.max_new_tokens,
     }

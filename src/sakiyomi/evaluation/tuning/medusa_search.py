@@ -34,6 +34,7 @@ from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.config import TuneConfig
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import HEAD
+from sakiyomi.model_executor.session import SIZES
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.counted import read_counted
 from sakiyomi.train.samples import prompt_of
@@ -181,7 +182,7 @@ def _rounds(
 
     A pass has one of few numbers of rows, so that trees that fill one up are all that is worth a look.
     """
-    nodes = [rows - 1 for rows in llm.target.sizes if rows - 1 <= most]
+    nodes = [rows - 1 for rows in SIZES if rows - 1 <= most]
     ways = {count: _way(llm, drafter, ranks.best(count)) for count in nodes}
     laps = [prompts[lap % len(prompts)] for lap in range(LAPS + 1)]
     found = _by_turns(ways, laps, max_new_tokens=ROUNDS, ignore_eos=True)

@@ -159,7 +159,7 @@ def medusa(work: Work) -> Row:
             name: partial(lap, way, row.pair.prompts[:RACED], params)
             for name, way in (("plain", EngineView(llm)), ("Medusa", llm))
         }
-        runs["Medusa"]()  # graphs of all sizes that it meets
+        runs["Medusa"]()  # passes of all sizes that it meets are recorded
         llm.wait()
         judge = row.pair.judge(llm)
         return [Contender(name, run, judge) for name, run in runs.items()]
