@@ -155,7 +155,7 @@ def peers(row: PairRow) -> Row:
                 standings = row.race(contenders, where=f"{kind}, {load.name}", lost=notes)
                 parts[f"{kind}, {load.name}"] = row.row("", standings)
                 speeds = ", ".join(f"{each.name} {statistics.median(each.speeds):.4g}" for each in standings)
-                row.note(f"{kind}, {load.name}, tokens/s: {speeds}")  # a row that is stopped has shown what it measured
+                row.say(f"{kind}, {load.name}, tokens/s: {speeds}")
     conditions = row.conditions(llm) | conditions | {"laps": config.repeats} | by_part(parts)
     found = joined("peers", "greedy, tokens/s (of a prompt: its own)", parts, **conditions)
     return replace(found, notes=[*found.notes, *notes])

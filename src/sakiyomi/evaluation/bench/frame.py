@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -95,6 +96,10 @@ class PairRow:
     def note(self, text: str) -> None:
         """Tell what is going on."""
         self._note(f"{self.name}: {text}")
+
+    def say(self, text: str) -> None:
+        """Say what was measured, in a line that stays: a row that is stopped has then shown it."""
+        logging.getLogger("sakiyomi").info("%s: %s", self.name, text)
 
     def changed(self, name: str | None = None, **settings: Any) -> PairRow:
         """The row with other settings, about a pair of its own."""

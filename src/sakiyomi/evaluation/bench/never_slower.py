@@ -41,7 +41,7 @@ def never_slower(row: PairRow) -> Row:
                 plain, auto = (standing.to_dict() for standing in standings)
                 spread, ratio = Spread.of(standings), auto["ratio"]
                 speeds = ", ".join(f"{each.name} {median(each.speeds):.4g}" for each in standings)
-                row.note(f"batch of {size}, {length} tokens, tokens/s: {speeds}")
+                row.say(f"draft {name}, batch of {size}, {length} tokens, tokens/s: {speeds}")
                 lines.append({
                     "draft": name, "batch": size, "tokens": length,
                     "plain_tokens_per_second": plain["tokens_per_second"],
