@@ -40,10 +40,9 @@ def trees(row: PairRow) -> Row:
     ways["best-first, nodes heuristic"] = {"tree": "best-first", "nodes": "heuristic"}
     ways["best-first, nodes auto"] = {"tree": "best-first"}
     ways |= {"chain, gamma auto": {"gamma": "auto", "tree": "chain"}, "auto": {"gamma": "auto"}}
-    for name, more in ways.items():  # passes of all sizes that they meet are recorded
+    for name, more in ways.items():  # what passes cost is learnt
         row.note(f"warming up, {name}")
         llm.generate(row.pair.prompts[:1], row.params(**more))
-        llm.wait()
     runs = {name: row.run(llm, **more) for name, more in ways.items()} | {"plain": row.run(EngineView(llm))}
     standings = row.race(runs, row.pair.judge(llm))
     passes = pass_seconds(llm.target, (1, 4, 8, 16))

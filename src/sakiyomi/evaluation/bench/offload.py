@@ -42,7 +42,6 @@ def offload(row: PairRow) -> Row:
     known = row.llm(f"oracle:{RATE:g}", offload="disk")
     for llm in (drafted, known):
         _stream(llm).cold = True
-    drafted.wait()
     speed = _disk_speed(_stream(drafted).files)
 
     def run(llm: LLM, way: Any = None, **params: Any) -> Run:

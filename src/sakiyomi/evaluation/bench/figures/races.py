@@ -154,13 +154,11 @@ def medusa(work: Work) -> Row:
 
     def contenders(row: PairRow, heads: str | None) -> list[Contender]:
         llm = row.llm(f"medusa:{heads}")
-        llm.wait()
         runs = {
             name: partial(lap, way, row.pair.prompts[:RACED], params)
             for name, way in (("plain", EngineView(llm)), ("Medusa", llm))
         }
-        runs["Medusa"]()  # passes of all sizes that it meets are recorded
-        llm.wait()
+        runs["Medusa"]()  # what passes cost is learnt
         judge = row.pair.judge(llm)
         return [Contender(name, run, judge) for name, run in runs.items()]
 
