@@ -1,16 +1,19 @@
-"""Settings of the whole suite, made before torch is imported, turns for tests that watch the clock, and a limit of what
-a test may cost.
+"""Settings of the whole suite, made before torch is imported; its two tiers; turns for tests that watch the clock; what
+tests cost, and a limit of it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tiers import sort_into_tiers
 
 # The tests' models are tiny: a second thread gains nothing, and on a busy machine two of them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +22,9 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 # What somebody has tuned on this machine is not what draft "auto" is tested with.
 os.environ["SAKIYOMI_PROFILES"] = str(Path(__file__).with_name("no-profiles"))
+
+WORKER_BYTES = 3 << 30
+"""Of a process that runs thousands of tests: torch, transformers, and models that tests share."""
 
 MOST_SECONDS = 60.0
 """Of computing, by this process and programs that a test has waited for; by the processor's clock, which other work on
@@ -31,12 +37,59 @@ def _affordable(item: pytest.Item) -> Generator[None, Any, Any]:
     before = os.times()
     result = yield
     used = sum(now - then for now, then in zip(os.times()[:4], before[:4], strict=True))
+    item.user_properties.append(("processor seconds", used))
     if used > MOST_SECONDS and item.get_closest_marker("slow") is None:
         pytest.fail(
             f"it computed for {used:.0f} s, and {MOST_SECONDS:.0f} are allowed: make it smaller, share what it makes, "
             "start programs by warm.py, or mark it slow"
         )
     return result
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """An option of the suite's own."""
+    parser.addoption("--costs", action="store_true", help="end with a table: folder, tests, seconds of the processor")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A test that is asked for by its name runs, whatever its tier."""
+    asked = config.invocation_params.args
+    if "-m" not in asked and any("::" in str(argument) for argument in asked):
+        config.option.markexpr = ""
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The table of ``--costs``: seconds of setups and of tests, by the folders of ``tests/``."""
+    if not config.getoption("--costs"):
+        return
+    tests: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "teardown":
+                folder = report.nodeid.split("/")[1] if report.nodeid.count("/") > 1 else "."
+                tests[folder] += 1
+                seconds[folder] += sum(value for name, value in report.user_properties if name == "processor seconds")
+    terminalreporter.section("processor seconds")
+    for folder in [*sorted(tests), None]:
+        count = tests.total() if folder is None else tests[folder]
+        used = seconds.total() if folder is None else seconds[folder]
+        terminalreporter.write_line(f"| {folder or 'all'} | {count:,} | {used:,.0f} |")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What ``-n auto`` means: one process for each processor that this one may use, and as memory allows."""
+    from sakiyomi.core.memory import available_bytes
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, available_bytes() // WORKER_BYTES))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what the option -m does not name
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """See ``tiers``."""
+    sort_into_tiers(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -151,6 +151,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_classes_fit_in_a_head() -> None:
     """Lines; and attributes, those of bases in the package included."""
     # The server's bodies have the fields of another's API.

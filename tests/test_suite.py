@@ -17,6 +17,7 @@ class Item:
 
     def __init__(self, *marks: str) -> None:
         self._marks = marks
+        self.user_properties: list[tuple[str, object]] = []
 
     def get_closest_marker(self, name: str) -> str | None:
         return name if name in self._marks else None

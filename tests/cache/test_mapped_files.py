@@ -70,6 +70,7 @@ def open_files() -> int:
 # ---------------------------------------------------------------- the same text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "falcon"])
 def test_the_text_of_a_full_cache(name: str, tmp_path: Path) -> None:
     """Plain, and read ahead in a batch of unequal lengths."""
@@ -85,6 +86,7 @@ def test_the_text_of_a_full_cache(name: str, tmp_path: Path) -> None:
     assert not llm.engine._speculation.broken and sum(out.stats.accepted for out in done) > 20
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("draft", "options", "values"),
     [
@@ -105,6 +107,7 @@ def test_prompts_that_are_read_in_part(tmp_path: Path) -> None:
     assert mapped(tmp_path)
 
 
+@pytest.mark.thorough
 def test_the_embedded_model() -> None:
     """As it is loaded, in bf16, with its draft, over columns that outgrow the first storage: the caches are equal bit
     for bit.
@@ -272,6 +275,7 @@ def test_a_budget_says_nothing() -> None:
 # ---------------------------------------------------------------- measured
 
 
+@pytest.mark.thorough
 def test_the_long_bench() -> None:
     assert [System(spec, None).kind for spec in ("full", "offload", "offload:/a/b", "minference+offload")] == [
         *("full", "reduced", "reduced", "reduced")

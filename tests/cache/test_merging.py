@@ -98,6 +98,7 @@ def test_what_mixtures_are_worth(tmp_path: Path) -> None:
         assert found.norms[0].tolist() == [[0.125, 0.125]] * 2
 
 
+@pytest.mark.thorough
 def test_merged_pairs_count_in_the_budget(folder: str) -> None:
     """After a border: as many pairs as without a merger, the mixtures over the anchors, the others as they were."""
     llm = LLM(

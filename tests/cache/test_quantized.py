@@ -357,6 +357,7 @@ def oracle(case: Case, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOW)
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -370,6 +371,7 @@ def test_attention_reads_packed_columns(how: str, dtype: torch.dtype, case: Case
     assert (got.double() - exact).abs().max() <= tolerance
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", [pytest.param("native", marks=native_only), "by row"])
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)

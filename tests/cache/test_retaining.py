@@ -116,6 +116,7 @@ def test_raw_is_what_the_projections_give(name: str) -> None:
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2", "gpt_neox", "gemma2", "opt", "falcon"])
 def test_raw_of_a_packed_model_eager_and_compiled(name: str) -> None:
     """Hooks go on when layers are packed; a graph gives the same as the eager pass, and still what its head reads."""
@@ -155,6 +156,7 @@ def test_raw_of_a_packed_model_eager_and_compiled(name: str) -> None:
     assert all(part is None for parts in raw._parts for part in parts)
 
 
+@pytest.mark.thorough
 def test_raw_in_a_compiled_transformers_model() -> None:
     model = model_of("phi3")
     ids = torch.tensor([prompt(8)])

@@ -95,6 +95,7 @@ def by_loops(policy: MInference, chunk: Chunk, pattern: str) -> Tensor:
     return found
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("pattern", [pattern for pattern in PATTERNS if pattern != "auto"])
 @pytest.mark.parametrize(
     ("rows", "n", "counts", "softcap", "window"),
@@ -163,6 +164,7 @@ def read(llm: LLM, tokens: list[int], *, behind: int = 0) -> Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_as_large_as_the_prompt_are_full(name: str, pattern: str) -> None:
@@ -187,6 +189,7 @@ def test_what_is_written_sees_everything() -> None:
     assert llm.target.cache.bytes == full.target.cache.bytes, "all pairs stay"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plain_torch", [False, True])
 def test_kernels_of_other_passes_do_not_matter(plain_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the compiled operator beside it, without, on graphs and exact: one text."""
@@ -219,6 +222,7 @@ def test_a_conversation_reads_on_at_the_same_place() -> None:
     assert make(FEW).generate([following], params)[0].token_ids == wanted
 
 
+@pytest.mark.thorough
 def test_the_audit_reads_the_prompt_likewise(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge that reads what was written in part, too, differs from itself where it goes token by token."""
     folder = save_model(tmp_path, tiny_llama(dim=64, max_position_embeddings=512), tiny_tokenizer())
@@ -236,6 +240,7 @@ def test_the_audit_reads_the_prompt_likewise(tmp_path: Any, monkeypatch: pytest.
     assert audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options).noise > 1
 
 
+@pytest.mark.thorough
 def test_with_policies_of_keeping_and_packing() -> None:
     tokens, params = prompt(150, 7), SamplingParams(max_new_tokens=70, ignore_eos=True, gamma=4)
     for cache, budget in ((f"{FEW}+quant-4[residual=32]", None), (f"h2o[local=4]+{FEW}", 40)):

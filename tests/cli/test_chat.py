@@ -71,6 +71,7 @@ def contents(value: dict[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- replies
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["plain", "templated"])
 def test_replies_are_those_of_generate(models: Path, say: Callable[..., Result], model: str) -> None:
     """To the prompt that the dialogue makes, with everything before the new message from the cache."""
@@ -93,6 +94,7 @@ def test_replies_are_those_of_generate(models: Path, say: Callable[..., Result],
     assert ("without a chat template" in result.stderr) == (model == "plain")
 
 
+@pytest.mark.thorough
 def test_stdout_has_replies_only(say: Callable[..., Result]) -> None:
     """No prompts, no answers of commands."""
     result = say("Once\n/help\n/stats\n/set temperature\n/undo\n/nix\n")
@@ -119,6 +121,7 @@ def test_lines_that_are_no_text(say: Callable[..., Result]) -> None:
 # ---------------------------------------------------------------- commands
 
 
+@pytest.mark.thorough
 def test_undo_again_reset(say: Callable[..., Result]) -> None:
     first = contents(found(say("Once\nThe fox\n", "--json")))
     assert contents(found(say("Once\nA bear\n/undo\nThe fox\n", "--json"))) == first
@@ -131,6 +134,7 @@ def test_undo_again_reset(say: Callable[..., Result]) -> None:
     assert contents(found(result)) == first[:2]
 
 
+@pytest.mark.thorough
 def test_seeds_make_the_whole_conversation_reproducible(say: Callable[..., Result]) -> None:
     """Another reply has other randomness; the same lines have the same replies."""
     base = ("--temperature", "2", "--json", "--seed")
@@ -204,6 +208,7 @@ def test_parameters(talk: Chat, capsys: Any) -> None:
     assert "/save FILE" in shown
 
 
+@pytest.mark.thorough
 def test_save_and_load(say: Callable[..., Result], tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     value = found(say(f"/system be brief\nOnce\nThe fox\n/save {file}\nOne day\n", "--json"))

@@ -105,6 +105,7 @@ def test_version() -> None:
     assert (result.exit_code, result.stdout) == (0, f"sakiyomi {__version__}\n")
 
 
+@pytest.mark.thorough
 def test_the_page_of_commands_is_current() -> None:
     """Run `python docs/make_cli.py` after a change of a flag."""
     made = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["page"]()
@@ -173,6 +174,23 @@ def test_errors_are_one_clear_line(models: Path, arguments: list[str], code: int
         assert len(result.stderr.splitlines()) == 1
 
 
+def leaves(group: Any, *path: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from leaves(command, *path, name)
+        else:
+            yield (*path, name)
+
+
+@pytest.mark.parametrize("words", leaves(get_command(app)), ids=" ".join)
+def test_every_command_says_what_it_takes_and_refuses_the_rest(words: tuple[str, ...]) -> None:
+    helped = runner.invoke(app, [*words, "--help"])
+    assert helped.exit_code == 0 and f"sakiyomi {' '.join(words)}" in " ".join(helped.stdout.split())
+    refused = runner.invoke(app, [*words, "--no-such-flag"])
+    assert refused.exit_code == 2 and "No such option" in refused.stderr and "--no-such-flag" in refused.stderr
+
+
 WRONG = [
     (["generate", "x", "--target", "./nofolder"], "there is no folder './nofolder'"),
     (["generate", "x", "--target", "missing.gguf"], "there is no file 'missing.gguf'"),
@@ -197,6 +215,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.thorough
 def test_what_is_wrong_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     """All in one process, which would keep torch from then on: so none of them has imported it."""
     (tmp_path / "empty").mkdir()
@@ -230,6 +249,7 @@ def test_drafters_have_their_forms() -> None:
 # ---------------------------------------------------------------- generate
 
 
+@pytest.mark.thorough
 def test_tree_draws_a_round(pair: list[str]) -> None:
     arguments = ["tree", "Once upon a time", *pair, "--gamma", "3", "--nodes", "6", "--max-new-tokens", "12"]
     drawn = runner.invoke(app, [*arguments, "--rounds", "2"])
@@ -252,6 +272,7 @@ def test_tree_draws_a_round(pair: list[str]) -> None:
     assert first["path"], "the draft is the target: its first choice is right"
 
 
+@pytest.mark.thorough
 def test_tree_as_a_picture(pair: list[str], tmp_path: Path) -> None:
     """Every token of the tree stands in it; without a draft there are the predictions alone."""
     pytest.importorskip("matplotlib")
@@ -525,6 +546,7 @@ def test_a_reader_that_goes_away(models: Path) -> None:
     assert b"Exception" not in errors
 
 
+@pytest.mark.thorough
 def test_what_target_and_draft_both_lack_is_said_once(models: Path, tmp_path: Path) -> None:
     """A compiler that fails: one line for the kernels, one for the graphs, and the text."""
     compiler = tmp_path / "c++"
@@ -594,6 +616,7 @@ def test_basics_come_first_and_every_section_has_a_name() -> None:
     assert "--target, --model" in flags_of("train", "draft")
 
 
+@pytest.mark.thorough
 def test_a_file_and_the_environment_set_what_flags_set(
     tmp_path: Path, pair: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -636,6 +659,7 @@ def test_shells_complete_commands() -> None:
     assert done.stdout.split() == ["generate"]
 
 
+@pytest.mark.thorough
 def test_no_line_of_other_libraries() -> None:
     """Importing torchao, as transformers does, writes four lines where nobody asks for silence."""
     code = "from sakiyomi.cli.output import quiet\nquiet()\nimport torchao.quantization, transformers.quantizers"
@@ -645,6 +669,7 @@ def test_no_line_of_other_libraries() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.thorough
 def test_a_card_is_a_page_and_a_file(models: Path, tmp_path: Path) -> None:
     out = tmp_path / "here"
     arguments = ["bench", "card", str(models / "target"), "--out", str(out), "--count", "2", "--max-new-tokens", "24"]

@@ -88,6 +88,7 @@ def test_generate(folder: Path, run: Callable[..., Result]) -> None:
     assert found["generations"][0]["prompt_tokens"] == 8 + len(FIRST)
 
 
+@pytest.mark.thorough
 def test_weights_are_quantized(folder: Path, run: Callable[..., Result]) -> None:
     """Images are read by a model whose text part is rounded, by its packed copy, and by that alone."""
     outs = []

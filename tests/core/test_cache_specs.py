@@ -104,6 +104,7 @@ def test_what_means_something_is_not(given: tuple[str]) -> None:
     check_cache(*given)
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_a_command_refuses_before_torch_is_imported(tmp_path: Path) -> None:
     """A torch that says when it is imported stands in the way; the figure is of a process that is started."""

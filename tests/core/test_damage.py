@@ -152,6 +152,7 @@ def test_damage_is_refused_or_does_not_matter(
     assert plain(read()) == right
 
 
+@pytest.mark.thorough
 def test_a_damaged_model_folder_is_refused_in_words_or_read(tmp_path: Path) -> None:
     """Of other tools' files nobody knows what they were: but none ends in an error of another kind."""
     folder = save_model(tmp_path / "model", tiny_llama(dim=64), tiny_tokenizer())

@@ -12,6 +12,7 @@ from processes import own_environment
 from sakiyomi.core.foreign_notes import leave_out_foreign_notes
 
 
+@pytest.mark.thorough
 def test_a_model_is_loaded_without_a_line_of_others() -> None:
     """In a process of its own, with the model's classes: a recording would spare them, and torchao with them."""
     code = (

@@ -28,6 +28,7 @@ class Unknown:
         return (__import__, ("there_is_no_such_module",))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -44,6 +45,7 @@ def test_one_that_cannot_begin_is_not_waited_for(how: Any, said: str, capfd: pyt
     assert capfd.readouterr().err.count("Error") == (how is not None and not isinstance(how, str))
 
 
+@pytest.mark.thorough
 def test_one_that_ends_later_says_why() -> None:
     peers = start(2, ends, "later")
     peers.greet("")

@@ -54,6 +54,7 @@ def tokens_and_cuts(draw: st.DrawFn, kind: str, most: int = 60) -> tuple[list[in
     return ids, cuts
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(deadline=None, max_examples=200)
@@ -65,6 +66,7 @@ def test_joined_deltas_are_the_decoded_tokens(kind: str, data: st.DataObject) ->
     assert "".join(deltas) == whole(kind, ids) == stream.text
 
 
+@pytest.mark.few(1)
 @given(text=st.text(st.sampled_from("aé あ漢😀👨‍👩‍👧\n<"), max_size=80), data=st.data())
 @settings(deadline=None, max_examples=200)
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
@@ -146,6 +148,7 @@ def slow_stop(kind: str, ids: Sequence[int], stop: Sequence[str]) -> tuple[str, 
     return None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["byte-level", "characters"])
 @given(data=st.data())
 @settings(deadline=None, max_examples=300)
@@ -165,6 +168,7 @@ def test_stop_strings_against_the_slow_version(kind: str, data: st.DataObject) -
     assert stream.text == "".join(deltas)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(deadline=None, max_examples=200)

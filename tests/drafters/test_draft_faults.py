@@ -55,6 +55,7 @@ def mistaken(own: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", [not_a_number, mistaken])
 def test_a_fault_of_the_drafter_is_not_silent(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``strict`` it ends the request; without, the request goes on, and the drafter is not asked again."""

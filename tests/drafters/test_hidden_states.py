@@ -61,6 +61,7 @@ def texts() -> dict[tuple[int, ...], list[int]]:
     return {tuple(tokens): tokens + out.token_ids for tokens, out in zip(PROMPTS, done, strict=True)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", ["eager", "traced", "chunks", "merged"])
 def test_every_token_of_prompt_and_text_is_given_once(how: str) -> None:
     model, known = model_of("llama"), texts()

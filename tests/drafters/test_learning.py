@@ -55,6 +55,7 @@ def params(**values: Any) -> SamplingParams:
     return SamplingParams(**({"max_new_tokens": 24, "gamma": 3, "ignore_eos": True} | values))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"compile": "auto"}, {"dtype": "bfloat16"}, {"exact": True}])
 def test_it_learns_and_the_text_stays(
     pair: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -81,6 +82,7 @@ def test_a_conversation_is_learnt_from_request_by_request(pair: Path, tmp_path: 
     assert (found.texts, found.seen) == (2, 2 * 23)
 
 
+@pytest.mark.thorough
 def test_off_is_the_default_and_leaves_nothing(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAKIYOMI_CACHE_DIR", str(tmp_path))
     for learn in ("", "off"):
@@ -93,6 +95,7 @@ def test_off_is_the_default_and_leaves_nothing(pair: Path, tmp_path: Path, monke
     assert read_learned(file).texts == 1
 
 
+@pytest.mark.thorough
 def test_what_was_learnt_is_there_in_the_next_process(pair: Path, tmp_path: Path) -> None:
     path = tmp_path / "learnt"
     first = llm_of(pair, str(path))
@@ -131,6 +134,7 @@ def test_two_processes_add_to_one_file(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["learnt"]
 
 
+@pytest.mark.thorough
 def test_a_write_that_fails_leaves_the_old_file(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,6 +153,7 @@ def test_a_write_that_fails_leaves_the_old_file(
     assert "is not kept" in caplog.text
 
 
+@pytest.mark.thorough
 def test_damaged_files_are_refused(pair: Path, tmp_path: Path) -> None:
     path = tmp_path / "learnt"
     llm_of(pair, str(path)).generate([PROMPTS[0]], params())

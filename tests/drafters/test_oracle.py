@@ -24,6 +24,7 @@ def params(**values: Any) -> SamplingParams:
     return SamplingParams(**({"max_new_tokens": NEW, "ignore_eos": True, "gamma": 3} | values))
 
 
+@pytest.mark.thorough
 def test_a_sure_oracle_needs_the_fewest_passes() -> None:
     llm = llm_of("oracle")
     for gamma in (1, 2, 5, 30):
@@ -34,6 +35,7 @@ def test_a_sure_oracle_needs_the_fewest_passes() -> None:
     assert not llm.engine._speculation.broken
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.9])
 def test_the_rate_is_alpha(rate: float) -> None:
     """Within five standard errors."""

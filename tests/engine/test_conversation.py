@@ -123,6 +123,7 @@ def test_a_stream_that_is_left_keeps_what_it_wrote(kind: type[Scripted]) -> None
         assert out.token_ids == reply(tuple(tokens))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [Scripted, Branching])
 def test_a_stop_inside_a_draft(kind: type[Scripted]) -> None:
     """More of the draft was verified than the text took: only the text is held."""

@@ -61,6 +61,7 @@ HEAT = {"bart": 1.0, "marian": 1.0, "t5": 30.0, "whisper": 1.0}
 SIZES = {"chain": {"gamma": 3}, "tree": {"gamma": 4, "nodes": 12}, "auto": {}}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ALL)
 def test_plain_text_is_that_of_transformers_alone_and_in_a_batch(name: str) -> None:
     llm = llm_of(name)
@@ -70,6 +71,7 @@ def test_plain_text_is_that_of_transformers_alone_and_in_a_batch(name: str) -> N
     assert sum(len(set(text)) for text in wanted(name)) > 12, "the texts go round in small circles"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("which", ["self", "other"])
 @pytest.mark.parametrize("name", FOUR)
@@ -94,6 +96,7 @@ def test_text_with_drafts_without_a_model_is_that_of_transformers(name: str, whi
     assert not llm.engine.busy
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FOUR)
 def test_text_without_the_compiled_kernels_is_that_of_transformers(name: str, plain_torch: None) -> None:
     for which, size in (("none", "auto"), ("self", "tree")):
@@ -102,6 +105,7 @@ def test_text_without_the_compiled_kernels_is_that_of_transformers(name: str, pl
         assert tokens(llm, sources(name), params(**SIZES[size])) == wanted(name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FOUR)
 def test_one_place_serves_requests_one_after_the_other(name: str) -> None:
     """A source left in a slot must not be taken for the next request's."""
@@ -109,6 +113,7 @@ def test_one_place_serves_requests_one_after_the_other(name: str) -> None:
     assert tokens(llm, sources(name), params(gamma=2)) == wanted(name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FOUR)
 def test_an_end_token_ends_the_text_as_in_transformers(name: str) -> None:
     model = copy.deepcopy(model_of(name))
@@ -122,6 +127,7 @@ def test_an_end_token_ends_the_text_as_in_transformers(name: str) -> None:
     assert done[0].finish_reason == "stop"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FOUR)
 def test_a_seed_gives_one_text_whatever_reads_ahead(name: str) -> None:
     """The coupled rule: an audit of sampled text is an equality."""
@@ -132,6 +138,7 @@ def test_a_seed_gives_one_text_whatever_reads_ahead(name: str) -> None:
         assert tokens(llm_of(name, which), sources(name), params(**values, **SIZES[size])) == plain, (which, size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FOUR)
 def test_exact_text_is_bit_equal(name: str) -> None:
     plain = llm_of(name, exact=True).generate(sources(name), params())
@@ -152,6 +159,7 @@ def test_samples_of_one_source_are_read_once(name: str) -> None:
     assert first[0].token_ids != other[0].token_ids
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["bart", "marian", "whisper"])
 def test_text_up_to_the_last_position(name: str) -> None:
     """Nothing is drafted into positions that the decoder does not have."""
@@ -206,6 +214,7 @@ class Noting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FOUR)
 def test_sources_are_read_in_float32_where_the_processor_multiplies_no_16_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -231,6 +240,7 @@ def test_sources_are_read_in_float32_where_the_processor_multiplies_no_16_bits(
     assert tokens(llm, sources(name), params(gamma=3)) == [out.token_ids for out in plain]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FOUR)
 def test_the_users_model_is_as_it_was(name: str) -> None:
     model = build(name)
@@ -310,6 +320,7 @@ def test_the_source_of_another_request_is_noticed(name: str) -> None:
 # ---------------------------------------------------------------- kernels
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_compiled_and_plain_attention_agree_on_trees(
@@ -336,6 +347,7 @@ def test_compiled_and_plain_attention_agree_on_trees(
     torch.testing.assert_close(found[0], found[1], atol=tolerance, rtol=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # of the compiler itself
 def test_a_pass_without_positions_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """T5's graphs have token ids as their only input."""
@@ -348,6 +360,7 @@ def test_a_pass_without_positions_is_compiled_too(monkeypatch: pytest.MonkeyPatc
 # ------------------------------------------------------------ weights in 8 bits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ALL)
 def test_drafts_change_nothing_in_8_bits(name: str) -> None:
     plain = llm_of(name, quantize="int8")

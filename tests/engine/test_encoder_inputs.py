@@ -59,6 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_settings_of_the_model_are_followed_as_transformers_does(name: str, setting: str) -> None:
@@ -118,6 +119,7 @@ PROMPTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")  # of transformers' generate on old settings
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_whisper_writes_what_its_own_generate_writes(prompt: str) -> None:
@@ -181,6 +183,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FOUR)
 def test_a_folder_is_loaded_with_a_folder_as_its_draft(name: str, root: Path) -> None:
     folder = folder_of(name, root)
@@ -213,6 +216,7 @@ def test_features_and_sounds_give_the_same_text(root: Path) -> None:
     assert llm.generate([sound, features[0]], params())[1].token_ids == texts[0]
 
 
+@pytest.mark.thorough
 def test_generate_and_transcribe_on_the_command_line(root: Path, tmp_path: Path) -> None:
     wav = tmp_path / "a.wav"
     write_wav(wav, tone(500.0))
@@ -235,6 +239,7 @@ def test_generate_and_transcribe_on_the_command_line(root: Path, tmp_path: Path)
     assert result.stdout.strip() == expected.text.strip()
 
 
+@pytest.mark.thorough
 def test_wrong_files_and_targets_on_the_command_line(root: Path, tmp_path: Path) -> None:
     wav, text = tmp_path / "a.wav", tmp_path / "text.wav"
     write_wav(wav, tone(500.0))
@@ -266,6 +271,7 @@ def write_wav(path: Path, sound: Audio) -> None:
 # ---------------------------------------------------------------- what is looked up
 
 
+@pytest.mark.thorough
 def test_drafts_are_looked_up_in_the_source_only_where_it_has_the_decoders_tokens() -> None:
     """A model that copies: prompt lookup finds the text in the source, from the second token on."""
     for name, config, shared in (
@@ -379,6 +385,7 @@ def test_unknown_families_are_refused(tmp_path: Path) -> None:
     refuse(lambda: LLM(tmp_path, "none"), UnsupportedError, "prophetnet", "whisper")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("name", [name for name in ALL if name != "marian"])
 def test_weights_on_disk(name: str, drafted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,6 +409,7 @@ def test_weights_on_disk(name: str, drafted: bool, tmp_path: Path, monkeypatch: 
     assert names == {"0", "1"}, "encoder and decoder share a stream"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["bart", "whisper"])
 def test_a_loaded_model_whose_weights_are_on_disk(name: str, tmp_path: Path) -> None:
     folder, given = folder_of(name, tmp_path), sources(name)

@@ -126,6 +126,7 @@ def test_a_removed_request_frees_its_place_at_once() -> None:
     assert sorted(llm.target.cache._free) == [0, 1]
 
 
+@pytest.mark.thorough
 def test_drafters_hear_of_every_end(tmp_path: Path) -> None:
     """Finished, removed while running, removed while waiting, left stream: a drafter that did not hear would hold its
     place for ever, and the ninth request would find none.
@@ -173,6 +174,7 @@ def test_places_need_not_be_powers_of_two(max_batch: int) -> None:
 # ---------------------------------------------------------------- prompts
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64, None])
 def test_prompts_in_chunks_give_the_same_text(chunk: int | None) -> None:
     """Whatever the size of the chunks, alone and beside others."""
@@ -262,6 +264,7 @@ def test_a_stream_never_gives_half_a_character(byte_model: Any, skill: str, kind
     assert skill != "none" or any(not step.text for step in steps), "a piece of a character was held back"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("skill", ["none", "always", "sometimes"])
 def test_joined_stream_is_the_text_of_any_rubbish(byte_model: Any, skill: str) -> None:
     """A random model writes bytes that are no characters: joined steps and text agree all the same."""
@@ -276,6 +279,7 @@ def test_joined_stream_is_the_text_of_any_rubbish(byte_model: Any, skill: str) -
         assert out.text == BYTES.decode(out.token_ids, skip_special_tokens=True)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("skill", ["none", "always", "sometimes"])
 @pytest.mark.parametrize(
     ("stop", "left"),
@@ -364,6 +368,7 @@ def heavy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM((target, TOKENIZER), f"model:{folder}", compile=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 @pytest.mark.parametrize(("length", "gamma"), [(20, 3), (200, 3), (20, "auto")])
 def test_the_four_clocks(heavy: LLM, length: int, gamma: int | str) -> None:
@@ -455,6 +460,7 @@ def test_log_probabilities_are_the_models_own() -> None:
             assert entry.target_prob == pytest.approx(float(truth[entry.token_id].exp()), rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_rounds_traces(tmp_path: Path) -> None:
     """Per round the proposed tree with p and q, the accepted path, the refused token: enough to judge the verifier."""
     drafts: list[Any] = [scripted("sometimes"), scripted("sometimes", Branching), scripted("sometimes", Noisy)]
@@ -683,6 +689,7 @@ def test_a_request_that_is_over_before_its_caller_looks(how: str, monkeypatch: p
 # ---------------------------------------------------------------- compiled
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_compiled_graphs_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32, one graph a row count: nothing that a request does compiles anew."""
@@ -696,6 +703,7 @@ def test_compiled_graphs_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("share", "eager"), [(1.0, 0), (0.0, 3)])
 def test_a_short_prompt_takes_a_graph_that_is_there(monkeypatch: pytest.MonkeyPatch, share: float, eager: int) -> None:
@@ -714,6 +722,7 @@ def test_a_short_prompt_takes_a_graph_that_is_there(monkeypatch: pytest.MonkeyPa
     assert len(calls) == eager
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default")
 def test_a_model_with_graphs_goes_when_nobody_holds_it() -> None:
     llm = LLM((model_of("llama"), TOKENIZER), "none", compile="auto")

@@ -111,6 +111,7 @@ def test_a_stream_has_its_last_step_when_it_is_over() -> None:
     assert box[-1].finish_reason == "length"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["generate", "stream"])
 def test_a_removed_request_ends_whoever_waits_for_it(how: str) -> None:
     llm = llm_with(scripted())
@@ -346,6 +347,7 @@ class Odd(Scripted):
         return drafts
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if "kind" not in fault])
 def test_an_odd_draft_costs_its_request_the_drafter_and_nothing_else(
     fault: str, caplog: pytest.LogCaptureFixture
@@ -386,6 +388,7 @@ def test_strict_ends_the_request(fault: str, caplog: pytest.LogCaptureFixture) -
         llm.generate(PROMPTS[0:1], params(**values))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("answer", "message"),
     [(None, "NoneType"), ([], "0 drafts for 1 requests"), ([Draft.empty()] * 2, "2 drafts for 1")],
@@ -400,6 +403,7 @@ def test_an_answer_of_another_length(answer: Any, message: str, caplog: pytest.L
     assert message in caplog.text
 
 
+@pytest.mark.thorough
 def test_an_odd_draft_leaves_sampled_text_as_it_was() -> None:
     """Under a seed the text is the same with and without a drafter, whatever it does."""
     values: dict[str, Any] = {"temperature": 1.0, "seed": 5}
@@ -495,6 +499,7 @@ def test_a_background_pass_does_not_touch_the_one_in_progress(monkeypatch: pytes
         model.model.layers[1].self_attn.forward = forward
 
 
+@pytest.mark.thorough
 def test_exact_requests_do_not_depend_on_what_is_recorded() -> None:
     """Eager and traced passes are equal to the last bit."""
     target = tiny_llama(vocab=VOCAB, layers=1, dim=64).to(torch.bfloat16)
@@ -557,6 +562,7 @@ def test_longrope_stays_within_its_original_context(caplog: pytest.LogCaptureFix
         LLM((model, TOKENIZER), "none", compile=False, max_context=200)
 
 
+@pytest.mark.thorough
 def test_longrope_beyond_its_original_context() -> None:
     """Texts that cross it while they are written or read, in one round or in a chunk, and such as begin behind it."""
     model, tokens = longrope(), [prompt(12), prompt(31, 1), prompt(50, 2)]

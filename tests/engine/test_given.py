@@ -29,6 +29,7 @@ def written(llm: LLM, params: SamplingParams, **options: Any) -> Generation:
     return llm.engine.complete([request])[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_text_goes_on_as_it_would_have(kind: str, temperature: float) -> None:

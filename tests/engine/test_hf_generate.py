@@ -105,6 +105,7 @@ def test_a_version_of_transformers_without_the_method_is_told_of(
 # ------------------------------------------------------------ greedy, by architecture
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "opt", "gpt2", "gpt_neox", "falcon", "qwen3"])
 def test_greedy_batch(name: str) -> None:
     """Padding on the left, rows that end at different lengths, a draft that is mostly wrong."""
@@ -277,6 +278,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS)
 def test_processors(options: dict[str, Any]) -> None:
     same(model_of("llama"), batch(9, 4), assistant(), **options)
@@ -307,6 +309,7 @@ WARPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", WARPS.values(), ids=WARPS)
 def test_distribution(options: dict[str, Any]) -> None:
     """Joint distribution of three tokens, by transformers' own processors; a false alarm once in a million seeds."""
@@ -356,6 +359,7 @@ def test_manual_seed_gives_the_same_text() -> None:
 # ------------------------------------------------------------ encoder-decoder
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FOUR)
 def test_encoder_decoder(name: str) -> None:
     model, draft = seq2seq_of(name), build_seq2seq(name, seed=3, layers=1)
@@ -475,6 +479,7 @@ def hooked(model: Any) -> None:
     model.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out * -1.0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", [changed_in_place, changed_through_data, replaced, hooked])
 def test_a_changed_model_gives_no_stale_text(change: Callable[[Any], None]) -> None:
     model, inputs = tiny_llama(), {"input_ids": torch.tensor([[5, 6, 7]])}
@@ -483,6 +488,7 @@ def test_a_changed_model_gives_no_stale_text(change: Callable[[Any], None]) -> N
     assert same(model, inputs).tolist() != before.tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters() -> None:
     """LoRA as it is put in, switched off, and merged."""
@@ -515,6 +521,7 @@ def test_a_model_that_is_used_is_not_packed_again() -> None:
     assert same(model, inputs, max_new_tokens=4).tolist() == first.tolist()
 
 
+@pytest.mark.thorough
 def test_what_is_kept_goes_with_the_model() -> None:
     model = tiny_llama()
     same(model, {"input_ids": torch.tensor([[5, 6]])}, tiny_llama(seed=1), max_new_tokens=3)

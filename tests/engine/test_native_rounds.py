@@ -80,6 +80,7 @@ def texts(params: SamplingParams | list[SamplingParams], prompts: int = len(PROM
     return found
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", CASES)
 def test_rounds_are_those_of_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[bool] = []

@@ -61,6 +61,7 @@ def arguments(models: Path, draft: str = "near") -> list[str]:
 # ---------------------------------------------------------------- a correct engine
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("draft", ["near", "draft", "target"])
 def test_nothing_is_found(models: Path, draft: str) -> None:
     report = run(models, draft=draft)
@@ -80,6 +81,7 @@ def test_nothing_is_found(models: Path, draft: str) -> None:
     assert {check.batch for check in report.checks} == {1, 2}
 
 
+@pytest.mark.thorough
 def test_bfloat16_has_no_defect(models: Path) -> None:
     report = run(models, "target-bf16", dtype="bfloat16")
     assert report.dtype == "bfloat16"
@@ -87,6 +89,7 @@ def test_bfloat16_has_no_defect(models: Path) -> None:
     assert report.ok, report.to_dict()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exact_is_bit_equal(models: Path, dtype: str) -> None:
     report = run(models, dtype=dtype, exact=True)
@@ -104,6 +107,7 @@ def test_without_a_draft_plain_text_is_checked(models: Path) -> None:
     assert {check.what for check in report.checks} == {"plain"}
 
 
+@pytest.mark.thorough
 def test_the_command(models: Path) -> None:
     result = CliRunner().invoke(app, [*arguments(models), "--json"])
     assert result.exit_code == 0, result.output
@@ -123,6 +127,7 @@ def in_pieces(pair: tuple[str, str], config: AuditConfig) -> AuditReport:
     return put_together(do, [[text] for text in PROMPTS], config, apart=True)
 
 
+@pytest.mark.thorough
 def test_pieces_make_the_whole(models: Path) -> None:
     """Whoever does them; what is compared in a batch is one of as many texts as a piece has."""
     config = replace(SMALL, sampled=True, samples=500, texts=2)
@@ -160,6 +165,7 @@ def test_a_broken_rule_is_found_in_a_piece(models: Path, monkeypatch: pytest.Mon
 needs_kernels = pytest.mark.skipif(native() is None, reason="no compiled kernels here")
 
 
+@pytest.mark.thorough
 @needs_kernels
 @pytest.mark.parametrize("exact", [False, True])
 def test_rounded_weights_are_their_own_reference(models: Path, exact: bool) -> None:
@@ -171,6 +177,7 @@ def test_rounded_weights_are_their_own_reference(models: Path, exact: bool) -> N
     assert {check.against for check in report.checks} == {"own plain", "plain", "logits"}
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_weights_that_others_rounded_are_their_own_reference_too(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchao's on a GPU, of whose rounding there is no report."""
@@ -187,6 +194,7 @@ def test_weights_that_others_rounded_are_their_own_reference_too(models: Path, m
     assert report.ok, report.to_dict()
 
 
+@pytest.mark.thorough
 @needs_kernels
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 def test_a_broken_rule_is_found_on_rounded_weights(models: Path, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
@@ -238,6 +246,7 @@ class LateBonus:
         return Verdict(verdict.path, rows.best(before), verdict.kind)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize(("broken", "draft"), [(AlwaysAccept, "near"), (LateBonus, "target")])
 def test_a_broken_rule_is_found(
@@ -252,6 +261,7 @@ def test_a_broken_rule_is_found(
     assert "DEFECT" in result.stdout
 
 
+@pytest.mark.thorough
 def test_noise_of_another_request_is_found(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted and plain text agree with each other then, and not with the logits."""
     monkeypatch.setattr("sakiyomi.engine.request_factory.RequestNoise", lambda seed, *key: RequestNoise(seed + 1, *key))
@@ -259,6 +269,7 @@ def test_noise_of_another_request_is_found(models: Path, monkeypatch: pytest.Mon
     assert {(check.rule, check.against) for check in report.checks if check.defects} == {("coupled", "logits")}
 
 
+@pytest.mark.thorough
 def test_exact_forgives_nothing(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A near-tie between our own texts is a defect there, and only there."""
     monkeypatch.setattr("sakiyomi.evaluation.audit.hf_reference.TOLERANCE", 1e9)

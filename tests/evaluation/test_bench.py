@@ -420,6 +420,7 @@ def test_random_trees_are_trees_with_the_right_tokens_in_them() -> None:
 # ---------------------------------------------------------------- rows
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", ["speculative", "stories", "batch", "trees", "useless"])
 def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
     found = suites.measure(row, pair)
@@ -443,6 +444,7 @@ def test_row_of_targets_that_draft_for_themselves(pair: BenchConfig) -> None:
     assert all(0 < line["draft_share"] < 1 for line in found.lines[1:])
 
 
+@pytest.mark.thorough
 def test_row_of_every_drafter(pair: BenchConfig) -> None:
     found = suites.measure("heads", dataclasses.replace(pair, draft=f"model:{pair.draft_model}"))
     names = [line["name"] for line in found.lines]
@@ -476,6 +478,7 @@ def test_row_of_a_target_on_an_excerpt_of_its_cache(pair: BenchConfig) -> None:
         suites.measure("evicted", dataclasses.replace(pair, contexts=(100000,)))
 
 
+@pytest.mark.thorough
 def test_row_of_the_drop_in(pair: BenchConfig) -> None:
     """transformers' own loop and ours, one text at a time and all together, write the same."""
     found = suites.measure("dropin", pair)
@@ -485,6 +488,7 @@ def test_row_of_the_drop_in(pair: BenchConfig) -> None:
     assert all(line["equal"] for line in found.lines)
 
 
+@pytest.mark.thorough
 def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> None:
     file = tmp_path / "held-out.txt"
     file.write_text("Once upon a time there was a fox. " * 20, encoding="utf-8")
@@ -500,6 +504,7 @@ def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> Non
         suites.measure("speculative", dataclasses.replace(pair, quality=str(file)))
 
 
+@pytest.mark.thorough
 def test_row_of_block_verification(pair: BenchConfig) -> None:
     found = suites.measure("block", pair)
     assert [line["gamma"] for line in found.lines] == [2, 4, 8]
@@ -513,6 +518,7 @@ def test_row_of_block_verification(pair: BenchConfig) -> None:
     json.dumps(found.to_dict())
 
 
+@pytest.mark.thorough
 def test_row_of_the_oracle(pair: BenchConfig) -> None:
     found = suites.measure("oracle", dataclasses.replace(pair, max_new_tokens=13))
     assert [line["rate"] for line in found.lines[:6]] == [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
@@ -548,6 +554,7 @@ def test_sweep_row(pair: BenchConfig) -> None:
         dataclasses.replace(pair, batch_sizes=(0,))
 
 
+@pytest.mark.thorough
 def test_never_slower_row(pair: BenchConfig) -> None:
     config = dataclasses.replace(pair, batch_sizes=(2, 1), repeats=2)
     found = suites.measure("never-slower", config)
@@ -589,6 +596,7 @@ def test_where_speculation_stops_paying(pays: tuple[str | None, ...], stops: int
     assert [line["batch"] for line in lines if line["stops"]] == ([stops] if stops else [])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(native() is None, reason="no compiled kernels here")
 def test_rounded_weights_are_compared_with_themselves(pair: BenchConfig) -> None:
     """Against transformers there is a speed and no equality; our speculative text has to be our plain one."""
@@ -625,6 +633,7 @@ def test_our_own_passes_judge_rounded_texts(pair: BenchConfig) -> None:
     assert near.gap == pytest.approx(near.top2_gap)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_row_of_drafts_from_text(pair: BenchConfig, quantize: str | None) -> None:
     """Three kinds of text, the same contenders in each; given texts come out as they were given."""
@@ -667,6 +676,7 @@ def test_a_packed_copy_is_refused_before_any_row_runs(pair: BenchConfig) -> None
             suites.run(dataclasses.replace(pair, rows=("passes", "peers"), **values))
 
 
+@pytest.mark.thorough
 def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
     """Both drafts, plain, and transformers with both tokenizers: equal texts, and characters beside tokens."""
     other = save_model(tmp_path / "other", tiny_llama(288, seed=3, eos_token_id=None), byte_fallback_tokenizer())
@@ -689,6 +699,7 @@ def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
         suites.measure("cross", pair)
 
 
+@pytest.mark.thorough
 def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bookkeeping_row, "VOCAB", 500)
     found = suites.measure("bookkeeping", pair)
@@ -699,6 +710,7 @@ def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> 
     assert always[0]["tau"] == pytest.approx(7 / 3)  # 8 tokens: one of the prefill, rounds of 3, 3 and 1
 
 
+@pytest.mark.thorough
 def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes_row, "MEDIUM", (64, 2, 4, 128, 320))
     found = suites.measure("passes", pair)
@@ -719,6 +731,7 @@ def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     json.dumps(found.to_dict())
 
 
+@pytest.mark.thorough
 def test_merged_row(pair: BenchConfig) -> None:
     found = suites.measure("merged", dataclasses.replace(pair, max_new_tokens=24))
     kinds = ("stories", "summary", "edit", "retold", "revised")
@@ -750,6 +763,7 @@ def test_scoring_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None
     json.dumps(found.to_dict())
 
 
+@pytest.mark.thorough
 def test_passes_row_says_what_cannot_run(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes_row, "MEDIUM", (64, 2, 4, 128, 320))
     monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
@@ -758,6 +772,7 @@ def test_passes_row_says_what_cannot_run(pair: BenchConfig, monkeypatch: pytest.
     assert [note[:5] for note in found.notes] == ["int8:", "int4:"]
 
 
+@pytest.mark.thorough
 def test_exact_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.evaluation.bench.exactness.COMPARED", (1, 4))
     found = suites.measure("exact", pair)

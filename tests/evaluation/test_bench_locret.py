@@ -14,6 +14,7 @@ from sakiyomi.evaluation.bench.locret.config import LocretConfig
 from sakiyomi.evaluation.bench.locret.run import run
 
 
+@pytest.mark.thorough
 def test_all_tables_come_from_one_measurement(tmp_path: Path) -> None:
     config = LocretConfig(
         tasks=("passkey",), lengths=("512",), count=1, seeds=("0",), chunk_size=128, memory=False, budget="1/2"

@@ -350,6 +350,7 @@ def test_a_process_that_ended_early_leaves_reasons() -> None:
 # ---------------------------------------------------------------- on a toy
 
 
+@pytest.mark.thorough
 def test_systems_answer_the_same_prompts(pair: tuple[Any, Any]) -> None:
     rows = list(run(toy_config(systems=("full", "one-shot", "nonesuch")), target=pair))
     assert [row.name for row in rows] == ["long", "memory"]
@@ -368,6 +369,7 @@ def test_systems_answer_the_same_prompts(pair: tuple[Any, Any]) -> None:
     json.dumps([row.to_dict() for row in rows])
 
 
+@pytest.mark.thorough
 def test_one_shot_writes_what_full_writes(pair: tuple[Any, Any]) -> None:
     make = Loader(OPTIONS | {"target": pair}, shared=True)
     questions = [{"tokens": list(range(3, 3 + n)), "answer_tokens": 6} for n in (20, 70, 71)]
@@ -383,6 +385,7 @@ def test_one_shot_writes_what_full_writes(pair: tuple[Any, Any]) -> None:
     assert full["kv_bytes"] >= once["kv_bytes"] and full["kv_bytes"] % width == 0
 
 
+@pytest.mark.thorough
 def test_pairs_that_are_kept_elsewhere_are_counted_apart(pair: tuple[Any, Any]) -> None:
     names = ("full", "minference[vertical=8,slash=8,block=8]", "infllm[block=8,sinks=4,local=8]")
     config = toy_config(systems=names, budgets=("48",), chunk_size=32)
@@ -394,6 +397,7 @@ def test_pairs_that_are_kept_elsewhere_are_counted_apart(pair: tuple[Any, Any]) 
     assert memory.lines[2]["class"] == "reduced" and memory.lines[2]["on_paper"] == 1.0
 
 
+@pytest.mark.thorough
 def test_a_context_beyond_the_positions_is_refused(pair: tuple[Any, Any]) -> None:
     (row,) = run(toy_config(lengths=("600",), count=1, seeds=("0",)), target=pair)
     assert row.lines[0]["state"] == "refused" and "512" in row.notes[0]
@@ -426,6 +430,7 @@ def test_query_first_prompts_have_the_question_in_front() -> None:
     assert row.lines[0]["state"] == "refused" and "made tasks" in row.notes[0]
 
 
+@pytest.mark.thorough
 def test_a_row_that_fails_says_so_and_the_others_run(pair: tuple[Any, Any], tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(STORY)
     config = toy_config(books=str(tmp_path / "book.txt"), turns=1, turn_tokens=32, lengths=("32",))
@@ -498,6 +503,7 @@ def test_bytes_are_known_before_they_are_taken(pair: tuple[Any, Any]) -> None:
     assert cache.bytes == needed == cache.needs(1, 300)
 
 
+@pytest.mark.thorough
 def test_a_job_in_a_process_of_its_own(tmp_path: Path) -> None:
     save_model(tmp_path / "toy", tiny_llama(), tiny_tokenizer())
     (row,) = run(toy_config(target=str(tmp_path / "toy"), memory=True, lengths=("64",), count=1, seeds=("0",)))
@@ -507,6 +513,7 @@ def test_a_job_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert line["kv_bytes"] > 0
 
 
+@pytest.mark.thorough
 def test_what_each_kept_is_drawn(pair: tuple[Any, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     config = toy_config(systems=("full", "streaming[sinks=2,local=8]"), budgets=("24",), chunk_size=16)
@@ -517,6 +524,7 @@ def test_what_each_kept_is_drawn(pair: tuple[Any, Any], tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["kept-streaming-sinks-2-local-8-24.png"]
 
 
+@pytest.mark.thorough
 def test_what_was_kept_are_places_of_the_prompt(pair: tuple[Any, Any]) -> None:
     make = Loader(OPTIONS | {"target": pair, "chunk_size": 16}, shared=True)
     system = {"spec": "streaming[sinks=2,local=8]", "budget": "24"}
@@ -587,6 +595,7 @@ def test_agreement_and_perplexity_by_hand() -> None:
     assert compared(given, record, None)["agreement"] is None
 
 
+@pytest.mark.thorough
 def test_row_of_books(pair: tuple[Any, Any], tmp_path: Path) -> None:
     book = tmp_path / "books.jsonl"
     book.write_text(json.dumps({"text": (STORY * 20 + "\n\n") * 5}))
@@ -603,6 +612,7 @@ def test_row_of_books(pair: tuple[Any, Any], tmp_path: Path) -> None:
 # ---------------------------------------------------------------- turns
 
 
+@pytest.mark.thorough
 def test_row_of_turns(pair: tuple[Any, Any]) -> None:
     config = toy_config(turns=5, turn_tokens=40, tasks=("story", "tale"), systems=("full", "one-shot"))
     row = list(run(config, target=pair))[-1]
@@ -617,6 +627,7 @@ def test_row_of_turns(pair: tuple[Any, Any]) -> None:
     assert row.notes == [f"full, KV MB after turn: {', '.join(shown)}"]
 
 
+@pytest.mark.thorough
 def test_turns_that_do_not_fit_end_early(pair: tuple[Any, Any]) -> None:
     row = list(run(toy_config(turns=9, turn_tokens=100, seeds=("0",), lengths=("32",)), target=pair))[-1]
     (line,) = row.lines
@@ -627,6 +638,7 @@ def test_turns_that_do_not_fit_end_early(pair: tuple[Any, Any]) -> None:
 # ---------------------------------------------------------------- the command
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     save_model(tmp_path / "toy", tiny_llama(), tiny_tokenizer())

@@ -47,6 +47,7 @@ def rows() -> list[Row]:
     ]
 
 
+@pytest.mark.thorough
 def test_every_row_has_its_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "new" / "pictures"

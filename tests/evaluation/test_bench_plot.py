@@ -48,6 +48,7 @@ def oracle_row() -> Row:
     return Row("oracle", "tokens a pass", lines, {"target": "tales"})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_rows_are_drawn_one_below_the_other(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")

@@ -82,6 +82,7 @@ def made(toys: ReportConfig) -> dict[str, Row]:
 # ---------------------------------------------------------------- sections
 
 
+@pytest.mark.thorough
 def test_every_section_measures_and_draws(toys: ReportConfig, made: dict[str, Row]) -> None:
     assert {name: row.error for name, row in made.items()} == dict.fromkeys(PAIRED)
     for name in PAIRED:
@@ -168,6 +169,7 @@ def test_the_formulas_and_the_proof(made: dict[str, Row]) -> None:
         assert line["accepted"] + line["recovered"] == pytest.approx(line["p"], abs=1e-5)
 
 
+@pytest.mark.thorough
 def test_alphas_of_encoder_decoders(toys: ReportConfig, tmp_path: Path) -> None:
     """T5, whose prompt is the encoder's; a causal pair beside it is a table of its own."""
     for name, layers in (("large", 3), ("small", 1)):
@@ -187,6 +189,7 @@ def test_alphas_of_encoder_decoders(toys: ReportConfig, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- sizes
 
 
+@pytest.mark.thorough
 def test_sizes_of_a_family_that_cannot_be_inflated(tmp_path: Path) -> None:
     """OPT: its own checkpoints are measured, sizes that there are not are skipped with a line each."""
     tokenizer = tiny_tokenizer()
@@ -220,6 +223,7 @@ def test_sizes_of_a_family_that_cannot_be_inflated(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is kept
 
 
+@pytest.mark.thorough
 def test_what_was_measured_is_kept(
     toys: ReportConfig, made: dict[str, Row], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -252,6 +256,7 @@ def test_what_was_measured_is_kept(
         run(dataclasses.replace(toys, out=str(tmp_path / "new"), redraw=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("section", ["sizes", "temperature"])
 def test_a_section_that_was_broken_off_goes_on(
     section: str, toys: ReportConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -284,6 +289,7 @@ def test_a_section_that_was_broken_off_goes_on(
     assert len(raced) == 4
 
 
+@pytest.mark.thorough
 def test_a_section_that_fails_says_why_and_is_tried_again(toys: ReportConfig, tmp_path: Path) -> None:
     config = dataclasses.replace(toys, out=str(tmp_path), sections=("medusa", "predicted"))
     (tmp_path / "none.json").write_text("{")
@@ -362,6 +368,7 @@ def test_predictions_of_a_file(tmp_path: Path) -> None:
     assert "4 configurations" in SECTIONS["predicted"].alt(row)
 
 
+@pytest.mark.thorough
 def test_accuracy_by_memory_is_drawn() -> None:
     figures = {"accuracy": 0.5, "accuracy_spread": 0.1, "kv_bytes": 2e6, "starred": False}
     lines = [{"name": name, "budget": None, "length": n} | figures for name in ("full", "h2o") for n in (128, 256)]
@@ -374,6 +381,7 @@ def test_accuracy_by_memory_is_drawn() -> None:
 # ---------------------------------------------------------------- the rival
 
 
+@pytest.mark.thorough
 def test_sample_and_compare_gives_the_targets_own_text(toys: ReportConfig) -> None:
     """The text is that of no draft at all, and what it accepts is the target's chance of the draft's best guess."""
     llm = LLM(toys.target, draft="none", compile=False)
@@ -462,6 +470,7 @@ def test_the_page_of_an_article_has_all_of_its_figures(name: str) -> None:
         assert len(pictures) >= 4 and all((folder / picture).is_file() for picture in pictures)
 
 
+@pytest.mark.thorough
 def test_an_article_is_some_sections_in_its_order(toys: ReportConfig, made: dict[str, Row]) -> None:
     assert all(set(one.sections) <= set(SECTIONS) for one in ARTICLES.values())
     told: list[str] = []
@@ -491,6 +500,7 @@ def test_the_command_of_a_section_says_what_is_unusual(toys: ReportConfig) -> No
     assert shlex.split(ReportConfig("x").command("ranks", ())) == [*words[:5], "ranks"]
 
 
+@pytest.mark.thorough
 def test_on_the_command_line(toys: ReportConfig, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     words = shlex.split(toys.command("ranks", ()))[1:]
@@ -530,6 +540,7 @@ def test_tasks_come_from_files_or_from_the_pair(toys: ReportConfig, tmp_path: Pa
     assert "bench tasks --json" in (refused.error or "")
 
 
+@pytest.mark.thorough
 def test_systems_and_what_they_kept_are_drawn(toys: ReportConfig, tmp_path: Path) -> None:
     lengths = ("512",)
     asked = dataclasses.replace(toys, out=str(tmp_path), sections=("locret", "kept"), memory_lengths=lengths, count=1)

@@ -166,6 +166,7 @@ def test_a_race_without_a_warm_up_counts_its_first_lap() -> None:
     assert standing.speeds == [4.0, 2.0]
 
 
+@pytest.mark.thorough
 def test_every_drafter_has_a_row_and_the_plain_text(config: SpecConfig) -> None:
     table, accepted = run(config)
     names = [PLAIN, *config.draft]
@@ -199,6 +200,7 @@ def test_another_text_is_a_defect_and_has_no_speed(config: SpecConfig) -> None:
     assert (line["equal"], line["defects"]) == ("0/1", 1)
 
 
+@pytest.mark.thorough
 def test_what_is_known_is_not_measured_again(
     config: SpecConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,6 +355,7 @@ def test_speed_ups_are_drawn(tmp_path: Path, suffix: str) -> None:
     assert path.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
 
 
+@pytest.mark.thorough
 def test_the_command_line_measures_merges_and_compares(config: SpecConfig, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runner = CliRunner()

@@ -69,6 +69,7 @@ def config(kind: str, file: Path, model: str, **changes: Any) -> TasksConfig:
     return TasksConfig(**(own | few | changes))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "model", "score"),
     [("summaries", "bart", "rouge_l"), ("translation", "marian", "bleu"), ("translation", "t5", "bleu"),
@@ -96,6 +97,7 @@ def test_every_contender_has_the_score_of_plain(kind: str, model: str, score: st
         assert all(line["over_assisted"] for line in lines)
 
 
+@pytest.mark.thorough
 def test_open_chat_has_no_score_and_may_be_sampled(root: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "chat.jsonl", {"source": TOKENIZER.decode(sources("bart", (9,))[0])})
     asked = config("chat", data, saved("llama", root), ways=("float32",), temperatures=(0.0, 1.0), peers=False)

@@ -251,6 +251,7 @@ def measured(pair: BenchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return suites.measure("peers", dataclasses.replace(pair, environments=str(tmp_path)))
 
 
+@pytest.mark.thorough
 def test_the_rest_of_the_table_goes_on(measured: Row) -> None:
     lines = {line["name"]: line for line in measured.lines}
     ours = ["sakiyomi plain", "sakiyomi speculative", "sakiyomi, gamma auto"]
@@ -278,6 +279,7 @@ def test_the_rest_of_the_table_goes_on(measured: Row) -> None:
     assert prompt["tokens"] == 2 * 40
 
 
+@pytest.mark.thorough
 def test_each_that_is_left_out_has_one_line(measured: Row) -> None:
     out = [note for note in measured.notes if "left out" in note]
     assert [note.split(" is left out: ")[0] for note in out] == [
@@ -296,6 +298,7 @@ def test_each_that_is_left_out_has_one_line(measured: Row) -> None:
     assert str(measured.conditions["Engine good plain, float32"]).startswith("version 1.0, threads ")
 
 
+@pytest.mark.thorough
 def test_without_compiled_kernels_our_kind_is_left_out(
     pair: BenchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

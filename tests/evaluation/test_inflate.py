@@ -52,6 +52,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflating, "ASPECT", 16)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_same_function(folders: dict[bool, Path], tmp_path: Path, tied: bool) -> None:
@@ -105,6 +106,7 @@ def test_counts_that_cannot_be_meant(text: str) -> None:
         parse_count(text)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("params", ["20456832", "134M", "500M", "1B", "7B"])
 def test_shapes_are_those_of_real_models(params: str) -> None:
     shape, count = Llama.load("tales").wider(parse_count(params))
@@ -161,6 +163,7 @@ def test_a_result_that_is_another_function_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_the_command_and_the_report_that_uses_it(folders: dict[bool, Path], tmp_path: Path) -> None:
     runner, out = CliRunner(), tmp_path / "large"
     arguments = ["bench", "inflate", str(out), "--params", "200K", "--target", str(folders[True])]
@@ -175,6 +178,7 @@ def test_the_command_and_the_report_that_uses_it(folders: dict[bool, Path], tmp_
     assert inflated(tiny_llama().config) is None
 
 
+@pytest.mark.thorough
 def test_the_command_takes_heads_of_several_kinds(tmp_path: Path) -> None:
     model = tiny_llama(layers=4, seed=3)
     small = save_model(tmp_path / "small", model.bfloat16(), tiny_tokenizer())
@@ -195,6 +199,7 @@ def test_flags_before_the_name_of_the_command_are_refused() -> None:
     assert "--gamma stands before 'inflate'" in result.output
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("own", [False, True])
 def test_heads_become_as_wide(folders: dict[bool, Path], tmp_path: Path, own: bool) -> None:
@@ -243,6 +248,7 @@ def _beside(kind: str, folder: Path, model: Any) -> Path:
     return speculators_folder(folder, replace(head, tensors={n: t.bfloat16() for n, t in head.tensors.items()}))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("kind", ["eagle", "eagle, norms", "block", "block, gated", "block, rnn", "mtp"])
 def test_what_reads_hidden_states_becomes_as_wide(tmp_path: Path, kind: str) -> None:

@@ -41,6 +41,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflating, "ASPECT", 20)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize(("kind", "params"), [("edits", 900_000), ("tones", 900_000)])
 def test_the_same_function(folders: dict[str, Path], tmp_path: Path, kind: str, params: int) -> None:
@@ -70,6 +71,7 @@ def test_the_same_function(folders: dict[str, Path], tmp_path: Path, kind: str, 
     assert read_examples(out) == read_examples(folders[kind])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("deep")
 def test_random_weights_are_there_and_what_they_write_is_zero(folders: dict[str, Path], tmp_path: Path) -> None:
     inflate(InflateConfig(str(tmp_path / "large"), "900K", str(folders["edits"])), silent)
@@ -92,6 +94,7 @@ def test_random_weights_are_there_and_what_they_write_is_zero(folders: dict[str,
         assert all(layer.fc1.weight.std() > 0 and not layer.fc2.weight.any() for layer in added)
 
 
+@pytest.mark.thorough
 def test_proportions_of_a_real_size(folders: dict[str, Path]) -> None:
     for folder in folders.values():
         shape, parameters = EncoderDecoder.load(str(folder)).wider(134_000_000)
@@ -102,6 +105,7 @@ def test_proportions_of_a_real_size(folders: dict[str, Path]) -> None:
         assert 1 < shape.decoder_ffn_dim / shape.d_model < 4
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_inflated_is_refused(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def config_of(place: Path, **changes: Any) -> TuneConfig:
     return TuneConfig(**(given | {"prompts": 3, "new_tokens": 24, "max_nodes": 7} | changes))
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_the_best_size_is_kept_beside_the_heads(place: Path) -> None:
     (place / "heads" / FILE).write_text("{", encoding="utf-8")  # a damaged one of before is in nobody's way
@@ -93,6 +94,7 @@ def test_what_cannot_be_tuned(changes: dict[str, Any], kind: type[Exception], wo
     assert not (place / "heads" / FILE).exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_the_commands(place: Path) -> None:
     flags = [
@@ -125,6 +127,7 @@ def test_the_commands(place: Path) -> None:
     assert "not an empty folder" in str(again.exception or again.output) + again.output
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_bench_rows(place: Path) -> None:
     config = BenchConfig(

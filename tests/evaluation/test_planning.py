@@ -97,6 +97,7 @@ def test_what_cannot_be_meant(changes: dict[str, Any], words: str) -> None:
         plan(PlanConfig(**({"alpha": (0.8,), "c": 0.1} | changes)))
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path: Path) -> None:
     arguments = ["plan", "--alpha", "0.8", "--alpha", "0.7", "--c", "0.05", "--max-gamma", "6", "--json"]
     picture = tmp_path / "curves.png"
@@ -118,6 +119,7 @@ GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_the_guide(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that plan are run; others, which take minutes, are read as the command line reads them, and not run."""

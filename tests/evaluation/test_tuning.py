@@ -78,6 +78,7 @@ def test_lengths_between(alpha: float) -> None:
     assert by_place(text.rounds(8))[2:5] == pytest.approx([alpha] * 3, abs=0.06)
 
 
+@pytest.mark.thorough
 def test_what_texts_differ_by() -> None:
     """The standard error of tau is that of many draws, and shrinks with the root of their number."""
     rng = random.Random(3)
@@ -192,6 +193,7 @@ def test_rounds_are_those_of_the_engine(target: Path) -> None:
     assert not llm.engine.busy
 
 
+@pytest.mark.thorough
 def test_a_profile_is_followed(target: Path, kept: Path) -> None:
     plain = load(target, "none")
     prompt, params = [5, 6, 7, 5, 6, 7], SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -231,6 +233,7 @@ def test_specs_that_last(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lasting("model:tales-draft") == "model:tales-draft"
 
 
+@pytest.mark.thorough
 def test_a_target_is_tuned(target: Path, kept: Path, tmp_path: Path) -> None:
     """Itself as its draft is always right, and no faster; a model of another tokenizer stands in the folder."""
     drafts = tmp_path / "drafts"
@@ -273,6 +276,7 @@ def test_a_target_is_tuned(target: Path, kept: Path, tmp_path: Path) -> None:
     assert Path(found["file"]).parent == kept
 
 
+@pytest.mark.thorough
 def test_acceptance_that_falls_is_seen(target: Path, kept: Path) -> None:
     """A chosen draft is measured again under the conditions of then; what fell makes the command fail."""
     plain, texts = load(target, "none"), {"count": 3, "dtype": "float32", "device": "cpu"}
@@ -345,6 +349,7 @@ def test_texts_that_are_over_at_once(target: Path, monkeypatch: pytest.MonkeyPat
         tune(PairConfig(target=str(target), dtype="float32", device="cpu", count=2, max_new_tokens=8, seconds=1))
 
 
+@pytest.mark.thorough
 def test_the_command(target: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Drawn from a tiny model, both texts of a lap end with their first token now and then.
     monkeypatch.setattr(search, "SamplingParams", functools.partial(SamplingParams, ignore_eos=True))

@@ -73,12 +73,14 @@ def test_logits_are_those_of_the_class(centroids: int, tmp_path: Path) -> None:
                 assert torch.allclose(further[row], out.last_hidden_state[0, 0], atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_guesses_are_those_of_the_class(folder: Path) -> None:
     done = drafted(llm_over(target(), f"assistant:{folder}"), max_new_tokens=NEW)
     assert len(done) > NEW
     assert not others(done, expected())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrong", ["moved", "further", "plain", "raw", "own", "narrow"])
 def test_what_is_misread_easily_is_noticed(wrong: str, folder: Path) -> None:
     """Positions, the embedding's scale, hidden states and columns that are others give other guesses."""
@@ -86,12 +88,14 @@ def test_what_is_misread_easily_is_noticed(wrong: str, folder: Path) -> None:
     assert others(done, expected(**{wrong: True})) > len(done) / 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_trees(size: dict[str, Any], folder: Path) -> None:
     """Greedy as transformers has it, sampled as without a draft."""
     check_trees(llm_over(target(), str(folder)), target(), size)
 
 
+@pytest.mark.thorough
 def test_a_target_that_shares_layers_itself(tmp_path: Path) -> None:
     """The layers that are read are those that store; with embeddings by layer, beside suffixes."""
     other = make(KINDS["gemma4"]())
@@ -99,6 +103,7 @@ def test_a_target_that_shares_layers_itself(tmp_path: Path) -> None:
     check_trees(llm, other, SIZES[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(native() is None, reason="traced passes and quantized weights are of the compiled kernels")
 @pytest.mark.parametrize("options", [{"compile": "auto"}, {"quantize": "int8"}], ids=str)
 def test_other_paths(options: dict[str, Any], folder: Path) -> None:
@@ -106,6 +111,7 @@ def test_other_paths(options: dict[str, Any], folder: Path) -> None:
     assert len(done) > NEW
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
     draft = f"assistant:{folder}"
     with pytest.raises(UnsupportedError, match="values of sliding_attention layers, and the target has one kind"):

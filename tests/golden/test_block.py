@@ -82,6 +82,7 @@ def expected(name: str, **wrong: Any) -> Guess:
     return lambda text, count: guessed(deep_target(), block(name), text, count, **wrong)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "write"),
     [
@@ -99,6 +100,7 @@ def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path], 
     assert not others(done, expected(name))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -117,6 +119,7 @@ def test_what_is_misread_easily_is_noticed(name: str, wrong: dict[str, Any], tmp
     assert others(done, expected(name, **wrong)) > len(done) / 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "rnn", "some tokens", "second"])
 def test_trees(name: str, size: dict[str, Any], tmp_path: Path) -> None:
@@ -132,6 +135,7 @@ def test_merged_with_other_drafts(draft: str, tmp_path: Path) -> None:
     assert [out.token_ids for out in done] == texts(deep_target())[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
 def test_hybrids_as_targets(name: str, tmp_path: Path) -> None:
     """Hidden states come from layers of every kind."""
@@ -143,6 +147,7 @@ def test_hybrids_as_targets(name: str, tmp_path: Path) -> None:
     assert sum(out.stats.drafted for out in done) > NEW
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(native() is None, reason="traced passes are of the compiled kernels")
 @pytest.mark.parametrize("name", ["plain", "second"])
 @pytest.mark.parametrize("options", [{"compile": "auto"}, {"exact": True}, {"max_batch": 1}], ids=str)
@@ -162,6 +167,7 @@ def test_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not others(rounds(dflash_folder(tmp_path, block("plain"))), expected("plain"))
 
 
+@pytest.mark.thorough
 def test_conversations_and_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_of(f"block:{dflash_folder(tmp_path, block('plain'))}", chunk_size=16)
     check_conversations(llm, deep_target(), BlockDrafter, expected("plain"), monkeypatch)
@@ -198,6 +204,7 @@ def test_damaged_selectors_and_convolutions(tmp_path: Path) -> None:
     _refused(speculators_folder(tmp_path / "odd", odd), LoadError, "groups of 7 numbers")
 
 
+@pytest.mark.thorough
 def test_folders_that_hold_no_drafter(tmp_path: Path) -> None:
     _refused(tmp_path / "none", LoadError, "no block drafter", "none")
     with pytest.raises(InputError, match="names no drafter"):

@@ -41,6 +41,7 @@ def test_what_writes_no_text_is_refused(kind: str) -> None:
     assert BY_TYPE[kind]["why"] == refusal(kind) != "it is not refused"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_sample(kind: str) -> None:
     assert outcome(kind) == BY_TYPE[kind]

@@ -51,6 +51,7 @@ def test_the_known_text_of_stories260k(folders: Any) -> None:
     assert out.text.strip().startswith(LILY)
 
 
+@pytest.mark.thorough
 def test_the_known_text_of_bitllama_3m(target: LLM) -> None:
     """A quantization-aware model of ternary weights, with tiny activations, and a draft beside it."""
     out = target.generate("Once upon a time", SamplingParams(max_new_tokens=70, gamma=4))
@@ -60,6 +61,7 @@ def test_the_known_text_of_bitllama_3m(target: LLM) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["stories260K", "bitllama-3M", "bitllama-1M", "babyllama-105"])
 def test_greedy_text_is_transformers_own(folders: Any, name: str) -> None:
     folder = folders(name)
@@ -80,6 +82,7 @@ def stories() -> list[str]:
         return [json.loads(line)["text"][:60] for _, line in zip(range(5), lines, strict=False)]
 
 
+@pytest.mark.thorough
 def test_a_small_model_reads_ahead_for_a_larger_one(folders: Any, target: LLM) -> None:
     """About 3.4 tokens per target pass, as transformers' own assisted generation gave with this pair.
 
@@ -94,6 +97,7 @@ def test_a_small_model_reads_ahead_for_a_larger_one(folders: Any, target: LLM) -
     assert tau == pytest.approx(3.4, abs=0.15)
 
 
+@pytest.mark.thorough
 def test_as_few_passes_as_transformers_assisted_generation(folders: Any, target: LLM) -> None:
     """The same pair, gamma and prompts there: target passes counted by a hook, their first one holds the prompt too."""
     large, small = (
@@ -119,6 +123,7 @@ def test_as_few_passes_as_transformers_assisted_generation(folders: Any, target:
     assert ours == pytest.approx(len(passes), rel=0.06)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gamma", [1, 2, 4, 8])
 def test_tau_with_a_fixed_gamma_is_what_acceptance_says(target: LLM, folders: Any, gamma: int) -> None:
     """Committed tokens are the accepted ones and one of the target's a round; equality with transformers' own drafts
@@ -139,6 +144,7 @@ def test_tau_with_a_fixed_gamma_is_what_acceptance_says(target: LLM, folders: An
     assert out.stats.committed == out.stats.accepted + out.stats.rounds
 
 
+@pytest.mark.thorough
 def test_sampled_stories_are_the_same_with_and_without_a_draft(folders: Any, target: LLM) -> None:
     """Coupled, on a real pair: equal texts, and a fair share of drafts accepted."""
     plain = LLM(folders("bitllama-3M"), "none", compile=False)
@@ -154,6 +160,7 @@ def across(folders: Any) -> LLM:
     return LLM(folders("bitllama-3M"), f"model:{folders('babyllama-105')}", compile=False)
 
 
+@pytest.mark.thorough
 def test_a_draft_of_another_tokenizer_reads_ahead(folders: Any, across: LLM) -> None:
     """transformers commits 2.4 tokens a pass with this pair; here the draft's text comes as the target would cut it.
 
@@ -168,6 +175,7 @@ def test_a_draft_of_another_tokenizer_reads_ahead(folders: Any, across: LLM) -> 
     assert tau >= 2.6
 
 
+@pytest.mark.thorough
 def test_a_draft_of_longer_pieces_takes_back_the_last_of_them(folders: Any) -> None:
     """4096 pieces against 512: the target's text ends inside the draft's words most of the time.
 
@@ -181,6 +189,7 @@ def test_a_draft_of_longer_pieces_takes_back_the_last_of_them(folders: Any) -> N
     assert sum(out.stats.committed for out in done) / sum(out.stats.rounds for out in done) >= 2.9
 
 
+@pytest.mark.thorough
 def test_sampled_stories_across_tokenizers(folders: Any, across: LLM) -> None:
     """The same text as without a draft for a seed; drafts are still accepted, as point masses."""
     plain = LLM(folders("bitllama-3M"), "none", compile=False)
@@ -190,6 +199,7 @@ def test_sampled_stories_across_tokenizers(folders: Any, across: LLM) -> None:
     assert sum(out.stats.accepted for out in drafted) / sum(out.stats.drafted for out in drafted) > 0.2
 
 
+@pytest.mark.thorough
 def test_known_losses(folders: Any) -> None:
     """The converter is right: nats per token on held-out stories are the documented ones."""
     with gzip.open(SHARED / "data" / "text" / "tinystories_valid.jsonl.gz", "rt", encoding="utf-8") as lines:

@@ -57,6 +57,7 @@ def turns(llm: LLM, params: SamplingParams) -> list[tuple[list[int], Generation]
     return done
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", ["none", "near", "far"])
 @pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 def test_replies_are_those_of_a_fresh_request(drafts: dict[str, str], draft: str, params: SamplingParams) -> None:
@@ -70,6 +71,7 @@ def test_replies_are_those_of_a_fresh_request(drafts: dict[str, str], draft: str
     assert draft != "near" or sum(out.stats.accepted for _, out in done[1:]) > 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("draft", ["none", "near"])
 def test_exact_replies_are_bit_equal(drafts: dict[str, str], dtype: torch.dtype, draft: str) -> None:
@@ -85,6 +87,7 @@ def test_exact_replies_are_bit_equal(drafts: dict[str, str], dtype: torch.dtype,
         assert [out.stats.reused for _, out in done] == [0, 32, 64, 48, 48, 0, 0]
 
 
+@pytest.mark.thorough
 def test_exact_must_not_use_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would see it: rows of decoding passes used again change log probabilities, in bfloat16."""
     model = copy.deepcopy(model_of("llama")).to(torch.bfloat16)
@@ -99,6 +102,7 @@ def test_exact_must_not_use_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert different
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt2", "falcon"])
 def test_other_attention(name: str) -> None:
     """Sliding windows, soft caps, learnt positions, attention that stays the model's own."""
@@ -143,6 +147,7 @@ KEPT = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", KEPT)
 def test_replies_where_pairs_are_evicted(drafts: dict[str, str], kept: str) -> None:
     """Boundaries, and what a prompt's rows look at, are those of a fresh request."""

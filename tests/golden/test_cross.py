@@ -88,6 +88,7 @@ def dealt(sizes: Sequence[Any]) -> list[Any]:
     ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("target", "draft", "gamma"), dealt([1, 2, 5]))
 def test_greedy_text_is_the_targets_own(drafts: dict[str, Path], target: str, draft: str, gamma: int) -> None:
     params = SamplingParams(max_new_tokens=NEW, gamma=gamma, ignore_eos=True)
@@ -98,6 +99,7 @@ def test_greedy_text_is_the_targets_own(drafts: dict[str, Path], target: str, dr
     assert llm.draft.name == ("model" if target == draft else "cross")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("draft", TOKENIZERS)
 @pytest.mark.parametrize("target", TOKENIZERS)
 def test_sampled_text_is_that_of_the_seed_alone(drafts: dict[str, Path], target: str, draft: str) -> None:
@@ -122,6 +124,7 @@ def test_every_tokenizer_meets_every_tree() -> None:
         assert {(values[place], str(values[2])) for values in met} == every
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("target", "draft", "size"), dealt(TREES))
 def test_trees_give_the_targets_own_text(
     drafts: dict[str, Path], target: str, draft: str, size: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -350,6 +353,7 @@ def test_the_users_draft_model_is_as_it_was(drafts: dict[str, Path]) -> None:
     assert loaded.tokenizer("the fox")["input_ids"] == text
 
 
+@pytest.mark.thorough
 def test_requests_together_and_a_conversation(drafts: dict[str, Path]) -> None:
     """Places in the draft's cache are taken over, and free in the end."""
     llm = LLM(pair("byte-level", 0), f"model:{drafts['unigram']}", compile=False, max_batch=2)

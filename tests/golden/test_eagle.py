@@ -84,6 +84,7 @@ def expected(name: str, **wrong: Any) -> Guess:
     return lambda text, count: guessed(deep_target(), head(name), text, count, **wrong)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "write"),
     [
@@ -97,6 +98,7 @@ def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path], 
     assert not others(done, expected(name))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -111,6 +113,7 @@ def test_what_is_misread_easily_is_noticed(name: str, wrong: dict[str, Any], tmp
     assert others(done, expected(name, **wrong)) > len(done) / 2
 
 
+@pytest.mark.thorough
 def test_offsets_are_no_tokens(tmp_path: Path) -> None:
     done = rounds(speculators_folder(tmp_path, head("some tokens")))
     tokens = head("some tokens").tokens
@@ -120,6 +123,7 @@ def test_offsets_are_no_tokens(tmp_path: Path) -> None:
     assert others(done, lambda text, count: guessed(deep_target(), wrong, text, count)) > len(done) / 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "some tokens", "parallel", "first"])
 def test_trees(name: str, size: dict[str, Any], tmp_path: Path) -> None:
@@ -135,6 +139,7 @@ def test_merged_with_other_drafts(draft: str, tmp_path: Path) -> None:
     assert [out.token_ids for out in done] == texts(deep_target())[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(native() is None, reason="traced passes are of the compiled kernels")
 @pytest.mark.parametrize("options", [{"compile": "auto"}, {"exact": True}, {"max_batch": 1}], ids=str)
 def test_other_paths(options: dict[str, Any], tmp_path: Path) -> None:
@@ -165,6 +170,7 @@ def test_more_rows_than_a_pass_has_features(exact: bool, tmp_path: Path) -> None
         assert torch.allclose(found, torch.cat(parts), atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_conversations_and_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_of(f"eagle:{speculators_folder(tmp_path, head('plain'))}", chunk_size=16)
     check_conversations(llm, deep_target(), EagleDrafter, expected("plain"), monkeypatch)

@@ -98,6 +98,7 @@ def check(
                 assert bits(llm, values, [0]) == wanted, (kind, gamma, "alone")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_llama(dtype: torch.dtype, path: str, draft_folder: Path) -> None:
     if path == "plain torch":
@@ -108,6 +109,7 @@ def test_llama(dtype: torch.dtype, path: str, draft_folder: Path) -> None:
         check("llama", dtype, (1, 2, 5), ("always", "junk tree", "noisy", "model"), draft_folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt2", "phi3", "olmo2"])
 def test_others(name: str, dtype: torch.dtype, path: str) -> None:
@@ -115,6 +117,7 @@ def test_others(name: str, dtype: torch.dtype, path: str) -> None:
     check(name, dtype, (3,))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_experts(name: str, path: str) -> None:
     """The kernels sum each row that chose an expert alone; torch's own code does not."""
@@ -136,6 +139,7 @@ def test_what_cannot_be_exact_says_so(name: str, path: str) -> None:
         check(name, torch.bfloat16, (3,))
 
 
+@pytest.mark.few(1)
 def test_long_prompts_in_chunks(path: str) -> None:
     """Where the chunks of a prompt begin depends on the prompt alone, so that company does not matter."""
     model = of("mistral", torch.bfloat16)
@@ -146,6 +150,7 @@ def test_long_prompts_in_chunks(path: str) -> None:
         assert llm.generate([tokens], GREEDY)[0].token_ids == expected
 
 
+@pytest.mark.few(1)
 def test_requests_that_come_and_go(path: str) -> None:
     """A request's bits stay the same while others join and leave in the middle."""
     llm = LLM((of("llama", torch.bfloat16), TOKENIZER), "none", compile=False, exact=True, max_batch=3)
@@ -176,6 +181,7 @@ def test_it_makes_a_difference() -> None:
         assert bits(LLM((model, TOKENIZER), draft, compile=False), GREEDY) != wanted
 
 
+@pytest.mark.thorough
 def test_every_architecture_can_be_exact(path: str) -> None:
     """Or says that it cannot; fp32, no draft, the self-test alone."""
     refused = []

@@ -242,6 +242,7 @@ def test_every_member(case: Case) -> None:
     assert [out.stats.reused for out in done] == [0, 0, 3 * CHUNK], "the last prompt begins as the first one"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache", ["full", "sirllm", "quant-4[residual=16]", member("infllm", POLICIES["infllm"])])
 def test_prefixes_and_conversations(cache: str) -> None:
     """What goes on from a beginning, read ahead or not, has the bits of a request that reads it all."""
@@ -265,6 +266,7 @@ def test_prefixes_and_conversations(cache: str) -> None:
 FOLLOWING = [name for name, rule in VERIFIERS.items() if follows_draft(rule)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FOLLOWING)
 def test_rules_that_follow_the_draft(name: str) -> None:
     """With another draft their text is another; with the same, drafted as far, it does not see who else is there."""

@@ -82,6 +82,7 @@ def check_books(out: Generation, gamma: int) -> None:
     assert stats.hit_rounds == sum(entries[0].status == "accepted" for entries in rounds)
 
 
+@pytest.mark.thorough
 def test_the_argmaxes_are_clear() -> None:
     """The ground under the equalities: no two logits that rounding could exchange, on any machine."""
     for name in ALL:
@@ -126,6 +127,7 @@ def test_equal_to_transformers(name: str, skill: Skill, gamma: int) -> None:
                 assert 0 < stats.accepted < stats.drafted
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", VARIANTS | OTHERS)
 def test_variants_are_equal_to_transformers_too(name: str) -> None:
     for skill in ("none", "sometimes"):
@@ -133,6 +135,7 @@ def test_variants_are_equal_to_transformers_too(name: str) -> None:
         assert [out.token_ids for out in done] == wanted(name)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("skill", ["tree", "noisy", "fading"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trees_drawn_chains_and_missing_drafts(name: str, skill: str) -> None:
@@ -192,6 +195,7 @@ def answered() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [greedy(model_of("llama"), tokens, 60) for tokens in prompts]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,6 +217,7 @@ def test_drafts_without_a_model(kind: str, wide: bool, gamma: int) -> None:
         assert chosen.branched
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_without_a_model_for_every_architecture(name: str, kind: str) -> None:

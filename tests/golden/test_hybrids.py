@@ -59,6 +59,7 @@ def texts(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS, values: Sampling
     return [out.token_ids for out in done]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("how", ["plain", "chain", "tree", "chunks"])
 def test_greedy_text_of_a_batch_and_alone(name: str, how: str) -> None:
@@ -68,12 +69,14 @@ def test_greedy_text_of_a_batch_and_alone(name: str, how: str) -> None:
     assert texts(llm, PROMPTS[2:]) == wanted(name)[2:]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_in_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
     assert texts(llm_of(name, drafter(name))) == wanted(name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_traced_passes(name: str) -> None:
     llm = llm_of(name, drafter(name), compile="auto")
@@ -126,6 +129,7 @@ def _previous_row(parents: tuple[int, ...]) -> Any:
     return tuple((torch.tensor([row]), torch.tensor([row])) for row in range(len(parents)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("broken", ["not rolled back", "wrong parent"])
 def test_broken_states_are_found(name: str, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +178,7 @@ def test_a_state_that_nobody_serves_is_found_at_load(caplog: pytest.LogCaptureFi
 # ---------------------------------------------------------------- texts that are reused
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_conversations_and_sharing_change_no_text(name: str) -> None:
     """Prompts that go on, go back a little, to a chunk's border, to the beginning; and requests that begin alike."""
@@ -199,6 +204,7 @@ def test_conversations_and_sharing_change_no_text(name: str) -> None:
     assert sum(out.stats.reused for out in done) >= 2 * 32
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_prefixes_change_no_text(name: str, tmp_path: Path) -> None:
     begin, few = prompt(32, 12), SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -211,6 +217,7 @@ def test_prefixes_change_no_text(name: str, tmp_path: Path) -> None:
     assert [out.stats.reused for out in done] == [32, 32]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_any_of_the_last_tokens_can_be_taken_back(name: str) -> None:
     """Long after the prompt: to any token behind the older copy of the last few, and on with other tokens."""
@@ -246,6 +253,7 @@ def test_a_pass_that_runs_again_writes_the_same() -> None:
 # ---------------------------------------------------------------- other options
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DENSE + EXPERTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_rows_do_not_depend_on_their_company(name: str, dtype: torch.dtype) -> None:
@@ -256,6 +264,7 @@ def test_exact_rows_do_not_depend_on_their_company(name: str, dtype: torch.dtype
     assert texts(LLM(pair, drafter(name), exact=True, compile=False)) == batch
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     # In plain torch, attention before a state rounds by the rows of its pass, unless exact=True.
     ("name", "native"),
@@ -286,6 +295,7 @@ def test_a_row_of_a_tree_is_that_of_a_text(name: str, native: bool, monkeypatch:
         assert torch.equal(first, second) if native else torch.allclose(first, second, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ["qwen3_5", "granitemoehybrid", "falcon_h1"])
 @pytest.mark.parametrize("options", [{"cache": "h2o[local=4]", "kv_budget": 200}, {"cache": "quant-8[residual=200]"}])
 def test_policies_act_on_the_attention_layers(name: str, options: dict[str, Any]) -> None:
@@ -315,6 +325,7 @@ def _store(runner: Any) -> RecurrentStore:
     return store
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_users_model_of_the_same_class_computes_as_before(name: str) -> None:
     """In another thread, while ours runs: class, module file and the user's object have none of our functions."""

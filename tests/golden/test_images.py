@@ -34,6 +34,7 @@ def llm_of(name: str, draft: Any = "none", **options: Any) -> LLM:
     return LLM((seeing_model(name), Processor(name, TOKENIZER)), draft, compile=False, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SEEING)
 def test_text_alone(name: str) -> None:
     """The text part runs as any model: chains, trees, batches, chunks."""
@@ -49,6 +50,7 @@ def test_a_folder_of_the_whole_model(name: str, tmp_path: Path) -> None:
         llm.generate([ImagePrompt(TEXTS[0], IMAGES[0])], GREEDY)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SEEING)
 def test_text_behind_images(name: str) -> None:
     """Alone, in a batch beside text, with trees of drafts that are right now and then."""
@@ -89,6 +91,7 @@ def test_the_begin_token_that_a_template_wrote_is_not_written_again() -> None:
     assert sizes == [1, 1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
 def test_nothing_is_reused_across_images(name: str) -> None:
     """Marks of different images are the same tokens."""

@@ -48,6 +48,7 @@ def check(llm: LLM, name: str) -> None:
     assert not llm.engine._speculation.broken, "the drafter raised"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", ["plain", "chain", "tree", "chunks", "traced"])
 @pytest.mark.parametrize("name", KINDS)
 def test_greedy_text(name: str, how: str) -> None:
@@ -56,12 +57,14 @@ def test_greedy_text(name: str, how: str) -> None:
     check(LLM((model_of(name), TOKENIZER), draft, compile="auto" if how == "traced" else False, **options), name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_in_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
     check(LLM((model_of(name), TOKENIZER), drafter(name, Branching), compile=False), name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", WITHOUT_EXPERTS)
 def test_exact(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +74,7 @@ def test_exact(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> No
     check(LLM((model_of(name), TOKENIZER), drafter(name, Branching), compile=False, exact=True), name)
 
 
+@pytest.mark.few(10)
 @pytest.mark.skipif(native() is None, reason="the kernels cannot be compiled here")
 @pytest.mark.parametrize("name", KINDS)
 def test_the_kernels_serve_them(name: str) -> None:
@@ -112,6 +116,7 @@ def drop(name: str, layer: int) -> Sequence[Any]:
     return shapes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("name", ["gpt_oss", "bloom", "llama4-chunked", "phimoe"])
 def test_the_proof_finds_what_is_left_out(name: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:

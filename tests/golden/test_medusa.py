@@ -58,6 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: heads_folder(place, name) for name in ("llama", "gpt2", "gemma2", "falcon")}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ALL)
 def test_every_architecture(name: str, tmp_path: Path) -> None:
     """Random heads on the target's own head: greedy, ragged, in a batch."""
@@ -74,6 +75,7 @@ def texts(name: str) -> tuple[list[list[int]], list[list[int]]]:
     return [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS], [out.token_ids for out in sampled]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("size", BRANCHING, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "falcon"])
 def test_trees(name: str, size: dict[str, Any], folders: dict[str, Path]) -> None:
@@ -88,6 +90,7 @@ def test_trees(name: str, size: dict[str, Any], folders: dict[str, Path]) -> Non
     assert [out.token_ids for out in llm.generate(PROMPTS, values)] == sampled
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", ["medusa:{}+suffix+ngram", "suffix+medusa:{}+early-exit:1"])
 def test_merged_with_other_drafts(draft: str, folders: dict[str, Path]) -> None:
     llm = llm_of(draft.format(folders["llama"]))
@@ -121,6 +124,7 @@ class _Noting:
         return [Draft.chain([token, 1, 2][:gamma], self.name) for (token,), gamma in zip(right, gammas, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compile", [False, True])
 def test_hidden_states_are_those_of_the_last_token_that_was_processed(
     compile: bool, monkeypatch: pytest.MonkeyPatch
@@ -137,6 +141,7 @@ def test_hidden_states_are_those_of_the_last_token_that_was_processed(
         assert torch.allclose(hidden, expected, atol=1e-4), len(tokens)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shape", [{}, {"layers": 2}, {"own": True}, {"own": True, "layers": 3}], ids=str)
 @pytest.mark.parametrize("draft", ["{}", "{}+early-exit:1"])
 def test_guesses_are_those_of_the_heads(shape: dict[str, Any], draft: str, tmp_path: Path) -> None:
@@ -206,6 +211,7 @@ def test_the_tree_that_was_given_is_what_is_scored(folders: dict[str, Path]) -> 
         assert entry.tokens[3:5] == entry.tokens[5:7] == entry.tokens[7:9]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("nodes", [1, 5, 12])
 def test_replayed_rounds_are_those_of_the_engine(nodes: int, folders: dict[str, Path]) -> None:
     """What tune counts on ranks is what a fixed tree does."""
@@ -264,6 +270,7 @@ def test_other_kernels_taken_into_use_later(folders: dict[str, Path], monkeypatc
     assert unsettled or llm.target.backend.operator != "sakiyomi_cpu"
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(native() is None, reason="no compiled kernels here")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_rounded_targets(kind: str, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def expected(name: str, **wrong: Any) -> Guess:
     return lambda text, count: guessed(toy(name), text, count, **wrong)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TARGETS)
 def test_guesses_are_those_of_the_layer(name: str, folders: Path) -> None:
     done = rounds(folder(folders, name))
@@ -59,6 +60,7 @@ def test_guesses_are_those_of_the_layer(name: str, folders: Path) -> None:
     assert not others(done, expected(name))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -73,6 +75,7 @@ def test_what_is_misread_easily_is_noticed(name: str, wrong: dict[str, Any], fol
     assert others(done, expected(name, **wrong)) > len(done) / 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "mimo"])
 def test_the_first_row_is_blank_where_the_family_has_it_so(name: str, folders: Path) -> None:
     """Of short texts, where it matters, some guesses would be others."""
@@ -81,6 +84,7 @@ def test_the_first_row_is_blank_where_the_family_has_it_so(name: str, folders: P
     assert others(done, expected(name, blank=not blank)) > 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
 def test_trees(name: str, size: dict[str, Any], folders: Path) -> None:
@@ -95,6 +99,7 @@ def test_trees(name: str, size: dict[str, Any], folders: Path) -> None:
     assert [out.token_ids for out in llm.generate(PROMPTS, values)] == [out.token_ids for out in plain]
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(native() is None, reason="traced passes and quantized weights are of the compiled kernels")
 @pytest.mark.parametrize("options", [{"compile": "auto"}, {"quantize": "int8"}], ids=str)
 def test_other_paths(options: dict[str, Any], folders: Path) -> None:

@@ -66,6 +66,7 @@ def texts(llm: LLM, chosen: list[int]) -> list[list[int]]:
     return done
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["plain", "chain", "tree", "chunks"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_greedy_text(name: str, how: str) -> None:
@@ -76,6 +77,7 @@ def test_greedy_text(name: str, how: str) -> None:
         assert texts(llm, chosen) == [wanted(name)[i] for i in chosen]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt_neo", "deepseek_v32"])
 def test_what_is_kept_of_a_text_is_not_changed_by_trees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that were rejected stay in a cache that was not copied."""

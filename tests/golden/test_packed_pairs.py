@@ -68,6 +68,7 @@ def drafted(name: str, spec: str, skill: Any, gamma: int, **more: Any) -> list[l
     return [out.token_ids for out in done]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("skill", [Branching, Fading])
 @pytest.mark.parametrize("kind", ["quant-8", "quant-4", "quant-2", "kvquant-4", "kvquant-3", "kvquant-2"])
 def test_reading_ahead_changes_nothing(kind: str, skill: Any) -> None:
@@ -76,12 +77,14 @@ def test_reading_ahead_changes_nothing(kind: str, skill: Any) -> None:
     assert drafted("llama", spec, skill, 5) == plain("llama", spec)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*CONFIGS, "gemma", "mixtral", "deepseek_v3"])
 def test_every_architecture(name: str) -> None:
     spec = f"quant-4{SMALL}"
     assert drafted(name, spec, Branching, 3) == plain(name, spec)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gpt_neox", "mistral", "glm", "llama3-rope"])
 def test_keys_turned_back(name: str) -> None:
     """Partial rotations, neighbours as pairs, sliding windows, frequencies of their own."""
@@ -101,18 +104,21 @@ def heads_of(name: str) -> str:
     return str(folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["h2o", "snapkv[window=16]", "streaming", "pyramidkv[window=8,pyramid=4]"])
 def test_reading_ahead_with_a_budget(policy: str) -> None:
     spec = f"{policy}+quant-4{SMALL}"
     assert drafted("llama", spec, Branching, 4) == plain("llama", spec)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "bits"), [("llama", 4), ("phi3", 2), ("gemma2", 8)])
 def test_reading_ahead_with_retaining_heads(name: str, bits: int) -> None:
     spec = f"locret:{heads_of(name)}+quant-{bits}{SMALL}"
     assert drafted(name, spec, Branching, 4) == plain(name, spec)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [{"exact": True}, {"compile": True}], ids=str)
 @pytest.mark.parametrize("spec", [f"quant-4{SMALL}", f"h2o+quant-4{SMALL}", f"kvquant-4{SMALL}"])
 def test_graphs_and_exact_passes(spec: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +141,7 @@ def test_exact_numbers_do_not_depend_on_drafts() -> None:
         assert [(x.token_id, x.target_prob) for x in a.trace] == [(x.token_id, x.target_prob) for x in b.trace]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", [f"h2o+quant-4{SMALL}", f"kvquant-3{SMALL}"])
 def test_plain_torch_says_the_same(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
     monkeypatch.setattr(ModelWeights, "packable", property(lambda self: False))
@@ -196,6 +203,7 @@ def attention_of(rounding: Quantization, borders: list[int]) -> Any:
     return attend
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

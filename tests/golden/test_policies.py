@@ -91,6 +91,7 @@ def drafted(name: str, policy: str, skill: Any, **values: Any) -> list[list[int]
     return [out.token_ids for out in done]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", [*WITHOUT_FILES, *SPARSE])
 def test_reading_ahead_changes_nothing(policy: str) -> None:
     """Every policy, trees and a batch of unequal lengths, against each prompt alone."""
@@ -111,6 +112,7 @@ def heads_of(name: str) -> str:
     return str(folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["locret", "infllm"])
 def test_any_policy_may_have_a_pyramid(name: str) -> None:
     """Budgets fall from layer to layer, a head has 24 on average, and reading ahead changes nothing of that either."""
@@ -122,12 +124,14 @@ def test_any_policy_may_have_a_pyramid(name: str) -> None:
     assert held[0] > held[1] == BUDGET > held[2] and sum(held) == 3 * BUDGET
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gpt_neox", "gemma2", "granite", "stablelm"])
 def test_reading_ahead_with_retaining_heads(name: str) -> None:
     policy = f"locret:{heads_of(name)}[local=4]"
     assert drafted(name, policy, Branching, gamma=4) == plain(name, policy)
 
 
+@pytest.mark.thorough
 def test_last_tokens_beside_the_budget() -> None:
     """What is before them is brought down to the budget, whole chunks or not; they and what is written stay, also where
     another request has read the beginning.
@@ -165,6 +169,7 @@ def merging_of(name: str) -> str:
     return str(folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("policy", ["h2o", "locret", "h2o where positions move"])
 def test_reading_ahead_where_what_goes_is_merged(policy: str, name: str) -> None:
@@ -219,6 +224,7 @@ def test_broken_rules_are_found(owner: Any, name: str, broken: Any, monkeypatch:
     assert drafted("llama", spec("h2o"), Branching, gamma=5) != wanted
 
 
+@pytest.mark.thorough
 def test_the_audit_judges_by_the_same_cache(tmp_path: Path) -> None:
     """Texts over several borders, and a defect that only they show."""
     folder = save_model(tmp_path, tiny_llama(dim=64, max_position_embeddings=512), tiny_tokenizer())
@@ -233,6 +239,7 @@ def test_the_audit_judges_by_the_same_cache(tmp_path: Path) -> None:
         assert report.defects
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["h2o", "pyramidkv", "streaming", "sirllm", "infllm"])
 def test_reading_ahead_where_positions_move(policy: str) -> None:
     assert drafted("qwen3", spec(policy, positions="reassigned"), Fading, gamma=4) == plain(
@@ -240,12 +247,14 @@ def test_reading_ahead_where_positions_move(policy: str) -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["h2o", "minference"])
 @pytest.mark.parametrize("name", [*CONFIGS, "gemma", "mixtral", "deepseek_v3"])
 def test_every_architecture(name: str, policy: str) -> None:
     assert drafted(name, spec(policy), Branching, gamma=3) == plain(name, spec(policy))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "granite", "stablelm"])
 def test_expected_attention_of_other_architectures(name: str) -> None:
     assert drafted(name, spec("expected"), Branching, gamma=3) == plain(name, spec("expected"))
@@ -277,6 +286,7 @@ def seen(length: int, prompt_tokens: int) -> Tensor:
     return mask
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2", "granite", "gpt_neox"])
 def test_what_stays_is_what_attention_sees(name: str) -> None:
     """Streaming, by transformers with a mask over the whole text: the text and its probabilities."""
@@ -297,6 +307,7 @@ def seen_in_part(length: int, prompt_tokens: int) -> Tensor:
     return mask
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2", "granite", "gpt_neox"])
 def test_what_prompts_look_at_is_what_attention_sees(name: str) -> None:
     """The same of a pattern that is the same for all texts."""
@@ -376,6 +387,7 @@ def test_sums_of_attention_are_the_models_own() -> None:
             torch.testing.assert_close(torch.stack(found[layer]), sums, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"exact": True}, {"compile": True}], ids=str)
 def test_graphs_and_exact_passes_leave_the_same_behind(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -399,6 +411,7 @@ def test_a_text_longer_than_the_models_positions() -> None:
     assert llm.target.cache.room <= 512
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi3", "stablelm", "gemma2", "llama3-rope", "granite"])
 def test_positions_move(name: str) -> None:
     """Keys that are turned are those of a text that stands at its new place: of a window that moves on, as if the text
@@ -438,6 +451,7 @@ def test_what_is_recalled_is_what_was_there() -> None:
     assert any((later - sooner) & set(range(60)) for sooner, later in itertools.pairwise(chosen)), "none came back"
 
 
+@pytest.mark.thorough
 def test_memory_is_flat() -> None:
     """Bytes do not grow with the text, and a pyramid's upper layers have less."""
     flat = llm_of("llama", "streaming[local=4,positions=reassigned]")
@@ -472,6 +486,7 @@ class Uneven(H2O):
         return [[budget + more[(head + i) % 2] for head in range(count)] for i, count in enumerate(heads)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("native", [True, False])
 def test_heads_with_budgets_of_their_own(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their storage is as large as each needs, and both ways of attention read it."""

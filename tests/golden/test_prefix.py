@@ -33,6 +33,7 @@ def make(cache: str, draft: Any = "none", name: str = "llama", **options: Any) -
     return LLM((model_of(name), TOKENIZER), draft, compile=False, **(CACHES[cache] | options))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", CACHES)
 def test_going_on_is_reading_it_all(cache: str, tmp_path: Path) -> None:
     """From a file, several prompts at once. 64 tokens are whole chunks: a request with all tokens has the same borders.
@@ -109,6 +110,7 @@ def test_others_are_refused(tmp_path: Path) -> None:
         make("h2o").load_prefix(file)
 
 
+@pytest.mark.thorough
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from sakiyomi.cli import app
 

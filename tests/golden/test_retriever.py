@@ -24,6 +24,7 @@ def right(cache: str, task: str, query_first: bool = False) -> float:
     return sum(made.score(out.text, one) for out, one in zip(done, asked, strict=True)) / COUNT
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", ["passkey", "kv", "multikey"])
 def test_heads_keep_what_is_asked_for(task: str) -> None:
     """By far more than what was last, and nearly all of what the whole text answers."""
@@ -33,6 +34,7 @@ def test_heads_keep_what_is_asked_for(task: str) -> None:
     assert right("streaming", task) <= locret - 0.5
 
 
+@pytest.mark.thorough
 def test_heads_that_know_the_question_keep_its_answer_in_a_text_of_answers_alone() -> None:
     """Nothing but the question tells the pairs of such a text apart: it stands in front."""
     full, locret = (right(cache, "kv-dense", True) for cache in ("full", "locret:retriever-retaining-query"))
@@ -41,6 +43,7 @@ def test_heads_that_know_the_question_keep_its_answer_in_a_text_of_answers_alone
     assert right("keydiff", "kv-dense", True) <= locret - 0.5
 
 
+@pytest.mark.thorough
 def test_a_question_chooses_what_it_is_answered_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """InfLLM reads a prompt's end again, on blocks that it chose itself; those of the chunk before say little."""
     assert right("infllm", "passkey") > 0.8

@@ -136,6 +136,7 @@ def test_the_warps_matter() -> None:
     assert len(set(texts)) == len(texts)
 
 
+@pytest.mark.thorough
 def test_a_seed_does_not_depend_on_the_batch(draft_folder: Path) -> None:
     """Request i of a list uses (seed, i): the first of three gets what it gets alone, whatever the others are."""
     for kind in ("none", "tree", "model"):
@@ -178,6 +179,7 @@ def test_seeds_differ_and_no_seed_is_a_new_one_each_time() -> None:
     assert tokens_of(llm("none"), PROMPTS, params()) != tokens_of(llm("none"), PROMPTS, params())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["noisy", "model", "always", "tree"])
 def test_the_ratio_rule_repeats_itself_at_a_fixed_gamma(kind: str, draft_folder: Path) -> None:
     """Same seed, same drafter, same gamma: same text, in any company."""
@@ -190,6 +192,7 @@ def test_the_ratio_rule_repeats_itself_at_a_fixed_gamma(kind: str, draft_folder:
         assert tokens_of(target, PROMPTS, params(seed=5, acceptance="ratio", gamma=1)) != first
 
 
+@pytest.mark.thorough
 def test_a_perfect_draft_is_never_refused(tmp_path: Path) -> None:
     """With p = q all rules accept everything; one refusal would show that the two sides warp differently or that the
     draft's rows are not what it drew from.
@@ -232,6 +235,7 @@ def test_traced_probabilities_are_the_models_own(draft_folder: Path) -> None:
 # ---------------------------------------------------------------- greedy text under transformers' own options
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["none", "always", "tree", "model"])
 def test_a_repetition_penalty_as_in_transformers(kind: str, draft_folder: Path) -> None:
     """The history of a penalty is prompt and output, as there."""
@@ -252,6 +256,7 @@ def test_a_repetition_penalty_as_in_transformers(kind: str, draft_folder: Path) 
     assert tokens_of(llm(kind, draft_folder), PROMPTS, values) == wanted
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["none", "always", "tree", "model"])
 def test_no_pair_of_tokens_twice_as_in_transformers(kind: str, draft_folder: Path) -> None:
     """A processor of transformers gives what it gives there, and a banned word never comes."""

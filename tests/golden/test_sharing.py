@@ -127,6 +127,7 @@ def test_what_two_texts_have_in_common(same: list[int], one: list[int], other: l
 # ---------------------------------------------------------------- texts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", CACHES)
 def test_every_cache_is_bit_equal(kind: str) -> None:
     """With ``exact``: tokens and log probabilities are those of a request alone; greedy, and seeded with a draft."""
@@ -142,6 +143,7 @@ def test_every_cache_is_bit_equal(kind: str) -> None:
     assert llm.target.cache.free == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_every_token_is_used_again(params: SamplingParams) -> None:
     """In float32, with a draft and without; a place in the middle of a chunk is as good as another."""
@@ -154,6 +156,7 @@ def test_every_token_is_used_again(params: SamplingParams) -> None:
     assert sum(request.stats.accepted for request in requests) > 20
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("broken", ["what the policy knows", "rows of decoding passes"])
 def test_what_must_not_be_shared(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above see it, with ``exact``."""
@@ -201,6 +204,7 @@ def test_a_conversation_lends_what_others_would_have() -> None:
     assert second.output == other.output == alone(llm, PROMPTS[:1], GREEDY)[0].output
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt2", "falcon"])
 def test_other_attention(name: str) -> None:
     """Sliding windows, soft caps, learnt positions, attention that stays the model's own."""
@@ -210,6 +214,7 @@ def test_other_attention(name: str) -> None:
     assert sum(request.stats.reused for request in requests) > 300
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", ["self-evicted:64", "early-exit:1", "suffix"])
 def test_drafts_that_look_into_the_cache(draft: str) -> None:
     wanted = [request.output for request in alone(make("full"), PROMPTS, GREEDY)]
@@ -407,6 +412,7 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "exact"), [("full", False), *((kind, True) for kind in CACHES)])
 def test_whoever_comes_and_goes(kind: str, exact: bool) -> None:
     """Joins, rounds and cancellations in any order, places that are kept or not, more requests than slots."""

@@ -145,6 +145,7 @@ def copying(folder: Path, library: Path) -> str:
     return compiler_that(folder / "tools", f'cp {library} "$out"')["CXX"]
 
 
+@pytest.mark.thorough
 @wheels_have_kernels
 @pytest.mark.skipif(not HAS_KERNELS, reason="the C++ kernels are not available here")
 def test_a_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
@@ -333,6 +334,7 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     assert len(files(tmp_path / "cache" / "kernels")) == 1
 
 
+@pytest.mark.thorough
 def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 of all of it, in the middle of the compiler's writing."""
     environment = os.environ | compiler_that(tmp_path, f'echo half > "$out"; echo $$ > {tmp_path}/group; sleep 60')

@@ -286,6 +286,7 @@ def test_attention_over_trees(how: str, dtype: torch.dtype, case: Case) -> None:
     assert_attention(got, oracle(case, dtype), dtype)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOW)
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -302,6 +303,7 @@ def long_case(window: int, softcap: float = 0.0, *, length: int = 250, rows: int
     return Case(LayerShape(2, 64, 40), 3, segments, 0.3, softcap, window, 5)
 
 
+@pytest.mark.few(2)
 @native_only
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (0, 1.5), (40, 0.0), (300, 1.5)])
@@ -346,6 +348,7 @@ def test_attention_writes_its_rows_and_nothing_else(how: str, case: Case) -> Non
     assert torch.equal(cache.values[0], expected.values[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", [pytest.param("native", marks=native_only), "by row"])
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)

@@ -120,6 +120,7 @@ def test_experts(bits: int, dtype: torch.dtype) -> None:
             assert torch.equal(found[row, place], alone[expert](x[None, row : row + 1])[0, 0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_mixtures(name: str, kind: str) -> None:
@@ -238,6 +239,7 @@ def tales(request: pytest.FixtureRequest) -> LLM:
     return LLM("tales", "model:tales-draft", quantize=request.param, compile=False, exact=True)
 
 
+@pytest.mark.thorough
 def test_what_changed_is_said(tales: LLM) -> None:
     report = tales.target.weights.quantization
     assert report is not None
@@ -248,6 +250,7 @@ def test_what_changed_is_said(tales: LLM) -> None:
     assert f"{report.agreement:.1%}" in str(report)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("values", [{}, {"temperature": 0.8, "seed": 3}])
 def test_exact_holds(tales: LLM, values: dict[str, float]) -> None:
     """Sums of whole numbers do not depend on their order, let alone on the other rows."""
@@ -334,6 +337,7 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM((model_of("llama"), TOKENIZER), "none", quantize="int8", compile=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_the_command_says_what_changed(kind: str) -> None:
     options = ["--quantize", kind, "--compile", "false", "--max-new-tokens", "4", "--json"]

@@ -41,6 +41,7 @@ def test_tensors_do_not_share_numbers() -> None:
         assert not tensor.numel() or not tensor.data_ptr() % 64
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not SMAPS.exists() or not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux's huge pages")
 def test_large_tensors_lie_on_huge_pages_and_go() -> None:
     memory = WeightMemory()

@@ -71,6 +71,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BACKENDS", [RowByRow, *attention.BACKENDS])
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "gpt2"])
 def test_a_registered_backend_writes_the_same_text(name: str) -> None:

@@ -68,6 +68,7 @@ def adapted(kind: str, name: str = "llama") -> Any:
     return tuned
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -163,6 +164,7 @@ CHANGES: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_model_that_is_changed_while_it_is_in_use(kind: str) -> None:

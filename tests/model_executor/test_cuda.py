@@ -146,6 +146,7 @@ def test_a_tree_in_several_passes(packed: ModelRunner) -> None:
     torch.testing.assert_close(torch.stack(found), expected[6:9], atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", SERVED)
 def test_every_architecture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, softcaps, shared key heads, values of another size: a prompt in chunks, a tree, one row."""
@@ -245,6 +246,7 @@ def test_one_capture_a_shape_and_the_same_text(captured: ModelRunner) -> None:
     assert made(captured) == [(4, 4, 1, FIRST_ROOM)], "prompts have no capture, rounds have one"
 
 
+@pytest.mark.thorough
 def test_growth_drops_what_was_captured(captured: ModelRunner) -> None:
     """A replay would read and write the tensors that were freed; memory of graphs that are gone is not shared."""
     captured.cache.on_move = captured.moved

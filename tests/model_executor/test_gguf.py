@@ -64,6 +64,7 @@ def test_the_same_tokens(files: Path, folder: Path, capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", ""), "transformers shows a bar of its own"
 
 
+@pytest.mark.thorough
 @native_only
 def test_rounded(file: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The packed copy goes into the cache: whose the folder is that the file lies in nobody knows."""
@@ -129,6 +130,7 @@ def test_a_file_that_is_cut_off(keep: int, file: Path) -> None:
     refused(LoadError, "no intact GGUF file", "download it again", target=file)
 
 
+@pytest.mark.thorough
 def test_a_damaged_file_is_refused_in_words_or_read(file: Path) -> None:
     assert refusals([file], DAMAGES // 2, lambda: LLM(file, "none", compile=False).generate("the fox"))
 

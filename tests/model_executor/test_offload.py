@@ -65,6 +65,7 @@ def weights(llm: LLM) -> WeightStream:
 # ---------------------------------------------------------------- text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen2", "falcon"])
 def test_greedy_text_is_that_of_the_model_in_memory(name: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / name, model_of(name), TOKENIZER)
@@ -78,6 +79,7 @@ def test_greedy_text_is_that_of_the_model_in_memory(name: str, tmp_path: Path) -
         assert all(parameter.is_meta for parameter in llm.target.module.parameters()), "something stayed in memory"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("values", [{"gamma": 5, "nodes": 64}, {"gamma": "auto"}, {"gamma": 3, "tree": "chain"}])
 @pytest.mark.parametrize(
     "sampled", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 4, "top_p": 0.9}]
@@ -116,6 +118,7 @@ def test_a_pair_loaded_with_a_device_map(folder: Path, tmp_path: Path) -> None:
     assert [greedy(model, tokens, NEW) for tokens in PROMPTS] == wanted()
 
 
+@pytest.mark.thorough
 def test_a_pair_whose_weights_accelerate_wrote_out(tmp_path: Path) -> None:
     """``disk_offload`` has a file a tensor, more of them than are kept open, in a format of its own."""
     accelerate = pytest.importorskip("accelerate")
@@ -166,6 +169,7 @@ def test_early_exit_runs_the_first_layers_alone(folder: Path) -> None:
     assert read.bytes_read > before
 
 
+@pytest.mark.thorough
 def test_experts_are_written_out_once_and_go_with_the_model(tmp_path: Path) -> None:
     """What transformers converts cannot be read in place."""
     folder, room = save_model(tmp_path / "model", model_of("mixtral"), TOKENIZER), tmp_path / "room"
@@ -395,6 +399,7 @@ def test_a_model_that_does_not_fit_is_told_of_it(folder: Path, monkeypatch: pyte
 # ---------------------------------------------------------------- what it says of itself
 
 
+@pytest.mark.thorough
 def test_the_page_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "offload.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -403,6 +408,7 @@ def test_the_page_runs() -> None:
         exec(block, {})
 
 
+@pytest.mark.thorough
 def test_the_row(folder: Path, tmp_path: Path) -> None:
     """Every line has the text of the first one; tau, speed-up and share belong together; the disk was read."""
     draft = save_model(tmp_path / "draft", tiny_llama(VOCAB, 1, 16, seed=1), TOKENIZER)

@@ -126,6 +126,7 @@ def contents(folder: Path) -> dict[str, str]:
 # --- there and back ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SERVED)
 def test_every_architecture(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The loaded pair, the first load from the disk, the next one and the packed folder itself are one and the same."""
@@ -164,6 +165,7 @@ def test_nothing_is_left_over(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_
     assert {path.name for path in fresh.iterdir() if path.is_dir()} == {COPY}
 
 
+@pytest.mark.thorough
 def test_exact_and_drafts(fresh: Path, tmp_path: Path) -> None:
     """A packed folder may be the target, the draft, or both."""
     draft = saved(tmp_path / "draft", tiny_llama(seed=1))
@@ -266,6 +268,7 @@ def test_a_folder_that_cannot_be_written(
     assert not warnings(caplog)
 
 
+@pytest.mark.thorough
 def test_models_from_elsewhere_have_their_copies_in_the_cache(
     fresh: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +366,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage(kind: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a target it is refused; beside the model it is made again, with one line."""
@@ -434,6 +438,7 @@ def test_a_disk_that_fills(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog:
     nothing_written(fresh, caplog, "no space left")
 
 
+@pytest.mark.thorough
 def test_a_file_in_its_place(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
     (fresh / COPY).write_text("mine")
     nothing_written(fresh, caplog, COPY)
@@ -696,6 +701,7 @@ def test_a_packed_model_that_does_not_fit(good: Path, monkeypatch: pytest.Monkey
     refused(MemoryLimitError, "the packed model", "1.0 kB are available", target=good / COPY)
 
 
+@pytest.mark.thorough
 def test_nothing_is_written_into_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an embedded model is named by its path, or by a link to it."""
     monkeypatch.setattr(packed, "cache_folder", lambda: tmp_path / "cache")

@@ -44,6 +44,7 @@ def params(temperature: float) -> SamplingParams:
     return SamplingParams(max_new_tokens=6, ignore_eos=True, gamma=3, temperature=temperature, seed=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("way", "temperature"), [*((way, 0.0) for way in WAYS), ("EAGLE head", 0.8), ("on another GPU", 0.8)]
 )

@@ -48,6 +48,7 @@ def serving(runner: ModelRunner) -> Any:
     return runner.recorder.ready[8]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, torch.bfloat16) for name in ALL), *((name, torch.float32) for name in OWN)]
 )

@@ -71,6 +71,7 @@ def logits(runner: ModelRunner) -> list[torch.Tensor]:
         return [whole.logits.clone(), tree.logits.clone(), runner.score(both).logits.clone()]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_equal_to_the_last_bit(name: str, dtype: str, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_passes_have_the_rows_that_they_need(dtype: str, tmp_path: Path) -> None
             assert torch.equal(found, expected[:rows]), rows
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("quantize", "dtype"), [("int8", "bfloat16"), ("int4", "float32")])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma3"])
 def test_packed_copies_are_equal_to_the_last_bit(name: str, quantize: str, dtype: str, tmp_path: Path) -> None:
@@ -137,6 +139,7 @@ def tales(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     return folder, text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("draft", ["auto", "prompt-lookup", "medusa:tales-medusa", "early-exit:4", "self-evicted"])
 def test_every_drafter_runs_beside_it(
     draft: str, tales: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
@@ -149,6 +152,7 @@ def test_every_drafter_runs_beside_it(
         assert isinstance(found.target.module, RecordedModel)
 
 
+@pytest.mark.thorough
 def test_neither_transformers_nor_torchs_compiler_is_imported(tmp_path: Path) -> None:
     script = """
 import sys
@@ -177,6 +181,7 @@ def _about(path: Path) -> str:
     return re.sub(r'"transformers_version": "[0-9.]+"', "", read_header(path).metadata["about"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_embedded_models_bring_theirs(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +199,7 @@ def test_embedded_models_bring_theirs(name: str, dtype: str, tmp_path: Path, mon
     assert not isinstance(LLM(name, "none", quantize="int8").target.module, RecordedModel)
 
 
+@pytest.mark.thorough
 def test_an_old_recording_hides_none_that_comes_with_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     name = EMBEDDED[0]
     monkeypatch.setattr(recording, "__version__", "0.0.1")
@@ -287,6 +293,7 @@ def _older(folder: Path, place: Path) -> None:
     recording.FORMAT += 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [_other_weights, _other_ends, _other_tokenizer, _damaged, _cut, _older])
 def test_a_recording_of_something_else_is_not_used(
     change: Callable[[Path, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -327,6 +334,7 @@ def _of_other_layers(copy: Path) -> None:
     place.write_text(json.dumps(about))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [_lost, _changed, _rows_changed, _of_other_layers])
 def test_a_recording_of_another_packed_copy_is_not_used(change: Callable[[Path], None], tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
@@ -384,6 +392,7 @@ def test_large_models_are_recorded_if_they_are_packed(tmp_path: Path, monkeypatc
     assert not LLM(folder, "none", quantize="int8").record()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options", [{"exact": True}, {"compile": False}, {"quantize": "int8"}, {"cache": "streaming", "kv_budget": 64}]
 )
@@ -423,6 +432,7 @@ def test_a_script_that_computes_something_else_is_not_kept(
     assert not recording.place_of(folder, None).exists() and "gives other logits" in caplog.text
 
 
+@pytest.mark.thorough
 def test_the_file_says_what_it_is() -> None:
     recorded("tales")
     about = json.loads(read_header(recording.place_of(embedded("tales"), None)).metadata["about"])

@@ -87,6 +87,7 @@ def assert_rows(
         assert_near(rows[row], wanted, f"row {row} of {len(tokens)}")
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", ALL)
 def test_a_prompt_in_chunks(name: str, path: str) -> None:
     """A chunk must see everything before it and nothing after it, in windows too, whatever the borders."""
@@ -97,6 +98,7 @@ def test_a_prompt_in_chunks(name: str, path: str) -> None:
         assert_near(rows[length - 1], logits_after(model, tokens[:length]), f"after {length} tokens")
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", ALL)
 def test_the_last_row_alone_of_several_prompts(name: str, path: str) -> None:
     """With ``last`` only each prompt's final row is asked for: a mix-up gives one request another's first token."""
@@ -113,6 +115,7 @@ def test_the_last_row_alone_of_several_prompts(name: str, path: str) -> None:
         assert_near(row, logits_after(model, tokens), f"prompt of {len(tokens)}")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ALL)
 def test_trees_with_junk_branches_in_a_ragged_batch(name: str, path: str) -> None:
     """A row sees its own request and its own ancestors only. Leaks between branches would accept what plain decoding
@@ -134,6 +137,7 @@ def test_trees_with_junk_branches_in_a_ragged_batch(name: str, path: str) -> Non
         start += len(tree)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ALL)
 def test_a_tree_level_by_level(name: str, path: str) -> None:
     """A draft model reads its tree a level a pass: rows see those above them in passes before, and no others."""
@@ -155,6 +159,7 @@ def test_a_tree_level_by_level(name: str, path: str) -> None:
     )
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", ALL)
 def test_keep_a_path_then_go_on(name: str, path: str) -> None:
     """After a round the kept path, which was scattered over the pass, is the cache; everything refused is gone."""
@@ -189,6 +194,7 @@ def test_a_prompt_chunk_and_a_tree_in_one_pass(path: str) -> None:
     assert_rows(model, rows[9:], prefix, tokens, TREE)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 8, 9, 33, 64, 65, 130])
 def test_any_number_of_rows(rows: int, path: str) -> None:
     """Row counts between the sizes are filled up, and above the largest one a multiple of it is taken."""
@@ -220,6 +226,7 @@ def test_compiled_kernels_and_plain_torch_agree(name: str, monkeypatch: pytest.M
     assert_near(fast, run(), name, 1e-5)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt2", "falcon", "opt", "phi3"])
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, path: str) -> None:
     """In bf16 nothing is equal; but our error against fp32 weights must not exceed transformers' own by much."""
@@ -296,6 +303,7 @@ def test_a_users_hook_is_honoured(path: str) -> None:
     assert_near(rows[-1], logits_after(model, tokens), "with hooks")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ALL)
 def test_the_last_layer_of_a_prompt_is_computed_for_its_last_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit-equal logits of that row, and the same keys and values of all rows: texts go on as behind whole passes."""
@@ -393,6 +401,7 @@ def test_a_model_in_training_mode_is_run_without_dropout(path: str) -> None:
 # ---------------------------------------------------------------- proofs and refusals
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_rolled_back_runs_by_itself(name: str) -> None:
     """A recurrent state of another kind, or a bias by column, would give wrong text without a word on our cache."""
@@ -420,6 +429,7 @@ class Averaging(nn.Module):
         return hidden_states.cumsum(1) / steps, None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layers", [(1,), (0, 1, 2)])
 def test_a_layer_that_does_not_come_to_our_attention_is_noticed(layers: Sequence[int], path: str) -> None:
     """Switching is not believed: a class may accept another attention with a log line and keep its own.

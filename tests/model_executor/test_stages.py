@@ -40,6 +40,7 @@ def staged(folder: Path) -> Iterator[LLM]:
     yield LLM(str(out), f"model:{folder}", dtype="float32", max_batch=3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}])
 def test_texts_are_those_of_the_whole_model(staged: LLM, folder: Path, params: dict[str, Any]) -> None:
     whole = LLM(str(folder), f"model:{folder}", dtype="float32", max_batch=3)
@@ -64,6 +65,7 @@ def test_commands_take_it(staged: LLM, folder: Path, tmp_path: Path) -> None:
         check_settings({"target": str(tmp_path)})
 
 
+@pytest.mark.thorough
 def test_processes_of_torchrun_end_together(staged: LLM, folder: Path) -> None:
     """The first one says when it has ended; nobody takes that for a death."""
     out = folder.with_name("cut")
@@ -106,6 +108,7 @@ def test_what_stages_cannot_do_is_refused(staged: LLM, folder: Path, tmp_path: P
         staged.target.cache.snapshot(0, 1)
 
 
+@pytest.mark.thorough
 def test_a_killed_stage_is_one_error(staged: LLM) -> None:
     """The last test of the module: the model is gone."""
     import multiprocessing

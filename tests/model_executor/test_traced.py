@@ -36,6 +36,7 @@ def passes(runner: ModelRunner, laps: int = WORTH_IT + 3) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
@@ -49,6 +50,7 @@ def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
         assert traced.recorded(8) and set(traced.recorder.ready) == {8}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "opt", "gpt2", *KINDS, "mamba", "jamba"])
 def test_common_models_are_traced(name: str) -> None:
     """Though one makes a tensor of its settings in each pass, one asks how many rows there are, and others multiply by
@@ -114,6 +116,7 @@ def deciding(decide: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
     return model
 
 
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
 @pytest.mark.parametrize("kind", BY_VALUES)
 def test_what_decides_by_values_is_not_traced(kind: str) -> None:
@@ -124,6 +127,7 @@ def test_what_decides_by_values_is_not_traced(kind: str) -> None:
     assert isinstance(traced.recorder, TracedPasses) and traced.recorder.failed
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", BY_SIZES)
 def test_what_decides_by_sizes_is_traced(kind: str) -> None:
     """One row count after the other, with logits of the eager passes, whatever is decided for it."""

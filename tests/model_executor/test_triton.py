@@ -42,6 +42,7 @@ pytestmark = pytest.mark.skipif(native.native() is None, reason="the C++ kernels
 # ---------------------------------------------------------------- kernels
 
 
+@pytest.mark.thorough
 def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     pytest.importorskip("triton")
     script = Path(__file__).parent.parent / "compile_triton.py"
@@ -102,6 +103,7 @@ def written(plan: BatchPlan, size: int, tile: int) -> Tensor:
     return room
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [0, 9, -8])
 @pytest.mark.parametrize("name", PLANS)
 def test_attention_is_what_the_plan_says(kernels: Any, name: str, window: int) -> None:
@@ -160,6 +162,7 @@ def captures(model: ModelRunner) -> list[tuple[int, int]]:
     return model.recorder.made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SERVED)
 def test_every_architecture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, softcaps, shared key heads: a prompt in chunks, a tree beside another request, one row."""
@@ -196,6 +199,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"model:{save_model(tmp_path_factory.mktemp('draft'), tiny_llama(), tiny_tokenizer())}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, draft: str, temperature: float) -> None:
     """Plain, with a draft model, with trees; several requests, and one that grows beyond the first room."""
@@ -220,6 +224,7 @@ def test_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, draft: str,
     assert several[0] == several[1]
 
 
+@pytest.mark.thorough
 def test_rounds_run_in_native_code(monkeypatch: pytest.MonkeyPatch, draft: str) -> None:
     """A draft grows without Python between its levels, alone or in a whole round; a commit is one move."""
     stand_in(monkeypatch)

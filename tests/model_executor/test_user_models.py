@@ -83,6 +83,7 @@ class LowRank(nn.Module):
         return self.old(x) + x @ self.down.T @ self.up.T  # type: ignore[no-any-return]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [Int8Linear, LowRank])
 def test_layers_that_are_not_plain(change: Callable[[nn.Linear], nn.Module]) -> None:
     model = make(ALL["llama"]())
@@ -143,6 +144,7 @@ def test_training_goes_on_beside_the_engine() -> None:
 # ---------------------------------------------------------------- offloaded
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["cpu hooks", "disk"])
 def test_offloaded_by_accelerate(where: str, tmp_path: Path) -> None:
     """Weights that come and go by hooks: run through those hooks, or refused; never silently empty."""

@@ -48,6 +48,7 @@ def test_a_lexicon_says_what_its_tokenizer_decodes(kind: str) -> None:
     assert lexicon.piece(len(tokenizer) + 5) == b""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ALL_BYTES)
 @given(text=texts, cuts=cuts)
 def test_a_mirror_holds_the_text_whatever_the_cuts(kind: str, text: str, cuts: list[int]) -> None:
@@ -79,6 +80,7 @@ def test_growing_is_tokenising_from_scratch(kind: str, text: str, cuts: list[int
     assert mirror.ends == whole.ends
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=texts, cuts=cuts)
 def test_what_is_said_to_be_the_same_is_the_same(kind: str, text: str, cuts: list[int]) -> None:
@@ -92,6 +94,7 @@ def test_what_is_said_to_be_the_same_is_the_same(kind: str, text: str, cuts: lis
         assert mirror.tokens[0] == 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=texts, drop=st.integers(0, 50), more=texts)
 def test_forgetting_drops_text_and_tokens_alike(kind: str, text: str, drop: int, more: str) -> None:

@@ -117,6 +117,7 @@ Cache.TestCase.settings = settings(max_examples=40, stateful_step_count=25, dead
 test_any_order_of_events = Cache.TestCase
 
 
+@pytest.mark.thorough
 @given(length=st.integers(0, 40), count=st.integers(1, 12), data=st.data())
 def test_keep_equals_a_cache_built_from_the_kept_tokens(length: int, count: int, data: st.DataObject) -> None:
     """The definition of roll-back: nobody can tell afterwards what else had been written."""

@@ -67,6 +67,7 @@ TARGET = [0.4, 0.2, 0.15, 0.1, 0.05, 0.05, 0.03, 0.02]
 DRAFT = [0.2, 0.3, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gamma", [1, 3, 6])
 def test_measured_tau_is_the_expected_tokens(gamma: int) -> None:
     """One false alarm in a million seeds (five standard errors)."""
@@ -80,6 +81,7 @@ def test_measured_tau_is_the_expected_tokens(gamma: int) -> None:
     assert abs(tau - theory.expected_tokens(alpha, gamma)) < 5 * error
 
 
+@pytest.mark.thorough
 def test_acceptance_of_a_point_mass_is_its_probability() -> None:
     """Why a draw beats a guess: sum min(p, q) against p(guess). Both rules accept a guess alike."""
     target = rotated(TARGET)

@@ -42,6 +42,7 @@ def test_every_field_has_a_flag_and_a_help(
         assert "--" + flag.name.replace("_", "-")[:16] in shown
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "config", "train", "make"), PAIRS)
 def test_pairs_print_one_json_line(
     tmp_path: Path,

@@ -40,6 +40,7 @@ def good(bench: Bench) -> Lines:
     yield {"name": "some", "tokens_per_second": 12.0, "ok": True}
 
 
+@pytest.mark.thorough
 def test_after_an_error_the_others_go_on(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def bad(bench: Bench) -> Lines:
         yield {"name": "first", "ok": True}
@@ -55,6 +56,7 @@ def test_after_an_error_the_others_go_on(run: Any, capsys: pytest.CaptureFixture
     assert [line.partition(":")[0] for line in said.err.splitlines()] == ["bad", "good"]
 
 
+@pytest.mark.thorough
 def test_the_file_has_a_line_as_soon_as_it_is_there(run: Any, tmp_path: Path) -> None:
     seen = []
 
@@ -66,6 +68,7 @@ def test_the_file_has_a_line_as_soon_as_it_is_there(run: Any, tmp_path: Path) ->
     assert seen == [[{"name": "first"}]]
 
 
+@pytest.mark.thorough
 def test_a_row_that_takes_too_long_is_stopped(run: Any) -> None:
     def slow(bench: Bench) -> Lines:
         yield {"name": "first"}
@@ -80,12 +83,14 @@ def test_a_row_that_takes_too_long_is_stopped(run: Any) -> None:
     assert rows["slow"]["lines"] and rows["good"]["lines"]
 
 
+@pytest.mark.thorough
 def test_without_time_a_row_is_skipped(run: Any) -> None:
     code, rows = run("--seconds", "0", good=good)
     assert code == 0
     assert "skipped" in rows["good"]["error"] and not rows["good"]["lines"]
 
 
+@pytest.mark.thorough
 def test_another_text_is_a_failure(run: Any) -> None:
     def other(bench: Bench) -> Lines:
         yield {"name": "some", "ok": False, "note": "text 0 differs"}

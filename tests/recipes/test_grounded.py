@@ -66,6 +66,7 @@ class Stand:
         return done
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "tasks"), [("edits", ["fix", "continue"]), ("tones", ["tones"])])
 def test_transformers_and_a_stand_in(
     pairs: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, kind: str, tasks: list[str]
@@ -94,6 +95,7 @@ def test_transformers_and_a_stand_in(
     assert stand.seen
 
 
+@pytest.mark.thorough
 def test_who_writes_something_else_gets_no_speed(
     pairs: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

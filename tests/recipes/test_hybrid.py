@@ -52,6 +52,7 @@ def test_the_start_keeps_what_it_can(tmp_path: Path) -> None:
     assert torch.equal(net.out_proj.weight, attention.o_proj.weight)
 
 
+@pytest.mark.thorough
 def test_a_run_from_start_to_card(tmp_path: Path) -> None:
     """The loss falls, a resumed run goes on from the checkpoint, and the model is served as transformers has it."""
     chosen = config(tmp_path)

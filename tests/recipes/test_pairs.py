@@ -25,6 +25,7 @@ from tones import Tones, letters_tokenizer, train_tones
 from train_toys import losses, stop_at
 
 
+@pytest.mark.thorough
 def test_a_tiny_pair_that_corrects_text(tmp_path: Path) -> None:
     config = edits_config(tmp_path, tokens=40 * 256, note=("Stories of the tests",))
     summary = train_edits(config, "python recipes/edits.py --out x")
@@ -52,6 +53,7 @@ def test_a_tiny_pair_that_corrects_text(tmp_path: Path) -> None:
     assert sorted(path.name for path in Path(config.loop.out, "draft").iterdir()) == ["checkpoints", "model"]
 
 
+@pytest.mark.thorough
 def test_a_tiny_pair_that_hears(tmp_path: Path) -> None:
     summary = train_tones(tones_config(tmp_path))
     for part in ("target", "draft"):
@@ -67,6 +69,7 @@ def test_a_tiny_pair_that_hears(tmp_path: Path) -> None:
     assert {"target, tones", "draft, tones"} == set(summary["held_out"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", ["target", "draft"])
 def test_a_stopped_run_goes_on_to_the_same_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     whole = train_edits(edits_config(tmp_path))
@@ -87,6 +90,7 @@ def test_a_stopped_run_goes_on_to_the_same_models(tmp_path: Path, monkeypatch: p
         assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.thorough
 def test_nothing_half_written_is_taken_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tones_config(tmp_path)
     with monkeypatch.context() as patch:
@@ -101,6 +105,7 @@ def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.thorough
 def test_an_earlier_run_is_not_spoilt(tmp_path: Path) -> None:
     train_tones(tones_config(tmp_path))
     with pytest.raises(InputError, match="--resume"):

@@ -265,6 +265,7 @@ def killed_at_random(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     yield source, out
 
 
+@pytest.mark.thorough
 def test_nothing_is_lost_or_doubled_by_kills(killed_at_random: tuple[Path, Path]) -> None:
     _, out = killed_at_random
     assert [reply["custom_id"] for reply in replies(out)] == [f"{i}" for i in range(200)]

@@ -138,6 +138,7 @@ def content(data: str) -> dict[Any, list[Any]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", BODIES)
 def test_streams_outlive_their_servers(path: str, llms: list[Any]) -> None:
     """Two deaths a stream, at random events: text, calls, log probabilities, ids and sequence numbers go on."""
@@ -162,6 +163,7 @@ def test_streams_outlive_their_servers(path: str, llms: list[Any]) -> None:
         assert content(text) == content(right)
 
 
+@pytest.mark.thorough
 def test_whole_replies_outlive_their_servers(llms: list[Any]) -> None:
     body = {"prompt": "Number one of", "max_tokens": 20, "temperature": 1}
 

@@ -237,6 +237,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield path
 
 
+@pytest.mark.thorough
 def test_a_process_that_dies_is_replaced_within_a_stream(folder: Path) -> None:
     """A real process, killed after a few events: the stream goes on with the same text. Nothing is left at the end."""
     config = ServerConfig(max_body=1 << 20, warm_up="none")
@@ -279,6 +280,7 @@ def _relay() -> Any:
     return Relay()
 
 
+@pytest.mark.thorough
 def test_a_process_says_why_it_cannot_load(folder: Path, tmp_path: Path) -> None:
     async def work() -> None:
         start: Callable[..., Any] = ModelProcess.start

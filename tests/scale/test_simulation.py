@@ -39,6 +39,7 @@ def test_a_request_alone_takes_what_its_rounds_take() -> None:
     assert found.cached > 0.5
 
 
+@pytest.mark.thorough
 def test_hashing_keeps_conversations_where_their_caches_are() -> None:
     """At half of what eight replicas can do; where they can do no more, the hash gives way and nothing is gained."""
     load = dataclasses.replace(LOAD, rate=6.0, seconds=100.0)
@@ -61,6 +62,7 @@ def test_what_several_begin_with_is_read_once() -> None:
     assert sum(request.prompt - request.reused for request in crowd) == 1000 + 8 * 10
 
 
+@pytest.mark.thorough
 def test_more_load_takes_more_replicas() -> None:
     some = fewest(COSTS, LOAD, "hash with slack", 0.3, 0.02)
     more = fewest(COSTS, dataclasses.replace(LOAD, rate=16.0), "hash with slack", 0.3, 0.02)
@@ -78,6 +80,7 @@ def test_a_lost_replica_is_a_pause_and_no_loss() -> None:
     assert found.tokens_per_second > 0.9 * whole.tokens_per_second
 
 
+@pytest.mark.thorough
 def test_simulated_rounds_are_those_of_the_engine() -> None:
     """Two real engines and two simulated ones under one load, with rounds that take no time at all: the same requests
     end, and prompts are found in the cache as often."""
@@ -106,6 +109,7 @@ class Timeless:
         return 1e-9, ended  # type: ignore[return-value]
 
 
+@pytest.mark.thorough
 def test_the_command_prints_what_was_measured_and_what_was_simulated() -> None:
     flags = "--rate 3 --turns 2 --system 20 --user 8 --new 6 --think 0.2 --seconds 5 --check 1 --max-batch 2"
     wanted = "--first-token 5 --tokens-per-second 1 --draft none --json"

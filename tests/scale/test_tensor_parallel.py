@@ -53,6 +53,7 @@ torch.distributed.destroy_process_group()  # else torch may abort at the end
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(330)
 def test_drafts_over_a_target_in_two_processes(tmp_path: Path) -> None:
     """Greedy and sampled, together and alone: both processes write the text of plain decoding. No clock decides."""

@@ -40,6 +40,7 @@ def chat_text(api: OpenAI, messages: Any, **values: Any) -> str:
 # ---------------------------------------------------------------- responses
 
 
+@pytest.mark.thorough
 def test_a_response_is_the_chats_text(api: OpenAI) -> None:
     found = api.responses.create(model="toy", input="The fox said", temperature=0, max_output_tokens=24)
     assert found.output_text == chat_text(api, SAID)

@@ -41,6 +41,7 @@ def test_the_text_of_a_file(url: str) -> None:
     assert extract(url, small_pdf("One page")).json() == {"text": "One page", "pages": 1}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("data", "said"),
     [

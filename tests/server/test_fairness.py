@@ -88,6 +88,7 @@ def hold(url: str, key: str, count: int, stop: threading.Event) -> list[threadin
     return threads
 
 
+@pytest.mark.thorough
 def test_a_client_with_few_requests_passes_one_with_many(site: tuple[Server, str], own: LLM) -> None:
     server, url = site
     stop = threading.Event()
@@ -108,6 +109,7 @@ def test_a_client_with_few_requests_passes_one_with_many(site: tuple[Server, str
     until(lambda: server.worker.load == 0)
 
 
+@pytest.mark.thorough
 def test_a_full_queue_has_room_for_who_has_less(site: tuple[Server, str]) -> None:
     server, url = site
     stop = threading.Event()
@@ -204,6 +206,7 @@ def test_more_biases_than_tokens_are_refused(own: LLM) -> None:
         assert reply.status_code == 400 and "20000 entries" in reply.json()["error"]["message"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", bombs())
 def test_a_grammar_bomb_is_served_or_refused_and_holds_up_nobody(own: LLM, kind: str) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": bombs()[kind]}}
@@ -226,6 +229,7 @@ def test_a_grammar_bomb_is_served_or_refused_and_holds_up_nobody(own: LLM, kind:
         assert set(found) <= {200, 400}
 
 
+@pytest.mark.thorough
 def test_tools_of_a_megabyte_are_served_or_refused(own: LLM) -> None:
     tool = {
         "type": "function",
@@ -297,6 +301,7 @@ def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(site: t
 # ---------------------------------------------------------------- sums
 
 
+@pytest.mark.thorough
 def test_sums_of_metrics_are_those_of_the_replies(own: LLM) -> None:
     """Whatever ends a request, each is counted once, and nothing runs or waits afterwards."""
     import random

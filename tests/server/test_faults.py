@@ -115,6 +115,7 @@ def test_a_full_queue_says_when_to_come_again(site: tuple[Server, str], own: LLM
     works(url, own)
 
 
+@pytest.mark.thorough
 def test_a_slow_reader_holds_up_nobody(own: LLM) -> None:
     """It asks and does not read: its text is written, its slot is free, and when its time is up it is cut off."""
     with running(toy_llm("none", max_batch=1), request_timeout=8) as (server, url):
@@ -360,6 +361,7 @@ CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllo
 CUDA = torch.OutOfMemoryError("CUDA out of memory")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("error", "prompt"), [(CPU, True), (CPU, False), (MemoryError(), False), (CUDA, True)])
 def test_out_of_memory_ends_who_needs_it_alone(
     own: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception, prompt: bool
@@ -430,6 +432,7 @@ def test_a_drafter_that_fails_is_left_out(own: LLM, monkeypatch: pytest.MonkeyPa
     assert len(calls) == 1, "it is asked, and after its failure not again for this request"
 
 
+@pytest.mark.thorough
 def test_a_long_prompt_lets_short_ones_pass(own: LLM) -> None:
     """It takes hundreds of chunks; who comes after it is done long before."""
     llm = toy_llm("none", chunk_size=8)
@@ -546,6 +549,7 @@ def test_told_to_stop_it_ends_in_good_order(process: Any) -> None:
     assert [line["status"] for line in last if line.get("path") == "/v1/completions"] == [200, 200]
 
 
+@pytest.mark.thorough
 def test_flags_come_before_the_environment_and_that_before_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

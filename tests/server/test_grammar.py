@@ -66,6 +66,7 @@ def test_tokenizers_of_recorded_models_are_taken_and_those_without_a_backend_are
         Grammars(character_tokenizer(), 300, []).of_schema(SCHEMA, "response_format")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_reply_keeps_to_its_schema(api: OpenAI, temperature: float) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
@@ -134,6 +135,7 @@ def test_a_constraint_follows_paths_back_and_forth() -> None:
 # ---------------------------------------------------------------- tools
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "go"}}])
 def test_calls_that_must_be(api: OpenAI, choice: Any, stream: bool) -> None:
@@ -217,6 +219,7 @@ def test_every_way_of_writing_is_known_by_its_template() -> None:
             tool_format(template)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("tokens", ["letters", "added", "special"])
 @pytest.mark.parametrize("models", IN_TEXT)
 def test_calls_are_written_and_found(models: str, tokens: str) -> None:
@@ -284,6 +287,7 @@ def test_without_a_place_for_tools_they_are_refused() -> None:
             reader.chat(ChatRequest.model_validate(asked))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("models", ["Mistral", "Mistral since 2025", "Llama 3 and 4"])
 def test_a_client_calls_with_models_whose_marks_are_special_tokens(models: str) -> None:
     """What is called goes back into the conversation by the ids that were given; the template takes no others."""

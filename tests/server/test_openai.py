@@ -57,6 +57,7 @@ def test_reading_ahead_is_in_the_figures_and_can_be_left(api: OpenAI) -> None:
     assert alone.choices[0].text == ahead.choices[0].text
 
 
+@pytest.mark.thorough
 def test_one_of_several_drafters_is_chosen_for_a_request() -> None:
     """Greedy texts and those of a seed do not depend on it, and tokens come from the one that was chosen."""
     with running(toy_llm("suffix+prompt-lookup")) as (_, url):
@@ -93,6 +94,7 @@ def test_token_ids_go_in_as_they_are(api: OpenAI, own: LLM) -> None:
     assert complete(api, ids, temperature=0).choices[0].text == complete(api, PROMPTS[1], temperature=0).choices[0].text
 
 
+@pytest.mark.thorough
 def test_texts_are_the_same_in_company(site: tuple[Server, str], own: LLM) -> None:
     """Twenty at once on six places, greedy and seeded, long prompts among them."""
     long = " ".join(PROMPTS[:2] * 80)
@@ -108,6 +110,7 @@ def test_texts_are_the_same_in_company(site: tuple[Server, str], own: LLM) -> No
         assert text == expected.text
 
 
+@pytest.mark.thorough
 def test_exact_is_bit_equal_in_company() -> None:
     """With ``exact`` also the log probabilities are the library's plain ones, to the last bit, prompts used again."""
     how = {"max_tokens": 20, "temperature": 0.9, "top_p": 0.95, "seed": 7, "logprobs": 3}
@@ -126,6 +129,7 @@ def test_exact_is_bit_equal_in_company() -> None:
     assert sum(reply.usage.speculation["accepted"] for reply in found) > 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reuse", [True, False])
 def test_prompts_that_begin_alike_are_read_once(own: LLM, reuse: bool) -> None:
     """At the same moment, too; a prompt with several samples counts once, by the sample that has read it."""
@@ -232,6 +236,7 @@ def test_log_probabilities_of_a_chat_have_bytes(api: OpenAI) -> None:
     assert math.exp(content[0].top_logprobs[0].logprob) <= 1
 
 
+@pytest.mark.thorough
 def test_biases_and_penalties_change_the_text(api: OpenAI, own: LLM) -> None:
     plain = wanted(own, PROMPTS[0], max_new_tokens=24)
     first = plain.token_ids[0]

@@ -30,6 +30,7 @@ def _tool(schema: dict[str, Any], name: str = "f") -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_every_path_keeps_to_its_document(mode: GenerationMode) -> None:
     tried: dict[str, int] = {}
@@ -71,6 +72,7 @@ HARM: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 def test_every_body_with_a_bomb_in_it_is_served_or_refused() -> None:
     """On a model with a chat template: the server answers, in words, and goes on."""
     answers: set[int] = set()

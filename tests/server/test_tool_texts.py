@@ -183,6 +183,7 @@ TEMPLATE = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_reads_channels(stream: bool) -> None:
     """What a tiny model writes by the grammar; what it has thought and called goes back into the conversation."""

@@ -81,6 +81,7 @@ def site() -> Iterator[str]:
         yield url
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seconds", [0.6, 3.4])
 def test_a_client_gets_the_librarys_text(site: str, own: LLM, seconds: float) -> None:
     api, audio = client(site), sound(seconds)
@@ -103,6 +104,7 @@ def test_a_client_gets_the_librarys_text(site: str, own: LLM, seconds: float) ->
     assert {event.type for event in events[:-1]} == {"transcript.text.delta"}
 
 
+@pytest.mark.thorough
 def test_language_and_task_are_those_that_were_asked_for(site: str, own: LLM) -> None:
     api, send = client(site), ("a.wav", file_of(sound(0.5)))
     for language in ("fr", "en"):
@@ -113,6 +115,7 @@ def test_language_and_task_are_those_that_were_asked_for(site: str, own: LLM) ->
     assert reply.json()["text"] == wanted(own, sound(0.5, task="translate"))[0].strip()
 
 
+@pytest.mark.thorough
 def test_many_at_once_do_not_disturb_each_other(site: str, own: LLM) -> None:
     """Features are made in several threads, languages heard between rounds."""
     sounds = [sound(0.4 + 0.3 * i, 200.0 + 90 * i) for i in range(6)]

@@ -124,6 +124,7 @@ def audited(
     return audit(*pair, prompts=PROMPTS, config=replace(config, verifiers=names), options={"compile": False})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("half", [0, 1])  # by themselves, so that two processes can have one each
 def test_every_broken_rule_is_found(half: int, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]) -> None:
     """On the user's pair, under names that say nothing; all kept in ``broken``, and some more."""
@@ -143,6 +144,7 @@ def test_every_broken_rule_is_found(half: int, monkeypatch: pytest.MonkeyPatch, 
     assert [check.fit.ok for check in beside if names[check.rule] == "SharedByRequests"] == [False] * half
 
 
+@pytest.mark.thorough
 def test_right_rules_pass(monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]) -> None:
     """Under names that say nothing too: all that there are, with every kind of draft that they take."""
     rules = [
@@ -171,6 +173,7 @@ def arguments(pair: tuple[str, str], *more: str) -> list[str]:
     return ["audit", *models, *few, "--samples", "4000", *more]
 
 
+@pytest.mark.thorough
 def test_the_command_fails_where_text_is_not_the_targets(pair: tuple[str, str]) -> None:
     """Typical acceptance is lossy, and says so."""
     result = CliRunner().invoke(app, [*arguments(pair), "--verifiers", "typical", "--json"])
@@ -183,6 +186,7 @@ def test_the_command_fails_where_text_is_not_the_targets(pair: tuple[str, str]) 
     assert "Odds of a false alarm in all: 1e-06" in result.stdout
 
 
+@pytest.mark.thorough
 def test_the_command_says_what_few_samples_see(pair: tuple[str, str]) -> None:
     """Of a drafter that draws nothing: then rows of the target are played, as point masses."""
     looking_up = [
@@ -309,6 +313,7 @@ def test_the_power_is_that_of_the_statistic() -> None:
         assert chance_to_see(shift_to_see(0.999, freedom, 1e-8), freedom, 1e-8) == pytest.approx(0.999, abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_power_against_a_fiftieth_is_what_an_audit_promises() -> None:
     """Cells of an audit, and tokens whose distribution is .02 away: nearly always seen, and where it is least so."""
     recording, random, level = recorded(), np.random.default_rng(9), 1e-8
@@ -327,6 +332,7 @@ def test_the_power_against_a_fiftieth_is_what_an_audit_promises() -> None:
     assert found >= 39
 
 
+@pytest.mark.thorough
 def test_false_alarms() -> None:
     """The statistic of right tokens is chi-square's: its mean, and no value far in its tail."""
     random = np.random.default_rng(7)

@@ -170,6 +170,7 @@ class Forgetful(RecurrentStore):
         """Nothing moves."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "broken"), [("window", False), ("delta", False), ("mamba2", False), ("mamba", False), ("delta", True)]
 )
@@ -192,6 +193,7 @@ def test_the_pair_is_far_apart() -> None:
     assert (p - q).abs().sum() / 2 > 0.3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rule", "warp"),
     [("ratio", "plain"), ("ratio", "top-p"), ("ratio", "penalty"), ("block", "plain"), ("traversal", "top-p")],
@@ -207,6 +209,7 @@ def test_rules_with_a_draft_model(rule: str, warp: str) -> None:
     assert p > LEVEL
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "values",
     [
@@ -263,6 +266,7 @@ class Late(Ready):
         return drafts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
@@ -286,6 +290,7 @@ def test_a_draft_that_goes_on_learning(kind: type[Ready], values: SamplingParams
     assert (p < LEVEL) if kind is Late else (p > LEVEL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "values",
     [
@@ -305,6 +310,7 @@ def test_medusa_heads_tell_what_they_draw_from(values: SamplingParams, tmp_path:
     check_heads(f"medusa:{tmp_path}", values)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "values",
     [
@@ -323,6 +329,7 @@ def test_eagle_heads_tell_what_they_draw_from(values: SamplingParams, tmp_path: 
     check_heads(f"eagle:{tmp_path}", values)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("values", [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)])
 def test_eagle_heads_of_one_pass(values: SamplingParams, tmp_path: Path) -> None:
     """The same behind masks, which read learnt features."""
@@ -330,6 +337,7 @@ def test_eagle_heads_of_one_pass(values: SamplingParams, tmp_path: Path) -> None
     check_heads(f"eagle:{tmp_path}", values)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("values", [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)])
 def test_heads_that_share_the_targets_own(values: SamplingParams, tmp_path: Path) -> None:
     """The same of EAGLE-1 and 2, whose logits come from the target's head."""
@@ -337,6 +345,7 @@ def test_heads_that_share_the_targets_own(values: SamplingParams, tmp_path: Path
     check_heads(f"eagle:{tmp_path}", values)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("markov", "values"),
     [
@@ -356,6 +365,7 @@ def test_block_drafters_tell_what_they_draw_from(markov: str, values: SamplingPa
     check_heads(f"block:{tmp_path}", values)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("values", [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)])
 def test_selectors_leave_tokens_out(values: SamplingParams, tmp_path: Path) -> None:
     """The same behind convolutions, of the tokens that a selector ranks."""
@@ -364,6 +374,7 @@ def test_selectors_leave_tokens_out(values: SamplingParams, tmp_path: Path) -> N
     check_heads(f"block:{tmp_path}", values)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "values",
     [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)],
@@ -377,6 +388,7 @@ def test_mtp_layers_tell_what_they_draw_from(values: SamplingParams, tmp_path: P
     check_heads("mtp", values, toy.model, tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "values",
     [
@@ -409,6 +421,7 @@ def test_typical_acceptance_is_found_out(tmp_path: Path) -> None:
     assert distance > 0.1
 
 
+@pytest.mark.thorough
 def test_coupled_with_a_draft_model() -> None:
     """With and without a draft: the very same samples, and the right distribution."""
     values = params(acceptance="coupled", **WARPS["top-k"])
@@ -426,6 +439,7 @@ TREES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "values",
     [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)],
@@ -438,6 +452,7 @@ def test_drafts_of_one_pass_tell_what_they_draw_from(values: SamplingParams) -> 
     assert p > LEVEL
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TREES)
 def test_ratio_with_trees_of_a_draft_model(name: str) -> None:
     values = params(acceptance="ratio", **TREES[name])
@@ -446,6 +461,7 @@ def test_ratio_with_trees_of_a_draft_model(name: str) -> None:
     assert p > LEVEL
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [{}, {"tree": "static", "nodes": 6}, {"tree": "best-first", "nodes": 3}], ids=str)
 def test_ratio_with_merged_models(more: dict[str, Any]) -> None:
     """Two drafts of one target, drawn and chosen: draws of both at one node, and of one at its sibling."""
@@ -456,6 +472,7 @@ def test_ratio_with_merged_models(more: dict[str, Any]) -> None:
     assert p > LEVEL
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 def test_one_of_merged_drafters_that_requests_ask(rule: str) -> None:
     values = params(acceptance=rule)
@@ -474,6 +491,7 @@ class Pruning(MergedDrafter):
         return sorted(order[:1])
 
 
+@pytest.mark.thorough
 def test_a_merged_tree_that_is_pruned_after_drawing_is_found() -> None:
     values = params(acceptance="ratio", gamma=1)
     both = Pruning([drafter(), drafter(seed=2, name="other")])
@@ -486,6 +504,7 @@ REPEATING = [3, 1, 4, 1, 3, 1, 2, 4, 3, 1, 4, 4, 3, 1]
 """Of which something is always found, with several continuations."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_without_a_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees of point masses: each refusal takes its token out of p."""
@@ -497,6 +516,7 @@ def test_drafts_without_a_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert p > LEVEL
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_coupled_drafts_without_a_model(kind: str) -> None:
     """N-grams choose by the target's own noise, and yet every text is the one without a draft. Equality needs fewer
@@ -543,6 +563,7 @@ def _retold(draft: Draft, how: Any) -> Draft:
     return Draft(draft.tree, draft.kind, draft.draws, probs / probs.sum(-1, keepdim=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["ratio", "block"])
 @pytest.mark.parametrize("broken", [Overconfident, Shifted, Choosy])
 def test_broken_drafters_are_found(broken: type[ModelDrafter], rule: str) -> None:

@@ -25,6 +25,7 @@ SAMPLES = 8000
 OPTIONS: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.7}, {"top_p": 0.97}, {"min_p": 0.1}]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("rule", ["ratio", "ratio siblings", "coupled"])
 def test_first_token(rule: str, options: dict[str, Any]) -> None:

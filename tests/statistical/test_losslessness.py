@@ -80,6 +80,7 @@ def test_lossless(rule: str, kind: str, table: str) -> None:
     assert p > LEVEL
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(native() is None, reason="the kernels are not available")
 @pytest.mark.parametrize(
     ("rule", "kind"),
@@ -113,6 +114,7 @@ def test_lossless_coupled_drafts(shape: str) -> None:
     assert run_rule(f"coupled {shape}", tables, make[shape], VERIFIERS["coupled"], LENGTH, SAMPLES // 2) > LEVEL
 
 
+@pytest.mark.thorough
 def test_coupled_text_is_the_same_for_every_draft() -> None:
     tables = pair("far")
     every = {
@@ -152,6 +154,7 @@ def test_ratio_text_does_depend_on_the_draft() -> None:
     assert sum(a == b for a, b in zip(*texts, strict=True)) < 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_ratio_does_not_depend_on_gamma(gamma: int) -> None:
     """The text under one seed does, its distribution does not."""
@@ -162,6 +165,7 @@ def test_ratio_does_not_depend_on_gamma(gamma: int) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_ratio_with_many_siblings() -> None:
     """Without replacement until the draft's support of five is used up: the last is tried for certain."""
     tables = pair("truncated")
@@ -184,6 +188,7 @@ def test_on_a_chain_traversal_is_block_verification() -> None:
                 assert block == traversal
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("table", ["far", "truncated"])
 @pytest.mark.parametrize("gamma", [2, 4])
 def test_block_accepts_what_theory_says_and_never_less_than_ratio(table: str, gamma: int) -> None:
@@ -246,6 +251,7 @@ def grown(table: Table, nodes: int, cut: int | None = None) -> Propose:
     return propose
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["ratio", "traversal"])
 @pytest.mark.parametrize("cut", [None, 2])
 def test_trees_that_grow_by_what_was_drawn(rule: str, cut: int | None) -> None:
@@ -255,6 +261,7 @@ def test_trees_that_grow_by_what_was_drawn(rule: str, cut: int | None) -> None:
     assert run_rule(f"{rule}, cut {cut}", tables, propose, VERIFIERS[rule], LENGTH, SAMPLES // 2) > LEVEL
 
 
+@pytest.mark.thorough
 def test_a_chain_cut_at_the_end_stays_lossless() -> None:
     """As the engine cuts at a request's end: the drafter gave more than there is room for."""
     tables = pair("far")
@@ -330,6 +337,7 @@ def test_broken_rules_are_rejected(name: str) -> None:
     assert run_rule(name, pair("peaked" if peaked else "far"), propose, verifier, length, samples) < LEVEL
 
 
+@pytest.mark.thorough
 def test_first_token_alone_would_not_do() -> None:
     """Why the joint distribution is tested: with a wrong bonus row the first token is as it should be."""
     tables = pair("far")

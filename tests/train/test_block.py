@@ -76,6 +76,7 @@ def filled(model: Any, file: BlockFile) -> BlockHead:
 # ---------------------------------------------------------------- what is learnt
 
 
+@pytest.mark.few(1)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "options", [{}, {"anchored": True}, {"causal": True}, {"anchored": True, "markov": "gated"}], ids=str
@@ -148,6 +149,7 @@ def test_layers_that_are_read_are_those_of_the_method() -> None:
 # ---------------------------------------------------------------- a run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options", [{"markov": 5}, {"anchored": True, "causal": True, "layers": 1, "markov": 6}, {}], ids=str
 )
@@ -198,6 +200,7 @@ def test_processors_that_multiply_bfloat16(flags: str, multiplies: bool, monkeyp
     assert TextConfig(precision="bf16").passes == "bf16"
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.train.head_recipe.worth", lambda *_: {})
     target = tiny_target(tmp_path)

@@ -55,6 +55,7 @@ def test_train_target_prints_one_json_line(tmp_path: Path) -> None:
     assert "it/s" not in result.stderr, "no bars where nobody watches"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_interrupted_run_exits_130_and_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool

@@ -172,6 +172,7 @@ def test_a_tiny_draft_from_end_to_end(tmp_path: Path) -> None:
     assert len(record["tokens"]) > record["prompt"] >= 8
 
 
+@pytest.mark.thorough
 def test_a_draft_starts_from_a_model_of_the_same_vocabulary(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
     config = target_config(tmp_path, out=str(tmp_path / "start"), tokenizer=str(target), hidden=16, layers=1)
@@ -187,6 +188,7 @@ def test_a_draft_starts_from_a_model_of_the_same_vocabulary(tmp_path: Path) -> N
         train_draft(draft_config(tmp_path, target, out=str(tmp_path / "new"), init=other["model"]))
 
 
+@pytest.mark.thorough
 def test_the_card_tells_how_the_start_was_made(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
     first = target_config(
@@ -213,6 +215,7 @@ def test_a_start_without_a_card_is_named(tmp_path: Path) -> None:
     assert f"`{target}`, which has no card" in Path(summary["model"], "README.md").read_text()
 
 
+@pytest.mark.thorough
 def test_samples_cut_short_are_completed(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
     config = draft_config(tmp_path, target)
@@ -226,6 +229,7 @@ def test_samples_cut_short_are_completed(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
+@pytest.mark.thorough
 def test_samples_of_another_target_or_of_other_settings_are_refused(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
     config = draft_config(tmp_path, target, tokens=64)
@@ -253,6 +257,7 @@ def test_samples_of_another_target_or_of_other_settings_are_refused(tmp_path: Pa
     assert Path(config.loop.out, "samples.jsonl").read_bytes() == whole
 
 
+@pytest.mark.thorough
 def test_a_resumed_draft_run_has_the_rows_of_its_first_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(tmp_path)
     # Half of the samples that were asked for: a second part that went on writing would train on other rows.
@@ -312,6 +317,7 @@ def test_the_speed_up_follows_from_the_costs() -> None:
     }
 
 
+@pytest.mark.thorough
 def test_a_target_of_another_architecture_and_measured_costs(tmp_path: Path) -> None:
     summary = train_draft(draft_config(tmp_path, tiny_gpt2(tmp_path), cost="measured", samples=4))
     assert summary["cost"] > 0
@@ -334,6 +340,7 @@ def test_the_end_says_what_to_expect(tmp_path: Path, speedup: float, said: str) 
     assert said in text and f"{speedup:.2f} times, 2.00 tokens a pass" in text and "sakiyomi generate" in text
 
 
+@pytest.mark.thorough
 def test_costs_that_cannot_be_measured_do_not_lose_the_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise UnsupportedError("no attention of ours")
@@ -443,6 +450,7 @@ def test_the_count_is_the_engines(tmp_path: Path) -> None:
     assert any(result.trace[-1].status != "accepted" for result in stopped)
 
 
+@pytest.mark.thorough
 def test_compiling_before_the_clock_starts_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch that is compiled with comes again, and so do the random numbers."""
     target, runs = tiny_target(tmp_path), []

@@ -163,6 +163,7 @@ def test_what_a_head_reads_and_begins_with() -> None:
     assert known.tolist() == [token in tokens.tolist() for token in found.logits[0].argmax(-1).tolist()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("some", [False, True])
 def test_tau_from_ranks_is_that_of_the_engine(some: bool, tmp_path: Path) -> None:
     """Rounds counted along the target's text are those of greedy chains."""
@@ -190,6 +191,7 @@ def test_tau_from_ranks_is_that_of_the_engine(some: bool, tmp_path: Path) -> Non
 # ---------------------------------------------------------------- a run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["ce", "tv", "lk"])
 def test_from_end_to_end(loss: str, tmp_path: Path) -> None:
     """The head gets better, the target stays as it is, and what is left behind can be used at once."""
@@ -218,11 +220,13 @@ def test_from_end_to_end(loss: str, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.thorough
 def test_a_target_of_another_architecture(tmp_path: Path) -> None:
     summary = train_eagle(eagle_config(tmp_path, tiny_gpt2(tmp_path), own_head=True))
     assert summary["held_out"]["stories"]["tokens"] > 0
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(tmp_path)
     train_eagle(eagle_config(tmp_path, target, out=str(tmp_path / "whole")))

@@ -87,6 +87,7 @@ def test_passes_that_drop_nothing_are_the_models_own(name: str) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scores", ["h2o", "locret", "streaming"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_passes_are_those_of_the_cache(name: str, scores: str, tmp_path: Path) -> None:
@@ -161,6 +162,7 @@ def test_further_questions_are_marked() -> None:
 # ---------------------------------------------------------------- a run
 
 
+@pytest.mark.thorough
 def test_from_end_to_end(tmp_path: Path) -> None:
     """The loss falls, the target stays as it is, and what is left behind can be used at once."""
     target = wide_target(tmp_path)
@@ -187,6 +189,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     assert llm.generate(text, SamplingParams(max_new_tokens=8)).token_ids
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = wide_target(tmp_path)
     train_lococo(lococo_config(tmp_path, target, out=str(tmp_path / "whole")))

@@ -75,6 +75,7 @@ def chat_file(path: Path, *chats: Any) -> Path:
 # ---------------------------------------------------------------- a run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("own", [False, True])
 def test_from_end_to_end(own: bool, tmp_path: Path) -> None:
     """Heads get better, the target stays as it is, and what is left behind can be used at once."""
@@ -110,12 +111,14 @@ def test_from_end_to_end(own: bool, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.thorough
 def test_a_target_of_another_architecture(tmp_path: Path) -> None:
     summary = train_medusa(medusa_config(tmp_path, tiny_gpt2(tmp_path)))
     assert summary["finished"]
     assert summary["held_out"]["stories"]["tokens"] > 0
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(tmp_path)
     whole = medusa_config(tmp_path, target, out=str(tmp_path / "whole"), positions=0.5)
@@ -135,6 +138,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch:
         train_medusa(medusa_config(tmp_path, target, out=str(tmp_path / "parts"), heads=3, resume=True))
 
 
+@pytest.mark.thorough
 def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(tmp_path)
     config = medusa_config(tmp_path, target, save_minutes=0.0)
@@ -156,6 +160,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch:
     assert train_medusa(medusa_config(tmp_path, target, resume=True))["finished"]
 
 
+@pytest.mark.thorough
 def test_joint_training_tunes_a_copy_of_the_target(tmp_path: Path) -> None:
     """Two stages; the target's own files stay, and the heads belong to the tuned copy."""
     pytest.importorskip("peft", reason="joint training needs peft")
@@ -180,6 +185,7 @@ def test_joint_training_tunes_a_copy_of_the_target(tmp_path: Path) -> None:
     assert train_medusa(stopped)["finished"], "adapters of the run before are not in the way"
 
 
+@pytest.mark.thorough
 def test_without_held_out_data_some_is_held_back(tmp_path: Path) -> None:
     data = tmp_path / "long.jsonl"
     text = [" ".join(stories(4, seed=i)) for i in range(40)]
@@ -267,6 +273,7 @@ def test_a_row_that_comes_twice_in_a_batch_is_kept_once(tmp_path: Path) -> None:
     kept.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("joint", [False, True])
 def test_without_mixed_precision(joint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if joint:
@@ -285,6 +292,7 @@ def test_without_mixed_precision(joint: bool, tmp_path: Path, monkeypatch: pytes
     assert seen == {torch.float32}, "of the target, too"
 
 
+@pytest.mark.thorough
 def test_a_log_that_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(tmp_path)
     with monkeypatch.context() as patch:
@@ -392,6 +400,7 @@ def test_a_device_or_precision_that_is_not_there(changes: dict[str, Any], words:
         train_medusa(medusa_config(tmp_path, tiny_target(tmp_path), **changes))
 
 
+@pytest.mark.thorough
 def test_heads_learn_from_chats(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
     chats = chat_file(tmp_path / "chats.jsonl", *[CHAT] * 20)

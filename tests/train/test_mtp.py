@@ -73,6 +73,7 @@ def chain(head: MtpHead, toy: MtpToy, tokens: list[int]) -> list[int]:
     return known[count:]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_step_is_what_drafting_computes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft tokens see text that the target has read, and each other with what the layer gave itself."""
@@ -102,6 +103,7 @@ def test_a_new_layer() -> None:
     assert "layers.0.weight" in trained and not any("embed.weight" in name for name in trained)
 
 
+@pytest.mark.thorough
 def test_tau_from_ranks_is_that_of_the_engine(tmp_path: Path) -> None:
     """Rounds counted along the target's text are those of greedy chains."""
     config = mtp_config(tmp_path, tiny_target(tmp_path), tokens=30 * 64)
@@ -119,6 +121,7 @@ def test_tau_from_ranks_is_that_of_the_engine(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a run
 
 
+@pytest.mark.thorough
 def test_from_end_to_end(tmp_path: Path) -> None:
     """Loss falls and acceptance rises, the target stays as it is, and what is left behind can be used at once."""
     target = Path(train_target(target_config(tmp_path, tokens=300 * 128))["model"])
@@ -153,6 +156,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     assert heads_beside(target) == [f"mtp:{beside}"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
 def test_a_target_s_own_layer_goes_on(name: str, tmp_path: Path) -> None:
     """What is written without a change is what the target's files hold, experts and all; with one it is used."""
@@ -170,6 +174,7 @@ def test_a_target_s_own_layer_goes_on(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(own[1][key].bfloat16(), tensor) for key, tensor in written[1].items())
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(tmp_path)
     train_mtp(mtp_config(tmp_path, target, out=str(tmp_path / "whole")))

@@ -70,6 +70,7 @@ def test_shares_of_masks_are_those_of_the_paper() -> None:
 # ---------------------------------------------------------------- a run
 
 
+@pytest.mark.thorough
 def test_from_end_to_end(tmp_path: Path) -> None:
     """It learns, its measures are those of the engine, and its folder drafts at once, exactly."""
     target = tiny_target(tmp_path)
@@ -94,6 +95,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     assert found[f"tau_chain_{CHAIN}"] == pytest.approx(Stats.total(out.stats for out in done).tau)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.train.draft.worth", lambda *_: {})
     target = tiny_target(tmp_path)

@@ -55,6 +55,7 @@ def retaining_config(folder: Path, target: Path, **changes: Any) -> RetainingCon
 # ---------------------------------------------------------------- a run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("query_aware", [False, True])
 def test_from_end_to_end(query_aware: bool, tmp_path: Path) -> None:
     """Heads get better, the target stays as it is, and what is left behind can be used at once."""
@@ -87,6 +88,7 @@ def test_from_end_to_end(query_aware: bool, tmp_path: Path) -> None:
     assert 0.5 < summary["tokens"] / (60 * 192) <= 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("multiplies", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_another_architecture_and_precision(
     multiplies: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,6 +109,7 @@ def test_another_architecture_and_precision(
     assert (found.recipe["labels"], found.recipe["queries"]) == ("chances", "writing")
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(tmp_path)
     train_retaining(retaining_config(tmp_path, target, out=str(tmp_path / "whole")))
@@ -130,6 +133,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch:
         train_retaining(config)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # of the compiler itself
 def test_compiled_heads_learn_the_same(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
@@ -438,6 +442,7 @@ class Echo:
         return Example("echo", context, " Which number? It is", (number,), ((13, 15),), "Which number?")
 
 
+@pytest.mark.thorough
 def test_tasks_are_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(long_tasks.TASKS, "echo", Echo())  # type: ignore[arg-type]
     target = tiny_target(tmp_path)

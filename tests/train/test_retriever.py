@@ -248,6 +248,7 @@ def test_the_start_looks_back_and_for_the_same_again(tokenizer: PreTrainedTokeni
         assert seen(1, head, count - 5) < 0.05
 
 
+@pytest.mark.thorough
 def test_the_embedded_model_answers() -> None:
     """Its card has the shares of many prompts; a few are enough to see that the files are those of a trained model."""
     folder = embedded("retriever")
@@ -280,6 +281,7 @@ def test_stages_follow_each_other(tmp_path: Path) -> None:
         assert loop.row_tokens == (length,)
 
 
+@pytest.mark.thorough
 def test_a_tiny_run_from_end_to_end(tmp_path: Path) -> None:
     summary = train_retriever(
         config(tmp_path, note=("Stories, no licence needed",)), "sakiyomi train retriever --out x"
@@ -302,6 +304,7 @@ def test_a_tiny_run_from_end_to_end(tmp_path: Path) -> None:
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_sees_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = config(tmp_path, out=str(tmp_path / "whole"))
     train_retriever(whole)
@@ -330,6 +333,7 @@ def test_bad_settings(tmp_path: Path) -> None:
             config(tmp_path, **changes)
 
 
+@pytest.mark.thorough
 def test_a_tokenizer_of_another_size_is_refused(tmp_path: Path) -> None:
     train_retriever(config(tmp_path, tokens=512))
     shutil.rmtree(tmp_path / "out" / "checkpoints")

@@ -23,6 +23,7 @@ from sakiyomi.train.tokenizer import train_tokenizer
 from train_toys import losses, stop_at, target_config
 
 
+@pytest.mark.thorough
 def test_a_tiny_target_from_end_to_end(tmp_path: Path) -> None:
     config = target_config(tmp_path, tokens=40 * 128, note=("Stories, no licence needed",))
     summary = train_target(config, "sakiyomi train target --out x")
@@ -59,6 +60,7 @@ def test_the_card_names_no_picture_that_was_not_drawn(tmp_path: Path, monkeypatc
     assert summary["loss_curve"] is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, growing: bool

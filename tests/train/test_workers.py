@@ -33,6 +33,7 @@ from train_toys import losses, stories, story_file, target_config, tiny_target
 GROWING: dict[str, Any] = {"layers": 4, "first_layers": 2, "grow_at": 0.5}
 
 
+@pytest.mark.thorough
 def test_two_are_the_same_run_as_one_and_go_on_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = target_config(tmp_path, out=str(tmp_path / "whole"), **GROWING)
     assert train_target(whole)["finished"]
@@ -56,6 +57,7 @@ def test_two_are_the_same_run_as_one_and_go_on_as_one(tmp_path: Path, monkeypatc
     assert weights[0].keys() == weights[1].keys()
 
 
+@pytest.mark.thorough
 def test_in_float32_two_are_one_to_the_sixth_digit(tmp_path: Path) -> None:
     """Muon's iterations in bfloat16 would tell the order of a sum apart: losses differ by 1e-2 then."""
     settings: dict[str, Any] = {"tokens": 24 * 128, "precision": "no", "muon_lr": 0.05}
@@ -88,6 +90,7 @@ def test_muon_is_that_of_torch(shape: tuple[int, int]) -> None:
     optimizers[1].load_state_dict(optimizers[0].state_dict())  # checkpoints of earlier versions
 
 
+@pytest.mark.thorough
 def test_heads_count_what_all_workers_count(tmp_path: Path) -> None:
     """Half of the positions, chosen among all; of chats some rows have few that count. Without rounding to bf16."""
     target, data = tiny_target(tmp_path), tmp_path / "chats.jsonl"
@@ -160,6 +163,7 @@ if dist.is_initialized():
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["", "connected"])
 def test_torchrun_s_processes_find_each_other(how: str, tmp_path: Path) -> None:
     """Or have found each other before, as Ray's TorchTrainer has it: then they stay connected."""
