@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.chat_template import Dialogue, read_template
+from sakiyomi.engine.chat_template import Dialogue, Ending, read_template
 from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.server.channels import ENDS
@@ -49,8 +50,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BodyReader", "is_long"]
 
-AS_THEY_ARE = {"min_p", "seed", "stop_token_ids", "ignore_eos", "repetition_penalty"}
+AS_THEY_ARE = {
+    "temperature", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "repetition_penalty",
+}  # fmt: skip
 """Fields of a body that are parameters of the same name."""
+NAMES = {name: name for name in Ask.model_fields} | {name: f"speculation.{name}" for name in Speculation.model_fields}
+"""Fields of a body by the names of parameters, which errors of these begin with."""
 
 
 LONG = 1 << 15  # characters
@@ -103,17 +108,20 @@ class BodyReader:
         self._longest = max(map(len, llm.tokenizer.get_vocab()), default=1)
         self._grammars = Grammars(llm.tokenizer, llm.vocab_size, sorted(llm.engine.stop_ids))
 
-    def completion(self, body: CompletionRequest) -> list[Job]:
+    def completion(self, body: CompletionRequest, *, counted: bool = True) -> list[Job]:
         """Jobs of a request for completions: sample j of prompt i is number i x n + j.
+
+        Args:
+            body: of the request.
+            counted: it has no more samples than the server allows.
 
         Raises:
             ApiError, InputError: it cannot be met.
         """
         self._check(body)
-        prompt: Any = body.prompt
-        single = isinstance(prompt, str) or isinstance(prompt[0], int)
-        prompts = [prompt] if single else prompt
-        self._check_count(len(prompts) * (body.n or 1))
+        prompts = _prompts(body)
+        if counted:
+            self._check_count(len(prompts) * body.n, "n" if body.n > 1 else "prompt")
         if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
             raise bad_request("max_tokens is 0, which needs echo or prompt_logprobs; ask for a token", "max_tokens")
         jobs: list[Job] = []
@@ -133,26 +141,40 @@ class BodyReader:
             ApiError, InputError: it cannot be met.
         """
         self._check(body)
-        if body.max_tokens is not None and body.max_completion_tokens is not None:
+        old = body.max_tokens is not None
+        if old and body.max_completion_tokens is not None:
             raise bad_request("max_tokens is the old name of max_completion_tokens; give one", "max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        self._check_count(body.n or 1)
-        messages = [_plain(message, i, takes_texts(self.template)) for i, message in enumerate(body.messages)]
+        self._check_count(body.n, "n")
+        messages = self._messages(body.messages)
+        ending = _ending(body, messages)
         tools, offered, matcher, form = self._tools(body)
-        described = [tool.model_dump(exclude_none=True) for tool in tools]
-        tokens, source = self._read(messages, described, body)
-        asked = body.max_completion_tokens or body.max_tokens
-        limit = self._limit(tokens, asked, "max_completion_tokens", "messages")
+        if ending == "begun" and self._channels is not None and matcher is not None:
+            raise bad_request(
+                "continue_final_message cannot be combined with tools or response_format here: replies of this model "
+                "are messages in channels, and the grammar begins with one",
+                "continue_final_message",
+                code="unsupported_value",
+            )
+        described = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
+        tokens, source = self._read(messages, described, body, ending)
+        asked, field = body.max_completion_tokens or body.max_tokens, "max_tokens" if old else "max_completion_tokens"
+        limit = self._limit(tokens, asked, field, "messages")
+        begun = messages[-1]["content"] if ending == "begun" else ""
         jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
         for index, job in enumerate(jobs):
             job.index, job.tools, job.source = index, form, source
             job.schemas = {tool.function.name: tool.function.parameters for tool in offered}
-            job.reasoning = self._reasoning(body, tokens)
+            job.reasoning, job.begun = self._reasoning(body, tokens, begun), bool(begun)
         return jobs
 
-    def _reasoning(self, body: ChatRequest, tokens: list[int]) -> bool | None:
-        """Whether a reply begins inside thoughts; None where none are told apart.
+    def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        texts = takes_texts(self.template)
+        return [_plain(message, i, texts) for i, message in enumerate(messages)]
+
+    def _reasoning(self, body: ChatRequest, tokens: list[int], begun: Any) -> bool | None:
+        """Whether a reply, or what follows one that has begun, begins inside thoughts; None where none are told apart.
 
         A reply that must keep to a grammar from its first token on has none.
         """
@@ -163,18 +185,20 @@ class BodyReader:
             return None
         if CLOSING not in self.template:
             return None
+        if begun:
+            return str(begun).rfind(OPENING) > str(begun).rfind(CLOSING) or None
         return str(self._llm.tokenizer.decode(tokens[-8:])).rstrip().endswith(OPENING)
 
     def _read(
-        self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest
+        self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest, ending: Ending
     ) -> tuple[list[int], Source | None]:
         """Tokens of a conversation, and its images as the model reads them."""
         options = body.chat_template_kwargs or {}
         images = read_images(body.messages, self._config, self.blind)
         with _blaming("messages"):
             if not images:
-                return self._tokens(self._dialogue.read(messages, tools, options), "messages"), None
-            text = self._dialogue.text(messages, tools, options)
+                return self._tokens(self._dialogue.read(messages, tools, options, ending), "messages"), None
+            text = self._dialogue.text(messages, tools, options, ending)
             self._check_length(text, "messages")
             params = SamplingParams(prompt_logprobs=_of_prompt(body))
             made = self._llm.engine.process(ImagePrompt(text, images), params)
@@ -195,9 +219,8 @@ class BodyReader:
             if any(isinstance(part, ImagePart) for message in body.messages for part in message.content or ()):
                 raise bad_request("an image is no text; leave it out to have the rest tokenized", "messages")
             with _blaming("messages"):
-                return self._dialogue.read(
-                    [_plain(message, i, takes_texts(self.template)) for i, message in enumerate(body.messages)]
-                )
+                messages = self._messages(body.messages)
+                return self._dialogue.read(messages, ending=_ending(body, messages))
         with _blaming("prompt"):
             self._check_length(body.prompt, "prompt")
             special = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
@@ -257,9 +280,9 @@ class BodyReader:
                 code="unsupported_value",
             )
 
-    def _check_count(self, count: int) -> None:
+    def _check_count(self, count: int, field: str) -> None:
         if count > self._config.max_n:
-            raise bad_request(f"{count} samples in one request; this server allows {self._config.max_n}", "n")
+            raise bad_request(f"{count} samples in one request; this server allows {self._config.max_n}", field)
 
     def _tokens(self, prompt: Any, field: str) -> list[int]:
         self._check_length(prompt, field)
@@ -301,10 +324,9 @@ class BodyReader:
     ) -> list[Job]:
         if matcher is not None and body.ignore_eos:
             raise bad_request("with a grammar the text ends when it is complete; leave ignore_eos out", "ignore_eos")
-        count = body.n or 1
-        keys = [(number, j) if count > 1 else (number,) for j in range(count)]
+        keys = [(number, j) if body.n > 1 else (number,) for j in range(body.n)]
         drafted, asks = _drafting(body.speculation, self.drafter, self.parts)
-        with _blaming(None, type(body).model_fields):
+        with _blaming(None, NAMES):
             return [
                 Job(tokens, self.params(body, tokens, limit, logprobs, matcher), key, drafted, body.trace, asks=asks)
                 for key in keys
@@ -353,13 +375,11 @@ class BodyReader:
         processors: list[Callable[..., Any]] = []
         ends = self._ends if isinstance(body, ChatRequest) else []
         if body.presence_penalty or body.frequency_penalty:
-            processors.append(Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, len(tokens)))
+            processors.append(Penalties(body.frequency_penalty, body.presence_penalty, len(tokens)))
         if matcher is not None:
             processors.append(Constraint(matcher.deep_copy(), len(tokens)))
         return SamplingParams(
             max_new_tokens=limit,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
             top_k=max(0, body.top_k),
             stop=body.stop or (),
             logit_bias=_biases(body.logit_bias, self._llm.vocab_size),
@@ -372,14 +392,42 @@ class BodyReader:
 
 
 @contextmanager
-def _blaming(field: str | None, others: Collection[str] = ()) -> Iterator[None]:
+def _blaming(field: str | None, others: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     """What is refused in here is a 400 that names this field, or one of the others if that is what it begins with."""
     try:
         yield
     except InputError as error:
         name = error.message.split()[0]
-        param = name if name in others else field
-        raise bad_request(error.message, param) from None
+        raise bad_request(error.message, name if name in others else field).renamed(others) from None
+
+
+def _prompts(body: CompletionRequest) -> Sequence[Any]:
+    prompt: Any = body.prompt
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def _ending(body: ChatRequest | TokenizeRequest, messages: Sequence[Mapping[str, Any]]) -> Ending:
+    """Where the prompt of messages ends."""
+    if not body.continue_final_message:
+        return "new" if body.add_generation_prompt else "none"
+    if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
+        raise bad_request(
+            "continue_final_message and add_generation_prompt are both true; set one of them, as the last message goes "
+            "on or a new one begins",
+            "continue_final_message",
+        )
+    last, place = messages[-1], f"messages[{len(messages) - 1}]"
+    if last["role"] != "assistant":
+        raise bad_request(
+            f"continue_final_message needs a last message of the assistant; {place}.role is {last['role']!r}",
+            "continue_final_message",
+        )
+    if "tool_calls" in last:
+        raise bad_request(
+            f"{place}.tool_calls stand behind the text that continue_final_message would continue; send their results",
+            f"{place}.tool_calls",
+        )
+    return "begun"
 
 
 def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> tuple[bool, tuple[str, ...] | None]:
@@ -434,7 +482,7 @@ def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
     content = message.content
     if content is None and not (message.role == "assistant" and message.tool_calls):
         raise bad_request(
-            f"the {message.role} message has no content", f"messages.{number}.content", code="missing_field"
+            f"the {message.role} message has no content", f"messages[{number}].content", code="missing_field"
         )
     parts = [content] if isinstance(content, str) else content or []
     said: Any = "".join(map(_text, parts))
@@ -445,10 +493,10 @@ def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
         found["name"] = message.name
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content is not None:
-        found["reasoning_content"] = message.reasoning_content
+    if (thoughts := message.reasoning_content or message.reasoning) is not None:
+        found["reasoning_content"] = thoughts
         if not said:  # of gpt-oss, which takes them beside calls alone
-            found["thinking"] = message.reasoning_content
+            found["thinking"] = thoughts
     if message.tool_calls:
         found["tool_calls"] = [_called(call, texts) for call in message.tool_calls]
     return found

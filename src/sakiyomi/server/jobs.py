@@ -58,6 +58,7 @@ class Job:
         tools: how calls are written in its text; None: there are none.
         schemas: of the arguments of the tools that it may call, by name.
         reasoning: whether its text begins inside thoughts; None: thoughts are not told apart.
+        begun: the prompt ends inside the reply, and the text goes on with it.
         echo: what comes before its text in the reply: the prompt.
         unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
         states: takes sums of the prompt's hidden states, see ``Request``; None: they are not wanted.
@@ -85,6 +86,7 @@ class Job:
     tools: ToolFormat | None = None
     schemas: Schemas = field(default_factory=dict)
     reasoning: bool | None = None
+    begun: bool = False
     echo: str | None = None
     unwritten: bool = False
     states: list[Tensor] | None = None

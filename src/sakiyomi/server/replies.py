@@ -76,9 +76,12 @@ class Sample:
         self._begun = False
         self._texts = TextStream(tokenizer, job.params.stop) if job.traced else None
         self._reasoning = ReasoningReader(opened=job.reasoning) if job.reasoning is not None else None
-        channels = job.tools is not None and job.tools.channels
-        self._channels = ChannelReader(ids, job.schemas) if channels else None
-        self._tools = ToolReader(job.tools, ids, job.schemas) if job.tools is not None and not channels else None
+        self._channels: ChannelReader | None = None
+        self._tools: ToolReader | None = None
+        if job.tools is not None and job.tools.channels:
+            self._channels = ChannelReader(ids, job.schemas, begun=job.begun)
+        elif job.tools is not None:
+            self._tools = ToolReader(job.tools, ids, job.schemas, begun=job.begun)
         # Marks of calls that are special tokens are in no usual text.
         marks = shown(job.tools.marks, tokenizer) if job.tools is not None else None
         self._marked = TextStream(tokenizer, job.params.stop, marks) if marks else None
