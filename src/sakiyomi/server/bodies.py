@@ -5,7 +5,6 @@ Runs in threads of its own: tokenizing a long text takes seconds, in which the e
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,13 @@ from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.server.channels import ENDS
 from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.conversations import as_template_takes, ending_of, text_of
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.images import read_images
-from sakiyomi.server.jobs import Job
+from sakiyomi.server.jobs import Job, Reply
 from sakiyomi.server.processors import Penalties
-from sakiyomi.server.reasoning import CLOSING, OPENING
+from sakiyomi.server.reasoning import CLOSING, OPENING, ends_inside
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,
@@ -33,14 +33,11 @@ from sakiyomi.server.schema import (
     DetokenizeRequest,
     FunctionTool,
     ImagePart,
-    Message,
     NamedChoice,
     Speculation,
-    TextPart,
     TokenizeRequest,
-    ToolCall,
 )
-from sakiyomi.server.tools import ToolFormat, in_channels, shown, takes_texts, tool_format
+from sakiyomi.server.tools import ToolFormat, in_channels, shown, tool_format
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -69,7 +66,7 @@ def is_long(body: Ask) -> bool:
         said = [message.content or "" for message in body.messages]
         if any(isinstance(part, ImagePart) for parts in said for part in parts):
             return True
-        texts = [text for parts in said for text in ([parts] if isinstance(parts, str) else map(_text, parts))]
+        texts = [text for parts in said for text in ([parts] if isinstance(parts, str) else map(text_of, parts))]
         return bool(body.tools) or sum(map(len, texts)) > LONG
     assert isinstance(body, CompletionRequest)
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
@@ -141,39 +138,27 @@ class BodyReader:
             ApiError, InputError: it cannot be met.
         """
         self._check(body)
-        old = body.max_tokens is not None
-        if old and body.max_completion_tokens is not None:
+        field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"  # its old name
+        if None not in (body.max_tokens, body.max_completion_tokens):
             raise bad_request("max_tokens is the old name of max_completion_tokens; give one", "max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         self._check_count(body.n, "n")
-        messages = self._messages(body.messages)
-        ending = _ending(body, messages)
+        messages = as_template_takes(body.messages, self.template)
         tools, offered, matcher, form = self._tools(body)
-        if ending == "begun" and self._channels is not None and matcher is not None:
-            raise bad_request(
-                "continue_final_message cannot be combined with tools or response_format here: replies of this model "
-                "are messages in channels, and the grammar begins with one",
-                "continue_final_message",
-                code="unsupported_value",
-            )
+        ending = ending_of(body, messages, in_channels=self._channels is not None and matcher is not None)
         described = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
         tokens, source = self._read(messages, described, body, ending)
-        asked, field = body.max_completion_tokens or body.max_tokens, "max_tokens" if old else "max_completion_tokens"
-        limit = self._limit(tokens, asked, field, "messages")
-        begun = messages[-1]["content"] if ending == "begun" else ""
+        limit = self._limit(tokens, body.max_completion_tokens or body.max_tokens, field, "messages")
+        begun = str(messages[-1]["content"]) if ending == "begun" else ""
+        schemas = {tool.function.name: tool.function.parameters for tool in offered}
+        reply = Reply(form, schemas, self._reasoning(body, tokens, begun), bool(begun))
         jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
         for index, job in enumerate(jobs):
-            job.index, job.tools, job.source = index, form, source
-            job.schemas = {tool.function.name: tool.function.parameters for tool in offered}
-            job.reasoning, job.begun = self._reasoning(body, tokens, begun), bool(begun)
+            job.index, job.reply, job.source = index, reply, source
         return jobs
 
-    def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        texts = takes_texts(self.template)
-        return [_plain(message, i, texts) for i, message in enumerate(messages)]
-
-    def _reasoning(self, body: ChatRequest, tokens: list[int], begun: Any) -> bool | None:
+    def _reasoning(self, body: ChatRequest, tokens: list[int], begun: str) -> bool | None:
         """Whether a reply, or what follows one that has begun, begins inside thoughts; None where none are told apart.
 
         A reply that must keep to a grammar from its first token on has none.
@@ -181,12 +166,11 @@ class BodyReader:
         formed = body.response_format is not None and body.response_format.type != "text"
         if self._channels is not None:
             return None if body.reasoning_format == "none" else False
-        if body.reasoning_format == "none" or formed or body.tool_choice not in (None, "none", "auto"):
-            return None
-        if CLOSING not in self.template:
+        forced = body.tool_choice not in (None, "none", "auto")
+        if body.reasoning_format == "none" or formed or forced or CLOSING not in self.template:
             return None
         if begun:
-            return str(begun).rfind(OPENING) > str(begun).rfind(CLOSING) or None
+            return ends_inside(begun) or None
         return str(self._llm.tokenizer.decode(tokens[-8:])).rstrip().endswith(OPENING)
 
     def _read(
@@ -219,8 +203,8 @@ class BodyReader:
             if any(isinstance(part, ImagePart) for message in body.messages for part in message.content or ()):
                 raise bad_request("an image is no text; leave it out to have the rest tokenized", "messages")
             with _blaming("messages"):
-                messages = self._messages(body.messages)
-                return self._dialogue.read(messages, ending=_ending(body, messages))
+                messages = as_template_takes(body.messages, self.template)
+                return self._dialogue.read(messages, ending=ending_of(body, messages))
         with _blaming("prompt"):
             self._check_length(body.prompt, "prompt")
             special = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
@@ -406,30 +390,6 @@ def _prompts(body: CompletionRequest) -> Sequence[Any]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def _ending(body: ChatRequest | TokenizeRequest, messages: Sequence[Mapping[str, Any]]) -> Ending:
-    """Where the prompt of messages ends."""
-    if not body.continue_final_message:
-        return "new" if body.add_generation_prompt else "none"
-    if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
-        raise bad_request(
-            "continue_final_message and add_generation_prompt are both true; set one of them, as the last message goes "
-            "on or a new one begins",
-            "continue_final_message",
-        )
-    last, place = messages[-1], f"messages[{len(messages) - 1}]"
-    if last["role"] != "assistant":
-        raise bad_request(
-            f"continue_final_message needs a last message of the assistant; {place}.role is {last['role']!r}",
-            "continue_final_message",
-        )
-    if "tool_calls" in last:
-        raise bad_request(
-            f"{place}.tool_calls stand behind the text that continue_final_message would continue; send their results",
-            f"{place}.tool_calls",
-        )
-    return "begun"
-
-
 def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> tuple[bool, tuple[str, ...] | None]:
     """Whether to draft, and which of the drafters are asked; None: all of them."""
     if wanted.drafter in ("off", "none"):
@@ -475,41 +435,3 @@ def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float]
             )
         found[int(name)] = bias
     return found or None
-
-
-def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
-    """A message as templates take it; ``texts``: with arguments of calls as they are."""
-    content = message.content
-    if content is None and not (message.role == "assistant" and message.tool_calls):
-        raise bad_request(
-            f"the {message.role} message has no content", f"messages[{number}].content", code="missing_field"
-        )
-    parts = [content] if isinstance(content, str) else content or []
-    said: Any = "".join(map(_text, parts))
-    if any(isinstance(part, ImagePart) for part in parts):
-        said = [{"type": "image"} if isinstance(p, ImagePart) else {"type": "text", "text": _text(p)} for p in parts]
-    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": said}
-    if message.name is not None:
-        found["name"] = message.name
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if (thoughts := message.reasoning_content or message.reasoning) is not None:
-        found["reasoning_content"] = thoughts
-        if not said:  # of gpt-oss, which takes them beside calls alone
-            found["thinking"] = thoughts
-    if message.tool_calls:
-        found["tool_calls"] = [_called(call, texts) for call in message.tool_calls]
-    return found
-
-
-def _text(part: TextPart | ImagePart | str) -> str:
-    return part if isinstance(part, str) else part.text if isinstance(part, TextPart) else ""
-
-
-def _called(call: ToolCall, texts: bool) -> dict[str, Any]:
-    """A call as templates take it. They write arguments themselves; what is no JSON goes in as it is."""
-    try:
-        arguments = call.function.arguments if texts else json.loads(call.function.arguments or "{}")
-    except ValueError:
-        arguments = call.function.arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -106,7 +106,10 @@ class TextOptions(Strict):
     """``format``: what the text must keep to."""
 
     format: TextFormat | None = None
-    verbosity: None = None
+
+
+class NoReasoning(Strict):
+    """Nothing of it can be set."""
 
 
 class ResponsesRequest(Common):
@@ -129,8 +132,7 @@ class ResponsesRequest(Common):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = Field(None, description="There is none.")
-    previous_response_id: None = None
-    reasoning: dict[str, None] | None = None
+    reasoning: NoReasoning | None = None
 
     def chat(self) -> ChatRequest:
         """The same as messages.

@@ -237,7 +237,6 @@ class CompletionRequest(Ask):
     logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     echo: bool = Field(False, description="The prompt, too, with its log probabilities if they are asked for.")
     add_special_tokens: Literal[True] = True
-    suffix: None = None
     best_of: Literal[1] | None = None
 
 
@@ -305,7 +304,7 @@ Part = Annotated[Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("
 
 
 class Message(Cached):
-    """One message. Fields that are null or lists of anything are those that clients send back with a reply."""
+    """One message. Annotations are taken back with a reply of another server, and not read."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: ListOrText[list[Part]] | None = None
@@ -316,10 +315,7 @@ class Message(Cached):
         None, description="Thoughts of an earlier reply, for templates that take them."
     )
     reasoning: str | None = Field(None, description="The same as vLLM calls it.")
-    refusal: None = None
     annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
 
 
 class Ending(Strict):
