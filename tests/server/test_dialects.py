@@ -433,10 +433,11 @@ def test_its_own_client_reads_the_errors(claude: anthropic.Anthropic) -> None:
     [
         ("messages", {"stop_sequences": [""]}, "stop_sequences has ''"),
         ("messages", {"max_tokens": 5000}, "max_tokens is 5000"),
-        ("messages", {"tools": [{"name": "f", "input_schema": {"type": 3}}]}, "tools"),
+        ("messages", {"tools": [{"name": "f", "input_schema": {"type": 3}}]}, "tools[0].input_schema cannot"),
         ("responses", {"max_output_tokens": 5000}, "max_output_tokens is 5000"),
         ("responses", {"input": "x" * 5000}, "input"),
         ("responses", {"text": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "text.format cannot be"),
+        ("responses", {"tools": [{"type": "function", "name": "f", "parameters": {"type": 3}}]}, "tools[0].parameters"),
         ("responses", {"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
         ("chat/completions", {"max_tokens": 5000}, "max_tokens is 5000"),
         ("chat/completions", {"max_completion_tokens": 5000}, "max_completion_tokens is 5000"),

@@ -26,6 +26,7 @@ from sakiyomi.server.images import read_images
 from sakiyomi.server.jobs import Job, Reply
 from sakiyomi.server.processors import Penalties
 from sakiyomi.server.reasoning import CLOSING, OPENING, ends_inside
+from sakiyomi.server.room import Room
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,
@@ -102,7 +103,7 @@ class BodyReader:
         self._channels = in_channels(self.template)
         self._ends = [] if self._channels is None else [*shown(ENDS, llm.tokenizer)]
         self._budget = llm.recipe()["kv_budget"]
-        self._longest = max(map(len, llm.tokenizer.get_vocab()), default=1)
+        self._room = Room(llm.max_context, max(map(len, llm.tokenizer.get_vocab()), default=1))
         self._grammars = Grammars(llm.tokenizer, llm.vocab_size, sorted(llm.engine.stop_ids))
 
     def completion(self, body: CompletionRequest, *, counted: bool = True) -> list[Job]:
@@ -124,7 +125,7 @@ class BodyReader:
         jobs: list[Job] = []
         for i, text in enumerate(prompts):
             tokens = self._tokens(text, "prompt")
-            limit = self._limit(tokens, body.max_tokens, "max_tokens", "prompt")
+            limit = self._room.limit(tokens, body.max_tokens, "max_tokens", "prompt")
             echo = _echo(text, self._llm.tokenizer) if body.echo else None
             for job in self._jobs(body, tokens, limit, body.logprobs, i, self._format(body)):
                 job.index, job.echo, job.unwritten = len(jobs), echo, body.max_tokens == 0
@@ -149,7 +150,7 @@ class BodyReader:
         ending = ending_of(body, messages, in_channels=self._channels is not None and matcher is not None)
         described = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
         tokens, source = self._read(messages, described, body, ending)
-        limit = self._limit(tokens, body.max_completion_tokens or body.max_tokens, field, "messages")
+        limit = self._room.limit(tokens, body.max_completion_tokens or body.max_tokens, field, "messages")
         begun = str(messages[-1]["content"]) if ending == "begun" else ""
         schemas = {tool.function.name: tool.function.parameters for tool in offered}
         reply = Reply(form, schemas, self._reasoning(body, tokens, begun), bool(begun))
@@ -183,7 +184,7 @@ class BodyReader:
             if not images:
                 return self._tokens(self._dialogue.read(messages, tools, options, ending), "messages"), None
             text = self._dialogue.text(messages, tools, options, ending)
-            self._check_length(text, "messages")
+            self._room.check(text, "messages")
             params = SamplingParams(prompt_logprobs=_of_prompt(body))
             made = self._llm.engine.process(ImagePrompt(text, images), params)
             return made.tokens, made.source
@@ -206,7 +207,7 @@ class BodyReader:
                 messages = as_template_takes(body.messages, self.template)
                 return self._dialogue.read(messages, ending=ending_of(body, messages))
         with _blaming("prompt"):
-            self._check_length(body.prompt, "prompt")
+            self._room.check(body.prompt, "prompt")
             special = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
             return list(self._llm.tokenizer(body.prompt, **special)["input_ids"])
 
@@ -269,39 +270,9 @@ class BodyReader:
             raise bad_request(f"{count} samples in one request; this server allows {self._config.max_n}", field)
 
     def _tokens(self, prompt: Any, field: str) -> list[int]:
-        self._check_length(prompt, field)
+        self._room.check(prompt, field)
         with _blaming(field):
             return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
-
-    def _check_length(self, prompt: Any, field: str) -> None:
-        # Before it is tokenized, or copied: that takes time, and what is refused is to take none.
-        most = self._llm.max_context * (self._longest if isinstance(prompt, str) else 1)
-        if len(prompt) > most:
-            kind = "characters" if isinstance(prompt, str) else "tokens"
-            raise bad_request(
-                f"the prompt has {len(prompt)} {kind}, and no text of more than {most} fits into the context of "
-                f"{self._llm.max_context} tokens; shorten it",
-                field,
-                code="context_length_exceeded",
-            )
-
-    def _limit(self, tokens: Sequence[int], asked: int | None, field: str, source: str) -> int:
-        """New tokens at most."""
-        room = self._llm.max_context - len(tokens)
-        if room < 1:
-            raise bad_request(
-                f"the prompt has {len(tokens)} tokens, and the context holds {self._llm.max_context} with at least one "
-                "new one; shorten it",
-                source,
-                code="context_length_exceeded",
-            )
-        if asked is not None and asked > room:
-            raise bad_request(
-                f"{field} is {asked}, and after the prompt's {len(tokens)} tokens the context has room for {room}",
-                field,
-                code="context_length_exceeded",
-            )
-        return room if asked is None else max(asked, 1)
 
     def _jobs(
         self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int, matcher: LLMatcher | None
@@ -349,7 +320,8 @@ class BodyReader:
                     f"tool_choice names {choice.function.name!r}, which is not among tools", "tool_choice"
                 )
         several = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
-        matcher = self._grammars.of_tools(offered, form, forced=choice != "auto", several=several)
+        with _placing(body.tools):
+            matcher = self._grammars.of_tools(offered, form, forced=choice != "auto", several=several)
         return body.tools, offered, matcher, form
 
     def params(
@@ -383,6 +355,16 @@ def _blaming(field: str | None, others: Mapping[str, str] = MappingProxyType({})
     except InputError as error:
         name = error.message.split()[0]
         raise bad_request(error.message, name if name in others else field).renamed(others) from None
+
+
+@contextmanager
+def _placing(tools: Sequence[FunctionTool]) -> Iterator[None]:
+    """What is refused in here of a tool, by its name, names the place of its parameters in the body."""
+    try:
+        yield
+    except ApiError as error:
+        places = {f"tools.{tool.function.name}": f"tools[{i}].function.parameters" for i, tool in enumerate(tools)}
+        raise error.renamed(places) from None
 
 
 def _prompts(body: CompletionRequest) -> Sequence[Any]:

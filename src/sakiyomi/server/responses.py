@@ -175,7 +175,8 @@ class ResponsesRequest(Common):
         last = given[-1]
         if isinstance(last, InputMessage) and last.role == "assistant" and last.status in UNFINISHED:
             values |= {"continue_final_message": True, "add_generation_prompt": False}
-        return read_as(ChatRequest, values, NAMES)
+        names = NAMES | {f"tools[{i}].function": f"tools[{i}]" for i, _ in enumerate(self.tools or ())}
+        return read_as(ChatRequest, values, names)
 
 
 def _add(messages: list[dict[str, Any]], item: InputMessage | FunctionCall | FunctionOutput) -> None:
