@@ -40,6 +40,17 @@ def test_they_are_the_mean_of_transformers_hidden_states(api: OpenAI, site: tupl
         np.testing.assert_allclose(found.embedding, plain.data[0].embedding, atol=2e-6)
 
 
+@pytest.mark.parametrize("count", [200, pytest.param(2048, marks=pytest.mark.thorough)])
+def test_as_many_texts_as_openai_takes(api: OpenAI, site: tuple[Server, str], count: int) -> None:
+    """More than there are slots, places in the queue and samples of a request; they take turns."""
+    assert count > site[0].worker.slots + site[0].config.max_queue
+    texts = [f"{TEXTS[i % 2][: 3 + i % 7]}{i}" for i in range(count)]
+    found = api.embeddings.create(model="toy", input=texts).data
+    assert [each.index for each in found] == [*range(count)]
+    for i in (0, 1, count // 2, count - 1):
+        np.testing.assert_allclose(found[i].embedding, expected(site[0], texts[i]), atol=2e-6)
+
+
 def test_long_texts_are_read_in_chunks() -> None:
     with running(toy_llm("close", chunk_size=16, exact=True, max_batch=2)) as (server, url):
         found = client(url).embeddings.create(model="toy", input=TEXTS, encoding_format="float").data
@@ -59,7 +70,7 @@ def test_base64_is_float32_with_its_little_end_first(site: tuple[Server, str]) -
         ({"input": ""}, "empty", "input"),
         ({"input": []}, "", "input"),
         ({"input": [99999]}, "99999", "input"),
-        ({"input": ["a"] * 100}, "100", "input"),
+        ({"input": ["a"] * 2049}, "at most 2048", "input"),
         ({"input": "a" * 10**6}, "fits into the context", "input"),
         ({"dimensions": 3}, "not made to be cut", "dimensions"),
         ({"encoding_format": "int8"}, "int8", "encoding_format"),

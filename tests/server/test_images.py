@@ -171,7 +171,7 @@ def test_wrong_images_are_one_clear_400(site: tuple[Server, str], case: str) -> 
     url, words = WRONG[case]
     with pytest.raises(openai.BadRequestError, match=words) as caught:
         ask(site[1], part(url))
-    assert caught.value.param == "messages.0.content.1.image_url.url"
+    assert caught.value.param == "messages[0].content[1].image_url.url"
     assert "Traceback" not in str(caught.value) and len(str(caught.value)) < 500
 
 

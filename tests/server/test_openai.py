@@ -382,8 +382,10 @@ def test_cache_usage_leaves_out_what_was_evicted() -> None:
         ),
         ({"temperature": 3}, "'temperature' is 3: ", "temperature"),
         ({"temperature": "1"}, "'temperature' is \"1\": ", "temperature"),
-        ({"prompt": [1.5]}, r"'prompt.0' is 1.5: Input should be a valid integer", "prompt.0"),
-        ({"prompt": ["a"] * 200}, "at most 128 items", "prompt"),
+        ({"prompt": [1.5]}, r"'prompt\[0\]' is 1.5: Input should be a valid integer", "prompt[0]"),
+        ({"prompt": ["a"] * 200}, "prompt: 200 samples in one request; this server allows 16", "prompt"),
+        ({"prompt": ["a"] * 2049}, "at most 2048 items", "prompt"),
+        ({"body": {"speculation": {"tree": "chain", "nodes": 3}}}, "'chain'", "speculation.nodes"),
         ({"body": {"speculation": {"gamma": 0}}}, "'speculation.gamma' is 0: .* greater", "speculation.gamma"),
         ({"body": {"speculation": "off"}}, "'speculation' is \"off\": ", "speculation"),
         ({"body": {"stop_token_ids": [320]}}, "vocabulary has 320 tokens", "stop_token_ids"),
@@ -419,19 +421,23 @@ def test_an_unknown_model_is_a_404(api: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("message", "words", "param"),
     [
-        ({"role": "user", "content": "a\ud800"}, "half of a surrogate", "messages"),
-        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "'text', 'image_url'", None),
-        ({"role": "user"}, "no content", "messages.0.content"),
-        ({"role": "poet", "content": "x"}, "'messages.0.role' is \"poet\"", "messages.0.role"),
-        ({"role": "user", "content": "x", "mood": 1}, "'messages.0.mood' is not supported", "messages.0.mood"),
+        ({"role": "user", "content": "a\ud800"}, "unicode", "messages[0].content"),
+        (
+            {"role": "user", "content": [{"type": "sound", "sound": {}}]},
+            "'text' or 'image_url'",
+            "messages[0].content[0].type",
+        ),
+        ({"role": "user"}, "no content", "messages[0].content"),
+        ({"role": "poet", "content": "x"}, "'messages[0].role' is \"poet\"", "messages[0].role"),
+        ({"role": "user", "content": "x", "mood": 1}, "'messages[0].mood' is not supported", "messages[0].mood"),
     ],
 )
-def test_messages_that_no_template_takes(site: tuple[Server, str], message: Any, words: str, param: str | None) -> None:
+def test_messages_that_no_template_takes(site: tuple[Server, str], message: Any, words: str, param: str) -> None:
     content = json.dumps({"model": "toy", "messages": [message]})  # the client itself would not send half a character
     headers = {"content-type": "application/json"}
     reply = web.post(f"{site[1]}/v1/chat/completions", content=content, headers=headers)
     error = reply.json()["error"]
-    assert reply.status_code == 400 and words in error["message"] and (param is None or error["param"] == param)
+    assert reply.status_code == 400 and words in error["message"] and error["param"] == param
 
 
 def test_what_a_template_knows_besides_goes_into_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 from sakiyomi.server.channels import ChannelReader
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.grammar import Grammars
-from sakiyomi.server.schema import FunctionTool
+from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.tools import FORMATS, MARKS, ToolReader
 from server_toys import client, marked_tokenizer, running, toy_llm
 from toys import tiny_tokenizer
@@ -154,6 +154,29 @@ def test_messages_in_channels_are_told_apart(size: int) -> None:
         assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == (thoughts, reply)
         calls = [call for part in parts for call in part[2]]
         assert [call["function"] for call in calls] == [{"name": "go", "arguments": '{"to": "sea"}'}] * count
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_what_follows_a_reply_that_has_begun_is_text(size: int) -> None:
+    """The head of its message is in the prompt; and an object is a call only where a reply begins with it."""
+    text = 'to= assistant {"name": "go"}<|return|>'
+    reader = ChannelReader(schemas=SCHEMAS, begun=True)
+    parts = [reader.push(text[i : i + size], False) for i in range(0, len(text), size)] + [reader.push("", True)]
+    assert "".join(part[1] for part in parts) == text.removesuffix("<|return|>")
+    call = '{"name": "go", "parameters": {"to": "sea"}}'
+    for begun in (False, True):
+        calls = ToolReader(FORMS["Llama 3 and 4"], schemas=SCHEMAS, begun=begun)
+        found = [calls.push(call[i : i + size], False) for i in range(0, len(call), size)] + [calls.push("", True)]
+        assert "".join(part[0] for part in found) == (call if begun else "") and len(calls.calls) == (not begun)
+
+
+def test_a_begun_reply_in_channels_has_no_calls() -> None:
+    with running(toy_llm("none", template=TEMPLATE, marks=MARKS)) as (server, _):
+        body = {"messages": [*SAID, {"role": "assistant", "content": "It"}], "continue_final_message": True}
+        (job,) = server.bodies.chat(ChatRequest.model_validate(body))
+        assert job.reply.begun and job.reply.tools is not None and job.reply.tools.channels
+        with pytest.raises(ApiError, match="continue_final_message cannot be combined"):
+            server.bodies.chat(ChatRequest.model_validate(body | {"tools": TOOLS}))
 
 
 def test_the_grammar_of_channels() -> None:

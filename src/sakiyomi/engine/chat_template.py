@@ -10,17 +10,20 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
+from sakiyomi.core.messages import one_line
 
-__all__ = ["Content", "Dialogue", "Exchange", "read_template"]
+__all__ = ["Content", "Dialogue", "Ending", "Exchange", "read_template"]
 
 WORDS = ("auto", "none")
 """What may be given instead of a template."""
 Content = str | list[dict[str, str]]
 """What a message says: a text, or parts, ``{"type": "image", "path": ...}`` and ``{"type": "text", "text": ...}``."""
+Ending = Literal["new", "begun", "none"]
+"""Where a prompt of messages ends: where a new reply begins, inside the last message, or behind it."""
 Exchange = tuple[Content, str]
 """A message and the reply to it."""
 _OPENING = '"(“'
@@ -118,13 +121,15 @@ class Dialogue:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
+        ending: Ending = "new",
     ) -> list[int]:
-        """Token ids of any messages, up to where the next reply begins.
+        """Token ids of any messages, by default up to where the next reply begins.
 
         Args:
             messages: what the template takes; without one, texts of users and assistants.
             tools: JSON schemas of tools for the template.
             options: further values for the template, by name.
+            ending: where they end.
 
         Raises:
             InputError: the template does not take them.
@@ -146,13 +151,14 @@ class Dialogue:
                 text += (_joint(text, said) if role == "user" else "") + said
             return list(self._tokenizer(_as_text(text))["input_ids"])
         # The template writes the begin token itself.
-        return list(self._tokenizer(self.text(messages, tools, options), add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(self.text(messages, tools, options, ending), add_special_tokens=False)["input_ids"])
 
     def text(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
+        ending: Ending = "new",
     ) -> str:
         """What the template makes of messages, whose contents may be lists of parts, with images; see ``read``.
 
@@ -163,8 +169,8 @@ class Dialogue:
             raise InputError("the model has no chat template that could give images a place; give one, or send text")
         if wrong := [name for name in options if name in signature(self._tokenizer.apply_chat_template).parameters]:
             raise InputError(f"{wrong[0]!r} is no name that a chat template has of its own; leave it out")
-        text = self._rendered(messages, tools, options)
-        if tools and text == self._rendered(messages, None, options):
+        text = self._rendered(messages, tools, options, ending)
+        if tools and text == self._rendered(messages, None, options, ending):
             raise InputError("the chat template does not tell the model of tools; leave them out, or give another one")
         return _as_text(text)
 
@@ -203,11 +209,18 @@ class Dialogue:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
+        ending: Ending = "new",
     ) -> str:
-        how = {**options, "chat_template": self._template, "add_generation_prompt": True, "tokenize": False}
+        how = {**options, "chat_template": self._template, "tokenize": False}
+        how |= {"add_generation_prompt": ending == "new", "continue_final_message": ending == "begun"}
         try:
             return str(self._tokenizer.apply_chat_template(messages, tools=tools or None, **how))
         except Exception as error:  # a template is a program that may raise anything
+            if ending == "begun":
+                self._rendered(messages, tools, options)  # if that works, it is the continuation that does not
+                raise InputError(
+                    f"the chat template cannot continue the last message ({one_line(error)}); let a new reply begin"
+                ) from None
             raise InputError(
                 f"the chat template fails ({type(error).__name__}: {error}); give another one, or none for plain text"
             ) from None

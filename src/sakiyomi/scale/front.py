@@ -23,9 +23,9 @@ from sakiyomi.core.version import __version__
 from sakiyomi.scale.in_process import Part
 from sakiyomi.scale.routing import affinity_key
 from sakiyomi.server import errors
-from sakiyomi.server.app import BODY_THREADS, ERRORS, IMAGES_BYTES, PDF, REPLIES, SOUND
+from sakiyomi.server.app import ANTHROPIC_ERRORS, BODY_THREADS, ERRORS, IMAGES_BYTES, PDF, REPLIES, SOUND
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.errors import ApiError
+from sakiyomi.server.errors import ApiError, is_anthropic
 from sakiyomi.server.extract import pdf_text
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.messages import CountRequest, MessagesRequest
@@ -154,7 +154,8 @@ def _add_interfaces(app: FastAPI, replicas: Replicas) -> None:
 
         handler.__annotations__["body"] = kind
         handler.__annotations__["request"] = Request
-        app.add_api_route(path, handler, methods=["POST"], responses=REPLIES, response_model=None)
+        told = REPLIES | (ANTHROPIC_ERRORS if is_anthropic(path) else {})
+        app.add_api_route(path, handler, methods=["POST"], responses=told, response_model=None)
 
     add("/v1/completions", CompletionRequest)
     add("/v1/chat/completions", ChatRequest)
@@ -224,7 +225,7 @@ async def _reply(replicas: Replicas, request: Request, body: Any) -> Response:
     key = affinity_key(body if isinstance(body, dict) else {}, request.headers.get(SESSION, ""))
     kind = request.headers.get("content-type", "application/json")
     asked = Asked(request.url.path, body, request.state.client, key, Relay(), request.method, kind)
-    replying = asyncio.ensure_future(_begun(follow(replicas, asked)))
+    replying = asyncio.ensure_future(_begun(follow(replicas, asked), asked.path))
     leaving = asyncio.ensure_future(gone(request.receive))
     try:
         await asyncio.wait({replying, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -235,8 +236,8 @@ async def _reply(replicas: Replicas, request: Request, body: Any) -> Response:
         await asyncio.gather(replying, leaving, return_exceptions=True)
 
 
-async def _begun(parts: AsyncGenerator[Part]) -> Response:
-    """A reply that is whole, or a stream that has begun."""
+async def _begun(parts: AsyncGenerator[Part], path: str) -> Response:
+    """A reply that is whole, or a stream that has begun, of a request to this path."""
     first = await anext(parts)
     headers = {
         name.decode("latin-1"): value.decode("latin-1")
@@ -254,7 +255,7 @@ async def _begun(parts: AsyncGenerator[Part]) -> Response:
                 async for part in parts:
                     yield part.data
             except ApiError as error:
-                yield event(error.body)
+                yield event(error.anthropic_body, "error") if is_anthropic(path) else event(error.body)
 
     return StreamingResponse(rest(), first.status, headers)
 

@@ -27,9 +27,9 @@ from sakiyomi.scale.model_options import likely_bytes
 from sakiyomi.scale.model_process import ModelDied, ModelProcess
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
+from sakiyomi.server.fields import Strict
 from sakiyomi.server.forms import read_form
 from sakiyomi.server.relay import Relay
-from sakiyomi.server.schema import Strict
 
 __all__ = ["ModelName", "ModelTable", "make_models_app"]
 

@@ -21,7 +21,7 @@ from sakiyomi.server import errors
 from sakiyomi.server.bodies import BodyReader, is_long
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.embeddings import EmbeddingsStyle, asked, embedding_jobs
-from sakiyomi.server.errors import ApiError, ErrorReply, api_error
+from sakiyomi.server.errors import AnthropicErrorReply, ApiError, ErrorReply, api_error
 from sakiyomi.server.extract import pdf_text
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.jobs import Call, Event, Job, JobState
@@ -68,6 +68,7 @@ BODY_BYTES = 1 << 20  # the least that is taken by default
 IMAGES_BYTES = 1 << 25  # the same where the model reads images
 TOKEN_BYTES = 64  # of a body by default, for each token of the context
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
+ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {kind: {"model": AnthropicErrorReply} for kind in ERRORS}
 BYTES = {"type": "string", "format": "binary"}
 _FORM = {
     "type": "object",
@@ -121,7 +122,10 @@ class Server:
     async def read(self, made: Callable[[Any], T], body: Any) -> T:
         """What a thread makes of a body, while the event loop serves others."""
         threads = self._long if isinstance(body, Ask) and is_long(body) else self._threads
-        return await asyncio.get_running_loop().run_in_executor(threads, made, body)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, made, body)
+        except ApiError as error:
+            raise (body.named(error) if isinstance(body, Ask) else error) from None
 
     async def answer(
         self, request: Request, body: Ask, read: Callable[[Any], list[Job]], style: Callable[..., Style]
@@ -426,12 +430,12 @@ def _add_interfaces(app: FastAPI, server: Server) -> None:
         style = functools.partial(ResponsesStyle, asked=body)
         return await server.answer(request, body.chat(), server.bodies.chat, style)
 
-    @app.post("/v1/messages", responses=REPLIES)
+    @app.post("/v1/messages", responses=REPLIES | ANTHROPIC_ERRORS)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Reply to messages in Anthropic's form."""
         return await server.answer(request, body.chat(server.bodies.template), server.bodies.chat, MessagesStyle)
 
-    @app.post("/v1/messages/count_tokens")
+    @app.post("/v1/messages/count_tokens", responses=ANTHROPIC_ERRORS)
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         """How many tokens such messages are."""
         (job,) = await server.read(server.bodies.chat, body.chat(server.bodies.template))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["DEFINITIONS", "KINDS", "kinds", "resolved", "value_of"]
+__all__ = ["DEFINITIONS", "KINDS", "kind_of", "kinds", "resolved", "value_of"]
 
 DEFINITIONS = ("$defs", "definitions")
 KINDS = frozenset({"string", "null", "boolean", "number", "object", "array"})
@@ -30,7 +30,7 @@ def kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return KINDS
     if "const" in schema or "enum" in schema:
-        return frozenset(map(_kind, schema.get("enum", [schema.get("const")])))
+        return frozenset(map(kind_of, schema.get("enum", [schema.get("const")])))
     if "type" in schema:
         named = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
         return frozenset("number" if kind == "integer" else kind for kind in named)
@@ -49,10 +49,11 @@ def value_of(text: str, root: Mapping[str, Any], key: str) -> Any:
         value = json.loads(text)
     except ValueError:
         return text
-    return value if not isinstance(value, str) and _kind(value) in allowed else text
+    return value if not isinstance(value, str) and kind_of(value) in allowed else text
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """JSON's type of a value; whole numbers are numbers."""
     if value is None:
         return "null"
     for kind, types in (("boolean", bool), ("number", (int, float)), ("object", dict), ("array", list)):

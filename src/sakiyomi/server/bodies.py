@@ -5,26 +5,28 @@ Runs in threads of its own: tokenizing a long text takes seconds, in which the e
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.chat_template import Dialogue, read_template
+from sakiyomi.engine.chat_template import Dialogue, Ending, read_template
 from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.server.channels import ENDS
 from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.conversations import as_template_takes, ending_of, text_of
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.images import read_images
-from sakiyomi.server.jobs import Job
+from sakiyomi.server.jobs import Job, Reply
 from sakiyomi.server.processors import Penalties
-from sakiyomi.server.reasoning import CLOSING, OPENING
+from sakiyomi.server.reasoning import CLOSING, OPENING, ends_inside
+from sakiyomi.server.room import Room
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,
@@ -32,14 +34,11 @@ from sakiyomi.server.schema import (
     DetokenizeRequest,
     FunctionTool,
     ImagePart,
-    Message,
     NamedChoice,
     Speculation,
-    TextPart,
     TokenizeRequest,
-    ToolCall,
 )
-from sakiyomi.server.tools import ToolFormat, in_channels, shown, takes_texts, tool_format
+from sakiyomi.server.tools import ToolFormat, in_channels, shown, tool_format
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -49,8 +48,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BodyReader", "is_long"]
 
-AS_THEY_ARE = {"min_p", "seed", "stop_token_ids", "ignore_eos", "repetition_penalty"}
+AS_THEY_ARE = {
+    "temperature", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "repetition_penalty",
+}  # fmt: skip
 """Fields of a body that are parameters of the same name."""
+NAMES = {name: name for name in Ask.model_fields} | {name: f"speculation.{name}" for name in Speculation.model_fields}
+"""Fields of a body by the names of parameters, which errors of these begin with."""
 
 
 LONG = 1 << 15  # characters
@@ -64,7 +67,7 @@ def is_long(body: Ask) -> bool:
         said = [message.content or "" for message in body.messages]
         if any(isinstance(part, ImagePart) for parts in said for part in parts):
             return True
-        texts = [text for parts in said for text in ([parts] if isinstance(parts, str) else map(_text, parts))]
+        texts = [text for parts in said for text in ([parts] if isinstance(parts, str) else map(text_of, parts))]
         return bool(body.tools) or sum(map(len, texts)) > LONG
     assert isinstance(body, CompletionRequest)
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
@@ -100,26 +103,29 @@ class BodyReader:
         self._channels = in_channels(self.template)
         self._ends = [] if self._channels is None else [*shown(ENDS, llm.tokenizer)]
         self._budget = llm.recipe()["kv_budget"]
-        self._longest = max(map(len, llm.tokenizer.get_vocab()), default=1)
+        self._room = Room(llm.max_context, max(map(len, llm.tokenizer.get_vocab()), default=1))
         self._grammars = Grammars(llm.tokenizer, llm.vocab_size, sorted(llm.engine.stop_ids))
 
-    def completion(self, body: CompletionRequest) -> list[Job]:
+    def completion(self, body: CompletionRequest, *, counted: bool = True) -> list[Job]:
         """Jobs of a request for completions: sample j of prompt i is number i x n + j.
+
+        Args:
+            body: of the request.
+            counted: it has no more samples than the server allows.
 
         Raises:
             ApiError, InputError: it cannot be met.
         """
         self._check(body)
-        prompt: Any = body.prompt
-        single = isinstance(prompt, str) or isinstance(prompt[0], int)
-        prompts = [prompt] if single else prompt
-        self._check_count(len(prompts) * (body.n or 1))
+        prompts = _prompts(body)
+        if counted:
+            self._check_count(len(prompts) * body.n, "n" if body.n > 1 else "prompt")
         if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
             raise bad_request("max_tokens is 0, which needs echo or prompt_logprobs; ask for a token", "max_tokens")
         jobs: list[Job] = []
         for i, text in enumerate(prompts):
             tokens = self._tokens(text, "prompt")
-            limit = self._limit(tokens, body.max_tokens, "max_tokens", "prompt")
+            limit = self._room.limit(tokens, body.max_tokens, "max_tokens", "prompt")
             echo = _echo(text, self._llm.tokenizer) if body.echo else None
             for job in self._jobs(body, tokens, limit, body.logprobs, i, self._format(body)):
                 job.index, job.echo, job.unwritten = len(jobs), echo, body.max_tokens == 0
@@ -133,49 +139,52 @@ class BodyReader:
             ApiError, InputError: it cannot be met.
         """
         self._check(body)
-        if body.max_tokens is not None and body.max_completion_tokens is not None:
+        field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"  # its old name
+        if None not in (body.max_tokens, body.max_completion_tokens):
             raise bad_request("max_tokens is the old name of max_completion_tokens; give one", "max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        self._check_count(body.n or 1)
-        messages = [_plain(message, i, takes_texts(self.template)) for i, message in enumerate(body.messages)]
+        self._check_count(body.n, "n")
+        messages = as_template_takes(body.messages, self.template)
         tools, offered, matcher, form = self._tools(body)
-        described = [tool.model_dump(exclude_none=True) for tool in tools]
-        tokens, source = self._read(messages, described, body)
-        asked = body.max_completion_tokens or body.max_tokens
-        limit = self._limit(tokens, asked, "max_completion_tokens", "messages")
+        ending = ending_of(body, messages, in_channels=self._channels is not None and matcher is not None)
+        described = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
+        tokens, source = self._read(messages, described, body, ending)
+        limit = self._room.limit(tokens, body.max_completion_tokens or body.max_tokens, field, "messages")
+        begun = str(messages[-1]["content"]) if ending == "begun" else ""
+        schemas = {tool.function.name: tool.function.parameters for tool in offered}
+        reply = Reply(form, schemas, self._reasoning(body, tokens, begun), bool(begun))
         jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
         for index, job in enumerate(jobs):
-            job.index, job.tools, job.source = index, form, source
-            job.schemas = {tool.function.name: tool.function.parameters for tool in offered}
-            job.reasoning = self._reasoning(body, tokens)
+            job.index, job.reply, job.source = index, reply, source
         return jobs
 
-    def _reasoning(self, body: ChatRequest, tokens: list[int]) -> bool | None:
-        """Whether a reply begins inside thoughts; None where none are told apart.
+    def _reasoning(self, body: ChatRequest, tokens: list[int], begun: str) -> bool | None:
+        """Whether a reply, or what follows one that has begun, begins inside thoughts; None where none are told apart.
 
         A reply that must keep to a grammar from its first token on has none.
         """
         formed = body.response_format is not None and body.response_format.type != "text"
         if self._channels is not None:
             return None if body.reasoning_format == "none" else False
-        if body.reasoning_format == "none" or formed or body.tool_choice not in (None, "none", "auto"):
+        forced = body.tool_choice not in (None, "none", "auto")
+        if body.reasoning_format == "none" or formed or forced or CLOSING not in self.template:
             return None
-        if CLOSING not in self.template:
-            return None
+        if begun:
+            return ends_inside(begun) or None
         return str(self._llm.tokenizer.decode(tokens[-8:])).rstrip().endswith(OPENING)
 
     def _read(
-        self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest
+        self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest, ending: Ending
     ) -> tuple[list[int], Source | None]:
         """Tokens of a conversation, and its images as the model reads them."""
         options = body.chat_template_kwargs or {}
         images = read_images(body.messages, self._config, self.blind)
         with _blaming("messages"):
             if not images:
-                return self._tokens(self._dialogue.read(messages, tools, options), "messages"), None
-            text = self._dialogue.text(messages, tools, options)
-            self._check_length(text, "messages")
+                return self._tokens(self._dialogue.read(messages, tools, options, ending), "messages"), None
+            text = self._dialogue.text(messages, tools, options, ending)
+            self._room.check(text, "messages")
             params = SamplingParams(prompt_logprobs=_of_prompt(body))
             made = self._llm.engine.process(ImagePrompt(text, images), params)
             return made.tokens, made.source
@@ -195,11 +204,10 @@ class BodyReader:
             if any(isinstance(part, ImagePart) for message in body.messages for part in message.content or ()):
                 raise bad_request("an image is no text; leave it out to have the rest tokenized", "messages")
             with _blaming("messages"):
-                return self._dialogue.read(
-                    [_plain(message, i, takes_texts(self.template)) for i, message in enumerate(body.messages)]
-                )
+                messages = as_template_takes(body.messages, self.template)
+                return self._dialogue.read(messages, ending=ending_of(body, messages))
         with _blaming("prompt"):
-            self._check_length(body.prompt, "prompt")
+            self._room.check(body.prompt, "prompt")
             special = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
             return list(self._llm.tokenizer(body.prompt, **special)["input_ids"])
 
@@ -257,54 +265,23 @@ class BodyReader:
                 code="unsupported_value",
             )
 
-    def _check_count(self, count: int) -> None:
+    def _check_count(self, count: int, field: str) -> None:
         if count > self._config.max_n:
-            raise bad_request(f"{count} samples in one request; this server allows {self._config.max_n}", "n")
+            raise bad_request(f"{count} samples in one request; this server allows {self._config.max_n}", field)
 
     def _tokens(self, prompt: Any, field: str) -> list[int]:
-        self._check_length(prompt, field)
+        self._room.check(prompt, field)
         with _blaming(field):
             return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
-
-    def _check_length(self, prompt: Any, field: str) -> None:
-        # Before it is tokenized, or copied: that takes time, and what is refused is to take none.
-        most = self._llm.max_context * (self._longest if isinstance(prompt, str) else 1)
-        if len(prompt) > most:
-            kind = "characters" if isinstance(prompt, str) else "tokens"
-            raise bad_request(
-                f"the prompt has {len(prompt)} {kind}, and no text of more than {most} fits into the context of "
-                f"{self._llm.max_context} tokens; shorten it",
-                field,
-                code="context_length_exceeded",
-            )
-
-    def _limit(self, tokens: Sequence[int], asked: int | None, field: str, source: str) -> int:
-        """New tokens at most."""
-        room = self._llm.max_context - len(tokens)
-        if room < 1:
-            raise bad_request(
-                f"the prompt has {len(tokens)} tokens, and the context holds {self._llm.max_context} with at least one "
-                "new one; shorten it",
-                source,
-                code="context_length_exceeded",
-            )
-        if asked is not None and asked > room:
-            raise bad_request(
-                f"{field} is {asked}, and after the prompt's {len(tokens)} tokens the context has room for {room}",
-                field,
-                code="context_length_exceeded",
-            )
-        return room if asked is None else max(asked, 1)
 
     def _jobs(
         self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int, matcher: LLMatcher | None
     ) -> list[Job]:
         if matcher is not None and body.ignore_eos:
             raise bad_request("with a grammar the text ends when it is complete; leave ignore_eos out", "ignore_eos")
-        count = body.n or 1
-        keys = [(number, j) if count > 1 else (number,) for j in range(count)]
+        keys = [(number, j) if body.n > 1 else (number,) for j in range(body.n)]
         drafted, asks = _drafting(body.speculation, self.drafter, self.parts)
-        with _blaming(None, type(body).model_fields):
+        with _blaming(None, NAMES):
             return [
                 Job(tokens, self.params(body, tokens, limit, logprobs, matcher), key, drafted, body.trace, asks=asks)
                 for key in keys
@@ -343,7 +320,8 @@ class BodyReader:
                     f"tool_choice names {choice.function.name!r}, which is not among tools", "tool_choice"
                 )
         several = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
-        matcher = self._grammars.of_tools(offered, form, forced=choice != "auto", several=several)
+        with _placing(body.tools):
+            matcher = self._grammars.of_tools(offered, form, forced=choice != "auto", several=several)
         return body.tools, offered, matcher, form
 
     def params(
@@ -353,13 +331,11 @@ class BodyReader:
         processors: list[Callable[..., Any]] = []
         ends = self._ends if isinstance(body, ChatRequest) else []
         if body.presence_penalty or body.frequency_penalty:
-            processors.append(Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, len(tokens)))
+            processors.append(Penalties(body.frequency_penalty, body.presence_penalty, len(tokens)))
         if matcher is not None:
             processors.append(Constraint(matcher.deep_copy(), len(tokens)))
         return SamplingParams(
             max_new_tokens=limit,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
             top_k=max(0, body.top_k),
             stop=body.stop or (),
             logit_bias=_biases(body.logit_bias, self._llm.vocab_size),
@@ -372,14 +348,28 @@ class BodyReader:
 
 
 @contextmanager
-def _blaming(field: str | None, others: Collection[str] = ()) -> Iterator[None]:
+def _blaming(field: str | None, others: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     """What is refused in here is a 400 that names this field, or one of the others if that is what it begins with."""
     try:
         yield
     except InputError as error:
         name = error.message.split()[0]
-        param = name if name in others else field
-        raise bad_request(error.message, param) from None
+        raise bad_request(error.message, name if name in others else field).renamed(others) from None
+
+
+@contextmanager
+def _placing(tools: Sequence[FunctionTool]) -> Iterator[None]:
+    """What is refused in here of a tool, by its name, names the place of its parameters in the body."""
+    try:
+        yield
+    except ApiError as error:
+        places = {f"tools.{tool.function.name}": f"tools[{i}].function.parameters" for i, tool in enumerate(tools)}
+        raise error.renamed(places) from None
+
+
+def _prompts(body: CompletionRequest) -> Sequence[Any]:
+    prompt: Any = body.prompt
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> tuple[bool, tuple[str, ...] | None]:
@@ -427,41 +417,3 @@ def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float]
             )
         found[int(name)] = bias
     return found or None
-
-
-def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
-    """A message as templates take it; ``texts``: with arguments of calls as they are."""
-    content = message.content
-    if content is None and not (message.role == "assistant" and message.tool_calls):
-        raise bad_request(
-            f"the {message.role} message has no content", f"messages.{number}.content", code="missing_field"
-        )
-    parts = [content] if isinstance(content, str) else content or []
-    said: Any = "".join(map(_text, parts))
-    if any(isinstance(part, ImagePart) for part in parts):
-        said = [{"type": "image"} if isinstance(p, ImagePart) else {"type": "text", "text": _text(p)} for p in parts]
-    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": said}
-    if message.name is not None:
-        found["name"] = message.name
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content is not None:
-        found["reasoning_content"] = message.reasoning_content
-        if not said:  # of gpt-oss, which takes them beside calls alone
-            found["thinking"] = message.reasoning_content
-    if message.tool_calls:
-        found["tool_calls"] = [_called(call, texts) for call in message.tool_calls]
-    return found
-
-
-def _text(part: TextPart | ImagePart | str) -> str:
-    return part if isinstance(part, str) else part.text if isinstance(part, TextPart) else ""
-
-
-def _called(call: ToolCall, texts: bool) -> dict[str, Any]:
-    """A call as templates take it. They write arguments themselves; what is no JSON goes in as it is."""
-    try:
-        arguments = call.function.arguments if texts else json.loads(call.function.arguments or "{}")
-    except ValueError:
-        arguments = call.function.arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

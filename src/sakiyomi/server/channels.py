@@ -29,12 +29,19 @@ class ChannelReader:
     Args:
         names: gives ids of calls.
         schemas: of the tools that were offered; other calls are text.
+        begun: the reply begins inside a message, whose head is in the prompt.
     """
 
-    def __init__(self, names: Callable[[int], str] = secrets.token_hex, schemas: Schemas | None = None) -> None:
+    def __init__(
+        self,
+        names: Callable[[int], str] = secrets.token_hex,
+        schemas: Schemas | None = None,
+        *,
+        begun: bool = False,
+    ) -> None:
         self._names, self._schemas = names, schemas or {}
         self._pending = ""
-        self._inside = False  # whether the text of a message has begun
+        self._inside = begun  # whether the text of a message has begun
         self._channel, self._tool = "", ""
         self.calls: list[dict[str, Any]] = []
 

@@ -10,21 +10,24 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.server.bodies import BodyReader
-from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.errors import bad_request
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.replies import Piece, Style
-from sakiyomi.server.schema import CompletionRequest, EmbeddingsRequest, Speculation
+from sakiyomi.server.schema import CompletionRequest, EmbeddingsRequest, Speculation, read_as
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
 __all__ = ["EmbeddingsStyle", "asked", "embedding_jobs"]
 
+NAMES = {"prompt": "input", "max_tokens": "input"}
+"""Fields of completions that have another name here."""
+
 
 def asked(body: EmbeddingsRequest) -> CompletionRequest:
     """The request for one token behind each text, which the engine is given."""
     alone = {"max_tokens": 1, "temperature": 0.0, "speculation": Speculation(drafter="off")}
-    return CompletionRequest.model_validate({"model": body.model, "prompt": body.input, "user": body.user, **alone})
+    return read_as(CompletionRequest, {"model": body.model, "prompt": body.input, "user": body.user, **alone}, NAMES)
 
 
 def embedding_jobs(llm: LLM, bodies: BodyReader, body: EmbeddingsRequest, request: CompletionRequest) -> list[Job]:
@@ -52,11 +55,7 @@ def embedding_jobs(llm: LLM, bodies: BodyReader, body: EmbeddingsRequest, reques
             "dimensions",
             code="unsupported_value",
         )
-    try:
-        jobs = bodies.completion(request)
-    except ApiError as error:
-        error.param = "input" if error.param in ("prompt", "max_tokens", "n") else error.param
-        raise
+    jobs = bodies.completion(request, counted=False)
     for job in jobs:
         job.unwritten, job.states = True, []
     return jobs

@@ -1,11 +1,14 @@
-"""Errors in the form that OpenAI's clients read: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in the forms that clients read: OpenAI's ``{"error": {"message", "type", "param", "code"}}``, and Anthropic's
+``{"type": "error", "error": {"type", "message"}}`` on its own paths.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,8 +17,12 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.server.arguments import KINDS
 
-__all__ = ["ApiError", "ErrorReply", "api_error", "bad_request", "body_of", "install", "reply_to"]
+__all__ = [
+    "AnthropicErrorReply", "ApiError", "ErrorReply", "api_error", "bad_request", "install", "is_anthropic", "reply_to",
+    "wrong_body",
+]  # fmt: skip
 
 logger = logging.getLogger("sakiyomi.server")
 
@@ -33,6 +40,37 @@ class ErrorReply(BaseModel):
     """Body of every reply that is no success."""
 
     error: ErrorBody
+
+
+class AnthropicError(BaseModel):
+    """What went wrong: its kind, and the same for a reader."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(BaseModel):
+    """Body of every reply of Anthropic's interface that is no success."""
+
+    type: Literal["error"]
+    error: AnthropicError
+
+
+_ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is one of Anthropic's interface."""
+    return path == _ANTHROPIC or path.startswith(_ANTHROPIC + "/")
 
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -63,10 +101,41 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     @property
+    def said(self) -> str:
+        """The message, with the field to blame in it."""
+        if self.param is None or re.search(rf"(?<!\w){re.escape(self.param)}(?!\w)", self.message):
+            return self.message
+        return f"{self.param}: {self.message}"
+
+    @property
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
+        """The JSON object, as OpenAI's clients read it."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.said, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same as Anthropic's clients read it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.said}}
+
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same error, where a client knows the field to blame, or what it is part of, by another name.
+
+        A message that begins with the field's name gets the new one.
+
+        Args:
+            names: of fields, by the names that they have here.
+        """
+        param = self.param or ""
+        known = [name for name in names if param == name or param.startswith((name + ".", name + "["))]
+        if not known:
+            return self
+        old = max(known, key=len)
+        new = names[old] + param[len(old) :]
+        begins = self.message.startswith((param, f"the field {param!r}"))
+        message = self.message.replace(param, new, 1) if begins else self.message
+        return ApiError(self.status, message, param=new, code=self.code, headers=self.headers)
 
 
 def bad_request(message: str, param: str | None = None, *, code: str | None = "invalid_value") -> ApiError:
@@ -87,58 +156,75 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, "internal error; see the log of the server", code="internal_error")
 
 
-def reply_to(error: BaseException) -> JSONResponse:
-    """The reply to a request that ended by an error."""
+def reply_to(error: BaseException, path: str) -> JSONResponse:
+    """The reply to a request to this path that ended by an error."""
     found = api_error(error)
-    return JSONResponse(found.body, found.status, found.headers)
+    return JSONResponse(found.anthropic_body if is_anthropic(path) else found.body, found.status, found.headers)
 
 
-def body_of(error: RequestValidationError) -> ApiError:
-    """What a client is told of a body that is not as it should be: the first thing, with the field's name and value."""
-    errors = error.errors()
-    # An unknown field is said before all else: the other complaints may follow from it.
-    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    # Unless it belongs to another kind of thing, such as an image: then that is what is not taken.
-    tag = (*first["loc"][:-1], "type")
-    kind = next((e for e in errors if e["type"] == "literal_error" and e["loc"] == tag), None)
-    first = kind or first
+def wrong_body(errors: Sequence[Any], body: Any) -> ApiError:
+    """What a client is told of a body that is not as it should be: the first thing, with the field's name and value.
+
+    Args:
+        errors: pydantic's, of which each is real: of unions one kind alone is tried, see ``fields.py``.
+        body: as it came.
+    """
+    first = min(errors, key=_order)
+    path, value = _place(first, body)
+    kind, found = first["type"], _cut(value)
+    if kind == "union_tag_invalid":
+        known = re.findall("<([^<>]*)>", first["ctx"]["expected_tags"])
+        if isinstance(value, dict) and not set(known) & KINDS:  # objects, told apart by their type
+            path += ".type"
+            kind, found = "missing" if "type" not in value else kind, _cut(value.get("type"))
+            wanted = " or ".join(map(repr, known))
+        else:
+            wanted = " or ".join(known if set(known) & KINDS else ["object"])
+        why = f"Input should be {wanted}"
+    else:
+        why = first["msg"]
+    if kind == "extra_forbidden":
+        return bad_request(f"the field {path!r} is not supported here; leave it out", path, code="unsupported_field")
+    if kind == "missing":
+        return bad_request(f"the field {path!r} is missing", path, code="missing_field")
+    return bad_request(f"the field {path!r} is {found}: {why}", path)
+
+
+def _order(error: Mapping[str, Any]) -> int:
+    """What is said before all else, since other complaints may follow from it: another type, then unknown fields."""
+    if error["type"] == "literal_error" and error["loc"][-1] == "type":
+        return 0
+    return 1 if error["type"] == "extra_forbidden" else 2
+
+
+def _place(error: Mapping[str, Any], body: Any) -> tuple[str, Any]:
+    """Where in the body it is, as messages[0].content, and what stands there; tags of unions are left out."""
+    path = ""
+    for number, part in enumerate(error["loc"], 1):
+        last = number == len(error["loc"])
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            body = body[part]
+        elif not (last and error["type"] == "missing"):
+            continue
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path, body
+
+
+def _of_request(error: RequestValidationError) -> ApiError:
+    """What a client is told of a request's body."""
+    first = error.errors()[0]
     if first["type"] == "json_invalid":
         place = next((part for part in first["loc"] if isinstance(part, int)), None)
         where = "" if place is None else f" at character {place}"
         what = first.get("ctx", {}).get("error", first["msg"])
         return bad_request(f"the body is not valid JSON: {what}{where}", code="invalid_json")
-    if len(first["loc"]) < 2 and isinstance(error.body, dict):
+    errors = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # the first part is "body"
+    if all(each["loc"] for each in errors):
+        return wrong_body(errors, error.body)
+    if isinstance(error.body, dict):
         return bad_request("the body has a name in it that is no Unicode text", code="invalid_body")
-    if len(first["loc"]) < 2:
-        found = "empty, or null" if error.body is None else _cut(error.body)
-        return bad_request(f"the body is {found}; send a JSON object", code="invalid_body")
-    path, value = _place(first, error.body)
-    name = ".".join(map(str, path))
-    if first["type"] == "extra_forbidden":
-        return bad_request(f"the field {name!r} is not supported here; leave it out", name, code="unsupported_field")
-    if first["type"] == "missing":
-        return bad_request(f"the field {name!r} is missing", name, code="missing_field")
-    # Where a field may be of several kinds, there is a complaint for each of them: the one that is not about the kind
-    # tells most, then those that are about a part of it.
-    places = [(e, *_place(e, error.body)) for e in errors if e["loc"][: 1 + len(path)] == first["loc"][: 1 + len(path)]]
-    about = [found for found in places if not found[0]["type"].endswith(("_type", "literal_error"))] or places
-    about = [(kind, path, value)] if kind else about
-    path, value = max(((found[1], found[2]) for found in about), key=lambda found: len(found[0]))
-    wanted = dict.fromkeys(found[0]["msg"] for found in about if found[1] == path)
-    name = ".".join(map(str, path))
-    return bad_request(f"the field {name!r} is {_cut(value)}: {'; or: '.join(wanted)}", name)
-
-
-def _place(error: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:
-    """Where in the body it is, and what stands there; the kinds that a field may have are part of pydantic's places."""
-    path: list[str | int] = []
-    for part in error["loc"][1:]:
-        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
-            body = body[part]
-        elif error["type"] != "missing" or part != error["loc"][-1]:
-            continue
-        path.append(part)
-    return path, body
+    found = "empty, or null" if error.body is None else _cut(error.body)
+    return bad_request(f"the body is {found}; send a JSON object", code="invalid_body")
 
 
 def _cut(value: Any) -> str:
@@ -162,13 +248,9 @@ def install(app: FastAPI) -> None:
         kind = request.headers.get("content-type", "")
         if isinstance(error.body, bytes) and "json" not in kind:
             what = f"of the type {kind!r:.80}" if kind else "of no type"
-            return reply_to(
-                bad_request(
-                    f"the body is {what}; send JSON, and the header content-type: application/json",
-                    code="invalid_content_type",
-                )
-            )
-        return reply_to(body_of(error))
+            message = f"the body is {what}; send JSON, and the header content-type: application/json"
+            return reply_to(bad_request(message, code="invalid_content_type"), request.scope["path"])
+        return reply_to(_of_request(error), request.scope["path"])
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
@@ -187,9 +269,9 @@ def install(app: FastAPI) -> None:
             405: (f"{path} takes {methods}, not {request.method}", "method_not_allowed"),
         }
         message, code = known.get(status, (str(error.detail), None))
-        return reply_to(ApiError(status, message, code=code, headers=error.headers))
+        return reply_to(ApiError(status, message, code=code, headers=error.headers), path)
 
     @app.exception_handler(ApiError)
     @app.exception_handler(SakiyomiError)
     async def _(request: Request, error: Exception) -> JSONResponse:
-        return reply_to(error)
+        return reply_to(error, request.scope["path"])

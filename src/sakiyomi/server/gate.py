@@ -69,11 +69,11 @@ class Gate:
             asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(asked, await self._read(scope, receive), numbered)
         except ApiError as error:
-            await reply_to(error)(scope, receive, numbered)
+            await reply_to(error, scope["path"])(scope, receive, numbered)
         except Exception as error:
             failure(logger, f"request {number} failed", error, prompts=self._config.log_prompts)
             if not status:  # otherwise the reply has begun, and the connection is cut
-                await reply_to(error)(scope, receive, numbered)
+                await reply_to(error, scope["path"])(scope, receive, numbered)
         finally:
             milliseconds = round(1000 * (time.perf_counter() - began), 1)
             level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO

@@ -35,7 +35,7 @@ def read_images(messages: Sequence[Message], config: ServerConfig, blind: str | 
         ApiError: 400: one of them cannot be read, or is beyond the bounds.
     """
     found = [
-        (message.role, part.image_url.url, f"messages.{i}.content.{j}.image_url.url")
+        (message.role, part.image_url.url, f"messages[{i}].content[{j}].image_url.url")
         for i, message in enumerate(messages)
         for j, part in enumerate(message.content or ())
         if isinstance(part, ImagePart)

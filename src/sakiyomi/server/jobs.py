@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sakiyomi.engine.encoder_inputs import Heard
     from sakiyomi.server.tools import Schemas, ToolFormat
 
-__all__ = ["Call", "Event", "Job", "JobState"]
+__all__ = ["Call", "Event", "Job", "JobState", "Reply"]
 
 
 class JobState(Enum):
@@ -32,6 +32,23 @@ class JobState(Enum):
     WAITING = auto()
     RUNNING = auto()
     LEFT = auto()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What is in the text of a reply besides text.
+
+    Attributes:
+        tools: how calls are written; None: there are none.
+        schemas: of the arguments of the tools that may be called, by name.
+        reasoning: whether the text begins inside thoughts; None: thoughts are not told apart.
+        begun: the prompt ends inside the reply, and the text goes on with it.
+    """
+
+    tools: ToolFormat | None = None
+    schemas: Schemas = field(default_factory=dict)
+    reasoning: bool | None = None
+    begun: bool = False
 
 
 @dataclass(eq=False)
@@ -55,9 +72,7 @@ class Job:
         client: whose it is, for fair turns.
         over: it was cancelled.
         reason: why it ended, as metrics and the log have it; "" before that.
-        tools: how calls are written in its text; None: there are none.
-        schemas: of the arguments of the tools that it may call, by name.
-        reasoning: whether its text begins inside thoughts; None: thoughts are not told apart.
+        reply: what is in its text besides text.
         echo: what comes before its text in the reply: the prompt.
         unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
         states: takes sums of the prompt's hidden states, see ``Request``; None: they are not wanted.
@@ -82,9 +97,7 @@ class Job:
     client: str = ""
     over: bool = False
     reason: str = ""
-    tools: ToolFormat | None = None
-    schemas: Schemas = field(default_factory=dict)
-    reasoning: bool | None = None
+    reply: Reply = Reply()
     echo: str | None = None
     unwritten: bool = False
     states: list[Tensor] | None = None

@@ -6,33 +6,30 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
-from sakiyomi.server.errors import ApiError
+from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.fields import BY_TYPE, Count, ListOrText, Strict, Text
 from sakiyomi.server.replies import Piece, Style
-from sakiyomi.server.schema import ChatRequest, Count, Speculation, Strict, chat_request
+from sakiyomi.server.schema import Cached, ChatRequest, Speculation, ToolName, read_as
 from sakiyomi.server.stream import event
 
 __all__ = ["CountRequest", "MessagesRequest", "MessagesStyle"]
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "user": "metadata.user_id"}
+"""Fields of chat completions that have another name here."""
 
 
-class Block(Strict):
-    """A part of a message. Marks for caches are taken: what is read alike is cached here in any case."""
-
-    cache_control: dict[str, Any] | None = None
-
-
-class TextBlock(Block):
+class TextBlock(Cached):
     """Text."""
 
     type: Literal["text"]
-    text: str
+    text: Text
     citations: list[Any] | None = None
 
 
-class Thinking(Block):
+class Thinking(Cached):
     """Thoughts of an earlier reply; they are not read again."""
 
     type: Literal["thinking"]
@@ -40,7 +37,7 @@ class Thinking(Block):
     signature: str = ""
 
 
-class ToolUse(Block):
+class ToolUse(Cached):
     """A call that the model made before."""
 
     type: Literal["tool_use"]
@@ -49,27 +46,36 @@ class ToolUse(Block):
     input: dict[str, Any]
 
 
-class ToolResult(Block):
+class ToolResult(Cached):
     """What a tool gave back, or, with ``is_error``, why it did not: a template has no other place for that."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: ListOrText[list[TextBlock]] = ""
     is_error: bool | None = None
+
+
+AnyBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[Thinking, Tag("<thinking>")]
+    | Annotated[ToolUse, Tag("<tool_use>")]
+    | Annotated[ToolResult, Tag("<tool_result>")],
+    BY_TYPE,
+]
 
 
 class Turn(Strict):
     """One message."""
 
     role: Literal["user", "assistant"]
-    content: str | list[TextBlock | Thinking | ToolUse | ToolResult]
+    content: ListOrText[Annotated[list[AnyBlock], Field(min_length=1)]]
 
 
-class Tool(Block):
+class Tool(Cached):
     """A tool; there are none that run here."""
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
 
@@ -94,12 +100,12 @@ class UserName(Strict):
     user_id: str | None = Field(None, max_length=512)
 
 
-class CountRequest(Strict):
+class CountRequest(Cached):
     """Body of ``/v1/messages/count_tokens``."""
 
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=4096)]
-    system: str | list[TextBlock] | None = None
+    system: ListOrText[list[TextBlock]] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: NoThinking | None = None
@@ -112,13 +118,15 @@ class CountRequest(Strict):
             **values: further fields.
 
         Raises:
-            RequestValidationError: there are no such messages.
+            ApiError: there are no such messages.
         """
         messages: list[dict[str, Any]] = []
         if self.system is not None:
             messages.append({"role": "system", "content": _text(self.system)})
         for turn in self.messages:
             messages += _messages(turn)
+        if self.messages[-1].role == "assistant":
+            values |= self._begun(messages)
         values |= {"model": self.model, "messages": messages}
         if self.thinking is not None and "enable_thinking" in template:
             values["chat_template_kwargs"] = {"enable_thinking": False}
@@ -134,18 +142,31 @@ class CountRequest(Strict):
             named = {"type": "function", "function": {"name": choice.name or ""}}
             values["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
             values["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-        return chat_request(values)
+        return read_as(ChatRequest, values, NAMES | _names_of_tools(self.tools or ()))
+
+    def _begun(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """How chat completions are told that the last message has begun; nothing where it has nothing in it yet."""
+        last = messages[-1] if messages else {}
+        if last.get("tool_calls"):
+            place = f"messages[{len(self.messages) - 1}].content"
+            raise bad_request(f"{place} ends with calls of tools; send a message with their results behind it", place)
+        if last.get("role") != "assistant":  # of thoughts alone, which are not read again
+            return {}
+        if not last["content"]:
+            messages.pop()
+            return {}
+        return {"continue_final_message": True, "add_generation_prompt": False}
 
 
 class MessagesRequest(CountRequest):
     """Body of ``/v1/messages``."""
 
     max_tokens: Count
-    temperature: Annotated[float, Field(ge=0, le=1)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    temperature: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    stop_sequences: Annotated[list[str], Field(max_length=16)] | None = None
-    stream: bool | None = False
+    stop_sequences: Annotated[list[Text], Field(max_length=16)] | None = None
+    stream: bool = False
     metadata: UserName | None = None
     service_tier: str | None = None
     speculation: Speculation = Speculation()
@@ -156,6 +177,7 @@ class MessagesRequest(CountRequest):
             template,
             max_completion_tokens=self.max_tokens,
             stop=self.stop_sequences or None,
+            stream_options={"continuous_usage_stats": True} if self.stream else None,  # for message_start
             user=None if self.metadata is None else self.metadata.user_id,
             **self.model_dump(include={"temperature", "top_p", "top_k", "stream", "speculation"}),
             **values,
@@ -187,6 +209,13 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
     return found
 
 
+def _names_of_tools(tools: Sequence[Tool]) -> dict[str, str]:
+    names = {"function.parameters": "input_schema", "function": ""}
+    return {
+        f"tools[{i}].{old}": f"tools[{i}].{new}".rstrip(".") for i, _ in enumerate(tools) for old, new in names.items()
+    }
+
+
 def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
@@ -206,12 +235,13 @@ class MessagesStyle(Style):
         thoughts = [{"type": "thinking", "thinking": piece.thoughts, "signature": ""}] if piece.thoughts else []
         text = [{"type": "text", "text": piece.text}] if piece.text or not piece.calls else []
         calls = [_use(call) | {"input": json.loads(call["function"]["arguments"])} for call in piece.calls]
-        return self._message() | _end(piece) | {"content": thoughts + text + calls, "usage": _usage(figures)}
+        return self._message(_usage(figures)) | _end(piece) | {"content": thoughts + text + calls}
 
     def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
         """What a step brings: text, and whole calls."""
         if first:
-            yield _event("message_start", message=self._message())
+            assert figures is not None  # asked for in every event, see MessagesRequest.chat
+            yield _event("message_start", message=self._message(_usage(figures)))
         self._last = piece
         for kind, name, text in (("thinking", "thinking", piece.thoughts), ("text", "text", piece.text)):
             if not text:
@@ -239,7 +269,7 @@ class MessagesStyle(Style):
 
     def failure(self, error: ApiError) -> bytes:
         """The event of an error."""
-        return _event("error", error={name: error.body["error"][name] for name in ("type", "message")})
+        return event(error.anthropic_body, "error")
 
     def _close(self) -> Iterator[bytes]:
         """End the block that is open."""
@@ -247,8 +277,7 @@ class MessagesStyle(Style):
             yield _event("content_block_stop", index=self._blocks)
             self._blocks, self._open = self._blocks + 1, ""
 
-    def _message(self) -> dict[str, Any]:
-        usage = {"input_tokens": 0, "output_tokens": 0}
+    def _message(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self._head["id"],
             "type": "message",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["CLOSING", "OPENING", "ReasoningReader"]
+__all__ = ["CLOSING", "OPENING", "ReasoningReader", "ends_inside"]
 
 OPENING, CLOSING = "<think>", "</think>"
 
@@ -13,6 +13,11 @@ class _Place(Enum):
     BEFORE = auto()
     INSIDE = auto()
     BEHIND = auto()
+
+
+def ends_inside(text: str) -> bool:
+    """Whether a text ends inside thoughts."""
+    return text.rfind(OPENING) > text.rfind(CLOSING)
 
 
 class ReasoningReader:

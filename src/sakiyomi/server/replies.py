@@ -75,12 +75,16 @@ class Sample:
         self._job, self._names = job, names
         self._begun = False
         self._texts = TextStream(tokenizer, job.params.stop) if job.traced else None
-        self._reasoning = ReasoningReader(opened=job.reasoning) if job.reasoning is not None else None
-        channels = job.tools is not None and job.tools.channels
-        self._channels = ChannelReader(ids, job.schemas) if channels else None
-        self._tools = ToolReader(job.tools, ids, job.schemas) if job.tools is not None and not channels else None
+        reply = job.reply
+        self._reasoning = ReasoningReader(opened=reply.reasoning) if reply.reasoning is not None else None
+        self._channels: ChannelReader | None = None
+        self._tools: ToolReader | None = None
+        if reply.tools is not None and reply.tools.channels:
+            self._channels = ChannelReader(ids, reply.schemas, begun=reply.begun)
+        elif reply.tools is not None:
+            self._tools = ToolReader(reply.tools, ids, reply.schemas, begun=reply.begun)
         # Marks of calls that are special tokens are in no usual text.
-        marks = shown(job.tools.marks, tokenizer) if job.tools is not None else None
+        marks = shown(reply.tools.marks, tokenizer) if reply.tools is not None else None
         self._marked = TextStream(tokenizer, job.params.stop, marks) if marks else None
 
     def read(self, event: Event) -> Piece:

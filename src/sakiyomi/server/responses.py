@@ -9,21 +9,27 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, Tag
 
 from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.fields import BY_KIND, Count, ListOrText, Strict, Text, by_type
 from sakiyomi.server.replies import Piece, Style
-from sakiyomi.server.schema import ChatRequest, Common, Count, Strict, chat_request
+from sakiyomi.server.schema import Arguments, ChatRequest, Common, ToolName, read_as
 from sakiyomi.server.stream import event
 
 __all__ = ["ResponsesRequest", "ResponsesStyle"]
+
+NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+"""Fields of chat completions that have another name here."""
+UNFINISHED = ("in_progress", "incomplete")
+"""States of a message that is continued where it is the last item, as in vLLM."""
 
 
 class InputText(Strict):
     """Text of a user, or what the model has written before."""
 
     type: Literal["input_text", "output_text", "text"]
-    text: str
+    text: Text
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
@@ -41,7 +47,7 @@ class InputMessage(Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
+    content: ListOrText[list[InputText]]
 
 
 class FunctionCall(Item):
@@ -50,7 +56,7 @@ class FunctionCall(Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Arguments = "{}"
 
 
 class FunctionOutput(Item):
@@ -58,14 +64,22 @@ class FunctionOutput(Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: ListOrText[list[InputText]]
+
+
+AnyItem = Annotated[
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[FunctionCall, Tag("<function_call>")]
+    | Annotated[FunctionOutput, Tag("<function_call_output>")],
+    by_type("message"),
+]
 
 
 class ResponseTool(Strict):
     """A function; there are no other tools."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -92,24 +106,33 @@ class TextOptions(Strict):
     """``format``: what the text must keep to."""
 
     format: TextFormat | None = None
-    verbosity: None = None
+
+
+class NoReasoning(Strict):
+    """Nothing of it can be set."""
 
 
 class ResponsesRequest(Common):
     """Body of ``/v1/responses``."""
 
-    input: str | Annotated[list[InputMessage | FunctionCall | FunctionOutput], Field(min_length=1, max_length=4096)]
+    input: ListOrText[Annotated[list[AnyItem], Field(min_length=1, max_length=4096)]]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseChoice | None = None
-    parallel_tool_calls: bool | None = True
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("<string>")]
+            | Annotated[ResponseChoice, Tag("<object>")],
+            BY_KIND,
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool = True
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = Field(None, description="There is none.")
-    previous_response_id: None = None
-    reasoning: dict[str, None] | None = None
+    reasoning: NoReasoning | None = None
 
     def chat(self) -> ChatRequest:
         """The same as messages.
@@ -141,12 +164,19 @@ class ResponsesRequest(Common):
             values["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
         if self.text is not None and (wanted := self.text.format) is not None:
             values["response_format"] = {"type": wanted.type}
+            if (wanted.schema_ is None) == (wanted.type == "json_schema"):
+                raise bad_request(
+                    "text.format.schema is sent where text.format.type is json_schema, and only there",
+                    "text.format.schema",
+                )
             if wanted.type == "json_schema":
-                if wanted.schema_ is None:
-                    raise bad_request("the format json_schema needs a schema", "text.format.schema")
                 named_schema = {"name": wanted.name or "reply", "schema": wanted.schema_}
                 values["response_format"]["json_schema"] = named_schema
-        return chat_request(values)
+        last = given[-1]
+        if isinstance(last, InputMessage) and last.role == "assistant" and last.status in UNFINISHED:
+            values |= {"continue_final_message": True, "add_generation_prompt": False}
+        names = NAMES | {f"tools[{i}].function": f"tools[{i}]" for i, _ in enumerate(self.tools or ())}
+        return read_as(ChatRequest, values, names)
 
 
 def _add(messages: list[dict[str, Any]], item: InputMessage | FunctionCall | FunctionOutput) -> None:
@@ -188,7 +218,7 @@ class ResponsesStyle(Style):
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
         """The response."""
         (piece,) = pieces
-        output = [self._message(piece.text)] if piece.text or not piece.calls else []
+        output = [self._message(piece.text, piece)] if piece.text or not piece.calls else []
         return self._response(piece, output + list(map(_call, piece.calls)), figures)
 
     def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
@@ -200,7 +230,7 @@ class ResponsesStyle(Style):
         if piece.text:
             if self._text_at is None:
                 self._text_at, self._items = self._items, self._items + 1
-                item = self._message("") | {"status": "in_progress", "content": []}
+                item = self._message("", None) | {"content": []}
                 yield self._event("response.output_item.added", output_index=self._text_at, item=item)
                 yield self._event("response.content_part.added", **self._at, part=_part(""))
             yield self._event("response.output_text.delta", **self._at, delta=piece.text, logprobs=[])
@@ -220,7 +250,7 @@ class ResponsesStyle(Style):
         text, calls = self._so_far.text, list(map(_call, self._so_far.calls))
         output = calls
         if self._text_at is not None:
-            message = self._message(text)
+            message = self._message(text, self._so_far)
             yield self._event("response.output_text.done", **self._at, text=text, logprobs=[])
             yield self._event("response.content_part.done", **self._at, part=_part(text))
             yield self._event("response.output_item.done", output_index=self._text_at, item=message)
@@ -240,19 +270,19 @@ class ResponsesStyle(Style):
         self._number += 1
         return event({"type": kind, "sequence_number": self._number - 1, **values}, kind)
 
-    def _message(self, text: str) -> dict[str, Any]:
+    def _message(self, text: str, piece: Piece | None) -> dict[str, Any]:
         return {
             "id": self._item,
             "type": "message",
             "role": "assistant",
-            "status": "completed",
+            "status": _status(piece),
             "content": [_part(text)],
         }
 
     def _response(
         self, piece: Piece | None, output: list[dict[str, Any]], figures: dict[str, Any] | None
     ) -> dict[str, Any]:
-        asked, cut = self._asked, piece is not None and piece.finish_reason == "length"
+        asked = self._asked
         tools = [tool.model_dump() for tool in asked.tools or ()]
         choice = asked.tool_choice.model_dump() if isinstance(asked.tool_choice, ResponseChoice) else asked.tool_choice
         return {
@@ -260,15 +290,15 @@ class ResponsesStyle(Style):
             "object": "response",
             "created_at": self._head["created"],
             "completed_at": None if piece is None else int(time.time()),
-            "status": "in_progress" if piece is None else "incomplete" if cut else "completed",
+            "status": _status(piece),
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if _status(piece) == "incomplete" else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "metadata": asked.metadata or {},
             "model": self._head["model"],
             "output": output,
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
@@ -281,6 +311,11 @@ class ResponsesStyle(Style):
             "usage": None if figures is None else _usage(figures),
             "user": asked.user,
         }
+
+
+def _status(piece: Piece | None) -> str:
+    """Of a response, or a message, that is this far; None: it has begun."""
+    return "in_progress" if piece is None else "incomplete" if piece.finish_reason == "length" else "completed"
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -5,17 +5,44 @@ Knows no engine; ``bodies.py`` turns a body into what the engine takes.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+from sakiyomi.server.errors import ApiError, wrong_body
+from sakiyomi.server.fields import (
+    BY_KIND,
+    BY_TYPE,
+    WHOLE,
+    Count,
+    Ids,
+    ListOrText,
+    Seed,
+    Strict,
+    Text,
+    TokenId,
+    whole_items,
+)
 
 __all__ = [
+    "Arguments",
     "Ask",
+    "Cached",
     "ChatRequest",
     "Common",
     "CompletionRequest",
-    "Count",
     "DetokenizeRequest",
     "EmbeddingsRequest",
     "FunctionTool",
@@ -25,20 +52,15 @@ __all__ = [
     "ResponseFormat",
     "Speculation",
     "StreamOptions",
-    "Strict",
+    "TextPart",
     "TokenizeRequest",
-    "chat_request",
+    "ToolCall",
+    "ToolName",
+    "read_as",
 ]
 
-
-def _whole(value: Any) -> Any:
-    """To JSON 2.0 is a whole number like 2."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _ids(value: Any) -> Any:
-    """The same of a list's items."""
-    return [*map(_whole, value)] if isinstance(value, list) and float in set(map(type, value)) else value
+MOST_TEXTS = 2048
+"""Of a request for embeddings, as OpenAI has it; how many a request for completions may have is a setting."""
 
 
 def _kind(prompt: Any) -> str:
@@ -49,29 +71,32 @@ def _kind(prompt: Any) -> str:
     return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
 
 
-WHOLE = BeforeValidator(_whole)  # stands behind the bounds: before them it would keep them out of the document
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE]
-# Of lists that may be long one kind is tried, by its first item, natively, and up to the first item that is wrong.
-Ids = Annotated[
-    list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, fail_fast=True), BeforeValidator(_ids)
-]
 Prompt = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[str], Field(min_length=1, max_length=128, fail_fast=True), Tag("texts")]
+    | Annotated[list[str], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True), Tag("texts")]
     | Annotated[Ids, Tag("ids")]
-    | Annotated[list[Ids], Field(min_length=1, max_length=128, fail_fast=True), Tag("lists of ids")],
+    | Annotated[list[Ids], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True), Tag("lists of ids")],
     Discriminator(_kind),
 ]
-Text = Annotated[str, Field(min_length=0)]  # that there is a bound has pydantic refuse what is no Unicode
-Stop = Text | Annotated[list[Text], Field(max_length=16)]
+Stop = ListOrText[Annotated[list[Text], Field(max_length=16)]]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class Strict(BaseModel):
-    """A body, or part of one: types as they are, no further field."""
+def _arguments(text: str) -> str:
+    """Those of a call without any are written in several ways; what is no JSON is as a model has written it."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return text
+    if value is None or value == []:
+        value, text = {}, "{}"
+    if not isinstance(value, dict):
+        raise PydanticCustomError("arguments", "Input should be the JSON text of an object")
+    return text or "{}"
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Arguments = Annotated[str, AfterValidator(_arguments)]
+"""Of an earlier call of a function."""
 
 
 class StreamOptions(Strict):
@@ -88,9 +113,17 @@ class Speculation(Strict):
     """
 
     drafter: str = "auto"
-    gamma: Annotated[int, Field(ge=1, le=256), WHOLE] | Literal["auto", "heuristic", "heuristic-kept"] = "auto"
+    gamma: Annotated[
+        Annotated[int, Field(ge=1, le=256), WHOLE, Tag("<number>")]
+        | Annotated[Literal["auto", "heuristic", "heuristic-kept"], Tag("<string>")],
+        BY_KIND,
+    ] = "auto"
     tree: Literal["auto", "chain", "best-first", "ddtree", "dynamic", "static"] = "auto"
-    nodes: Annotated[int, Field(ge=1, le=1024), WHOLE] | Literal["auto", "heuristic", "heuristic-kept"] = "auto"
+    nodes: Annotated[
+        Annotated[int, Field(ge=1, le=1024), WHOLE, Tag("<number>")]
+        | Annotated[Literal["auto", "heuristic", "heuristic-kept"], Tag("<string>")],
+        BY_KIND,
+    ] = "auto"
 
 
 class JsonSchema(Strict):
@@ -115,23 +148,23 @@ class Common(Strict):
     """What all of OpenAI's interfaces share: who is asked, how tokens are chosen."""
 
     model: str | None = Field(None, description="The server's own, if it is given.")
-    stream: bool | None = False
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: Seed | None = None
     stop: Stop | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     user: str | None = Field(None, max_length=512, description="Written to the log, and used for nothing else.")
     # Ours, named as in other servers where they have them.
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: all tokens."), WHOLE] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
+    stop_token_ids: list[TokenId] = Field([], max_length=64)
     ignore_eos: bool = False
     speculation: Speculation = Speculation()
-    kv_budget: int | str | None = Field(
+    kv_budget: Annotated[Annotated[int, Tag("<number>")] | Annotated[str, Tag("<string>")], BY_KIND] | None = Field(
         None, description="Must equal the server's own, which is fixed when the model is loaded."
     )
     # What other servers take and what cannot change the text.
@@ -146,7 +179,7 @@ class Common(Strict):
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
     include_stop_str_in_output: Literal[False] = False
-    return_tokens_as_token_ids: Literal[False] | None = False
+    return_tokens_as_token_ids: Literal[False] = False
     use_beam_search: Literal[False] = False
     min_tokens: Literal[0] = 0
 
@@ -155,7 +188,7 @@ class Ask(Common):
     """What requests for completions and for chat completions share."""
 
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = 1
+    n: Annotated[int, Field(ge=1, le=128), WHOLE] = 1
     response_format: ResponseFormat | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = Field(
         None, description="As in vLLM: how likely the prompt's tokens were, with so many others at each place."
@@ -164,31 +197,46 @@ class Ask(Common):
         False, description="Return the source of every token and the draft tree of every round with the text."
     )
 
+    _names: dict[str, str] = PrivateAttr(default_factory=dict)
 
-def chat_request(values: dict[str, Any]) -> ChatRequest:
-    """A body of ``/v1/chat/completions`` from values of another interface.
+    def named(self, error: ApiError) -> ApiError:
+        """The same error by the names that the client's interface has for the fields of this one."""
+        return error.renamed(self._names)
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def read_as(kind: type[Body], values: dict[str, Any], names: dict[str, str] | None = None) -> Body:
+    """A body of values that have come in another form.
+
+    Args:
+        kind: of the body.
+        values: its fields.
+        names: what the client calls them, where that differs, by their places here.
 
     Raises:
-        RequestValidationError: it is none.
+        ApiError: it is none.
     """
     try:
-        return ChatRequest.model_validate(values)
+        body = kind.model_validate(values)
     except ValidationError as error:
-        places = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-        raise RequestValidationError(places, body=values) from None
+        raise wrong_body(error.errors(), values).renamed(names or {}) from None
+    if isinstance(body, Ask):
+        body._names = names or {}
+    return body
 
 
 class CompletionRequest(Ask):
     """Body of ``/v1/completions``."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = Field(
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] = Field(
         16, description="0: nothing is written; with echo and logprobs the prompt is scored."
     )
     logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
-    echo: bool | None = Field(False, description="The prompt, too, with its log probabilities if they are asked for.")
+    echo: bool = Field(False, description="The prompt, too, with its log probabilities if they are asked for.")
     add_special_tokens: Literal[True] = True
-    suffix: None = None
     best_of: Literal[1] | None = None
 
 
@@ -197,18 +245,29 @@ class EmbeddingsRequest(Strict):
 
     model: str | None = None
     input: Prompt
-    encoding_format: Literal["float", "base64"] | None = Field(
-        "float", description="base64: of float32, little end first."
-    )
+    encoding_format: Literal["float", "base64"] = Field("float", description="base64: of float32, little end first.")
     dimensions: Count | None = Field(None, description="The model's own number: its states are not made to be cut.")
     user: str | None = Field(None, max_length=512, description="Written to the log, and used for nothing else.")
 
 
-class TextPart(Strict):
+class CacheControl(Strict):
+    """That what is read up to here should be cached: all that is read is, for as long as there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Cached(Strict):
+    """What clients of Anthropic's models put such a mark on, in its interface and in this one."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextPart(Cached):
     """Text as one of several parts."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ImageUrl(Strict):
@@ -218,7 +277,7 @@ class ImageUrl(Strict):
     detail: Literal["auto"] | None = None
 
 
-class ImagePart(Strict):
+class ImagePart(Cached):
     """An image, for a model that reads them."""
 
     type: Literal["image_url"]
@@ -229,35 +288,48 @@ class CalledFunction(Strict):
     """Name and arguments, a JSON text."""
 
     name: str
-    arguments: str
+    arguments: Arguments = "{}"
 
 
 class ToolCall(Strict):
-    """A call that the model made before."""
+    """A call that the model made before; ``index`` is its place in a stream."""
 
     id: str
+    index: int | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Strict):
-    """One message. Null fields are those that clients send back with a reply."""
+Part = Annotated[Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")], BY_TYPE]
+
+
+class Message(Cached):
+    """One message. Annotations are taken back with a reply of another server, and not read."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
+    content: ListOrText[list[Part]] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(
         None, description="Thoughts of an earlier reply, for templates that take them."
     )
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
+    reasoning: str | None = Field(None, description="The same as vLLM calls it.")
+    annotations: list[Any] | None = None
 
 
-class TokenizeRequest(Strict):
+class Ending(Strict):
+    """How the prompt that messages become ends: where a new reply begins, or inside the last message."""
+
+    add_generation_prompt: bool = Field(
+        True, description="False: the prompt ends with the last message; by default so with continue_final_message."
+    )
+    continue_final_message: bool = Field(
+        False, description="The last message is a reply that has begun, and what is written goes on with it."
+    )
+
+
+class TokenizeRequest(Ending):
     """Body of ``/tokenize``, as vLLM has it: a prompt, or messages, which become one by the chat template."""
 
     model: str | None = None
@@ -271,19 +343,19 @@ class DetokenizeRequest(Strict):
     """Body of ``/detokenize``."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_ids)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(whole_items)]
 
 
 class Function(Strict):
     """A function that the model may call; ``parameters`` is a JSON schema, always kept to."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field({})
     strict: bool | None = None
 
 
-class FunctionTool(Strict):
+class FunctionTool(Cached):
     """A tool; there is no other kind."""
 
     type: Literal["function"]
@@ -303,21 +375,25 @@ class NamedChoice(Strict):
     function: NamedFunction
 
 
-class ChatRequest(Ask):
+class ChatRequest(Ask, Ending):
     """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
-    logprobs: bool | None = False
+    logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     echo: Literal[False] = False
     add_special_tokens: Literal[False] = False
-    add_generation_prompt: Literal[True] = True
-    continue_final_message: Literal[False] = False
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
-    parallel_tool_calls: bool | None = True
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedChoice, Tag("<object>")],
+            BY_KIND,
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool = True
     reasoning_format: Literal["auto", "none", "deepseek"] = Field(
         "auto", description="none: thoughts stay in the text; otherwise they are reasoning_content."
     )

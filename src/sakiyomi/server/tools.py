@@ -270,15 +270,21 @@ class ToolReader:
         form: how they are written.
         names: gives ids of calls.
         schemas: of the arguments of each tool, where values are written as texts.
+        begun: the text goes on with a reply that has begun.
     """
 
     def __init__(
-        self, form: ToolFormat, names: Callable[[int], str] = secrets.token_hex, schemas: Schemas | None = None
+        self,
+        form: ToolFormat,
+        names: Callable[[int], str] = secrets.token_hex,
+        schemas: Schemas | None = None,
+        *,
+        begun: bool = False,
     ) -> None:
         self._form, self._names, self._schemas = form, names, schemas or {}
         self._pending = ""
         self._end = (form.closing or ("]" if form.listed else "}"))[-1]
-        self._begun = False  # whether text was given: then a form without opening has no calls any more
+        self._begun = begun  # whether text was given: then a form without opening has no calls any more
         self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:

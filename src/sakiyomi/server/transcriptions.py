@@ -11,8 +11,7 @@ import wave
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, LoadError
@@ -22,7 +21,7 @@ from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.forms import read_form
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.replies import Piece, Style
-from sakiyomi.server.schema import CompletionRequest
+from sakiyomi.server.schema import CompletionRequest, read_as
 from sakiyomi.server.stream import event
 
 if TYPE_CHECKING:
@@ -74,8 +73,7 @@ def read_transcription(body: bytes, content_type: str, task: str) -> Transcripti
     """The form of a request.
 
     Raises:
-        ApiError: there is no file, or no form.
-        RequestValidationError: a field is none.
+        ApiError: there is no file, or no form, or a field of it is none.
     """
     fields = read_form(body, content_type)
     files = fields.pop("file", [])
@@ -87,11 +85,7 @@ def read_transcription(body: bytes, content_type: str, task: str) -> Transcripti
     for name, given in fields.items():
         texts = [value.decode("utf-8", "replace") for value in given]
         values[name.removesuffix("[]")] = texts if name.endswith("[]") else texts[-1]
-    try:
-        form = TranscriptionForm.model_validate(values)
-    except ValidationError as error:
-        places = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-        raise RequestValidationError(places, body=values) from None
+    form = read_as(TranscriptionForm, values)
     if form.stream and form.response_format != "json":
         raise bad_request("a stream consists of events; leave response_format out", "response_format")
     return Transcription(form, files[0], task)

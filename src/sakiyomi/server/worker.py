@@ -21,7 +21,7 @@ from sakiyomi.core.outputs import Step
 from sakiyomi.core.process import release_workers
 from sakiyomi.engine.inputs import TokenizedPrompt
 from sakiyomi.engine.request import RetainedSlot
-from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Call, Event, Job, JobState
 from sakiyomi.server.metrics import Metrics
 from sakiyomi.server.turns import Turns
@@ -96,8 +96,6 @@ class Worker:
         """
         if self._draining or not self._thread.is_alive():
             raise ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "10"})
-        if len(jobs) > self._most:
-            raise bad_request(f"{len(jobs)} samples at once; this server takes {self._most}")
         calls = {job.call for job in self._open if job.call is not None}
         if len(calls) >= self._most and not self._shed(calls, jobs[0].client):
             self.metrics.refused.inc()

@@ -1,0 +1,93 @@
+"""What bodies are made of: strict objects, and unions whose kinds are told apart by the value alone.
+
+Only one kind of a union is tried, so that the errors of a body are those of the kind that was meant. Its tag stands in
+pydantic's places between signs that no field has; ``errors.py`` leaves it out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from sakiyomi.server.arguments import kind_of
+
+__all__ = [
+    "BY_KIND", "BY_TYPE", "WHOLE", "Count", "Ids", "ListOrText", "Seed", "Strict", "Text", "TokenId", "by_type",
+    "whole_items",
+]  # fmt: skip
+
+T = TypeVar("T")
+
+
+def _whole(value: Any) -> Any:
+    """To JSON 2.0 is a whole number like 2."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def whole_items(value: Any) -> Any:
+    """The same of a list's items."""
+    return [*map(_whole, value)] if isinstance(value, list) and float in set(map(type, value)) else value
+
+
+def _kind(value: Any) -> str:
+    return f"<{kind_of(value)}>"
+
+
+def by_type(default: str = "") -> Discriminator:
+    """Objects told apart by their field ``type``, which is ``default`` where it is left out."""
+
+    def type_of(value: Any) -> str:
+        if isinstance(value, BaseModel):
+            return f"<{value.type}>"  # type: ignore[attr-defined]
+        return f"<{value.get('type') or default}>" if isinstance(value, dict) else _kind(value)
+
+    return Discriminator(type_of)
+
+
+BY_KIND = Discriminator(_kind)
+"""Values told apart by their kind in JSON: ``<string>``, ``<number>``, ``<object>``, ``<array>``."""
+BY_TYPE = by_type()
+
+WHOLE = BeforeValidator(_whole)  # stands behind the bounds: before them it would keep them out of the document
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE]
+# Long lists are checked natively, and up to the first item that is wrong.
+Ids = Annotated[
+    list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, fail_fast=True), BeforeValidator(whole_items)
+]
+Text = Annotated[str, Field(min_length=0)]  # that there is a bound has pydantic refuse what is no Unicode
+ListOrText = Annotated[Annotated[Text, Tag("<string>")] | Annotated[T, Tag("<array>")], BY_KIND]
+"""A text, or this kind of list."""
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Put into a document that null is taken wherever a field may be left out."""
+    required = schema.get("required", ())
+    for name, field in schema.get("properties", {}).items():
+        if name in required or {"type": "null"} in field.get("anyOf", [field]):
+            continue
+        about = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+        inner = dict(field)
+        field.clear()
+        field |= {"anyOf": [inner, {"type": "null"}], **about}
+    if schema.get("additionalProperties") is False:
+        schema["additionalProperties"] = {"type": "null"}
+
+
+class Strict(BaseModel):
+    """A body, or part of one: types as they are, no further field.
+
+    A field that is null is one that was left out: clients write so whatever they do not ask for.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_allow_null)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or None not in values.values():
+            return values
+        needed = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in values.items() if value is not None or name in needed}
