@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tokens import token_places
 from sakiyomi.engine.chat_template import Dialogue, read_template
 from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
@@ -22,7 +23,7 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.images import read_images
-from sakiyomi.server.jobs import Job
+from sakiyomi.server.jobs import Echo, Job
 from sakiyomi.server.processors import Penalties
 from sakiyomi.server.reasoning import CLOSING, OPENING
 from sakiyomi.server.schema import (
@@ -120,11 +121,18 @@ class BodyReader:
         for i, text in enumerate(prompts):
             tokens = self._tokens(text, "prompt")
             limit = self._limit(tokens, body.max_tokens, "max_tokens", "prompt")
-            echo = _echo(text, self._llm.tokenizer) if body.echo else None
+            echo = self._echo(text, tokens, body) if body.echo else None
             for job in self._jobs(body, tokens, limit, body.logprobs, i, self._format(body)):
                 job.index, job.echo, job.unwritten = len(jobs), echo, body.max_tokens == 0
                 jobs.append(job)
         return jobs
+
+    def _echo(self, prompt: Any, tokens: list[int], body: CompletionRequest) -> Echo:
+        """A prompt as the reply repeats it. If its tokens end within a character, the text behind it begins with it."""
+        text = prompt if isinstance(prompt, str) else str(self._llm.tokenizer.decode(prompt))
+        if body.max_tokens != 0 and not isinstance(prompt, str):
+            text = text.rstrip("\ufffd")
+        return Echo(text, [] if body.logprobs is None else token_places(tokens, text, self._llm.tokenizer))
 
     def chat(self, body: ChatRequest) -> list[Job]:
         """Jobs of a request for replies, one for each of its n.
@@ -400,10 +408,6 @@ def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> t
             code="unsupported_value",
         )
     return own is not None, None
-
-
-def _echo(prompt: Any, tokenizer: Any) -> str:
-    return prompt if isinstance(prompt, str) else str(tokenizer.decode(prompt))
 
 
 def _of_prompt(body: Ask) -> int | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sakiyomi.core.outputs import RoundTrace, Stats, Step
 from sakiyomi.core.params import SamplingParams
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sakiyomi.engine.encoder_inputs import Heard
     from sakiyomi.server.tools import Schemas, ToolFormat
 
-__all__ = ["Call", "Event", "Job", "JobState"]
+__all__ = ["Call", "Echo", "Event", "Job", "JobState"]
 
 
 class JobState(Enum):
@@ -32,6 +32,18 @@ class JobState(Enum):
     WAITING = auto()
     RUNNING = auto()
     LEFT = auto()
+
+
+class Echo(NamedTuple):
+    """A prompt as a reply repeats it.
+
+    Attributes:
+        text: of the prompt.
+        places: where in it each of its tokens begins; empty where log probabilities are not asked for.
+    """
+
+    text: str
+    places: list[int]
 
 
 @dataclass(eq=False)
@@ -58,7 +70,7 @@ class Job:
         tools: how calls are written in its text; None: there are none.
         schemas: of the arguments of the tools that it may call, by name.
         reasoning: whether its text begins inside thoughts; None: thoughts are not told apart.
-        echo: what comes before its text in the reply: the prompt.
+        echo: what comes before its text in the reply: the prompt; None: nothing does.
         unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
         states: takes sums of the prompt's hidden states, see ``Request``; None: they are not wanted.
         source: images in the prompt, as the model reads them; None: there are none.
@@ -85,7 +97,7 @@ class Job:
     tools: ToolFormat | None = None
     schemas: Schemas = field(default_factory=dict)
     reasoning: bool | None = None
-    echo: str | None = None
+    echo: Echo | None = None
     unwritten: bool = False
     states: list[Tensor] | None = None
     source: Source | None = None
