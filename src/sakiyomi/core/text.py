@@ -108,13 +108,11 @@ class _Pieces:
         self._profile = profile(tokenizer)
         self.special, self._skips = self._profile.special.keys() - shown, not shown
         self._window = self._context(before)
-        self._taken = 0
         self._closed = 0
+        self._closed = self._run()
+        self._taken = self._certain(self._decode(self._window[: self._closed]))
         self._marks: list[int] = []
-        self._known = ""  # what the tokens before show behind ``_taken``: an unfinished character, or open bytes
-        if self._window:
-            self.push(())
-            self._known = self._decode(self._window)[self._taken :]
+        self._known = self._decode(self._window)[self._taken :]  # an unfinished character, or an open run of bytes
 
     def copy(self) -> _Pieces:
         """Another one that stands where this one does."""
@@ -169,22 +167,18 @@ class _Pieces:
         return text[same:]
 
     def _context(self, before: Sequence[int]) -> list[int]:
-        """The last tokens of ``before``: so many that there is text in them, from the beginning of a character on.
-
-        A run of bytes is taken whole, as it is decoded, unless it is long.
-        """
-        byte_of, most = self._profile.byte_of, _CONTEXT
+        """The last tokens of ``before``: so many that there is text in them, and runs of bytes whole."""
         found: list[int] = []
+        least = _CONTEXT
         for token in reversed(before):
             if token in self._profile.special:
                 continue
             found.append(token)
-            inside = token in byte_of and (byte_of[token] & 0xC0 == 0x80 or len(found) < most + _LONGEST_RUN)
-            if len(found) < most or inside:
+            if len(found) < least or token in self._profile.byte_of:
                 continue
             if self._decode(found[::-1]):
                 break
-            most *= 2
+            least *= 2
         return found[::-1]
 
     def _decode(self, ids: list[int]) -> str:
@@ -196,12 +190,16 @@ class _Pieces:
         A run of byte tokens is decoded as a whole: one stray byte turns every character of the run into replacement
         characters. So it stays open until another token ends it, or until it is so long that a reader should not wait.
         """
-        byte_of = self._profile.byte_of
-        start = len(self._window)
-        while start > self._closed and self._window[start - 1] in byte_of:
-            start -= 1
-        run = bytes(byte_of[i] for i in self._window[start:])
+        start = self._run()
+        run = bytes(self._profile.byte_of[i] for i in self._window[start:])
         return start + _whole_characters(run) if len(run) > _LONGEST_RUN else start
+
+    def _run(self) -> int:
+        """Where the run of byte tokens at the end of the window begins."""
+        start = len(self._window)
+        while start > self._closed and self._window[start - 1] in self._profile.byte_of:
+            start -= 1
+        return start
 
     def _certain(self, text: str) -> int:
         """Length of the text without an end that later tokens may change."""

@@ -121,18 +121,11 @@ class BodyReader:
         for i, text in enumerate(prompts):
             tokens = self._tokens(text, "prompt")
             limit = self._limit(tokens, body.max_tokens, "max_tokens", "prompt")
-            echo = self._echo(text, tokens, body) if body.echo else None
+            echo = _echo(text, tokens, body, self._llm.tokenizer) if body.echo else None
             for job in self._jobs(body, tokens, limit, body.logprobs, i, self._format(body)):
                 job.index, job.echo, job.unwritten = len(jobs), echo, body.max_tokens == 0
                 jobs.append(job)
         return jobs
-
-    def _echo(self, prompt: Any, tokens: list[int], body: CompletionRequest) -> Echo:
-        """A prompt as the reply repeats it. If its tokens end within a character, the text behind it begins with it."""
-        text = prompt if isinstance(prompt, str) else str(self._llm.tokenizer.decode(prompt))
-        if body.max_tokens != 0 and not isinstance(prompt, str):
-            text = text.rstrip("\ufffd")
-        return Echo(text, [] if body.logprobs is None else token_places(tokens, text, self._llm.tokenizer))
 
     def chat(self, body: ChatRequest) -> list[Job]:
         """Jobs of a request for replies, one for each of its n.
@@ -408,6 +401,14 @@ def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> t
             code="unsupported_value",
         )
     return own is not None, None
+
+
+def _echo(prompt: Any, tokens: list[int], body: CompletionRequest, tokenizer: Any) -> Echo:
+    """A prompt as the reply repeats it. If its tokens end within a character, the text behind it begins with it."""
+    text = prompt if isinstance(prompt, str) else str(tokenizer.decode(prompt))
+    if body.max_tokens != 0 and not isinstance(prompt, str):
+        text = text.rstrip("\ufffd")
+    return Echo(text, [] if body.logprobs is None else token_places(tokens, text, tokenizer))
 
 
 def _of_prompt(body: Ask) -> int | None:
