@@ -198,7 +198,9 @@ def test_a_long_prompt_costs_no_more_than_a_short_one(last: str) -> None:
     tokenizer.decoded = 0
     stream = TextStream(tokenizer, before=before)
     assert "".join(stream.push([i])[0] for i in ids) + stream.finish() == " the a" * 20
-    assert tokenizer.decoded < 2500 + (0 if last in ("", " the a" * 5000) else 6 * len(last.encode())), "a run is decoded whole"
+    assert tokenizer.decoded < 2500 + (0 if last in ("", " the a" * 5000) else 6 * len(last.encode())), (
+        "a run is decoded whole"
+    )
 
 
 # --- stop strings -----------------------------------------------------------------------------------------------------
