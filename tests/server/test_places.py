@@ -13,39 +13,15 @@ from fastapi.testclient import TestClient
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
-from toys import succession_llama, unigram_tokenizer
-
-MARKS = ["<|user|>", "<|reply|>", "<|im_end|>"]
-TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|reply|>"
-WORDS = ("▁the", "▁fox", "▁ran", "▁home", "\n")
-SAID = [
-    ["▁the", "<|reply|>"],
-    "▁fox",
-    "▁ran",
-    "<0xF0>",
-    "<0x9F>",
-    "<0x98>",
-    "<0x80>",
-    "▁home",
-    "<|im_end|>",
-    "\n",
-    "</s>",
-]
-WHOLE = " fox ran😀 home\n"
+from sakiyomi.server.jobs import Job
+from sakiyomi.server.relay import Replay, Sent
+from spaced import WHOLE, spaced_toy
 
 
 @cache
 def toy() -> LLM:
-    """Behind "the", or the beginning of a reply, it always writes WHOLE, with a special token in it."""
-    tokenizer = unigram_tokenizer(WORDS)
-    tokenizer.add_tokens(MARKS, special_tokens=True)
-    tokenizer.chat_template = TEMPLATE
-    (first, reply), *rest = SAID
-    ids = tokenizer.convert_tokens_to_ids([first, *rest])
-    model = succession_llama(ids, len(tokenizer))
-    model.lm_head.weight.data[:, tokenizer.convert_tokens_to_ids(reply)] = model.lm_head.weight.data[:, ids[0]]
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    return LLM((model, tokenizer), "suffix", compile=False)
+    """With a draft that copies, so that rounds bring several tokens."""
+    return LLM(spaced_toy(), "suffix", compile=False)
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +152,11 @@ def test_prompt_tokens_that_end_within_a_character(web: TestClient) -> None:
     assert web.post("/v1/completions", json=body).json()["choices"][0]["text"] == "😀 home"
     echoed = web.post("/v1/completions", json=body | {"echo": True}).json()["choices"][0]["text"]
     assert echoed == "the ran😀 home"
+
+
+def test_a_stream_that_goes_on_elsewhere_begins_with_its_space() -> None:
+    tokenizer = toy().tokenizer
+    the, fox, ran = tokenizer.convert_tokens_to_ids(["▁the", "▁fox", "▁ran"])
+    jobs = [Job([the], SamplingParams(stop=["zz"]), given=[fox, ran])]
+    sent = [Sent(0, (fox,), False), Sent(0, (ran,), False)]
+    assert [event.step.text for event in Replay(jobs, sent, tokenizer).events()] == [" fox", " ran"]
