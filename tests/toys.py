@@ -131,3 +131,18 @@ def unigram_tokenizer(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+def succession_llama(tokens: Sequence[int], vocab: int) -> LlamaForCausalLM:
+    """A Llama that writes each of these tokens, all of which differ, behind the one before it; the first after all."""
+    model = tiny_llama(vocab, layers=1, dim=-(-vocab // 32) * 32, max_position_embeddings=256)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.model.norm.weight.fill_(1)
+        model.model.embed_tokens.weight.copy_(torch.eye(vocab, model.config.hidden_size))
+        follows = torch.zeros(vocab, dtype=torch.int64).index_copy_(
+            0, torch.tensor(tokens), torch.tensor([*tokens[1:], tokens[0]])
+        )
+        model.lm_head.weight[follows, torch.arange(vocab)] = 9
+    return model

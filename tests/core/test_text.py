@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from time import perf_counter
@@ -133,6 +134,77 @@ def test_a_space_after_tokens_without_text_survives_the_cut_of_the_window() -> N
         assert "".join(deltas) == whole("byte-fallback", ids)
 
 
+# --- behind a prompt --------------------------------------------------------------------------------------------------
+
+
+def behind(kind: str, before: Sequence[int], ids: Sequence[int]) -> str:
+    """What the text of all tokens has behind that of the first ones, whose last character may become another one."""
+    first, both = whole(kind, before), whole(kind, [*before, *ids])
+    return both[len(os.path.commonprefix([first, both])) :]  # noqa: RUF071
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(deadline=None, max_examples=200)
+def test_a_continuation_is_what_all_tokens_have_behind_the_prompt(kind: str, data: st.DataObject) -> None:
+    before = data.draw(st.lists(st.integers(0, len(TOKENIZERS[kind]) - 1), max_size=40))
+    ids, cuts = data.draw(tokens_and_cuts(kind, most=30))
+    deltas, _ = run(TextStream(TOKENIZERS[kind], before=before), ids, cuts)
+    assert "".join(deltas) == behind(kind, before, ids)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_and_continuation_are_the_whole_text_wherever_it_is_cut(kind: str, size: int) -> None:
+    text = {"word pieces": "do you know ? do n't", "characters": "abc xyz. あい😀 a"}.get(
+        kind, f" the a, {JAPANESE} a the\n\na"
+    )
+    ids = TOKENIZERS[kind].encode(text, add_special_tokens=False)
+    if kind == "word pieces":
+        ids = TOKENIZERS[kind].convert_tokens_to_ids(text.split())
+    ids = [TOKENIZERS[kind].eos_token_id, *ids]
+    for cut in range(len(ids) + 1):
+        before, rest = ids[:cut], ids[cut:]
+        deltas, _ = run(TextStream(TOKENIZERS[kind], before=before), rest, range(size, len(rest), size))
+        assert "".join(deltas) == behind(kind, before, rest)
+        assert whole(kind, before).rstrip("\N{REPLACEMENT CHARACTER}") + "".join(deltas) == whole(kind, ids) or (
+            not TOKENIZERS[kind].clean_up_tokenization_spaces
+        )
+
+
+def test_the_space_that_a_continuation_begins_with_comes_at_once() -> None:
+    tokenizer = TOKENIZERS["byte-fallback"]
+    a, the = tokenizer.convert_tokens_to_ids(["▁a", "▁the"])
+    start = tokenizer.bos_token_id
+    assert TextStream(tokenizer, before=[start, a]).push([the]) == (" the", None)
+    assert TextStream(tokenizer, before=[start]).push([the]) == ("the", None), "the first word of the text"
+    assert TextStream(tokenizer, before=[a, start, start]).push([the]) == (" the", None), "as behind a template's marks"
+    assert TextStream(tokenizer, [" the"], before=[a]).push([a, the, a]) == (" a", 2)
+
+
+def test_a_character_that_the_prompt_has_begun_belongs_to_its_continuation() -> None:
+    for kind in ("byte-level", "byte-fallback"):
+        ids = TOKENIZERS[kind].encode("a漢b", add_special_tokens=False)
+        stream = TextStream(TOKENIZERS[kind], before=ids[:-3])
+        assert "".join(stream.push([i])[0] for i in ids[-3:]) + stream.finish() == "漢b"
+        assert TextStream(TOKENIZERS[kind], before=ids[:-2]).finish() == "", "its end is unknown, as in the prompt"
+
+
+@pytest.mark.parametrize("last", ["漢" * 5000, " the a" * 5000, "\n" * 5000, ""])
+def test_a_long_prompt_costs_no_more_than_a_short_one(last: str) -> None:
+    tokenizer = Counting(TOKENIZERS["byte-fallback"])
+    special, a, the = TOKENIZERS["byte-fallback"].convert_tokens_to_ids(["</s>", "▁a", "▁the"])
+    before = [a] * 5000 + TOKENIZERS["byte-fallback"].encode(last, add_special_tokens=False) + [special] * 5000
+    ids = [the, a] * 20
+    TextStream(tokenizer)
+    tokenizer.decoded = 0
+    stream = TextStream(tokenizer, before=before)
+    assert "".join(stream.push([i])[0] for i in ids) + stream.finish() == " the a" * 20
+    assert tokenizer.decoded < 2500 + (0 if last in ("", " the a" * 5000) else 6 * len(last.encode())), (
+        "a run is decoded whole"
+    )
+
+
 # --- stop strings -----------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +297,99 @@ def test_the_earliest_of_several_stop_strings_counts() -> None:
 def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(InputError, match="empty"):
         TextStream(TOKENIZERS["byte-level"], ["a", ""])
+
+
+# --- stop strings with special tokens -------------------------------------------------------------------------------
+
+
+def marked() -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
+    """A tokenizer with two special tokens and one that is not special."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<|im_end|>", "<|eot|>"], special_tokens=True)
+    tokenizer.add_tokens(["<call>"])
+    return tokenizer, {name: tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|eot|>", "<call>")}
+
+
+MARKED, _ = marked()
+
+
+@pytest.mark.parametrize("size", [1, 2, 50])
+@pytest.mark.parametrize(
+    ("written", "stop", "given", "matched"),
+    [
+        ("a b<|im_end|>\nc", ["<|im_end|>"], "a b", "<|im_end|>"),
+        ("a b<|im_end|>\nc", ["<|im_end|>\n"], "a b", "<|im_end|>\n"),
+        ("a b\n<|im_end|>c", ["\n<|im_end|>"], "a b", "\n<|im_end|>"),
+        ("a b\n<|im_end|>c", ["b\n<|im_end|>c"], "a ", "b\n<|im_end|>c"),
+        ("a<|im_end|>b<|im_end|><|eot|>c", ["<|im_end|><|eot|>"], "ab", "<|im_end|><|eot|>"),
+        ("a<|im_end|>b<|eot|>c", ["<|im_end|>c", "b<|eot|>"], "a", "b<|eot|>"),
+        ("a<|eot|>b<|im_end|>c", ["<|im_end|>"], "ab", "<|im_end|>"),
+        ("ab<|im_end|>c", ["<|im_end|>", "c"], "ab", "<|im_end|>"),
+        ("abc<|im_end|>", ["<|im_end|>", "b"], "a", "b"),
+        ("a<call>b", ["<call>"], "a", "<call>"),
+        ("a<|im_end|>bc", ["<|im_end|>c", "|"], "abc", None),
+        ("a<|im_end|>bc", ["abc"], "", "abc"),
+        ("é<|im_end|>", ["é<|im_end|>"], "", "é<|im_end|>"),
+    ],
+)
+def test_a_stop_string_may_name_special_tokens(
+    written: str, stop: list[str], given: str, matched: str | None, size: int
+) -> None:
+    ids = MARKED.encode(written, add_special_tokens=False)
+    stream = TextStream(MARKED, stop)
+    deltas, used = run(stream, ids, range(size, len(ids), size))
+    assert ("".join(deltas), stream.matched) == (given, matched)
+    if matched is not None:
+        assert matched in MARKED.decode(ids[:used]) + MARKED.decode(ids[:used], skip_special_tokens=True)
+
+
+def test_a_stop_string_in_letters_that_spell_a_special_token_counts_as_well() -> None:
+    letters = [i for letter in "ab<|im_end|>c" for i in MARKED.encode(letter, add_special_tokens=False)]
+    stream = TextStream(MARKED, ["<|im_end|>"])
+    assert "".join(stream.push([i])[0] for i in letters[:-1]) == "ab" and stream.stopped
+
+
+def test_a_special_token_between_halves_of_a_character_and_behind_bytes() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    a, the, end, newline = *tokenizer.convert_tokens_to_ids(["a", "▁the", "</s>"]), 3 + 0x0A
+    stream = TextStream(tokenizer, ["\n</s>"], before=[a])
+    assert stream.push([the, newline, end, a]) == (" the", 3)
+    stream = TextStream(tokenizer, ["</s>"], before=[a])
+    assert (stream.push([the, newline, end, a]), stream.matched) == ((" the\n", 3), "</s>")
+
+
+def test_the_end_of_a_text_that_is_tidied_stays_before_a_special_token() -> None:
+    tokenizer = TOKENIZERS["word pieces"]
+    ids = tokenizer.convert_tokens_to_ids(["you", "do", "[SEP]"])
+    assert TextStream(tokenizer, ["[SEP]"]).push(ids) == ("you do", 3)
+
+
+def test_special_tokens_that_are_shown_are_text() -> None:
+    end = MARKED.convert_tokens_to_ids("<|im_end|>")
+    ids = MARKED.encode("a<|im_end|>b<|eot|>c", add_special_tokens=False)
+    stream = TextStream(MARKED, ["b<|eot|>"], frozenset({end}))
+    assert stream.push(ids)[0] == "a<|im_end|>" and stream.matched == "b<|eot|>"
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "characters"])
+@pytest.mark.parametrize("stop", [(), ("zz", "\n\n\n")])
+def test_the_place_of_a_token_is_the_length_of_the_text_before_it(kind: str, stop: tuple[str, ...]) -> None:
+    ids = TOKENIZERS[kind].encode("abc あ漢😀 a the\n\nxyz", add_special_tokens=False)
+    before, ids = ids[:4], ids[4:]
+    stream = TextStream(TOKENIZERS[kind], stop, before=before)
+    found = []
+    for i in ids:
+        found.append(stream.place)
+        stream.push([i])
+    finished = len(whole(kind, before))
+    expected = [
+        len(whole(kind, [*before, *ids[:n]]).rstrip("\N{REPLACEMENT CHARACTER}")) - finished for n in range(len(ids))
+    ]
+    # In a run of bytes an unfinished character turns all of them into replacement characters; a place does not go back.
+    assert found == [max(expected[: n + 1]) for n in range(len(ids))]
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

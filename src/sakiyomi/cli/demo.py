@@ -124,7 +124,7 @@ def _story(llm: LLM, prompt: str, params: SamplingParams, began: float) -> tuple
                 return
 
     write(stdout(), prompt)
-    for _ in printed(whole(), llm.tokenizer, params.stop, coloured=True):
+    for _ in printed(whole(), llm.tokenizer, params.stop, llm.tokenizer(prompt)["input_ids"], coloured=True):
         pass
     return steps, first
 

@@ -19,6 +19,7 @@ from sakiyomi.core.preflight import check_prompts
 from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
+    from sakiyomi.engine.inputs import TokenizedPrompt
     from sakiyomi.engine.llm import LLM
 
 
@@ -82,7 +83,7 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
             found = llm.generate(asked, params, rounds_trace=options.rounds_trace, prefix=prefix)
         results = [sample for result in found for sample in samples_of(result)]
         if not output.json:
-            _show(llm, results, params, options.trace)
+            _show(llm, results, asked, params, options.trace, [] if prefix is None else prefix.tokens)
     _figures(llm, model.draft, Stats.total(result.stats for result in results), time.perf_counter() - began)
     generations = [result.to_dict() for result in results]
     told: dict[str, Any] = {"rounding": dataclasses.asdict(rounding)} if rounding is not None else {}
@@ -144,9 +145,10 @@ def _behind_images(llm: LLM, prompts: Sequence[str], files: Sequence[str], param
 
 
 def _streamed(llm: LLM, prompt: Any, index: int, params: SamplingParams, coloured: bool) -> Generation:
-    asked = llm.engine.process(prompt, params) if isinstance(prompt, str) else prompt
+    asked = _processed(llm, prompt, params)
     with llm.conversation() as alone:
-        steps = list(printed(alone.stream(asked, params, index=index), llm.tokenizer, params.stop, coloured))
+        stream = alone.stream(asked, params, index=index)
+        steps = list(printed(stream, llm.tokenizer, params.stop, asked.tokens, coloured=coloured))
     return Generation(
         text="".join(step.text for step in steps),
         token_ids=[token for step in steps for token in step.token_ids],
@@ -157,9 +159,22 @@ def _streamed(llm: LLM, prompt: Any, index: int, params: SamplingParams, coloure
     )
 
 
-def _show(llm: LLM, results: Sequence[Generation], params: SamplingParams, coloured: bool) -> None:
+def _processed(llm: LLM, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
+    return llm.engine.process(prompt, params) if isinstance(prompt, str) else prompt
+
+
+def _show(
+    llm: LLM,
+    results: Sequence[Generation],
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    coloured: bool,
+    ahead: Sequence[int],
+) -> None:
+    """Print the samples of prompts; ``ahead``: tokens of the prefix in front of each."""
     for index, result in enumerate(results):
         if index:
             say("")
+        before = [*ahead, *_processed(llm, prompts[index // params.n], params).tokens] if coloured else []
         whole = Step(result.text, tuple(result.token_ids), tuple(result.trace))
-        list(printed([whole], llm.tokenizer, params.stop, coloured))
+        list(printed([whole], llm.tokenizer, params.stop, before, coloured=coloured))

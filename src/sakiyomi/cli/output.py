@@ -129,12 +129,13 @@ class TokenPainter:
         console: stdout's.
         tokenizer: of the target.
         stop: stop strings, which are not shown.
+        before: tokens of the prompt.
     """
 
-    def __init__(self, console: Console, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, console: Console, tokenizer: Any, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         from sakiyomi.core.text import TextStream
 
-        self._console, self._text = console, TextStream(tokenizer, stop)
+        self._console, self._text = console, TextStream(tokenizer, stop, before=before)
         self._status = "plain"
 
     def add(self, trace: Sequence[TokenTrace]) -> None:
@@ -154,17 +155,20 @@ class TokenPainter:
         write(self._console, text, self._status)
 
 
-def printed(steps: Iterable[Step], tokenizer: Any, stop: Sequence[str], coloured: bool) -> Iterator[Step]:
+def printed(
+    steps: Iterable[Step], tokenizer: Any, stop: Sequence[str], before: Sequence[int], *, coloured: bool
+) -> Iterator[Step]:
     """The same steps, each with its text on stdout when it is given; the line ends behind the last one.
 
     Args:
         steps: of one request.
         tokenizer: of the target.
         stop: the request's stop strings.
+        before: tokens of its prompt.
         coloured: tokens have the colour of their origin.
     """
     console = stdout()
-    painter = TokenPainter(console, tokenizer, stop) if coloured else None
+    painter = TokenPainter(console, tokenizer, stop, before) if coloured else None
     for step in steps:
         if painter is not None:
             painter.add(step.trace)

@@ -123,24 +123,24 @@ class Chat:
         """
         messages = self.dialogue.messages_with(message, before)
         prompt = images.prompt_of(self.llm, self.dialogue, messages, self.params)
-        tokens = len(prompt if isinstance(prompt, list) else prompt.tokens)
-        if tokens >= self.llm.max_context:
+        tokens = prompt if isinstance(prompt, list) else prompt.tokens
+        if len(tokens) >= self.llm.max_context:
             raise InputError(
-                f"with this message the conversation has {tokens} tokens, and the context holds "
+                f"with this message the conversation has {len(tokens)} tokens, and the context holds "
                 f"{self.llm.max_context}: /undo removes the last exchange, /reset starts over"
             )
         said: list[str] = []
         reason = "interrupted"
         try:
             with closing(self.conversation.stream(prompt, self.params, index=attempt)) as steps:
-                for step in printed(steps, self.llm.tokenizer, self.params.stop, self.trace):
+                for step in printed(steps, self.llm.tokenizer, self.params.stop, tokens, coloured=self.trace):
                     said.append(step.text)
                     reason = step.finish_reason or reason
         except KeyboardInterrupt:
             if not self.lines.interactive:
                 raise
             write(stdout(), "", end="\n")
-        self.replies.append(Reply(tokens, reason, self.conversation.stats))
+        self.replies.append(Reply(len(tokens), reason, self.conversation.stats))
         text = "".join(said)
         if reason == "interrupted" and not text.strip():
             note("stopped before the first word: this exchange was not kept")

@@ -12,6 +12,7 @@ from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.preflight import check_prompts
+from sakiyomi.core.tokens import TokenNames
 from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
@@ -75,9 +76,10 @@ def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output:
         places = predictions(llm.target, tokens, options.top) if options.top else []
     rounds = [traced for traced in traces if traced.tokens][: options.rounds]
 
+    names = TokenNames(llm.tokenizer)
+
     def text(token: int) -> str:
-        # A token alone: a space in front of it is part of it, and shown.
-        return str(llm.tokenizer.convert_tokens_to_string([llm.tokenizer.convert_ids_to_tokens(token)]))
+        return names(token)[0]
 
     if not output.json:
         _show_places(places, text)

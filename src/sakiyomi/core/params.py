@@ -40,7 +40,8 @@ class SamplingParams:
         seed: makes sampling reproducible: with acceptance "auto" or "coupled" it gives one text, however it is drafted;
             by the other rules the text depends on the drafts, too, whose size "auto" takes from clocks. None: a new one
             for each request.
-        stop: strings that end the text (one string counts as a list of one).
+        stop: strings that end the text (one string counts as a list of one). The name of a special token, which the
+            text leaves out, ends it where the token is written.
         stop_token_ids: tokens that end the text, besides the model's own end tokens.
         gamma: draft tokens, or tree depth, per round: a number, "auto" (by measured costs), "heuristic" (5 at first; +2
             after a wholly accepted draft, else -1) or "heuristic-kept" (the same, and the next request begins where

@@ -6,23 +6,27 @@ Neither depends on how the tokens are cut into pushes: a draft of five tokens gi
 
 Why decoding token by token is wrong: one character may be several tokens (UTF-8 bytes), and what a token gives depends
 on what stands before it (SentencePiece drops the first space only). So a window of a few tokens is decoded, and the
-text that its head gave is cut off.
+text that its head gave is cut off. The window of a continuation begins with the end of its prompt.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.stops import StopStrings
 
 __all__ = ["Profile", "TextStream", "profile"]
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _WINDOW = 24
 """Tokens after which the head of the window is cut: decoding 24 tokens takes 12 us, where 4 take 8."""
+_CONTEXT = 16
+"""Tokens of a prompt that its continuation is decoded behind, if there is text in them."""
 _LONGEST_RUN = 64
 """Byte tokens in a row after which whole characters are given although the run goes on, see ``_Pieces._close``."""
 
@@ -40,12 +44,12 @@ class Profile:
     """Properties of a tokenizer, examined once.
 
     Attributes:
-        special: ids that ``skip_special_tokens`` skips.
+        special: ids that ``skip_special_tokens`` skips, with the name of each.
         byte_of: byte value of each byte-fallback token (SentencePiece's ``<0x0A>``).
         tidies: whether decoding ends by removing spaces before punctuation.
     """
 
-    special: frozenset[int]
+    special: dict[int, str]
     byte_of: dict[int, int]
     tidies: bool
 
@@ -80,7 +84,7 @@ def _examine(tokenizer: Any) -> Profile:
         if not letter or text(letter[0]) != "A":
             byte_of = {}
     return Profile(
-        special=frozenset(i for i in candidates if text(i) == ""),
+        special={i: str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(candidates) if text(i) == ""},
         byte_of=byte_of,
         tidies=bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
     )
@@ -92,54 +96,90 @@ class _Pieces:
     ``_window`` holds the last tokens without special ones; the first ``_taken`` characters of its text are given
     already. Its first ``_closed`` tokens are decided; behind them stand only tokens of an open run of bytes.
     ``_marks`` are places in the window at which a character ends.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        shown: special tokens that are part of the text.
+        before: tokens that stand before the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int], before: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._profile = profile(tokenizer)
-        self._special, self._skips = self._profile.special - shown, not shown
-        self._window: list[int] = []
-        self._taken = 0
+        self.special, self._skips = self._profile.special.keys() - shown, not shown
+        self._window = self._context(before)
         self._closed = 0
+        self._closed = self._run()
+        self._taken = self._certain(self._decode(self._window[: self._closed]))
         self._marks: list[int] = []
+        self._known = self._decode(self._window)[self._taken :]  # an unfinished character, or an open run of bytes
 
-    def state(self) -> tuple[list[int], int, int, list[int]]:
-        """What ``restore`` takes."""
-        return list(self._window), self._taken, self._closed, list(self._marks)
+    def copy(self) -> _Pieces:
+        """Another one that stands where this one does."""
+        other = copy.copy(self)
+        other._window, other._marks = list(self._window), list(self._marks)
+        return other
 
-    def restore(self, state: tuple[list[int], int, int, list[int]]) -> None:
-        """Back to an earlier ``state()``."""
-        self._window, self._taken, self._closed, self._marks = state
+    @property
+    def open(self) -> bool:
+        """Whether byte tokens await the end of their run."""
+        return self._closed < len(self._window)
 
     def bytes_in(self, ids: Sequence[int]) -> bool:
         """Whether byte tokens are among the ids or await their end: then text ahead may come and go."""
         byte_of = self._profile.byte_of
-        return bool(byte_of) and (self._closed < len(self._window) or any(i in byte_of for i in ids))
+        return bool(byte_of) and (self.open or any(i in byte_of for i in ids))
 
-    def push(self, ids: Sequence[int]) -> tuple[str, str]:
-        """Text that has become certain, and text that will follow it unless a run of bytes turns out invalid."""
-        self._window += [i for i in ids if i not in self._special]
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that has become certain."""
+        self._window += [i for i in ids if i not in self.special]
         closed = self._close()
         text = self._decode(self._window[:closed])
         certain = self._certain(text)
         new = text[self._taken : certain]
         self._taken = max(self._taken, certain)
         self._closed = closed
-        ahead = ""
-        run = bytes(self._profile.byte_of[i] for i in self._window[closed:])
-        if run and _whole_characters(run) == len(run):
-            ahead = self._decode(self._window)[self._taken :]
         if certain == len(text):
             self._shorten()
         elif len(self._window) > _LONGEST_RUN:
             new += self._cut_nonsense()
-        return new, ahead
+        fresh = self._fresh(new)
+        self._known = self._known[len(new) :] if not fresh else ""
+        return fresh
+
+    def ahead(self) -> str:
+        """Text behind what is certain, as it is if nothing follows; without an unfinished character at its end."""
+        run = bytes(self._profile.byte_of[i] for i in self._window[self._closed :])
+        text = self._decode(self._window[: self._closed + _whole_characters(run)])
+        return self._fresh(text[self._taken :].rstrip(_UNKNOWN))
 
     def finish(self) -> str:
         """The rest, with a replacement character for what never became whole."""
-        rest = self._decode(self._window)[self._taken :]
-        self._window, self._taken, self._closed, self._marks = [], 0, 0, []
+        rest = self._fresh(self._decode(self._window)[self._taken :])
+        self._window, self._taken, self._closed, self._marks, self._known = [], 0, 0, [], ""
         return rest
+
+    def _fresh(self, text: str) -> str:
+        """What of the text behind ``_taken`` the tokens before have not shown."""
+        same = 0
+        while same < min(len(text), len(self._known)) and text[same] == self._known[same]:
+            same += 1
+        return text[same:]
+
+    def _context(self, before: Sequence[int]) -> list[int]:
+        """The last tokens of ``before``: so many that there is text in them, and runs of bytes whole."""
+        found: list[int] = []
+        least = _CONTEXT
+        for token in reversed(before):
+            if token in self._profile.special:
+                continue
+            found.append(token)
+            if len(found) < least or token in self._profile.byte_of:
+                continue
+            if self._decode(found[::-1]):
+                break
+            least *= 2
+        return found[::-1]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
@@ -150,12 +190,16 @@ class _Pieces:
         A run of byte tokens is decoded as a whole: one stray byte turns every character of the run into replacement
         characters. So it stays open until another token ends it, or until it is so long that a reader should not wait.
         """
-        byte_of = self._profile.byte_of
-        start = len(self._window)
-        while start > self._closed and self._window[start - 1] in byte_of:
-            start -= 1
-        run = bytes(byte_of[i] for i in self._window[start:])
+        start = self._run()
+        run = bytes(self._profile.byte_of[i] for i in self._window[start:])
         return start + _whole_characters(run) if len(run) > _LONGEST_RUN else start
+
+    def _run(self) -> int:
+        """Where the run of byte tokens at the end of the window begins."""
+        start = len(self._window)
+        while start > self._closed and self._window[start - 1] in self._profile.byte_of:
+            start -= 1
+        return start
 
     def _certain(self, text: str) -> int:
         """Length of the text without an end that later tokens may change."""
@@ -199,14 +243,17 @@ class _Pieces:
 class TextStream:
     """Text of one request, given as its tokens come.
 
-    The joined results of ``push`` and ``finish`` are ``tokenizer.decode(ids, skip_special_tokens=True)``, up to a stop
-    string. One exception, so that readers need not wait: in a row of more than 64 byte tokens, characters are given
-    although a later stray byte would turn all of them into replacement characters.
+    The joined results of ``push`` and ``finish`` are what ``tokenizer.decode(before + ids, skip_special_tokens=True)``
+    has behind the text of ``before``, up to a stop string. One exception, so that readers need not wait: in a row of
+    more than 64 byte tokens, characters are given although a later stray byte would turn all of them into replacement
+    characters.
 
     Args:
         tokenizer: a transformers tokenizer.
-        stop: strings that end the text; none of them is part of it.
+        stop: strings that end the text; none of them is part of it. Where one holds the name of a special token, that
+            token is looked for although the text leaves it out.
         shown: special tokens that are part of the text all the same.
+        before: tokens that stand before the text: the prompt.
 
     Attributes:
         stopped: no more tokens are taken.
@@ -216,13 +263,21 @@ class TextStream:
         InputError: a stop string is empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: frozenset[int] = frozenset()) -> None:
-        self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if "" in self._stop:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        shown: frozenset[int] = frozenset(),
+        before: Sequence[int] = (),
+    ) -> None:
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stop:
             raise InputError("a stop string is empty: it would end every text at once; leave it out")
-        self._pieces = _Pieces(tokenizer, shown)
-        self._pending = ""  # certain text that may be the beginning of a stop string
+        self._pieces = _Pieces(tokenizer, shown, before)
+        names = profile(tokenizer).special if stop else {}
+        self._stops = StopStrings(stop, {i: name for i, name in names.items() if i in self._pieces.special})
         self._given: list[str] = []
+        self._length = 0  # of what was given
         self.stopped = False
         self.matched: str | None = None
 
@@ -230,6 +285,16 @@ class TextStream:
     def text(self) -> str:
         """Everything given so far."""
         return "".join(self._given)
+
+    @property
+    def awaited(self) -> str:
+        """Text of the tokens so far that is not given yet, as far as it can be read."""
+        return "" if self.stopped else self._stops.held + self._pieces.ahead()
+
+    @property
+    def place(self) -> int:
+        """Where in the text the next token begins."""
+        return self._length + len(self.awaited)
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int | None]:
         """Take new tokens.
@@ -242,54 +307,45 @@ class TextStream:
             many of these tokens were used, the one that completed it included. Nothing may be pushed after that.
         """
         assert not self.stopped, "tokens after the stop string"
-        if not self._stop:
-            return self._give(self._pieces.push(token_ids)[0]), None
-        if not self._pieces.bytes_in(token_ids):
+        if not self._stops:
+            return self._give(self._pieces.push(token_ids)), None
+        if not self._pieces.bytes_in(token_ids) and self._stops.names.keys().isdisjoint(token_ids):
             # Certain text only grows, so one look at all of it is enough to know that no stop string is in it.
-            state = self._pieces.state()
-            new, ahead = self._pieces.push(token_ids)
-            if self._find(self._pending + new + ahead) is None:
-                return self._release(new), None
-            self._pieces.restore(state)
+            kept = self._pieces.copy()
+            new = self._pieces.push(token_ids)
+            if self._stops.find(new) is None:
+                return self._give(self._stops.release(new)), None
+            self._pieces = kept
         given = ""
         for used, token in enumerate(token_ids, start=1):
-            new, ahead = self._pieces.push([token])
-            place = self._find(self._pending + new + ahead)
-            if place is not None:
-                self.stopped = True
-                text = self._pending + new + ahead
-                self.matched = next(stop for stop in self._stop if text.startswith(stop, place))
-                return given + self._give(text[:place]), used
-            given += self._release(new)
+            new = self._pieces.push([token])
+            named = token in self._stops.names
+            ahead = self._pieces.ahead() if named or self._pieces.open else ""
+            if named:
+                self._stops.mark(token, new + ahead)
+            if (found := self._stops.find(new + ahead)) is not None:
+                return given + self._end(self._stops.held + new + ahead, found), used
+            given += self._give(self._stops.release(new))
         return given, None
 
     def finish(self) -> str:
         """The text that was held back, when no more tokens come; "" after a stop string."""
         if self.stopped:
             return ""
+        rest = self._pieces.finish()
+        return self._end(self._stops.held + rest, self._stops.find(rest))
+
+    def _end(self, text: str, found: tuple[int, str] | None) -> str:
+        """Give the last text, up to a stop string."""
         self.stopped = True
-        rest = self._pending + self._pieces.finish()
-        return self._give(rest[: self._find(rest)])
+        place, self.matched = (len(text), None) if found is None else found
+        return self._give(text[:place])
 
     def _give(self, text: str) -> str:
         if text:
             self._given.append(text)
+            self._length += len(text)
         return text
-
-    def _find(self, text: str) -> int | None:
-        """Where the first stop string begins."""
-        return min((place for place in map(text.find, self._stop) if place >= 0), default=None)
-
-    def _release(self, new: str) -> str:
-        """Give what cannot be the beginning of a stop string, keep the rest."""
-        text = self._pending + new
-        longest = max(map(len, self._stop))
-        keep = next(
-            (n for n in range(min(longest - 1, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)),
-            0,
-        )
-        self._pending = text[len(text) - keep :]
-        return self._give(text[: len(text) - keep])
 
 
 def _whole_characters(run: bytes) -> int:

@@ -116,7 +116,8 @@ class RequestFactory:
         )
         context.shares = shares and not self.exact
         context.asks = None if asks is None else frozenset(asks)
-        sampler, text = Sampler(params, self.vocab_size), TextStream(self.tokenizer, params.stop)
+        sampler = Sampler(params, self.vocab_size)
+        text = TextStream(self.tokenizer, params.stop, before=tokens)
         policy = (
             make_policy(params, depth, bounded=bounded, kept=self._lengths) if drafted else FixedSize(0, 0, chain=True)
         )

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
+from sakiyomi.core.tokens import TokenNames
 from sakiyomi.core.version import __version__
 from sakiyomi.server import errors
 from sakiyomi.server.bodies import BodyReader, is_long
@@ -44,7 +45,6 @@ from sakiyomi.server.schema import (
     TokenizeRequest,
 )
 from sakiyomi.server.stream import EventStream, gone
-from sakiyomi.server.tokens import TokenNames
 from sakiyomi.server.transcriptions import (
     TranscriptionForm,
     TranscriptionStyle,

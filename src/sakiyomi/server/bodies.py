@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tokens import token_places
 from sakiyomi.engine.chat_template import Dialogue, Ending, read_template
 from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
@@ -23,7 +24,7 @@ from sakiyomi.server.conversations import as_template_takes, ending_of, text_of
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.images import read_images
-from sakiyomi.server.jobs import Job, Reply
+from sakiyomi.server.jobs import Echo, Job, Reply
 from sakiyomi.server.processors import Penalties
 from sakiyomi.server.reasoning import CLOSING, OPENING, ends_inside
 from sakiyomi.server.room import Room
@@ -126,7 +127,7 @@ class BodyReader:
         for i, text in enumerate(prompts):
             tokens = self._tokens(text, "prompt")
             limit = self._room.limit(tokens, body.max_tokens, "max_tokens", "prompt")
-            echo = _echo(text, self._llm.tokenizer) if body.echo else None
+            echo = _echo(text, tokens, body, self._llm.tokenizer) if body.echo else None
             for job in self._jobs(body, tokens, limit, body.logprobs, i, self._format(body)):
                 job.index, job.echo, job.unwritten = len(jobs), echo, body.max_tokens == 0
                 jobs.append(job)
@@ -392,8 +393,12 @@ def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> t
     return own is not None, None
 
 
-def _echo(prompt: Any, tokenizer: Any) -> str:
-    return prompt if isinstance(prompt, str) else str(tokenizer.decode(prompt))
+def _echo(prompt: Any, tokens: list[int], body: CompletionRequest, tokenizer: Any) -> Echo:
+    """A prompt as the reply repeats it. If its tokens end within a character, the text behind it begins with it."""
+    text = prompt if isinstance(prompt, str) else str(tokenizer.decode(prompt))
+    if body.max_tokens != 0 and not isinstance(prompt, str):
+        text = text.rstrip("\ufffd")
+    return Echo(text, [] if body.logprobs is None else token_places(tokens, text, tokenizer))
 
 
 def _of_prompt(body: Ask) -> int | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sakiyomi.core.outputs import RoundTrace, Stats, Step
 from sakiyomi.core.params import SamplingParams
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sakiyomi.engine.encoder_inputs import Heard
     from sakiyomi.server.tools import Schemas, ToolFormat
 
-__all__ = ["Call", "Event", "Job", "JobState", "Reply"]
+__all__ = ["Call", "Echo", "Event", "Job", "JobState", "Reply"]
 
 
 class JobState(Enum):
@@ -51,6 +51,18 @@ class Reply:
     begun: bool = False
 
 
+class Echo(NamedTuple):
+    """A prompt as a reply repeats it.
+
+    Attributes:
+        text: of the prompt.
+        places: where in it each of its tokens begins; empty where log probabilities are not asked for.
+    """
+
+    text: str
+    places: list[int]
+
+
 @dataclass(eq=False)
 class Job:
     """One sample of one prompt.
@@ -73,7 +85,7 @@ class Job:
         over: it was cancelled.
         reason: why it ended, as metrics and the log have it; "" before that.
         reply: what is in its text besides text.
-        echo: what comes before its text in the reply: the prompt.
+        echo: what comes before its text in the reply: the prompt; None: nothing does.
         unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
         states: takes sums of the prompt's hidden states, see ``Request``; None: they are not wanted.
         source: images in the prompt, as the model reads them; None: there are none.
@@ -98,7 +110,7 @@ class Job:
     over: bool = False
     reason: str = ""
     reply: Reply = Reply()
-    echo: str | None = None
+    echo: Echo | None = None
     unwritten: bool = False
     states: list[Tensor] | None = None
     source: Source | None = None

@@ -89,7 +89,7 @@ class Replay:
 
     def __init__(self, jobs: Sequence[Job], given: Sequence[Sent], tokenizer: Any) -> None:
         self._jobs, self._given = jobs, given
-        self._texts = [TextStream(tokenizer, job.params.stop) for job in jobs]
+        self._texts = [TextStream(tokenizer, job.params.stop, before=job.prompt) for job in jobs]
         self._left = [len(job.given) for job in jobs]
         self._coming = ["" for _ in jobs]
         self._over = {sent.choice for sent in given if sent.over}

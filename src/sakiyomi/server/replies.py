@@ -5,7 +5,6 @@ A ``Sample`` reads the steps of one choice; a ``Style`` puts what it read into t
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -16,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sakiyomi.core.outputs import PromptToken, Stats, TokenTrace
+from sakiyomi.core.outputs import PromptToken, Stats, Step, TokenTrace
 from sakiyomi.core.text import TextStream
+from sakiyomi.core.tokens import TokenNames
 from sakiyomi.server.channels import ChannelReader
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Event, Job
 from sakiyomi.server.reasoning import ReasoningReader
 from sakiyomi.server.relay import Names
 from sakiyomi.server.stream import DONE, event
-from sakiyomi.server.tokens import TokenNames
 from sakiyomi.server.tools import ToolReader, shown
 
 __all__ = ["ChatStyle", "CompletionStyle", "Piece", "Sample", "Style", "usage"]
@@ -34,7 +33,11 @@ NEVER = -9999.0  # OpenAI's log probability of what cannot come
 
 @dataclass
 class Piece:
-    """What one step, or all of them, gave to one choice."""
+    """What one step, or all of them, gave to one choice.
+
+    Attributes:
+        places: where in the choice's text each token begins, those of ``echo`` first; only with log probabilities.
+    """
 
     index: int
     text: str = ""
@@ -47,6 +50,7 @@ class Piece:
     prompt: list[PromptToken] = field(default_factory=list)
     thoughts: str = ""
     mean: Tensor | None = None
+    places: list[int] = field(default_factory=list)
 
     def add(self, other: Piece) -> None:
         """Go on with the next one."""
@@ -55,6 +59,7 @@ class Piece:
         self.tokens += other.tokens
         self.calls += other.calls
         self.trace += other.trace
+        self.places += other.places
         self.mean = other.mean
         self.finish_reason, self.stop = other.finish_reason, other.stop
         self.echo = other.echo if self.echo is None else self.echo
@@ -74,7 +79,8 @@ class Sample:
     def __init__(self, job: Job, names: TokenNames, tokenizer: Any, ids: Names = secrets.token_hex) -> None:
         self._job, self._names = job, names
         self._begun = False
-        self._texts = TextStream(tokenizer, job.params.stop) if job.traced else None
+        told = job.traced or job.params.logprobs is not None
+        self._texts = TextStream(tokenizer, job.params.stop, before=job.prompt) if told else None
         reply = job.reply
         self._reasoning = ReasoningReader(opened=reply.reasoning) if reply.reasoning is not None else None
         self._channels: ChannelReader | None = None
@@ -85,14 +91,16 @@ class Sample:
             self._tools = ToolReader(reply.tools, ids, reply.schemas, begun=reply.begun)
         # Marks of calls that are special tokens are in no usual text.
         marks = shown(reply.tools.marks, tokenizer) if reply.tools is not None else None
-        self._marked = TextStream(tokenizer, job.params.stop, marks) if marks else None
+        self._marked = TextStream(tokenizer, job.params.stop, marks, job.prompt) if marks else None
 
     def read(self, event: Event) -> Piece:
         """One step."""
         step = event.step
         piece = Piece(self._job.index, step.text, list(step.trace), step.finish_reason)
         if not self._begun:
-            self._begun, piece.echo = True, self._job.echo
+            self._begun = True
+            if self._job.echo is not None:
+                piece.echo, piece.places = self._job.echo.text, list(self._job.echo.places)
             piece.prompt = [] if self._job.request is None else self._job.request.prompt_logprobs
         if step.finish_reason is not None and self._job.request is not None:
             piece.stop = self._job.request.text.matched
@@ -119,21 +127,28 @@ class Sample:
             if step.finish_reason == "stop" and self._tools.calls:
                 piece.finish_reason = "tool_calls"
         if self._texts is not None:
-            piece.trace = [self._origins(event, self._texts)]
+            read = self._tokens(step, self._texts)
+            before = 0 if self._job.echo is None else len(self._job.echo.text)
+            piece.places += [before + place for _, place in read]
+            if self._job.traced:
+                piece.trace = [self._origins(event, [text for text, _ in read])]
         return piece
 
-    def _origins(self, event: Event, texts: TextStream) -> dict[str, Any]:
-        """Where each token came from, the tree of the round, the figures so far.
-
-        A token's text is what became certain with it: joined they are the reply's text.
-        """
-        step = event.step
-        tokens = []
+    @staticmethod
+    def _tokens(step: Step, texts: TextStream) -> list[tuple[str, int]]:
+        """Of each token the text that became certain with it, and where it begins. Joined they are the reply's text."""
+        found = []
         for entry in step.trace:
-            text = "" if texts.stopped else texts.push([entry.token_id])[0]
-            tokens.append(entry.to_dict() | {"text": text})
-        if step.finish_reason is not None and tokens:
-            tokens[-1]["text"] += texts.finish()
+            place = texts.place
+            found.append(("" if texts.stopped else texts.push([entry.token_id])[0], place))
+        if step.finish_reason is not None and found:
+            text, place = found[-1]
+            found[-1] = text + texts.finish(), place
+        return found
+
+    def _origins(self, event: Event, texts: Sequence[str]) -> dict[str, Any]:
+        """Where each token came from, with its text; the tree of the round, the figures so far."""
+        tokens = [entry.to_dict() | {"text": text} for entry, text in zip(event.step.trace, texts, strict=True)]
         found: dict[str, Any] = {"tokens": tokens, "round": None}
         if event.tree is not None:
             found["round"] = event.tree.to_dict() | {"texts": [self._names(token)[0] for token in event.tree.tokens]}
@@ -265,9 +280,10 @@ class CompletionStyle(ChoiceStyle):
 
     def _chances(self, piece: Piece) -> dict[str, Any]:
         entries: list[PromptToken | TokenTrace] = [*(piece.prompt if piece.echo is not None else ()), *piece.tokens]
-        texts = [self._names(entry.token_id)[0] for entry in entries]
-        offsets = list(itertools.accumulate(map(len, texts), initial=self._given.get(piece.index, 0)))
-        self._given[piece.index] = offsets.pop()
+        given = self._given[piece.index] = self._given.get(piece.index, 0) + len(self._body(piece)["text"])
+        places = piece.places
+        if piece.finish_reason is not None:  # what spelt a stop string is not in the text
+            places = [min(place, given) for place in places]
         return {
             "tokens": [self._name(entry.token_id) for entry in entries],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
@@ -277,7 +293,7 @@ class CompletionStyle(ChoiceStyle):
                 else {self._name(token): _finite(value) for token, value in entry.top_logprobs}
                 for entry in entries
             ],
-            "text_offset": offsets,
+            "text_offset": places,
         }
 
     def _name(self, token: int) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tokens import TokenNames
 from sakiyomi.drafters import Drafter
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
@@ -209,7 +210,8 @@ class Auditor:
 
     def words(self, tokens: Sequence[int]) -> dict[int, str]:
         """Tokens as text."""
-        return {token: self.engine.tokenizer.decode([token]) for token in tokens if token >= 0}
+        names = TokenNames(self.engine.tokenizer)
+        return {token: names(token)[0] for token in tokens if token >= 0}
 
     def _view(self, drafter: Drafter | None = None) -> EngineView:
         return EngineView(self.engine, drafter, strict=bool(self._options.get("strict")))

@@ -13,6 +13,7 @@ from sakiyomi.core.embedded import MEDUSA_HEADS
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tokens import TokenNames
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import InflateConfig, Note
@@ -51,6 +52,10 @@ class Work:
         """The target alone; drafters come beside it."""
         return self.pair.llm("none")
 
+    @cached_property
+    def _names(self) -> TokenNames:
+        return TokenNames(self.llm.tokenizer)
+
     @property
     def draft(self) -> str:
         """Spec of the pair's draft model."""
@@ -78,7 +83,7 @@ class Work:
 
     def text(self, token: int) -> str:
         """A token alone; a space in front of it is part of it."""
-        return str(self.llm.tokenizer.decode([token]))
+        return self._names(token)[0]
 
     def engine(self, spec: str | None = None) -> EngineView:
         """The target with this drafter; None: without."""

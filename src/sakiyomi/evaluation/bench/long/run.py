@@ -14,6 +14,7 @@ import numpy as np
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.tokens import TokenNames
 from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.long.books import compared, passages, read_books
 from sakiyomi.evaluation.bench.long.config import LongConfig
@@ -79,7 +80,8 @@ def _draw_kept(
 ) -> None:
     """Of longer prompts the map replaces that of shorter ones."""
     tokens = question.ahead if system.query_first and question.ahead is not None else question.tokens
-    words = [tokenizer.decode([token]) for token in tokens]
+    names = TokenNames(tokenizer)
+    words = [names(token)[0] for token in tokens]
     most = [max(map(len, layer)) for layer in kept]
     arrays = [
         np.array([own + [-1] * (width - len(own)) for own in layer]) for layer, width in zip(kept, most, strict=True)
