@@ -145,7 +145,7 @@ def behind(kind: str, before: Sequence[int], ids: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_a_continuation_is_what_all_tokens_have_behind_the_prompt(kind: str, data: st.DataObject) -> None:
     before = data.draw(st.lists(st.integers(0, len(TOKENIZERS[kind]) - 1), max_size=40))
     ids, cuts = data.draw(tokens_and_cuts(kind, most=30))
