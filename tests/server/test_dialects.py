@@ -249,7 +249,7 @@ BEGUN = [
     "The cat",
     "The cat ",
     "\n",
-    [{"type": "text", "text": "The "}, {"type": "text", "text": "cat", "cache_control": {"type": "ephemeral"}}],
+    [{"type": "text", "text": "The "}, {"type": "text", "text": "cat"}],
 ]
 
 

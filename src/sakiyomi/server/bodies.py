@@ -149,7 +149,7 @@ class BodyReader:
         messages = as_template_takes(body.messages, self.template)
         tools, offered, matcher, form = self._tools(body)
         ending = ending_of(body, messages, in_channels=self._channels is not None and matcher is not None)
-        described = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
+        described = [tool.model_dump(exclude_none=True) for tool in tools]
         tokens, source = self._read(messages, described, body, ending)
         limit = self._room.limit(tokens, body.max_completion_tokens or body.max_tokens, field, "messages")
         begun = str(messages[-1]["content"]) if ending == "begun" else ""

@@ -11,7 +11,7 @@ from pydantic import Field, Tag
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.fields import BY_TYPE, Count, ListOrText, Strict, Text
 from sakiyomi.server.replies import Piece, Style
-from sakiyomi.server.schema import Cached, ChatRequest, Speculation, ToolName, read_as
+from sakiyomi.server.schema import ChatRequest, Speculation, ToolName, read_as
 from sakiyomi.server.stream import event
 
 __all__ = ["CountRequest", "MessagesRequest", "MessagesStyle"]
@@ -19,6 +19,19 @@ __all__ = ["CountRequest", "MessagesRequest", "MessagesStyle"]
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "user": "metadata.user_id"}
 """Fields of chat completions that have another name here."""
+
+
+class CacheControl(Strict):
+    """That what is read up to here should be cached: all that is read is, for as long as there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Cached(Strict):
+    """What clients of Anthropic's models put such a mark on, in its interface."""
+
+    cache_control: CacheControl | None = None
 
 
 class TextBlock(Cached):

@@ -39,7 +39,6 @@ from sakiyomi.server.fields import (
 __all__ = [
     "Arguments",
     "Ask",
-    "Cached",
     "ChatRequest",
     "Common",
     "CompletionRequest",
@@ -250,20 +249,7 @@ class EmbeddingsRequest(Strict):
     user: str | None = Field(None, max_length=512, description="Written to the log, and used for nothing else.")
 
 
-class CacheControl(Strict):
-    """That what is read up to here should be cached: all that is read is, for as long as there is room."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class Cached(Strict):
-    """What clients of Anthropic's models put such a mark on, in its interface and in this one."""
-
-    cache_control: CacheControl | None = None
-
-
-class TextPart(Cached):
+class TextPart(Strict):
     """Text as one of several parts."""
 
     type: Literal["text"]
@@ -277,7 +263,7 @@ class ImageUrl(Strict):
     detail: Literal["auto"] | None = None
 
 
-class ImagePart(Cached):
+class ImagePart(Strict):
     """An image, for a model that reads them."""
 
     type: Literal["image_url"]
@@ -303,7 +289,7 @@ class ToolCall(Strict):
 Part = Annotated[Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")], BY_TYPE]
 
 
-class Message(Cached):
+class Message(Strict):
     """One message. Annotations are taken back with a reply of another server, and not read."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -355,7 +341,7 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class FunctionTool(Cached):
+class FunctionTool(Strict):
     """A tool; there is no other kind."""
 
     type: Literal["function"]
