@@ -156,6 +156,18 @@ def test_messages_in_channels_are_told_apart(size: int) -> None:
         assert [call["function"] for call in calls] == [{"name": "go", "arguments": '{"to": "sea"}'}] * count
 
 
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_arguments_may_have_the_text_of_a_mark(size: int) -> None:
+    said = "<|end|> and <|start|>"
+    text = CALL.replace("sea", said)
+    for behind in ("", "<|call|>", "<|end|><|start|>assistant<|channel|>final<|message|>Done."):
+        reader, written = ChannelReader(schemas=SCHEMAS), text + behind
+        parts = [reader.push(written[i : i + size], False) for i in range(0, len(written), size)]
+        parts.append(reader.push("", True))
+        assert [json.loads(call["function"]["arguments"]) for part in parts for call in part[2]] == [{"to": said}]
+        assert "".join(part[1] for part in parts) == "Done." * ("Done." in behind)
+
+
 def test_the_grammar_of_channels() -> None:
     tokenizer, form = marked_tokenizer(MARKS), FORMS["gpt-oss"]
     end = tokenizer.convert_tokens_to_ids("<|return|>")

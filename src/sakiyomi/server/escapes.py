@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,9 @@ JSON_TEXT: /"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|u([0-9abcefABCEF][0-9a-fA-F]{3}|[d
 """Rule ``json`` of an outline: any value. A lone half of a surrogate pair is no character, and is left out."""
 
 _HEX = b"[0-9a-fA-F]"
-_ESCAPE = re.compile(
-    rb'\\(?:["\\/bfnrt]|u(?:[dD][89abAB]HH\\u[dD][c-fC-F]HH|(?![dD][89a-fA-F])HHHH))'.replace(b"H", _HEX)
+# A quotation mark, a whole escape, or a backslash that begins none.
+_SIGN = re.compile(
+    rb'"|\\(?:["\\/bfnrt]|u(?:[dD][89abAB]HH\\u[dD][c-fC-F]HH|(?![dD][89a-fA-F])HHHH))|\\'.replace(b"H", _HEX)
 )
 _BEGUN = re.compile(
     rb"\\(?:u(?:H{0,3}|[dD][89abAB]HH(?:\\(?:u(?:[dD](?:[c-fC-F]H?)?)?)?)?)?)?\Z".replace(b"H", _HEX)
@@ -207,6 +209,7 @@ class Matcher:
             # What is impossible for the first digits is so for all of them.
             shorter = begun[:-1]
             possible = len(shorter) <= len(self._begun) or self._fits(text, shorter, known)
+            possible = possible and (not text or self._reads(self._parser, text))
             found = possible and any(self._has(text, *span) for span in _characters(begun))
             known[text, begun] = found
         return found
@@ -239,6 +242,11 @@ def _spelling(character: str) -> bytes:
     return b"\\u007f" if character == "\x7f" else json.dumps(character, ensure_ascii=False)[1:-1].encode()
 
 
+@lru_cache(4096)
+def _character(escape: bytes) -> bytes:
+    return _spelling(json.loads(b'"' + escape + b'"'))
+
+
 def _meant(text: bytes, inside: bool) -> tuple[bytes, bytes] | None:
     """What written text means to a parser, and an escape at its end that is not whole; None: an escape is none.
 
@@ -246,18 +254,17 @@ def _meant(text: bytes, inside: bool) -> tuple[bytes, bytes] | None:
         text: as it is written.
         inside: whether it begins in a string of JSON.
     """
-    result, place = bytearray(), 0
-    while place < len(text):
-        if inside and text[place] == ord("\\"):
-            if (found := _ESCAPE.match(text, place)) is None:
-                return (bytes(result), text[place:]) if _BEGUN.match(text, place) else None
-            result += _spelling(json.loads(f'"{found[0].decode()}"'))
-            place = found.end()
-            continue
-        inside ^= text[place] == ord('"')
-        result.append(text[place])
-        place += 1
-    return bytes(result), b""
+    result, done = b"", 0
+    for found in _SIGN.finditer(text):
+        if found[0] == b'"':
+            inside = not inside
+        elif inside and len(found[0]) == 1:
+            place = found.start()
+            return (result + text[done:place], text[place:]) if _BEGUN.match(text, place) else None
+        elif inside:
+            result += text[done : found.start()] + _character(found[0])
+            done = found.end()
+    return result + text[done:], b""
 
 
 def _characters(begun: bytes) -> Iterator[tuple[int, int]]:
