@@ -84,6 +84,7 @@ def build_runner(
         eviction=eviction,
         offloaded=offloaded,
         make_cache=make_cache,
+        max_context=max_context,
     )
     apart = exact or quantize or prepared is not None or eviction is not None or offloaded is not None
     try:
@@ -122,6 +123,7 @@ def _build(
     eviction: EvictionPlan | None,
     offloaded: MappedFiles | None,
     make_cache: Callable[..., SlotCache],
+    max_context: int | None,
     way: str | None = None,
 ) -> ModelRunner:
     """See ``build_runner``; in this way through the model's own forward, see ``ModelWeights``."""
@@ -129,7 +131,14 @@ def _build(
     # quantized are measured in the model's own forward, which has none.
     latents = eviction is None and not exact and quantize is None
     weights = ModelWeights(
-        model, owned=owned, prepared=prepared, quantize=quantize, text=text, way=way, latents=latents
+        model,
+        owned=owned,
+        prepared=prepared,
+        quantize=quantize,
+        text=text,
+        way=way,
+        latents=latents,
+        max_context=max_context,
     )
     if offloaded is not None:
         _check_files(weights)

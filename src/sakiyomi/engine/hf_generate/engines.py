@@ -17,6 +17,7 @@ from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.model_pool import wait
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.positions import ENDLESS, position_count, rope_limit
 from sakiyomi.model_executor.loading import (
     Loaded,
     check_cross_pair,
@@ -135,7 +136,12 @@ class Engines:
             kept.clear()
         loaded = _loaded(model)
         sizes = DRAFT_SIZES if draft else TARGET_SIZES
-        kept[key] = build_runner(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes)
+        config = loaded.model.config.get_text_config()
+        # Its own ``generate`` goes as far as a stretched rotary embedding reaches, without being asked.
+        most = min(position_count(config, ENDLESS), rope_limit(config))
+        kept[key] = build_runner(
+            loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes, max_context=most
+        )
         return kept[key]
 
 
