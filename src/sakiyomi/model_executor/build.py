@@ -86,6 +86,7 @@ def build_runner(
         make_cache=make_cache,
         max_context=max_context,
     )
+    _check_crossing(model, max_context)
     apart = exact or quantize or prepared is not None or eviction is not None or offloaded is not None
     try:
         check_states(model.config, type(model))
@@ -204,6 +205,23 @@ def _check_context(config: Any, wanted: int | None) -> None:
         raise UnsupportedError(
             f"with max_context={wanted} texts grow beyond {limit} tokens, where the rotary embedding (longrope) "
             f"changes all positions; exact, quantize and cache policies need max_context={limit} or less"
+        )
+
+
+def _check_crossing(model: Any, wanted: int | None) -> None:
+    """Refuse classes whose ``generate`` keeps what it has read with other factors when a text crosses the limit.
+
+    Their texts depend on what of them was the prompt, which nothing here knows any more when it reads one anew.
+    """
+    from transformers import GenerationMixin
+
+    limit = rope_limit(model.config.get_text_config())
+    own: Any = type(model).prepare_inputs_for_generation
+    if wanted is not None and wanted > limit and own is GenerationMixin.prepare_inputs_for_generation:
+        raise UnsupportedError(
+            f"max_context={wanted}: {type(model).__name__} does not read a text anew when it grows beyond {limit} "
+            "tokens, where its rotary embedding (longrope) changes all positions; use max_context="
+            f"{limit} or less"
         )
 
 
