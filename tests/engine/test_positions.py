@@ -47,7 +47,9 @@ def by_custom_generate(model: Any, tokens: list[int], count: int, **options: Any
     return list(found[0, len(tokens) :].tolist())
 
 
-@pytest.mark.parametrize("kind", ["yarn", "llama3", "linear"])
+@pytest.mark.parametrize(
+    "kind", ["linear", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("yarn", "llama3"))]
+)
 def test_a_stretched_context_is_reached(kind: str, tmp_path: Any) -> None:
     """With max_position_embeddings left at the original; a linear one has to be asked for, which names no original."""
     model, draft = stretched(kind), stretched(kind, seed=1)

@@ -216,7 +216,7 @@ def _check_crossing(model: Any, wanted: int | None) -> None:
     from transformers import GenerationMixin
 
     limit = rope_limit(model.config.get_text_config())
-    own: Any = type(model).prepare_inputs_for_generation
+    own: Any = getattr(type(model), "prepare_inputs_for_generation", None)
     if wanted is not None and wanted > limit and own is GenerationMixin.prepare_inputs_for_generation:
         raise UnsupportedError(
             f"max_context={wanted}: {type(model).__name__} does not read a text anew when it grows beyond {limit} "

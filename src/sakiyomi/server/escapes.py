@@ -38,9 +38,7 @@ _HEX = b"[0-9a-fA-F]"
 _SIGN = re.compile(
     rb'"|\\(?:["\\/bfnrt]|u(?:[dD][89abAB]HH\\u[dD][c-fC-F]HH|(?![dD][89a-fA-F])HHHH))|\\'.replace(b"H", _HEX)
 )
-_BEGUN = re.compile(
-    rb"\\(?:u(?:H{0,3}|[dD][89abAB]HH(?:\\(?:u(?:[dD](?:[c-fC-F]H?)?)?)?)?)?)?\Z".replace(b"H", _HEX)
-)
+_BEGUN = re.compile(rb"\\(?:u(?:H{0,3}|[dD][89abAB]HH(?:\\(?:u(?:[dD](?:[c-fC-F]H?)?)?)?)?)?)?\Z".replace(b"H", _HEX))
 _UNITS = re.compile(rb"u(H*)".replace(b"H", _HEX))
 _LAST = 0x10FFFF
 
@@ -219,9 +217,7 @@ class Matcher:
         for code in range(first, min(last, 0x7F) + 1):
             if self._reads(self._parser, text + _spelling(chr(code))):
                 return True
-        return last > 0x7F and any(
-            self._among(text, bytes([lead]), first, last) for lead in range(0xC2, 0xF5)
-        )
+        return last > 0x7F and any(self._among(text, bytes([lead]), first, last) for lead in range(0xC2, 0xF5))
 
     def _among(self, text: bytes, head: bytes, first: int, last: int) -> bool:
         """The same of characters whose UTF-8 begins so."""
@@ -269,7 +265,9 @@ def _meant(text: bytes, inside: bool) -> tuple[bytes, bytes] | None:
 
 def _characters(begun: bytes) -> Iterator[tuple[int, int]]:
     """Spans of code points that a begun escape may become."""
-    units = [(int(digits or b"0", 16) << (size := 4 * (4 - len(digits))), 1 << size) for digits in _UNITS.findall(begun)]
+    units = [
+        (int(digits or b"0", 16) << (size := 4 * (4 - len(digits))), 1 << size) for digits in _UNITS.findall(begun)
+    ]
     if not units:
         yield 0, _LAST
         return

@@ -142,9 +142,7 @@ class Grammars:
 
     def _matcher(self, write: Callable[[Value], str], field: str) -> Matcher:
         """For the rules that ``write`` makes with rules for the values of schemas."""
-        matcher = Matcher(
-            self._vocabulary(field), HEAD + write(_value), HEAD + write(lambda _: "json") + JSON_OUTLINE
-        )
+        matcher = Matcher(self._vocabulary(field), HEAD + write(_value), HEAD + write(lambda _: "json") + JSON_OUTLINE)
         if reason := matcher.error():
             raise _refused(reason, field)
         first = matcher.deep_copy()

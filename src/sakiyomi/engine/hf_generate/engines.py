@@ -17,7 +17,6 @@ from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.model_pool import wait
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.model_executor.positions import ENDLESS, position_count, rope_limit
 from sakiyomi.model_executor.loading import (
     Loaded,
     check_cross_pair,
@@ -26,6 +25,7 @@ from sakiyomi.model_executor.loading import (
     same_tokenizer,
     stop_tokens,
 )
+from sakiyomi.model_executor.positions import ENDLESS, position_count, rope_limit
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import DRAFT_SIZES, TARGET_SIZES
 

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model beside the weights, where transformers leaves it out: rotary positions above all."""
+"""What a GGUF file says of its model beside the weights and transformers leaves out: rotary positions above all."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ def use_facts(config: Any, facts: dict[str, Any], path: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
     kind = facts.pop("architecture")
-    known = set(GGUF_TO_TRANSFORMERS_MAPPING["config"].get(kind, ()))
+    names: Any = GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    known = set(names.get(kind) or names.get(config.model_type) or facts)
     widths = ("attention.key_length", "attention.value_length")
     known |= {key for key in widths if facts.get(key) == _head_dim(config)}
     scaling = {key: facts.pop(key) for key in list(facts) if key.startswith("rope.scaling.") or key in ROPE_TENSORS}
-    if scaling and "rope_scaling" not in known and kind != "gpt-oss":  # which transformers reads itself
+    if scaling and kind != "gpt-oss":  # whose scaling transformers reads itself
         _rope(config, {key.removeprefix("rope.scaling."): value for key, value in scaling.items()}, path)
     if left := sorted(set(facts) - known):
         logger.warning("%s: metadata of the model that are not used: %s", path, ", ".join(left))
@@ -83,7 +84,8 @@ def _rope(config: Any, given: dict[str, Any], path: Path) -> None:
     if new is None or given or "rope_theta" not in old or any(len(held) != width for held in factors):
         named = ", ".join([*tensors, f"rope.scaling.type {kind}", *(f"rope.scaling.{key}" for key in given)])
         raise UnsupportedError(
-            f"{path} has rotary positions that are not read here ({named}); use the model's folder in Hugging Face format"
+            f"{path} has rotary positions that are not read here ({named}); use the model's folder in Hugging Face "
+            "format"
         )
     new |= {"rope_type": "longrope" if tensors else kind, "original_max_position_embeddings": own}
     kept = {key: old[key] for key in ("rope_theta", "partial_rotary_factor") if key in old}
