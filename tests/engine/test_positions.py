@@ -116,7 +116,7 @@ def test_positions_by_a_configuration() -> None:
 
 
 def learned(kind: str, positions: int, seed: int = 0) -> Any:
-    common = {"vocab_size": 320, "eos_token_id": 0, "bos_token_id": 0, "initializer_range": 0.2}
+    common: dict[str, Any] = {"vocab_size": 320, "eos_token_id": 0, "bos_token_id": 0, "initializer_range": 0.2}
     torch.manual_seed(seed)
     if kind == "gpt2":
         config: Any = transformers.GPT2Config(n_positions=positions, n_embd=32, n_layer=2, n_head=4, **common)

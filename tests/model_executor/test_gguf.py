@@ -102,7 +102,8 @@ def test_divisors_of_the_frequencies_are_used(
 ) -> None:
     model, plain, tokens = tiny_llama(rope_parameters=LLAMA3), tiny_llama(), prompt(150)
     file = with_more(tmp_path / "m.gguf", model, monkeypatch, tensor("rope_freqs.weight", divisors(model)))
-    llm = LLM(str(file), **({"draft": "none", "compile": False} | options))
+    options = {"draft": "none", "compile": False} | options
+    llm = LLM(str(file), **options)
     (out,) = llm.generate([tokens], SamplingParams(max_new_tokens=10, ignore_eos=True))
     assert out.token_ids == greedy(model, tokens, 10) != greedy(plain, tokens, 10)
 

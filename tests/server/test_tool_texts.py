@@ -120,6 +120,8 @@ def test_what_cannot_be_kept_to_in_texts_is_refused() -> None:
             "texts as they are, without format",
         ),
         ({"anyOf": [{"type": "object"}]}, "parameters are no plain object"),
+        (tool("do", it={"enum": ["a</parameter>"]})["function"]["parameters"], "ends texts with </parameter>, which"),
+        (tool("do", **{"a>": {"type": "null"}})["function"]["parameters"], "ends names with >, which is in 'a>'"),
     ):
         one = FunctionTool.model_validate({"type": "function", "function": {"name": "do", "parameters": parameters}})
         with pytest.raises(ApiError, match=words):

@@ -54,6 +54,8 @@ class PairRules:
         for number, (key, wanted) in enumerate(properties.items()):
             rule = f"{call}_argument_{number}"
             names.append(rule if key in root.get("required", ()) else f"{rule}?")
+            if self._pairs.named in key:
+                raise _refused(field, f"ends names with {self._pairs.named}, which is in {key!r}")
             before, named = self._words(self._pairs.before), self._words(self._pairs.named)
             rules += f"{rule}: {before} {json.dumps(key)} {named} {self._opened} "
             rules += self._value(rule, wanted, schema, field) + "\n"
@@ -71,6 +73,8 @@ class PairRules:
             return f"{self._json(shared | dict(wanted))} {self._pad} {self._closed}"
         if isinstance(found, Mapping) and found.keys() & {"enum", "const"}:
             every = found.get("enum", [found.get("const")])
+            if wrong := [each for each in every if isinstance(each, str) and self._pairs.after in each]:
+                raise _refused(field, f"ends texts with {self._pairs.after}, which is in {wrong[0]!r}")
             texts = [json.dumps(each if isinstance(each, str) else json.dumps(each)) for each in every]
             return f"({' | '.join(texts)}) {self._pad} {self._closed}"
         if allowed != {"string"} or not found.keys() - _NOTES:
