@@ -189,15 +189,15 @@ def test_arguments_are_the_text_that_the_schema_has(api: OpenAI, path: str) -> N
 def test_names_of_arguments_are_their_text(models: str) -> None:
     """Those that are written one by one, too: a mark that is a token of its own is one where a mark stands alone."""
     form = FORMS[models]
-    tokenizer = marked_tokenizer([*marks_of(form), "<|no|>"])
-    offered = [FunctionTool.model_validate(tool("go", "a<|no|>b", {"enum": ["<|no|>"]}))]
+    tokenizer = marked_tokenizer([*marks_of(form), "[NO]"])
+    offered = [FunctionTool.model_validate(tool("go", "a[NO]b", {"enum": ["[NO]"]}))]
     matcher = Grammars(tokenizer, 320, [0]).of_tools(offered, form, forced=True, several=False)
     one = WRITTEN[models][0].replace("sea", "@").replace(">to<", ">%<").replace("=to>", "=%>")
-    spelled = [tokenizer(letter)["input_ids"] for letter in ("a", *"<|no|>", "b")]
+    spelled = [tokenizer(letter)["input_ids"] for letter in ("a", *"[NO]", "b")]
     parts = {"@": [*itertools.chain(*spelled[1:-1])], "%": [*itertools.chain(*spelled)]}
     ids = [i for part in re.split("([@%])", one) for i in parts.get(part) or tokenizer(part)["input_ids"]]
     assert matcher.validate_tokens([*ids, 0]) == len(ids) + 1
-    wrong = tokenizer(one.replace("@", "<|no|>").replace("%", "a<|no|>b"))["input_ids"]  # the token
+    wrong = tokenizer(one.replace("@", "[NO]").replace("%", "a[NO]b"))["input_ids"]  # the token
     assert matcher.validate_tokens([*wrong, 0]) < len(wrong)
 
 

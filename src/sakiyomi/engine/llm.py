@@ -72,8 +72,7 @@ class LLM:
         compile: "auto" traces decoding passes that come often, with the numbers of eager ones; True compiles them while
             the model is loaded; False runs all passes eagerly.
         max_context: most tokens of prompt and output, of which nothing is allocated in advance; None: the model's own
-            limit: its positions, or what its stretched rotary embedding reaches (yarn, llama3), and of longrope what its
-            first factors do. A larger number goes beyond it with linear, and more slowly with longrope.
+            limit (what yarn and llama3 stretch it to, the first part of longrope); linear and longrope go beyond it.
         max_batch: requests that run at once; more wait.
         exact: bit-equal output for every drafter, gamma, tree and batch.
         strict: a drafter that raises, or proposes what is no draft, ends the request with a ``DraftError``; otherwise

@@ -131,16 +131,8 @@ def _build(
     # Policies look at the keys of each head; products with latents are no sums row by row; layers that are to be
     # quantized are measured in the model's own forward, which has none.
     latents = eviction is None and not exact and quantize is None
-    weights = ModelWeights(
-        model,
-        owned=owned,
-        prepared=prepared,
-        quantize=quantize,
-        text=text,
-        way=way,
-        latents=latents,
-        max_context=max_context,
-    )
+    read = functools.partial(ModelWeights, model, owned=owned, prepared=prepared, quantize=quantize, text=text)
+    weights = read(way=way, latents=latents, max_context=max_context)
     if offloaded is not None:
         _check_files(weights)
     # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
