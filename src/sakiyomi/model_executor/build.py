@@ -205,11 +205,13 @@ def _check_crossing(model: Any, wanted: int | None) -> None:
 
     Their texts depend on what of them was the prompt, which nothing here knows any more when it reads one anew.
     """
-    from transformers import GenerationMixin
-
     limit = rope_limit(model.config.get_text_config())
+    if wanted is None or wanted <= limit:
+        return
+    from transformers import GenerationMixin  # which models that start from a recording do without
+
     own: Any = getattr(type(model), "prepare_inputs_for_generation", None)
-    if wanted is not None and wanted > limit and own is GenerationMixin.prepare_inputs_for_generation:
+    if own is GenerationMixin.prepare_inputs_for_generation:
         raise UnsupportedError(
             f"max_context={wanted}: {type(model).__name__} does not read a text anew when it grows beyond {limit} "
             "tokens, where its rotary embedding (longrope) changes all positions; use max_context="
