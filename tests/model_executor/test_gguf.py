@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from architectures import prompt
+from architectures import greedy, prompt
 from damage import DAMAGES, refusals
 from sakiyomi import LLM, LoadError, MemoryLimitError, SakiyomiError, SamplingParams, UnsupportedError
 from sakiyomi.evaluation.bench.engines import gguf_files
@@ -62,6 +64,117 @@ def test_the_same_tokens(files: Path, folder: Path, capfd: pytest.CaptureFixture
     capfd.readouterr()  # what libraries say when they are imported first
     assert written(files / "F32.gguf") == wanted
     assert capfd.readouterr() == ("", ""), "transformers shows a bar of its own"
+
+
+# --- what transformers leaves out -------------------------------------------------------------------------------------
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+
+
+def with_more(path: Path, model: Any, monkeypatch: pytest.MonkeyPatch, add: Callable[[Any], None]) -> Path:
+    """The file of a model in float32, with more in it than the weights and what they need."""
+    vocabulary = gguf_files._add_vocabulary
+
+    def more(writer: Any, *args: Any) -> None:
+        vocabulary(writer, *args)
+        add(writer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_files, "_add_vocabulary", more)
+        gguf_files._write(path, model, tiny_tokenizer(), "F32")
+    return path
+
+
+def tensor(name: str, values: Any) -> Callable[[Any], None]:
+    return lambda writer: writer.add_tensor(name, np.array(values, np.float32))
+
+
+def divisors(model: Any) -> list[float]:
+    """As llama.cpp's converter writes them for Llama 3.1."""
+    plain = tiny_llama().model.rotary_emb.inv_freq
+    return list((plain / model.model.rotary_emb.inv_freq).tolist())
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": True}, {"draft": "early-exit:1"}, {"max_context": 300}])
+def test_divisors_of_the_frequencies_are_used(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain, tokens = tiny_llama(rope_parameters=LLAMA3), tiny_llama(), prompt(150)
+    file = with_more(tmp_path / "m.gguf", model, monkeypatch, tensor("rope_freqs.weight", divisors(model)))
+    options = {"draft": "none", "compile": False} | options
+    llm = LLM(str(file), **options)
+    (out,) = llm.generate([tokens], SamplingParams(max_new_tokens=10, ignore_eos=True))
+    assert out.token_ids == greedy(model, tokens, 10) != greedy(plain, tokens, 10)
+
+
+@native_only
+def test_packed_copies_keep_the_divisors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAKIYOMI_CACHE_DIR", str(tmp_path / "cache"))
+    model, tokens = tiny_llama(rope_parameters=LLAMA3), prompt(150)
+    folder = save_model(tmp_path / "folder", model, tiny_tokenizer())
+    file = with_more(tmp_path / "m.gguf", model, monkeypatch, tensor("rope_freqs.weight", divisors(model)))
+    params = SamplingParams(max_new_tokens=10, ignore_eos=True)
+    wanted, *found = (
+        LLM(str(target), "none", quantize="int8").generate([tokens], params)[0].token_ids
+        for target in (folder, file, file)
+    )
+    assert found == [wanted, wanted]
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "longrope"])
+def test_scaled_positions_are_used(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0}
+    rope |= {"factor": 4.0} if kind != "longrope" else {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    rope |= {"original_max_position_embeddings": 128} if kind != "linear" else {}
+    model, tokens = tiny_llama(rope_parameters=rope), prompt(100)
+
+    def add(writer: Any) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        if kind == "longrope":
+            tensor("rope_factors_short.weight", [1.0] * 4)(writer)
+            tensor("rope_factors_long.weight", [3.0] * 4)(writer)
+        else:
+            writer.add_rope_scaling_factor(4.0)
+        if kind != "linear":
+            writer.add_rope_scaling_orig_ctx_len(128)
+
+    file = with_more(tmp_path / "m.gguf", model, monkeypatch, add)
+    config = load_model(file).model.config.rope_parameters
+    assert {key: config[key] for key in rope} == rope
+    (out,) = LLM(str(file), "none", compile=False).generate(
+        [tokens], SamplingParams(max_new_tokens=10, ignore_eos=True)
+    )
+    assert out.token_ids == greedy(model, tokens, 10)
+
+
+def test_what_nobody_reads_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def add(writer: Any) -> None:
+        tensor("blk.0.attn_sinks.weight", [1.0] * 4)(writer)
+        writer.add_float32("llama.final_logit_softcapping", 30.0)
+
+    file = with_more(tmp_path / "m.gguf", tiny_llama(), monkeypatch, add)
+    load_model(file)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: metadata of the model that are not used: final_logit_softcapping",
+        f"{file}: 1 tensors of the file are not used: blk.0.attn_sinks.weight",
+    ]
+
+
+@pytest.mark.parametrize(("add", "named"), [
+    (tensor("rope_freqs.weight", [1.0] * 3), "rope_freqs.weight"),
+    (tensor("rope_factors_long.weight", [1.0] * 4), "rope_factors_long.weight"),
+    (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "rope.scaling.type longrope"),
+    (lambda writer: (writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), writer.add_rope_scaling_factor(4.0),
+                     writer.add_rope_scaling_yarn_log_mul(0.1)), "rope.scaling.yarn_log_multiplier"),
+])  # fmt: skip
+def test_positions_that_the_model_would_not_have_are_refused(
+    add: Callable[[Any], None], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = with_more(tmp_path / "m.gguf", tiny_llama(), monkeypatch, add)
+    refused(UnsupportedError, named, "Hugging Face format", target=file)
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -20,7 +21,7 @@ from sakiyomi.server.errors import ApiError
 from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.tools import FORMATS, ToolFormat, ToolReader, shown, tool_format
-from server_toys import client, marked_tokenizer, running, toy_llm
+from server_toys import client, marked_tokenizer, running, toy_llm, web
 from toys import character_tokenizer, tiny_tokenizer
 
 SAID: list[Any] = [{"role": "user", "content": "Tell me of the fox"}]
@@ -133,7 +134,73 @@ def test_a_constraint_follows_paths_back_and_forth() -> None:
     assert one(torch.tensor([[1, 2, *ids]]), torch.zeros(1, 330))[0].isfinite().nonzero().tolist() == [[0]]
 
 
+SIGNS = ["a <|end|> b", "é/\U0001f600"]
+"""The text of a token that ends texts, and characters that may be spelled as escapes."""
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("path", ["chat", "completions", "responses"])
+def test_values_are_the_text_that_the_schema_has(api: OpenAI, path: str, temperature: float) -> None:
+    """However it is spelled: a backslash is what this model likes best."""
+    bias = {str(tiny_tokenizer().convert_tokens_to_ids("\\")): 60}
+    for want in SIGNS:
+        schema = {"type": "object", "properties": {want: {"const": want}}, "required": [want],
+                  "additionalProperties": False}  # fmt: skip
+        form = {"name": "x", "schema": schema}
+        how = {"temperature": temperature, "extra_body": {"logit_bias": bias, "seed": 3}}
+        wanted = {"response_format": {"type": "json_schema", "json_schema": form}}
+        if path == "responses":
+            del how["extra_body"]  # its requests have no biases
+            text = api.responses.create(
+                model="toy", input="the fox", text={"format": {"type": "json_schema", **form}}, **how
+            ).output_text
+        elif path == "chat":
+            reply = api.chat.completions.create(model="toy", messages=SAID, **wanted, **how).choices[0]
+            text = reply.message.content
+            assert reply.finish_reason == "stop"
+        else:
+            how["extra_body"] |= wanted
+            text = api.completions.create(model="toy", prompt="the fox", max_tokens=200, **how).choices[0].text
+        assert json.loads(text) == {want: want}
+        assert path == "responses" or "\\u" in text.lower()
+
+
 # ---------------------------------------------------------------- tools
+
+
+@pytest.mark.parametrize("path", ["chat", "messages"])
+def test_arguments_are_the_text_that_the_schema_has(api: OpenAI, path: str) -> None:
+    for want in SIGNS:
+        asked = tool("go", want, {"enum": [want]})
+        if path == "chat":
+            (call,) = (
+                chat(api, tools=[asked], tool_choice="required", parallel_tool_calls=False)
+                .choices[0]
+                .message.tool_calls
+            )
+            assert json.loads(call.function.arguments) == {want: want}
+            continue
+        own = {"name": "go", "input_schema": asked["function"]["parameters"]}
+        choice = {"type": "any", "disable_parallel_tool_use": True}
+        body = {"model": "toy", "max_tokens": 300, "messages": SAID, "tools": [own], "tool_choice": choice}
+        reply = web.post(f"{api.base_url}messages", json=body).json()
+        assert [part["input"] for part in reply["content"]] == [{want: want}], reply
+
+
+@pytest.mark.parametrize("models", ["Qwen3-Coder", "GLM 4.5 to 4.7"])
+def test_names_of_arguments_are_their_text(models: str) -> None:
+    """Those that are written one by one, too: a mark that is a token of its own is one where a mark stands alone."""
+    form = FORMS[models]
+    tokenizer = marked_tokenizer([*marks_of(form), "[NO]"])
+    offered = [FunctionTool.model_validate(tool("go", "a[NO]b", {"enum": ["[NO]"]}))]
+    matcher = Grammars(tokenizer, 320, [0]).of_tools(offered, form, forced=True, several=False)
+    one = WRITTEN[models][0].replace("sea", "@").replace(">to<", ">%<").replace("=to>", "=%>")
+    spelled = [tokenizer(letter)["input_ids"] for letter in ("a", *"[NO]", "b")]
+    parts = {"@": [*itertools.chain(*spelled[1:-1])], "%": [*itertools.chain(*spelled)]}
+    ids = [i for part in re.split("([@%])", one) for i in parts.get(part) or tokenizer(part)["input_ids"]]
+    assert matcher.validate_tokens([*ids, 0]) == len(ids) + 1
+    wrong = tokenizer(one.replace("@", "[NO]").replace("%", "a[NO]b"))["input_ids"]  # the token
+    assert matcher.validate_tokens([*wrong, 0]) < len(wrong)
 
 
 @pytest.mark.few(2)

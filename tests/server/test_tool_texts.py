@@ -120,6 +120,8 @@ def test_what_cannot_be_kept_to_in_texts_is_refused() -> None:
             "texts as they are, without format",
         ),
         ({"anyOf": [{"type": "object"}]}, "parameters are no plain object"),
+        (tool("do", it={"enum": ["a</parameter>"]})["function"]["parameters"], "ends texts with </parameter>, which"),
+        (tool("do", **{"a>": {"type": "null"}})["function"]["parameters"], "ends names with >, which is in 'a>'"),
     ):
         one = FunctionTool.model_validate({"type": "function", "function": {"name": "do", "parameters": parameters}})
         with pytest.raises(ApiError, match=words):
@@ -177,6 +179,18 @@ def test_a_begun_reply_in_channels_has_no_calls() -> None:
         assert job.reply.begun and job.reply.tools is not None and job.reply.tools.channels
         with pytest.raises(ApiError, match="continue_final_message cannot be combined"):
             server.bodies.chat(ChatRequest.model_validate(body | {"tools": TOOLS}))
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_arguments_may_have_the_text_of_a_mark(size: int) -> None:
+    said = "<|end|> and <|start|>"
+    text = CALL.replace("sea", said)
+    for behind in ("", "<|call|>", "<|end|><|start|>assistant<|channel|>final<|message|>Done."):
+        reader, written = ChannelReader(schemas=SCHEMAS), text + behind
+        parts = [reader.push(written[i : i + size], False) for i in range(0, len(written), size)]
+        parts.append(reader.push("", True))
+        assert [json.loads(call["function"]["arguments"]) for part in parts for call in part[2]] == [{"to": said}]
+        assert "".join(part[1] for part in parts) == "Done." * ("Done." in behind)
 
 
 def test_the_grammar_of_channels() -> None:

@@ -208,7 +208,7 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
     """The specs and drafters in ``draft``, one by one; no model is loaded yet.
 
     Args:
-        spec: a spec, several joined by "+", an object with ``propose``, or a list of these.
+        spec: a spec, several joined by "+", an object with ``propose``, or a list of these; None: "none".
 
     Raises:
         InputError: this version has no such drafter, or an object is no drafter.
@@ -220,6 +220,8 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
         if wrong:
             raise InputError(f"draft={spec!r} holds {wrong[0]!r}; expected specs, or objects with propose")
         return [part for entry in spec for part in parse_drafters(entry)]
+    if spec is None:
+        return ["none"]
     if isinstance(spec, str):
         return [*split_spec(spec)]
     if not hasattr(spec, "propose"):

@@ -37,8 +37,9 @@ class LLMConfig:
             weights that cannot be used in their stored form.
         compile: auto (passes that come often are traced on the way, with the same numbers to the last bit), true
             (compile all of them with inductor while the model loads: minutes the first time) or false (no pass is).
-        max_context: most tokens of prompt and output together; by default the model's own limit, and no more than where
-            its rotary embedding changes all positions (longrope), which a larger number goes beyond, more slowly.
+        max_context: most tokens of prompt and output together; by default the model's own limit: its positions, or what
+            its stretched rotary embedding reaches (yarn, llama3), and no more than where that changes all positions
+            (longrope). A larger number goes beyond it with linear, and more slowly with longrope.
         max_batch: most requests that run at once.
         exact: bit-equal output for every draft, gamma and batch.
         strict: a failing drafter ends the request with an error; by default the request continues without it.

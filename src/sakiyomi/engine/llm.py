@@ -42,7 +42,7 @@ class LLM:
     Args:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
             ``(model, tokenizer)`` pair; of a speech model (whisper) ``(model, processor)``.
-        draft: "none", "auto", "model:<path or id>", "medusa:<heads>" (a folder, or ``tales-medusa``),
+        draft: "none" (or None), "auto", "model:<path or id>", "medusa:<heads>" (a folder, or ``tales-medusa``),
             "eagle:<head>", "block:<block drafter>", "mtp:<layer>", "assistant:..." (folders), "mtp", "self-int8"
             (the target once more, with weights of 8 bits), "self-evicted" (the target on an excerpt of its cache, for
             long contexts), "early-exit:<layers>" (its own first layers), "oracle" or "oracle:<rate>" (the known answer,
@@ -72,7 +72,7 @@ class LLM:
         compile: "auto" traces decoding passes that come often, with the numbers of eager ones; True compiles them while
             the model is loaded; False runs all passes eagerly.
         max_context: most tokens of prompt and output, of which nothing is allocated in advance; None: the model's own
-            limit, which of longrope is that of its first factors: a larger one goes beyond it, more slowly.
+            limit (what yarn and llama3 stretch it to, the first part of longrope); linear and longrope go beyond it.
         max_batch: requests that run at once; more wait.
         exact: bit-equal output for every drafter, gamma, tree and batch.
         strict: a drafter that raises, or proposes what is no draft, ends the request with a ``DraftError``; otherwise
@@ -91,7 +91,7 @@ class LLM:
     def __init__(
         self,
         target: str | os.PathLike[str] | tuple[Any, Any],
-        draft: str | Drafter | Proposer | Sequence[str | Drafter | Proposer] = "auto",
+        draft: str | Drafter | Proposer | Sequence[str | Drafter | Proposer] | None = "auto",
         *,
         cache: str = "full",
         kv_budget: int | str | None = None,
@@ -301,7 +301,7 @@ class LLM:
         """
         return self._pool.record()
 
-    def drafter(self, draft: str | Drafter | Proposer | Sequence[str | Drafter | Proposer]) -> Drafter | None:
+    def drafter(self, draft: str | Drafter | Proposer | Sequence[str | Drafter | Proposer] | None) -> Drafter | None:
         """A drafter for this target, for an engine of one's own; the LLM's own drafter stays.
 
         Args:

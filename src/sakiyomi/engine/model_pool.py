@@ -20,6 +20,7 @@ from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
 from sakiyomi.kernels.build import builder
 from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder
+from sakiyomi.model_executor.positions import rope_limit
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import DRAFT_SIZES
 from sakiyomi.model_executor.stages import is_cut
@@ -57,6 +58,7 @@ class ModelPool:
         **options: Any,
     ) -> None:
         self._name, self._load, self._run = target, load, run
+        self._max_context: int | None = options.get("max_context")
         self._unrecorded: list[tuple[ModelRunner, Callable[[ModelRunner], bool]]] = []
         if is_cut(target):
             self.loaded, self.target = self._lead(Path(str(target)), quantize, offload, **options)
@@ -114,7 +116,9 @@ class ModelPool:
 
     def pack(self, loaded: Loaded, quantize: str | None = None) -> ModelRunner:
         """Make a loaded model ready to run beside the target."""
-        packed = self._pack(loaded, quantize, first_sizes=DRAFT_SIZES)
+        limit = rope_limit(loaded.model.config.get_text_config())  # beyond it a draft model proposes nothing
+        wanted = None if self._max_context is None else min(self._max_context, limit)
+        packed = self._pack(loaded, quantize, first_sizes=DRAFT_SIZES, max_context=wanted)
         self.models.append(packed)
         return packed
 

@@ -84,7 +84,9 @@ def build_runner(
         eviction=eviction,
         offloaded=offloaded,
         make_cache=make_cache,
+        max_context=max_context,
     )
+    _check_crossing(model, max_context)
     apart = exact or quantize or prepared is not None or eviction is not None or offloaded is not None
     try:
         check_states(model.config, type(model))
@@ -122,15 +124,15 @@ def _build(
     eviction: EvictionPlan | None,
     offloaded: MappedFiles | None,
     make_cache: Callable[..., SlotCache],
+    max_context: int | None,
     way: str | None = None,
 ) -> ModelRunner:
     """See ``build_runner``; in this way through the model's own forward, see ``ModelWeights``."""
     # Policies look at the keys of each head; products with latents are no sums row by row; layers that are to be
     # quantized are measured in the model's own forward, which has none.
     latents = eviction is None and not exact and quantize is None
-    weights = ModelWeights(
-        model, owned=owned, prepared=prepared, quantize=quantize, text=text, way=way, latents=latents
-    )
+    read = functools.partial(ModelWeights, model, owned=owned, prepared=prepared, quantize=quantize, text=text)
+    weights = read(way=way, latents=latents, max_context=max_context)
     if offloaded is not None:
         _check_files(weights)
     # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
@@ -195,6 +197,25 @@ def _check_context(config: Any, wanted: int | None) -> None:
         raise UnsupportedError(
             f"with max_context={wanted} texts grow beyond {limit} tokens, where the rotary embedding (longrope) "
             f"changes all positions; exact, quantize and cache policies need max_context={limit} or less"
+        )
+
+
+def _check_crossing(model: Any, wanted: int | None) -> None:
+    """Refuse classes whose ``generate`` keeps what it has read with other factors when a text crosses the limit.
+
+    Their texts depend on what of them was the prompt, which nothing here knows any more when it reads one anew.
+    """
+    limit = rope_limit(model.config.get_text_config())
+    if wanted is None or wanted <= limit:
+        return
+    from transformers import GenerationMixin  # which models that start from a recording do without
+
+    own: Any = getattr(type(model), "prepare_inputs_for_generation", None)
+    if own is GenerationMixin.prepare_inputs_for_generation:
+        raise UnsupportedError(
+            f"max_context={wanted}: {type(model).__name__} does not read a text anew when it grows beyond {limit} "
+            "tokens, where its rotary embedding (longrope) changes all positions; use max_context="
+            f"{limit} or less"
         )
 
 

@@ -23,7 +23,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.hf_names import cache_argument
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.features import HiddenStateCapture
-from sakiyomi.model_executor.positions import rope_limit
+from sakiyomi.model_executor.positions import position_count, rope_limit
 from sakiyomi.model_executor.probe import FAULTS, PROOF, Expectation, proof_text
 
 __all__ = ["BY_TEXT", "WAYS", "OwnForward", "expect_own", "run_by_text", "ways_of"]
@@ -124,7 +124,8 @@ class TextReader(nn.Module):
         super().__init__()
         vars(self)["inner"] = inner  # whose modules are listed elsewhere
         self.way, self.capture = way, capture
-        self._limit = rope_limit(inner.config.get_text_config())
+        config = inner.config.get_text_config()
+        self._limit, self.positions = rope_limit(config), position_count(config)
 
     def read(self, tokens: list[int], fresh: int, past: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
         """Read the last tokens of a text behind the others.
@@ -276,8 +277,11 @@ class TextState:
                 found = self._read(text, columns, stays=count == 1 and not part.done, prompt=part.prompt)
                 own = [j for j, column in enumerate(columns) if column >= length]
                 put([first + columns[j] - length for j in own], [rows[own] for rows in found])
-        if not made:  # a trial of what a pass costs
-            put(list(range(ids.shape[1])), self._reader.read(ids[0].tolist(), ids.shape[1], {})[0])
+        if not made:  # a trial of what a pass costs, which may have more rows than the model has positions
+            size, most = ids.shape[1], self._reader.positions
+            for first in range(0, size, most):
+                some = ids[0, first : first + most].tolist()
+                put(list(range(first, first + len(some))), self._reader.read(some, len(some), {})[0])
         self._reader.capture.give(made[1:])
         return made[0]
 

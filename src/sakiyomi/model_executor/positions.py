@@ -7,13 +7,19 @@ and its kin take none; roberta and its kin begin behind the padding's when they 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["rope_limit", "take_positions"]
+__all__ = ["ENDLESS", "context_note", "position_count", "rope_limit", "take_positions"]
+
+ENDLESS = 1 << 30
+"""Positions of a model that has no limit."""
+_STRETCHED = ("linear", "llama3", "longrope", "yarn")
+"""Kinds of rotary embeddings that reach a multiple of the context that the model was trained with."""
 
 
 class _GivenPositions(nn.Module):
@@ -80,15 +86,62 @@ def take_positions(model: nn.Module) -> int:
     return 0
 
 
+def position_count(config: Any, wanted: int | None = None) -> int:
+    """Tokens that a text may have by a model's positions.
+
+    A rotary embedding that stretches an original context by a factor has as many as that gives, also where
+    ``max_position_embeddings`` is still the original number, as model cards have it for YaRN.
+
+    Args:
+        config: of the model's text part.
+        wanted: tokens that are asked for. Where the original context is not named, ``max_position_embeddings`` may be
+            it, or the stretched one: it is stretched for what is asked for alone.
+    """
+    declared = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if declared <= 0:
+        return ENDLESS
+    rope = _rope(config)
+    if rope.get("rope_type") not in _STRETCHED or not rope.get("factor"):
+        return declared
+    original = _original(config, rope)
+    most = max(declared, int((original or declared) * rope["factor"]))
+    return most if original else min(most, max(declared, wanted or 0))
+
+
 def rope_limit(config: Any) -> int:
     """Context up to which a position's rotary embedding depends on the position alone.
 
     "longrope" takes other frequencies for all positions as soon as one lies beyond the original context: keys in the
-    cache would be wrong from there on, and requests of one pass would change each other's numbers.
+    cache would be wrong from there on, and requests of one pass would change each other's numbers. "dynamic" does so
+    beyond ``max_position_embeddings``, which no text goes beyond.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return 1 << 30
+    rope = _rope(config)
+    if rope.get("rope_type") != "longrope" or rope.get("long_factor") == rope.get("short_factor"):
+        return ENDLESS
+    return _original(config, rope) or ENDLESS
+
+
+def context_note(config: Any, limit: int) -> str:
+    """Why a text has no more positions than this, for messages; "": these are all that the model has."""
+    positions, kind = position_count(config), _rope(config).get("rope_type")
+    if limit < positions and limit == rope_limit(config):
+        return (
+            f"; the model has {positions} positions, but its rotary embedding (longrope) changes all of them when a "
+            f"text grows beyond {limit}; with max_context={positions} each text goes through the model's own forward "
+            "by itself, which is slower, and is read anew there"
+        )
+    if kind == "dynamic":
+        return "; its rotary embedding (dynamic) changes all positions of a text that grows beyond them"
+    if (most := position_count(config, ENDLESS)) > limit >= positions:
+        return f"; its rotary embedding ({kind}) reaches {most}, which max_context={most} allows"
+    return ""
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    """Parameters of the rotary embedding, where all layers have the same."""
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def _original(config: Any, rope: Mapping[str, Any]) -> int:
     own = rope.get("original_max_position_embeddings")
-    limit = int(own or getattr(config, "original_max_position_embeddings", None) or 0)
-    return limit or 1 << 30
+    return int(own or getattr(config, "original_max_position_embeddings", None) or 0)

@@ -42,7 +42,7 @@ from sakiyomi.model_executor.loading.stream import WeightStream, attach, is_offl
 from sakiyomi.model_executor.model_state import ModelState
 from sakiyomi.model_executor.multimodal import set_aside
 from sakiyomi.model_executor.own_forward import expect_own, run_by_text
-from sakiyomi.model_executor.positions import rope_limit, take_positions
+from sakiyomi.model_executor.positions import context_note, position_count, rope_limit, take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
@@ -125,6 +125,7 @@ class ModelWeights:
         text: Sequence[int] = (),
         way: str | None = None,
         latents: bool = True,
+        max_context: int | None = None,
     ) -> None:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_quantization(f"quantize={quantize!r}", model.dtype)
@@ -146,8 +147,9 @@ class ModelWeights:
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
         self.device = _device(model)
-        self.max_context = (_max_context if way is None else _positions)(self.config) - before
-        if self.context_note:
+        reach = position_count(self.config, max_context)
+        self.max_context = (reach if way is not None else min(reach, rope_limit(self.config))) - before
+        if self.max_context + before < reach:
             logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
         # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
@@ -221,7 +223,7 @@ class ModelWeights:
     @property
     def context_note(self) -> str:
         """Why a text may have fewer tokens than the model has positions, for messages; "": it may have as many."""
-        return _context_note(self.config, self.max_context)
+        return context_note(self.config, self.max_context)
 
     @property
     def packed_experts(self) -> bool:
@@ -403,17 +405,6 @@ def _scale_for_inference(model: nn.Module) -> None:
             module.training = training
 
 
-def _context_note(config: Any, limit: int) -> str:
-    positions = int(getattr(config, "max_position_embeddings", 0) or 0)
-    if limit >= positions or limit != rope_limit(config):
-        return ""
-    return (
-        f"; the model has {positions} positions, but its rotary embedding (longrope) changes all of them when a text "
-        f"grows beyond {limit}; with max_context={positions} each text goes through the model's own forward by itself, "
-        "which is slower, and is read anew there"
-    )
-
-
 def _pack(
     module: Any, table: PackedWeights, probed: Probed, *, free: bool, bits: Mapping[int, int] | None
 ) -> list[list[str]]:
@@ -517,14 +508,3 @@ def _stored_bytes(tensor: Tensor) -> int:
         return tensor.nbytes
     held = [getattr(tensor, name) for name in parts(tensor)[0]]
     return sum(part.nbytes for part in held if isinstance(part, Tensor))
-
-
-def _positions(config: Any) -> int:
-    """Tokens that a text may have by the model's positions."""
-    positions = int(getattr(config, "max_position_embeddings", 0) or 0)
-    return positions if positions > 0 else 1 << 30
-
-
-def _max_context(config: Any) -> int:
-    """Tokens that a text may have on our cache, prompt included."""
-    return min(_positions(config), rope_limit(config))

@@ -22,6 +22,7 @@ from sakiyomi.server.channels import ENDS
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.conversations import as_template_takes, ending_of, text_of
 from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.escapes import Matcher
 from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.images import read_images
 from sakiyomi.server.jobs import Echo, Job, Reply
@@ -42,8 +43,6 @@ from sakiyomi.server.schema import (
 from sakiyomi.server.tools import ToolFormat, in_channels, shown, tool_format
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from sakiyomi.cache.cross_attention import Source
     from sakiyomi.engine.llm import LLM
 
@@ -276,7 +275,7 @@ class BodyReader:
             return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
 
     def _jobs(
-        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int, matcher: LLMatcher | None
+        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int, matcher: Matcher | None
     ) -> list[Job]:
         if matcher is not None and body.ignore_eos:
             raise bad_request("with a grammar the text ends when it is complete; leave ignore_eos out", "ignore_eos")
@@ -288,7 +287,7 @@ class BodyReader:
                 for key in keys
             ]
 
-    def _format(self, body: Ask) -> LLMatcher | None:
+    def _format(self, body: Ask) -> Matcher | None:
         """What the text must keep to."""
         wanted = body.response_format
         if wanted is None or wanted.type == "text":
@@ -303,7 +302,7 @@ class BodyReader:
 
     def _tools(
         self, body: ChatRequest
-    ) -> tuple[Sequence[FunctionTool], Sequence[FunctionTool], LLMatcher | None, ToolFormat | None]:
+    ) -> tuple[Sequence[FunctionTool], Sequence[FunctionTool], Matcher | None, ToolFormat | None]:
         """Tools to tell the model of, those it may call, what its text must keep to, and how it writes calls."""
         if not body.tools and body.tool_choice not in (None, "none", "auto"):
             raise bad_request("tool_choice needs tools", "tool_choice")
@@ -326,7 +325,7 @@ class BodyReader:
         return body.tools, offered, matcher, form
 
     def params(
-        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, matcher: LLMatcher | None
+        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, matcher: Matcher | None
     ) -> SamplingParams:
         """How a text goes on that begins with these tokens."""
         processors: list[Callable[..., Any]] = []

@@ -52,7 +52,7 @@ class ChannelReader:
         while True:
             if not self._inside and not self._opened(last):
                 break
-            ended = _OVER.search(self._pending)
+            ended = self._ended(last)
             whole = ended is not None or last
             said = self._pending[: ended.start()] if ended is not None else self._certain(last)
             if self._tool and not whole:
@@ -71,6 +71,15 @@ class ChannelReader:
             if self._channel == "commentary" and not self._tool:
                 reply += "\n\n"  # what is said before calls, and the reply itself, are messages of their own
         return thoughts, reply, self.calls[before:]
+
+    def _ended(self, last: bool) -> re.Match[str] | None:
+        """The mark that ends the message. Arguments may have a mark's text in them: behind them they are whole JSON."""
+        marks = list(_OVER.finditer(self._pending))
+        if self._tool:
+            found = next((mark for mark in marks if _is_json(self._pending[: mark.start()])), None)
+            if found is not None or not last:
+                return found
+        return marks[0] if marks and not (self._tool and _is_json(self._pending)) else None
 
     def _opened(self, last: bool) -> bool:
         """Read the head of a message; False where it is not there yet, or nothing comes any more."""
@@ -107,3 +116,11 @@ class ChannelReader:
         id_ = self._names(5)[:9]
         self.calls.append(called(len(self.calls), id_, self._tool, json.dumps(value, ensure_ascii=False)))
         return ""
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -5,28 +5,29 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 from torch import Tensor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.escapes import JSON_OUTLINE, Matcher, Vocabulary
 from sakiyomi.server.pair_rules import GAP, PairRules
 from sakiyomi.server.schema import FunctionTool
 from sakiyomi.server.tools import MARKS, Pairs, ToolFormat
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 __all__ = ["Constraint", "Grammars"]
 
 # Without a limit a model that is unsure writes spaces for ever, and never breaks a rule.
-LAYOUT: JsonCompileOptions = {"whitespace_pattern": r"[ \n\t]{1,24}"}
+LAYOUT = {"whitespace_pattern": r"[ \n\t]{1,24}"}
+# Any tokens that spell a text may stand for it, and no others: a text that is forced is not encoded by the tokenizer,
+# which would take what reads like a special token for that token.
+HEAD = '%llguidance {"no_forcing": true}\n'
+Value = Callable[[Mapping[str, Any]], str]
 MOST_CALLS = 16  # of a reply that must call, or of a list
 TEXT = "TEXT: /(.|\\n)*/\n"
 
@@ -42,7 +43,7 @@ class Constraint:
         prompt: how many tokens of every history come before.
     """
 
-    def __init__(self, matcher: LLMatcher, prompt: int) -> None:
+    def __init__(self, matcher: Matcher, prompt: int) -> None:
         self._matcher, self._prompt = matcher, prompt
         self._read: list[int] = []
 
@@ -55,14 +56,13 @@ class Constraint:
         path = history[0, self._prompt :].tolist()
         if not self._follow(path):
             return scores
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            reason = self._matcher.get_error().partition("\n")[0]
+        allowed = torch.zeros(scores.shape[1], dtype=torch.bool)
+        found = torch.from_numpy(self._matcher.allowed())[: len(allowed)]
+        allowed[: len(found)] = found
+        if (reason := self._matcher.error().partition("\n")[0]) or not allowed.any():
+            reason = reason or "no token fits"
             raise InputError(f"the grammar cannot be followed any further ({reason}); ask for something simpler")
-        allowed = np.zeros(scores.shape[1], bool)
-        bits = np.unpackbits(words, bitorder="little")[: len(allowed)]
-        allowed[: len(bits)] = bits
-        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
+        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
 
     def _follow(self, path: Sequence[int]) -> bool:
         """Have the matcher read this path; False where it breaks the grammar."""
@@ -91,22 +91,18 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
-        self._made: LLTokenizer | None = None
+        self._made: Vocabulary | None = None
         self._lock = threading.Lock()
 
-    def of_schema(self, schema: dict[str, Any], field: str) -> LLMatcher:
+    def of_schema(self, schema: Mapping[str, Any], field: str) -> Matcher:
         """For a JSON text of a schema.
 
         Raises:
             ApiError: it is none that can be kept to.
         """
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
-        except ValueError as error:
-            raise _refused(str(error), field) from None
-        return self._matcher(grammar, field)
+        return self._matcher(lambda value: f"start: {value(schema)}\n", field)
 
-    def of_reply(self, schema: dict[str, Any], form: ToolFormat | None, field: str) -> LLMatcher:
+    def of_reply(self, schema: dict[str, Any], form: ToolFormat | None, field: str) -> Matcher:
         """For a reply that is a JSON text of a schema, in its channel where there are some.
 
         Raises:
@@ -115,40 +111,46 @@ class Grammars:
         alone = self.of_schema(schema, field)
         if form is None or not form.channels:
             return alone
+        marks = self._marks(field)
         return self._matcher(
-            _Lark(self._marks(field), form, self._stop_ids).channels((), forced=False, schema=schema), field
+            lambda value: _Lark(marks, form, self._stop_ids, value).channels((), forced=False, schema=schema), field
         )
 
-    def of_tools(self, tools: Sequence[FunctionTool], form: ToolFormat, *, forced: bool, several: bool) -> LLMatcher:
+    def of_tools(self, tools: Sequence[FunctionTool], form: ToolFormat, *, forced: bool, several: bool) -> Matcher:
         """For a text with calls of these tools in it, or, ``forced``, for calls alone.
 
         Raises:
             ApiError: the schema of one's parameters is none that can be kept to.
         """
         for tool in tools:  # so that the message names the one that is wrong
-            self.of_schema(tool.function.parameters or {"type": "object"}, f"tools.{tool.function.name}")
-        lark = _Lark(self._marks("tools"), form, self._stop_ids)
-        if form.channels:
-            return self._matcher(lark.channels(tools, forced=forced), "tools")
-        return self._matcher(lark.calls(tools, several) + lark.start(forced, several), "tools")
+            self.of_schema(_object(tool), f"tools.{tool.function.name}")
+        marks = self._marks("tools")
+
+        def write(value: Value) -> str:
+            lark = _Lark(marks, form, self._stop_ids, value)
+            if form.channels:
+                return lark.channels(tools, forced=forced)
+            return lark.calls(tools, several) + lark.start(forced, several)
+
+        return self._matcher(write, "tools")
 
     def _marks(self, field: str) -> dict[str, int]:
         """Tokens that are no letters to the parser, by their names: special ones, and some that look like it."""
-        known = self._tokens(field)
+        known = self._vocabulary(field).special
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        return {str(token): int(i) for i, token in added.items() if known.is_special_token(int(i))}
+        return {str(token): int(i) for i, token in added.items() if int(i) in known}
 
-    def _matcher(self, grammar: str, field: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokens(field), grammar, log_level=0)
-        if matcher.is_error():
-            raise _refused(matcher.get_error(), field)
+    def _matcher(self, write: Callable[[Value], str], field: str) -> Matcher:
+        """For the rules that ``write`` makes with rules for the values of schemas."""
+        matcher = Matcher(self._vocabulary(field), HEAD + write(_value), HEAD + write(lambda _: "json") + JSON_OUTLINE)
+        if reason := matcher.error():
+            raise _refused(reason, field)
         first = matcher.deep_copy()
-        first.compute_bitmask()
-        if first.is_error():
+        if not first.allowed().any() or first.error():
             raise _refused("there is no text that does", field)
         return matcher
 
-    def _tokens(self, field: str) -> LLTokenizer:
+    def _vocabulary(self, field: str) -> Vocabulary:
         with self._lock:
             if self._made is None:
                 if (found := getattr(self._tokenizer, "backend_tokenizer", None)) is None:
@@ -157,15 +159,18 @@ class Grammars:
                         field,
                         code=None,
                     )
-                backend, ends = copy(found), self._stop_ids or self._tokenizer.eos_token_id
+                backend, ends = copy(found), self._stop_ids or [self._tokenizer.eos_token_id]
                 backend.no_padding()
                 backend.no_truncation()
                 try:
-                    self._made = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
+                    known = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
                 except (ValueError, TypeError) as error:
                     raise bad_request(
                         f"this model's tokenizer does not support grammars: {error}", field, code=None
                     ) from None
+                ids = range(self._vocab_size)
+                special = [i for i in ids if known.is_special_token(i)]
+                self._made = Vocabulary([known.decode_bytes([i]) for i in ids], special, ends)
             return self._made
 
 
@@ -178,10 +183,11 @@ class _Lark:
         marks: names and ids of these tokens.
         form: how calls are written.
         stop_ids: tokens that end a text.
+        value: makes a rule for values of a schema.
     """
 
-    def __init__(self, marks: dict[str, int], form: ToolFormat, stop_ids: Sequence[int]) -> None:
-        self._marks, self._form = marks, form
+    def __init__(self, marks: dict[str, int], form: ToolFormat, stop_ids: Sequence[int], value: Value) -> None:
+        self._marks, self._form, self._value = marks, form, value
         own = [marks[mark] for mark in form.marks if mark in marks]
         # Text may have other such tokens in it, <think> for instance.
         self._other = ",".join(str(i) for i in marks.values() if i not in own and i not in stop_ids)
@@ -193,21 +199,19 @@ class _Lark:
         call = f"call{{1,{MOST_CALLS}}}" if form.each[0] and several else call
         call = f'"[" {call} "]"' if form.listed else call
         pad = f"/{json.dumps(form.pad)[1:-1]}?/" if form.pad else ""
-        lark = (
-            "%llguidance {}\n" + f"body: {pad} {call} {f'{pad} {self._words(form.closing)}' if form.closing else ''}\n"
-        )
+        lark = f"body: {pad} {call} {f'{pad} {self._words(form.closing)}' if form.closing else ''}\n"
         lark += _one_of(tools)
         if form.pairs is not None:
             return lark + self._pairs(form.pairs, tools)
         for i, tool in enumerate(tools):
             before, after = form.around(tool.function.name)
-            schema = _object(tool)
+            value = self._value(_object(tool))
             number = f"/[0-9]{{1,3}}/ {self._words(form.divider)}" if form.numbered else ""
-            lark += f"call_{i}: {self._words(before)} {number} %json {schema} {self._words(after)}\n"
+            lark += f"call_{i}: {self._words(before)} {number} {value} {self._words(after)}\n"
         return lark
 
     def _pairs(self, pairs: Pairs, tools: Sequence[FunctionTool]) -> str:
-        rules = PairRules(pairs, self._words, LAYOUT)
+        rules = PairRules(pairs, self._words, self._value)
         lark = rules.shared
         for i, tool in enumerate(tools):
             before, after = self._form.around(tool.function.name)
@@ -229,15 +233,15 @@ class _Lark:
                 code="unsupported_value",
             )
         start, end, body, channel, data, call, _ = (f"<[{self._marks[mark]}]>" for mark in MARKS)
-        said = "TEXT" if schema is None else f"%json {json.dumps(schema | {'x-guidance': LAYOUT})}"
+        said = "TEXT" if schema is None else self._value(schema)
         endings = [f'{channel} "final" {body} {said}'] if not forced else []
-        lark = "%llguidance {}\n" + TEXT
+        lark = TEXT
         lark += f'thought: {channel} ("analysis" | "commentary") {body} TEXT {end} {start} "assistant"\n'
         for i, tool in enumerate(tools):
             to = f"to=functions.{tool.function.name}"
             head = f'({channel} "commentary {to}" | " {to}" {channel} "commentary")'
             kind = f'(" "? {data} "json" | " json")?'
-            lark += f"call_{i}: {head} {kind} {body} %json {_object(tool)} ({call})?\n"
+            lark += f"call_{i}: {head} {kind} {body} {self._value(_object(tool))} ({call})?\n"
             endings.append(f"call_{i}")
         return lark + f"start: thought* ({' | '.join(endings)})\n"
 
@@ -276,8 +280,12 @@ def _one_of(tools: Sequence[FunctionTool]) -> str:
     return f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n"
 
 
-def _object(tool: FunctionTool) -> str:
-    return json.dumps((tool.function.parameters or {"type": "object"}) | {"x-guidance": LAYOUT})
+def _object(tool: FunctionTool) -> Mapping[str, Any]:
+    return tool.function.parameters or {"type": "object"}
+
+
+def _value(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': LAYOUT})}"
 
 
 def _refused(reason: str, field: str) -> ApiError:

@@ -27,11 +27,11 @@ class PairRules:
     Args:
         pairs: the way.
         words: makes terminals of a text with marks in it.
-        layout: options of objects inside.
+        value: makes a rule for values of a schema.
     """
 
-    def __init__(self, pairs: Pairs, words: Callable[[str], str], layout: Mapping[str, Any]) -> None:
-        self._pairs, self._words, self._layout = pairs, words, layout
+    def __init__(self, pairs: Pairs, words: Callable[[str], str], value: Callable[[Mapping[str, Any]], str]) -> None:
+        self._pairs, self._words, self._json = pairs, words, value
         self._pad = words(pairs.pad)
         self._opened = f"{GAP} {words(pairs.opened)} {self._pad}" if pairs.opened else self._pad
         self._closed = f"{words(pairs.after)} {GAP}"
@@ -54,7 +54,10 @@ class PairRules:
         for number, (key, wanted) in enumerate(properties.items()):
             rule = f"{call}_argument_{number}"
             names.append(rule if key in root.get("required", ()) else f"{rule}?")
-            rules += f"{rule}: {self._words(self._pairs.before + key + self._pairs.named)} {self._opened} "
+            if self._pairs.named in key:
+                raise _refused(field, f"ends names with {self._pairs.named}, which is in {key!r}")
+            before, named = self._words(self._pairs.before), self._words(self._pairs.named)
+            rules += f"{rule}: {before} {json.dumps(key)} {named} {self._opened} "
             rules += self._value(rule, wanted, schema, field) + "\n"
         if root.get("additionalProperties", not properties) is not False:
             names.append(f"{call}_other*")
@@ -67,10 +70,11 @@ class PairRules:
         found, allowed = resolved(wanted, root), kinds(wanted, root)
         if "string" not in allowed:
             shared = {name: root[name] for name in DEFINITIONS if name in root}
-            inner = json.dumps(shared | dict(wanted) | {"x-guidance": self._layout})
-            return f"%json {inner} {self._pad} {self._closed}"
+            return f"{self._json(shared | dict(wanted))} {self._pad} {self._closed}"
         if isinstance(found, Mapping) and found.keys() & {"enum", "const"}:
             every = found.get("enum", [found.get("const")])
+            if wrong := [each for each in every if isinstance(each, str) and self._pairs.after in each]:
+                raise _refused(field, f"ends texts with {self._pairs.after}, which is in {wrong[0]!r}")
             texts = [json.dumps(each if isinstance(each, str) else json.dumps(each)) for each in every]
             return f"({' | '.join(texts)}) {self._pad} {self._closed}"
         if allowed != {"string"} or not found.keys() - _NOTES:

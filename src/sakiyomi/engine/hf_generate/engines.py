@@ -25,6 +25,7 @@ from sakiyomi.model_executor.loading import (
     same_tokenizer,
     stop_tokens,
 )
+from sakiyomi.model_executor.positions import ENDLESS, position_count, rope_limit
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import DRAFT_SIZES, TARGET_SIZES
 
@@ -135,7 +136,12 @@ class Engines:
             kept.clear()
         loaded = _loaded(model)
         sizes = DRAFT_SIZES if draft else TARGET_SIZES
-        kept[key] = build_runner(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes)
+        config = loaded.model.config.get_text_config()
+        # Its own ``generate`` goes as far as a stretched rotary embedding reaches, without being asked.
+        most = min(position_count(config, ENDLESS), rope_limit(config))
+        kept[key] = build_runner(
+            loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes, max_context=most
+        )
         return kept[key]
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.checkpoint import Checkpoint
-from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.errors import LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.core.messages import one_line
+from sakiyomi.model_executor.loading.gguf_metadata import facts_of, use_facts
 from sakiyomi.model_executor.loading.reader import quiet
 
 __all__ = ["read_gguf"]
@@ -39,14 +40,17 @@ def read_gguf(path: Path) -> tuple[Any, Any, Checkpoint]:
         for tensor in reader.tensors:
             kind = tensor.tensor_type.name if tensor.tensor_type.name in _FLOATS else "BF16"
             elements[kind] = elements.get(kind, 0) + int(tensor.n_elements)
-        known = _TOKENS in reader.fields
+        known, facts = _TOKENS in reader.fields, facts_of(reader)
         del reader
         with quiet():
             place: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
             what = "its configuration"
             config = AutoConfig.from_pretrained(path.parent, **place)
+            use_facts(config, facts, path)
             what = "its tokenizer"
             tokenizer = AutoTokenizer.from_pretrained(path.parent, **place) if known else None
+    except SakiyomiError:
+        raise
     except Exception as error:  # transformers and gguf raise their own kinds
         if "not supported" in str(error):
             raise UnsupportedError(

@@ -20,6 +20,7 @@ from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.pack import is_linear
 from sakiyomi.model_executor.loading.families import auto_class
+from sakiyomi.model_executor.loading.unpacking import as_numbers, unpacking
 from sakiyomi.model_executor.multimodal import names_aside
 
 __all__ = ["Reader", "quiet"]
@@ -70,7 +71,7 @@ class Reader:
         if quantization is not None:
             options |= {"quantization_config": quantization, "device_map": {"": self.device}}
         if self.gguf is not None:
-            options |= {"gguf_file": self.gguf.name, **_as_numbers()}
+            options |= {"gguf_file": self.gguf.name, **as_numbers(), "config": self.config}
         else:
             options["use_safetensors"] = None if self.allow_pickle else True
         # Any: its signature knows nothing of output_loading_info.
@@ -80,7 +81,7 @@ class Reader:
             with (
                 TORCH_STATE,
                 quiet(),
-                _unpacking(self.gguf is not None),
+                unpacking(self.name, self.gguf),
                 progress(f"loading {self.name} ({readable(size)})", size=size),
             ):
                 model, report = reader.from_pretrained(
@@ -152,31 +153,6 @@ class Reader:
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.clone()  # what was read is the file itself, mapped
         return model
-
-
-@contextmanager
-def _unpacking(gguf: bool) -> Iterator[None]:
-    """Without the bar that transformers shows while it unpacks a GGUF file, whatever its settings are."""
-    if not gguf:
-        yield
-        return
-    from transformers import modeling_gguf_pytorch_utils as module
-
-    bar = getattr(module, "tqdm", None)
-    vars(module)["tqdm"] = lambda tensors, **_: tensors
-    try:
-        yield
-    finally:
-        vars(module)["tqdm"] = bar
-
-
-def _as_numbers() -> dict[str, Any]:
-    """Have transformers unpack a GGUF file, whose blocks it would otherwise keep where it finds kernels for them."""
-    try:
-        from transformers import GgufConfig
-    except ImportError:  # versions that always unpack it
-        return {}
-    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 @contextmanager
