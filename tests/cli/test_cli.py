@@ -183,7 +183,7 @@ def leaves(group: Any, *path: str) -> Iterator[tuple[str, ...]]:
             yield (*path, name)
 
 
-@pytest.mark.parametrize("words", leaves(get_command(app)), ids=" ".join)
+@pytest.mark.parametrize("words", list(leaves(get_command(app))), ids=" ".join)
 def test_every_command_says_what_it_takes_and_refuses_the_rest(words: tuple[str, ...]) -> None:
     helped = runner.invoke(app, [*words, "--help"])
     assert helped.exit_code == 0 and f"sakiyomi {' '.join(words)}" in " ".join(helped.stdout.split())

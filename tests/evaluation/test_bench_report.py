@@ -91,6 +91,7 @@ def test_every_section_measures_and_draws(toys: ReportConfig, made: dict[str, Ro
         assert len(SECTIONS[name].alt(made[name])) > 40
 
 
+@pytest.mark.thorough
 def test_numbers_are_what_they_say(made: dict[str, Row]) -> None:
     ranks = made["ranks"].lines
     assert [line["T=0, up to here"] for line in ranks] == sorted(line["T=0, up to here"] for line in ranks)

@@ -180,6 +180,7 @@ def test_merged_drafts_give_the_text(name: str) -> None:
     assert not target.draft._faulty
 
 
+@pytest.mark.thorough
 def test_merged_drafts_are_as_good_as_the_best_member() -> None:
     always = LLM((model_of("llama"), TOKENIZER), members("three"), compile=False)
     done = always.generate([list(tokens) for tokens in PROMPTS], params(gamma=4, nodes=15))

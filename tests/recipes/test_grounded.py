@@ -109,6 +109,7 @@ def test_who_writes_something_else_gets_no_speed(
     assert any("no near-tie" in note for note in row.notes)
 
 
+@pytest.mark.thorough
 def test_what_cannot_run_the_pair_is_left_out(
     pairs: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
