@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-# The tests' models are tiny: a second thread gains nothing, and on a busy machine two of them wait for each other.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from surroundings import neutralise
+
+neutralise()
 # Without a GPU its kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
