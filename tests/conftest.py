@@ -60,7 +60,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     import fcntl
 
     here = Path(__file__)  # any two files that are there
-    with here.open() as gate, here.with_name("toys.py").open() as turn:
+    with here.open(encoding="utf-8") as gate, here.with_name("toys.py").open(encoding="utf-8") as turn:
         # Who waits for a turn holds the gate, so that others cannot go past for ever.
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(turn, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)

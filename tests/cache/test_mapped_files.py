@@ -60,7 +60,11 @@ def texts(llm: LLM, **values: Any) -> list[list[int]]:
 
 def mapped(folder: Path | str) -> list[str]:
     """Files in the folder that this process has mapped."""
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder}/sakiyomi-" in line]
+    return [
+        line
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        if f"{folder}/sakiyomi-" in line
+    ]
 
 
 def open_files() -> int:

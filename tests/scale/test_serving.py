@@ -263,7 +263,7 @@ def test_the_command(nodes: Any) -> None:
     flags = ["--target", "tales", "--dtype", "float32", "--replicas", "1", "--address", nodes.address]
     others, port = set(serve.status().applications), free_port()
     command = [sys.executable, "-m", "sakiyomi", "serve", *flags, "--port", str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8")
     assert process.stderr is not None
     assert any("at http://" in line for line in iter(process.stderr.readline, "")), process.wait()
     body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
