@@ -143,9 +143,7 @@ def test_the_search_for_the_machine_is_sharp(line: str) -> None:
 
 def test_what_somebody_has_set_changes_nothing(tmp_path: Path) -> None:
     """And a home folder that cannot be written is no obstacle."""
-    code = (
-        "from surroundings import neutralise; neutralise(); import os; print(*sorted(os.environ), os.environ['HOME'])"
-    )
+    code = "from surroundings import *; neutralise(); import json, os; print(json.dumps(dict(os.environ)))"
     (tmp_path / "file").touch()
     set_here = {
         "HOME": str(tmp_path / "file" / "home"), "HTTPS_PROXY": "http://127.0.0.1:9", "no_proxy": "x", "HF_TOKEN": "x",
