@@ -317,7 +317,7 @@ def test_heads_of_another_model_are_refused_before_work(toys: ReportConfig, tmp_
 @pytest.mark.parametrize(("name", "section"), [("prompts", "places"), ("models", "several"), ("tasks", "tasks")])
 def test_files_that_are_not_there_are_refused_before_work(name: str, section: str, tmp_path: Path) -> None:
     given = str(tmp_path / "none")
-    with pytest.raises(LoadError, match=f"{name}: there is no file or folder '{given}'; check the path"):
+    with pytest.raises(LoadError, match=f"{name}: there is no file or folder '{re.escape(given)}'; check the path"):
         run(ReportConfig(str(tmp_path), (section,), **{name: (given,) if name == "tasks" else given}))  # type: ignore[arg-type]
 
 
