@@ -11,6 +11,7 @@ import shutil
 import site
 import tempfile
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from sakiyomi.core.files import cache_folder
@@ -34,8 +35,9 @@ _KEPT = ("kernels", "inductor", "matplotlib", "triton")
 """Folders of builds, which take long and are named by what they are made of: runs share them."""
 
 
+@cache
 def neutralise() -> None:
-    """Remove variables that change what code does, and give the run a home folder of its own.
+    """Remove variables that change what code does, and give the run a home folder of its own; once.
 
     Called before anything is imported that reads them. Other processes that run tests inherit the result.
     """
