@@ -616,9 +616,9 @@ def test_a_file_and_the_environment_set_what_flags_set(
 def test_the_environment_names_several_models_or_one_with_a_blank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for text, missing in ((f"{tmp_path}/a {tmp_path}/b", "/a'"), (f"'{tmp_path}/a b' tales", "/a b'")):
-        monkeypatch.setenv("SAKIYOMI_TARGET", text)
-        assert f"there is no folder '{tmp_path}{missing}" in runner.invoke(app, ["serve"]).stderr
+    for names in (("a", "b"), ("a b", "tales")):
+        monkeypatch.setenv("SAKIYOMI_TARGET", shlex.join(str(tmp_path / name) for name in names))
+        assert f"there is no folder '{tmp_path / names[0]}'" in runner.invoke(app, ["serve"]).stderr
     (tmp_path / "a b").mkdir()
     monkeypatch.setenv("SAKIYOMI_TARGET", f"{tmp_path}/a b")
     assert f"no config.json in {tmp_path}/a b" in runner.invoke(app, ["serve"]).stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -188,7 +189,8 @@ def test_a_model_is_converted_once(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
-    script = "read line; echo '{\"settings\": {}}'; sleep 60 & echo $! > " + str(tmp_path / "child") + "; wait"
+    script = "read line; echo '{\"settings\": {}}'; sleep 60 & echo $! > "
+    script += shlex.quote(str(tmp_path / "child")) + "; wait"
     process = EngineProcess(fake(tmp_path, "", python=script), tmp_path, TASK, writing=0.3)
     began = time.perf_counter()
     with pytest.raises(UnsupportedError, match=r"gave no answer within 0.3 seconds"):

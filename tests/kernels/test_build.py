@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -142,7 +143,7 @@ def unpacked(path: Path, to: Path) -> Path:
 def copying(folder: Path, library: Path) -> str:
     """A compiler that gives a library that is there: making one takes a minute."""
     (folder / "tools").mkdir()
-    return compiler_that(folder / "tools", f'cp {library} "$out"')["CXX"]
+    return compiler_that(folder / "tools", f'cp {shlex.quote(str(library))} "$out"')["CXX"]
 
 
 @wheels_have_kernels
@@ -340,7 +341,8 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
 
 def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 of all of it, in the middle of the compiler's writing."""
-    environment = os.environ | compiler_that(tmp_path, f'echo half > "$out"; echo $$ > "{tmp_path}/group"; sleep 60')
+    group = shlex.quote(str(tmp_path / "group"))
+    environment = os.environ | compiler_that(tmp_path, f'echo half > "$out"; echo $$ > {group}; sleep 60')
     folder = tmp_path / "cache" / "kernels"
     code = "from sakiyomi.kernels import build; build._build()"
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
