@@ -630,9 +630,9 @@ def test_turns_that_do_not_fit_end_early(pair: tuple[Any, Any]) -> None:
 def test_the_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     save_model(tmp_path / "toy", tiny_llama(), tiny_tokenizer())
-    command = "bench long --systems full --tasks story --lengths 32,64 --count 1 --seeds 0,1 --no-memory --json".split()
-    command += ["--target", str(tmp_path / "toy"), "--plot", str(tmp_path / "pictures")]
-    result = CliRunner().invoke(app, command)
+    words = "--systems full --tasks story --lengths 32,64 --count 1 --seeds 0,1 --no-memory --json"
+    places = ["--target", str(tmp_path / "toy"), "--plot", str(tmp_path / "pictures")]
+    result = CliRunner().invoke(app, ["bench", "long", *words.split(), *places])
     assert result.exit_code == 0, result.output
     assert "right" in result.stdout
     found = json.loads(result.stdout.splitlines()[-1])
