@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from surroundings import neutralise
+from surroundings import fix_examples, neutralise
 
 neutralise()
+fix_examples()
 # Without a GPU its kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"

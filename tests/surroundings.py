@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sakiyomi.core.files import cache_folder
 
-__all__ = ["neutralise"]
+__all__ = ["fix_examples", "neutralise"]
 
 _SUITE = ("CHROMIUM", "DAMAGES", "KILLS", "NATIVE", "REAL", "SCREENSHOTS", "TEST_ENGINES")
 """What somebody chooses for the suite itself, behind ``SAKIYOMI_``."""
@@ -31,8 +31,8 @@ _NAMES = {
     "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE",
     "ALL_PROXY", "FTP_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
 }  # fmt: skip
-_KEPT = ("kernels", "inductor", "matplotlib", "triton")
-"""Folders of builds, which take long and are named by what they are made of: runs share them."""
+_KEPT = ("kernels", "inductor", "hypothesis", "matplotlib", "triton")
+"""Folders of what takes long to make, named by what it is made of: runs share them."""
 
 
 @cache
@@ -58,9 +58,22 @@ def neutralise() -> None:
             (caches / name).symlink_to(builds / name, target_is_directory=True)
     os.environ |= {
         "HOME": str(home),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(caches / "hypothesis"),
         "MPLCONFIGDIR": str(caches / "matplotlib"),
         "OMP_NUM_THREADS": "1",  # models are tiny: a second thread gains nothing, and on a busy machine two wait
         "PYTHONIOENCODING": "utf-8",  # of what programs say to the tests
         "PYTHONUSERBASE": packages,
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }
+
+
+def fix_examples() -> None:
+    """Have hypothesis try the same examples everywhere, without a deadline, for machines that are busy.
+
+    ``--hypothesis-profile=search`` looks for new counterexamples.
+    """
+    from hypothesis import settings  # which reads the environment
+
+    settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=100, database=None)
+    settings.register_profile("search", deadline=None, max_examples=2000)
+    settings.load_profile("fixed")
