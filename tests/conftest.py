@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from surroundings import fix_examples, neutralise
+from surroundings import build_kernels, fix_examples, neutralise
 
 neutralise()
 fix_examples()
@@ -26,6 +26,12 @@ MOST_SECONDS = 60.0
 """Of computing, by this process and programs that a test has waited for; by the processor's clock, which other work on
 the machine changes little.
 """
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """See ``build_kernels``; before other processes begin to run tests."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and not session.config.option.collectonly:
+        build_kernels()
 
 
 def _affordable(item: pytest.Item) -> Generator[None, Any, Any]:

@@ -9,14 +9,18 @@ import atexit
 import os
 import shutil
 import site
+import subprocess
+import sys
 import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from processes import own_environment
 from sakiyomi.core.files import cache_folder
+from sakiyomi.kernels import variants
 
-__all__ = ["fix_examples", "neutralise"]
+__all__ = ["build_kernels", "fix_examples", "neutralise"]
 
 _SUITE = ("CHROMIUM", "DAMAGES", "KILLS", "NATIVE", "REAL", "SCREENSHOTS", "TEST_ENGINES")
 """What somebody chooses for the suite itself, behind ``SAKIYOMI_``."""
@@ -65,6 +69,14 @@ def neutralise() -> None:
         "PYTHONUSERBASE": packages,
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }
+
+
+def build_kernels() -> None:
+    """Compile the kernels where no run has: once, and not within the time of the first test that needs them."""
+    name = variants.fitting()
+    if name is not None and not any((cache_folder() / "kernels").glob(f"{variants.stem(name)}-*.so")):
+        code = "from sakiyomi.kernels.build import native; native()"
+        subprocess.run([sys.executable, "-c", code], env=own_environment(), check=False)
 
 
 def fix_examples() -> None:

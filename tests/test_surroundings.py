@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from processes import own_environment
+from sakiyomi.kernels import variants
+from surroundings import build_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "tests", "recipes", "benchmarks", "examples", "docs", ".ci")
@@ -162,3 +164,17 @@ def test_what_somebody_has_set_changes_nothing(tmp_path: Path) -> None:
     home = Path(found["HOME"])
     assert home.parent == tmp_path and not home.exists()  # it ends with the run
     assert found["OMP_NUM_THREADS"] == "1" and found["SAKIYOMI_REAL"] == "kept"
+
+
+def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr("subprocess.run", lambda command, **_: ran.append(command))
+    monkeypatch.setenv("SAKIYOMI_CACHE_DIR", str(tmp_path))
+    name = variants.fitting()
+    build_kernels()
+    assert len(ran) == (name is not None)
+    if name is not None:
+        (tmp_path / "kernels").mkdir()
+        (tmp_path / "kernels" / f"{variants.stem(name)}-digest.so").touch()
+        build_kernels()
+        assert len(ran) == 1
