@@ -59,6 +59,14 @@ def test_options_stand_in_their_order() -> None:
     assert read_cache("sirllm[sinks=9,paper]").policy.sinks == 4  # type: ignore[union-attr]
 
 
+def test_a_path_may_have_brackets_and_a_plus() -> None:
+    (part,) = parse_cache("offload:/a b[1]+[x]/c")
+    assert (part.name, part.file, part.options) == ("offload", "/a b[1]+[x]/c", ())
+    heads, packing = parse_cache("locret:/a[1]/b+c[beside=3]+quant-4[residual=8]")
+    assert (heads.file, heads.options) == ("/a[1]/b+c", (("beside", 3),))
+    assert (packing.name, packing.options) == ("quant-4", (("residual", 8),))
+
+
 WRONG = [
     (("nothing",), InputError, "expected full, or at most one policy .*h2o"),
     (("h2o[sink=4]", 100), InputError, "h2o has no option 'sink'; it has sinks"),
