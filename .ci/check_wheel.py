@@ -9,7 +9,7 @@ import sys
 import zipfile
 
 wheel = set(zipfile.ZipFile(sys.argv[1]).namelist())
-tracked = subprocess.run(["git", "ls-files", "src"], check=True, capture_output=True, text=True).stdout.split()
+tracked = subprocess.run(["git", "ls-files", "src"], check=True, capture_output=True, encoding="utf-8").stdout.split()
 missing = [path for path in tracked if path.removeprefix("src/") not in wheel]
 if missing:
     sys.exit(f"the wheel lacks {len(missing)} files: {', '.join(missing[:10])}")

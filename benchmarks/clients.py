@@ -127,7 +127,7 @@ def served(folder: str) -> Iterator[str]:
     template = Path(folder, "template.jinja")
     template.write_text(TEMPLATE, encoding="utf-8")
     command = [sys.executable, "-m", "sakiyomi", "serve", "--port", "0", "--chat-template", str(template)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8")
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -186,7 +186,9 @@ def run(python: str, name: str, url: str, folder: str, expected: dict[str, objec
         "HF_HUB_OFFLINE": "1",
     }
     command = [python, "-c", CLIENTS[name], url, PROMPT, str(TOKENS), str(embedded("tales"))]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=settings, check=False, timeout=300)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, encoding="utf-8", env=settings, check=False, timeout=300
+    )
     if done.returncode:
         print(f"{name}: failed\n{done.stderr[-2000:]}")
         return False

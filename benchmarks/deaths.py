@@ -64,7 +64,7 @@ def until(there: Callable[[], Any], seconds: float = 300.0) -> Any:
 def requests(path: Path) -> None:
     """A file of them."""
     words = ("fox", "boat", "tree", "king", "cat", "river")
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for i in range(LINES):
             body = {"prompt": f"The {words[i % 6]} and the {words[i // 6 % 6]}", "max_tokens": TOKENS}
             body |= {"temperature": i % 2}
@@ -73,7 +73,7 @@ def requests(path: Path) -> None:
 
 def texts(path: Path) -> list[tuple[str, Any]]:
     """Name and choices of each reply, in their order."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [(one["custom_id"], one["response"] and one["response"]["body"].get("choices")) for one in found]
 
 

@@ -38,7 +38,7 @@ print(json.dumps(seconds))
 def lap(options: argparse.Namespace, texts: int, record: bool = False) -> list[float]:
     """Seconds of the texts of one process."""
     told = [options.target, options.draft, options.prompt, str(options.tokens), str(texts), *["record"] * record]
-    made = subprocess.run([sys.executable, "-c", LAP, *told], capture_output=True, text=True, check=False)
+    made = subprocess.run([sys.executable, "-c", LAP, *told], capture_output=True, encoding="utf-8", check=False)
     if made.returncode:
         raise SystemExit(f"a lap failed:\n{made.stderr[-2000:]}")
     found: list[float] = json.loads(made.stdout.splitlines()[-1])

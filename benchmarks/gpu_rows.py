@@ -79,7 +79,7 @@ class Models:
         while not self.ready(size):
             time.sleep(0.2)
         if not (self.folder / size).exists():
-            raise LoadError(f"{size} was not made: {self._log(size).read_text()[-300:]}")
+            raise LoadError(f"{size} was not made: {self._log(size).read_text(encoding='utf-8')[-300:]}")
         return str(self.folder / size)
 
     def close(self) -> None:
@@ -157,11 +157,15 @@ def tests(bench: Bench) -> Lines:
     """Files without such a test are not read: they may import what is not installed."""
     if importlib.util.find_spec("pytest") is None:
         raise UnsupportedError("pytest is not installed")
-    files = [str(path) for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
+    files = [
+        str(path)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.gpu" in path.read_text(encoding="utf-8")
+    ]
     # Options of plugins that are not there, and warnings of other versions, are no failures.
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
     command += ["-o", "addopts=--import-mode=importlib", *files]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, encoding="utf-8")
     counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
     wrong = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
     note = "; ".join(wrong) if counts else f"no test ran: {(done.stdout + done.stderr)[-300:]}"

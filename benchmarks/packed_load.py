@@ -95,7 +95,9 @@ def make(shape: str, folder: Path) -> None:
         if sum(part.nbytes for part in shards[0].values()) > SHARD:
             write()
     write()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8"
+    )
     config.save_pretrained(folder)
     for file in sakiyomi.embedded("tales").glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -166,7 +168,7 @@ def main() -> None:
                 check=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                text=True,
+                encoding="utf-8",
             )
             found: dict[str, float] = json.loads(output.stdout.splitlines()[-1])
             return found

@@ -36,7 +36,7 @@ LOADED = (
 def served() -> Iterator[str]:
     """A server of the embedded pair on a free port; its address."""
     command = [sys.executable, "-m", "sakiyomi", "serve", "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8")
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -93,7 +93,7 @@ def main() -> None:
     else:
         with served() as url:
             laps = [lap(program, url, size) for _ in range(options.laps)]
-    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout.strip()
+    version = subprocess.run([program, "--version"], capture_output=True, encoding="utf-8").stdout.strip()
     found: dict[str, object] = {"browser": version, "size": list(size), "laps": len(laps)}
     for name in ("first-paint", "first-contentful-paint"):
         times = [round(paints[name]) for paints, _ in laps]

@@ -68,7 +68,7 @@ def server(
     """The address of a process that serves, and the process."""
     port = free_port()
     source = os.pathsep.join([str(Path(sakiyomi.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         process = subprocess.Popen(
             [*command, "--port", str(port)],
             env=os.environ | ({"PYTHONPATH": source} if env is None else env),

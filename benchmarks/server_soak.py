@@ -288,12 +288,14 @@ def main() -> None:
     args = parser.parse_args()
     folder = tempfile.TemporaryDirectory()
     template, log = Path(folder.name) / "template.jinja", Path(folder.name) / "log"
-    template.write_text(TEMPLATE)
+    template.write_text(TEMPLATE, encoding="utf-8")
     command = [sys.executable, "-W", "ignore", "-c", "from sakiyomi.cli import main; main()", "serve"]
     command += ["--port", "0", "--exact", "--dtype", "float32", "--max-batch", str(BATCH), "--max-queue", "8"]
     command += ["--api-key", f"{KEY},hostile", "--header-timeout", "3", "--log-format", "json"]
-    with folder, log.open("w") as kept:
-        process = subprocess.Popen([*command, "--chat-template", str(template)], stderr=subprocess.PIPE, text=True)
+    with folder, log.open("w", encoding="utf-8") as kept:
+        process = subprocess.Popen(
+            [*command, "--chat-template", str(template)], stderr=subprocess.PIPE, encoding="utf-8"
+        )
         assert process.stderr is not None
         url = next(line.split()[-1].strip('"}') for line in process.stderr if '"serving ' in line)
         logging = threading.Thread(target=lambda: kept.writelines(process.stderr), daemon=True)
@@ -328,7 +330,7 @@ def main() -> None:
         code = process.wait(60)
         logging.join()
         kept.flush()
-        lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
     whole = [reply for reply in replies if reply.number]
     wrong = [reply.body for reply in whole if truth(reply.body) != reply.said]
     differing = sums(metrics, lines, whole)

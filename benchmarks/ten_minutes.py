@@ -36,7 +36,7 @@ def main() -> None:
         *(["--valid", given.valid] if given.valid else []),
     ]
     began = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", check=True)
     summary = json.loads(done.stdout.splitlines()[-1])
     used = os.times()
     measured = summary["measured"]

@@ -126,7 +126,7 @@ def deepspec_folder(folder: Path, file: BlockFile) -> Path:
 def _plain(folder: Path, file: BlockFile, config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.clone() for name, tensor in file.tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from surroundings import build_kernels, fix_examples, neutralise
 from tiers import sort_into_tiers
 
-# The tests' models are tiny: a second thread gains nothing, and on a busy machine two of them wait for each other.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+neutralise()
+fix_examples()
 # Without a GPU its kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -30,6 +31,12 @@ MOST_SECONDS = 60.0
 """Of computing, by this process and programs that a test has waited for; by the processor's clock, which other work on
 the machine changes little.
 """
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """See ``build_kernels``; before other processes begin to run tests."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and not session.config.option.collectonly:
+        build_kernels()
 
 
 def _affordable(item: pytest.Item) -> Generator[None, Any, Any]:
@@ -112,7 +119,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     import fcntl
 
     here = Path(__file__)  # any two files that are there
-    with here.open() as gate, here.with_name("toys.py").open() as turn:
+    with here.open(encoding="utf-8") as gate, here.with_name("toys.py").open(encoding="utf-8") as turn:
         # Who waits for a turn holds the gate, so that others cannot go past for ever.
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(turn, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)

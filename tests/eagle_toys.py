@@ -96,7 +96,7 @@ def original_folder(folder: Path, head: EagleFile) -> Path:
         tensors |= offsets(head)
         config["draft_vocab_size"] = len(head.tokens)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -104,7 +104,9 @@ def first_folder(folder: Path, head: EagleFile) -> Path:
     """A head of EAGLE-1 and 2 as the method's authors have it: an ordinary model's configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(head.tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**head.config, "architectures": ["LlamaForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps({**head.config, "architectures": ["LlamaForCausalLM"]}), encoding="utf-8"
+    )
     return folder
 
 

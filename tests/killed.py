@@ -46,7 +46,7 @@ def run(command: Sequence[str], folder: Path, kill_at: int = 0) -> tuple[int, in
     child = os.fork()
     if child:
         os.close(write)
-        with os.fdopen(read) as pipe:
+        with os.fdopen(read, encoding="utf-8") as pipe:
             said = pipe.read()
         _, status = os.waitpid(child, 0)
         return status, int(said or 0)
@@ -96,7 +96,7 @@ def main() -> None:
     status, steps = run(asked["command"], folder)
     told: dict[str, Any] = {"steps": steps, "tried": [], "right": result(folder)}
     if status:
-        told["failed"] = (folder.parent / "said").read_text()[-600:]
+        told["failed"] = (folder.parent / "said").read_text(encoding="utf-8")[-600:]
     else:
         shutil.rmtree(folder)
         tried = sorted(random.Random(0).sample(range(1, steps + 1), min(steps, asked["most"])))
@@ -108,7 +108,7 @@ def main() -> None:
             outcome = {"step": step, "killed": killed == signal.SIGKILL, "again": status, "right": result(folder)}
             outcome["left"] = [str(path) for path in folder.rglob("*.partial")]
             if status:
-                outcome["said"] = (folder.parent / "said").read_text()[-600:]
+                outcome["said"] = (folder.parent / "said").read_text(encoding="utf-8")[-600:]
             told["tried"].append(outcome)
             shutil.rmtree(folder)
     print(json.dumps(told))

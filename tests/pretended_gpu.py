@@ -163,7 +163,7 @@ def _guard() -> None:
     with TemporaryDirectory() as folder:
         library = Path(folder) / "guard.so"
         command = ["c++", "-std=c++20", "-shared", "-fPIC", "-x", "c++", "-", *flags, "-lc10", "-o", str(library)]
-        subprocess.run(command, input=source, text=True, check=True)
+        subprocess.run(command, input=source, encoding="utf-8", check=True)
         ctypes.CDLL(str(library))
 
 

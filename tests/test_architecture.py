@@ -171,7 +171,7 @@ def test_classes_fit_in_a_head() -> None:
     assert (long, wide) == ([], [])
 
 
-@cache
+@functools.cache
 def unparsed() -> dict[str, str]:
     """The code of every module, without its comments."""
     return {name: ast.unparse(tree) for name, tree in modules().items()}

@@ -27,7 +27,7 @@ def run(*arguments: str) -> str:
     except LoadError:
         pytest.skip("the model tales has not been trained in this checkout")
     command = [*warm(), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=250)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

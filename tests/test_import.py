@@ -24,7 +24,9 @@ PUBLIC = {
 
 def in_new_process(code: str) -> str:
     environment = own_environment()
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, encoding="utf-8", check=True
+    )
     return done.stdout.strip()
 
 

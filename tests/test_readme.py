@@ -59,6 +59,6 @@ def test_python_block_runs() -> None:
     embedded("tales")  # its files are part of the package: a LoadError here is a failure
     (code,) = blocks("python")
     environment = own_environment(HF_HUB_OFFLINE="1")
-    done = subprocess.run([*warm(), "-c", code], env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run([*warm(), "-c", code], env=environment, capture_output=True, encoding="utf-8", timeout=250)
     assert done.returncode == 0, done.stderr
     assert "tokens per pass" in done.stdout

@@ -45,7 +45,9 @@ def test_a_fork_is_as_good_as_a_process(tmp_path: Any) -> None:
     done = run("-c", code, "a", cwd=tmp_path, env={"ONLY": "this"}, input="heard")
     assert (done.returncode, done.stderr) == (3, "x\n")
     assert done.stdout == f"['-c', 'a'] {tmp_path} this False heard\n"
-    (tmp_path / "script.py").write_text("import sys; print(__name__, sys.argv[1:]); raise ValueError('no')")
+    (tmp_path / "script.py").write_text(
+        "import sys; print(__name__, sys.argv[1:]); raise ValueError('no')", encoding="utf-8"
+    )
     done = run(str(tmp_path / "script.py"), "b")
     assert done.returncode == 1 and done.stdout == "__main__ ['b']\n" and done.stderr.endswith("ValueError: no\n")
     assert run("-m", "sakiyomi", "--version").stdout.startswith("sakiyomi ")

@@ -17,6 +17,6 @@ def test_its_cells_run() -> None:
     assert not any(cell["outputs"] for cell in cells)
     code = "\n\n".join("".join(cell["source"]) for cell in cells)
     environment = own_environment(HF_HUB_OFFLINE="1")
-    done = subprocess.run([*warm(), "-c", code], env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run([*warm(), "-c", code], env=environment, capture_output=True, encoding="utf-8", timeout=250)
     assert done.returncode == 0, done.stderr
     assert "locret:retriever-retaining  4 of 4 right" in done.stdout

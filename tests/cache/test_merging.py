@@ -172,7 +172,7 @@ def test_files(folder: str, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"no merging convolutions in .*nowhere.*train lococo"):
         read_merging(tmp_path / "nowhere")
     write_merging(made, tmp_path / "other")
-    config = json.loads((tmp_path / "other/config.json").read_text())
+    config = json.loads((tmp_path / "other/config.json").read_text(encoding="utf-8"))
     save_file(load_file(tmp_path / "other" / FILE), tmp_path / "other" / FILE)  # of another tool, without digests
     for changes, words in (
         ({"kind": "retaining_heads"}, "holds 'retaining_heads', expected merging_convolutions"),
@@ -180,10 +180,10 @@ def test_files(folder: str, tmp_path: Path) -> None:
         ({"dims": 3}, "do not fit together"),
         ({"kernel": 4}, "do not fit together.*odd kernel"),
     ):
-        (tmp_path / "other/config.json").write_text(json.dumps(config | changes))
+        (tmp_path / "other/config.json").write_text(json.dumps(config | changes), encoding="utf-8")
         with pytest.raises(LoadError, match=words):
             read_merging(tmp_path / "other")
-    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    (tmp_path / "other/config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = load_file(tmp_path / "other" / FILE)
     tensors.pop("norms.1")
     save_file(tensors, tmp_path / "other" / FILE)
@@ -200,7 +200,7 @@ def test_what_was_written_with_the_tensors_is_believed(
 ) -> None:
     """config.json may be damaged, or from before: a process may be killed between two files."""
     write_merging(random_convolutions(model_of("llama")), tmp_path, base="toy", recipe={"scores": "h2o"})
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
     assert read_merging(tmp_path).recipe == {"scores": "h2o"}
     assert "whose own configuration is taken" in caplog.text
 

@@ -378,7 +378,7 @@ def test_files_are_read_as_they_were_written(tmp_path: Path) -> None:
     for one, other in zip(found.heads.parameters(), heads.parameters(), strict=True):
         assert one.dtype == torch.bfloat16
         assert torch.equal(one, other)
-    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config = json.loads((tmp_path / "a" / "config.json").read_text(encoding="utf-8"))
     assert (config["model_type"], config["hidden_size"], config["num_hidden_layers"]) == ("llama", 32, 2)
     assert (config["width"], config["num_key_value_heads"], config["d_r"]) == (64, 2, 6)
     assert found.check((64, 64), (2, 2), digests) == []
@@ -459,7 +459,7 @@ def test_official_checkpoints_are_read(name: str, whole: bool, tmp_path: Path) -
         torch.save(official(heads), path)
         with pytest.raises(LoadError, match="allow_pickle=True"):
             read_heads(tmp_path if whole else path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_act": "silu"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_act": "silu"}), encoding="utf-8")
     found = read_heads(tmp_path if whole else path, allow_pickle=True)
     assert found.heads.shape == heads.shape
     assert (found.base, found.recipe, found.fingerprint) == (None, {}, {})

@@ -212,14 +212,14 @@ def test_parameters(talk: Chat, capsys: Any) -> None:
 def test_save_and_load(say: Callable[..., Result], tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     value = found(say(f"/system be brief\nOnce\nThe fox\n/save {file}\nOne day\n", "--json"))
-    assert json.loads(file.read_text()) == {"messages": value["messages"][:5]}
+    assert json.loads(file.read_text(encoding="utf-8")) == {"messages": value["messages"][:5]}
     assert [path.name for path in tmp_path.iterdir()] == ["chat.json"]
     loaded = found(say(f"A bear\n/load {file}\nOne day\n/save {file}\n", "--json"))
-    assert loaded["messages"] == json.loads(file.read_text())["messages"] == value["messages"]
+    assert loaded["messages"] == json.loads(file.read_text(encoding="utf-8"))["messages"] == value["messages"]
     other = tmp_path / "other.txt"
-    other.write_text("mine")
+    other.write_text("mine", encoding="utf-8")
     assert "holds no messages" in say(f"Once\n/save {other}\n").stderr
-    assert other.read_text() == "mine"
+    assert other.read_text(encoding="utf-8") == "mine"
 
 
 # ---------------------------------------------------------------- limits
@@ -257,7 +257,7 @@ def test_options_that_cannot_be_met(
     arguments: list[str], code: int, message: str, say: Callable[..., Result], tmp_path: Path
 ) -> None:
     for name, text in (("BROKEN", "{% for %}"), ("DEAF", DEAF)):
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
         arguments = [str(tmp_path / name) if argument == name else argument for argument in arguments]
     result = say("Once\n", *arguments)
     assert result.exit_code == code, result.output
@@ -303,7 +303,7 @@ def test_templates() -> None:
     ],
 )
 def test_files_that_hold_something_else(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text(text)
+    (tmp_path / "file").write_text(text, encoding="utf-8")
     dialogue = Dialogue(tiny_tokenizer())
     dialogue.exchanges = [("a", "b")]
     with pytest.raises(LoadError, match=message):
@@ -312,7 +312,7 @@ def test_files_that_hold_something_else(text: str, message: str, tmp_path: Path)
 
 
 def test_a_system_prompt_without_a_place_changes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text('[{"role": "system", "content": "be nice"}]')
+    (tmp_path / "file").write_text('[{"role": "system", "content": "be nice"}]', encoding="utf-8")
     dialogue = Dialogue(tiny_tokenizer())
     dialogue.exchanges = [("a", "b")]
     with pytest.raises(InputError, match="no place"):

@@ -95,7 +95,7 @@ def test_compile_is_a_word(given: str, value: object) -> None:
 def test_help_is_quick_and_light() -> None:
     code = "import sys, sakiyomi.cli\nprint([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=own_environment(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env=own_environment(), capture_output=True, encoding="utf-8", check=True
     )
     assert done.stdout.strip() == "[]"
 
@@ -233,7 +233,7 @@ print(json.dumps([found, time.process_time()]))
 """
     environment = own_environment() | {"HF_HUB_OFFLINE": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, encoding="utf-8", check=True
     )
     found, seconds = json.loads(run.stdout.splitlines()[-1])
     for (words, message), (code, said, torch) in zip(WRONG, found, strict=True):
@@ -282,12 +282,12 @@ def test_tree_as_a_picture(pair: list[str], tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     (drawn,) = json.loads(result.stdout.splitlines()[-1])["rounds"]
     assert len(drawn["texts"]) == 12, "it drafts, whatever that costs"
-    shown = whole.read_text()
+    shown = whole.read_text(encoding="utf-8")
     assert shown.count("last token") == 2 and "probability of the next token" in shown
     without = runner.invoke(app, [*arguments, "--draft", "none", "--plot", str(alone)])
     assert without.exit_code == 0, without.output
     assert json.loads(without.stdout.splitlines()[-1])["rounds"] == []
-    assert "last token" not in alone.read_text()
+    assert "last token" not in alone.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -550,7 +550,7 @@ def test_a_reader_that_goes_away(models: Path) -> None:
 def test_what_target_and_draft_both_lack_is_said_once(models: Path, tmp_path: Path) -> None:
     """A compiler that fails: one line for the kernels, one for the graphs, and the text."""
     compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho 'error: one' >&2\necho 'two' >&2\nexit 1\n")
+    compiler.write_text("#!/bin/sh\necho 'error: one' >&2\necho 'two' >&2\nexit 1\n", encoding="utf-8")
     compiler.chmod(0o755)
     environment = own_environment() | {"CXX": str(compiler), "SAKIYOMI_CACHE_DIR": str(tmp_path / "cache")}
     arguments = ["generate", "Once", "--target", str(models / "target"), "--draft", f"model:{models / 'draft'}"]
@@ -559,7 +559,7 @@ def test_what_target_and_draft_both_lack_is_said_once(models: Path, tmp_path: Pa
         [sys.executable, "-m", "sakiyomi", *arguments],
         env=environment,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
         check=False,
     )
@@ -622,7 +622,7 @@ def test_a_file_and_the_environment_set_what_flags_set(
 ) -> None:
     """One file serves several commands: what only another one has is left alone, what none has is refused."""
     file = tmp_path / "sakiyomi.toml"
-    file.write_text('max_new_tokens = 3\nport = 9000\nlogit_bias = ["17=-2.5"]\n')
+    file.write_text('max_new_tokens = 3\nport = 9000\nlogit_bias = ["17=-2.5"]\n', encoding="utf-8")
     run = ["generate", "Once", *pair, "--json", "--config", str(file)]
     tokens = [json.loads(runner.invoke(app, run).stdout.splitlines()[-1])["generations"][0]["token_ids"]]
     monkeypatch.setenv("SAKIYOMI_MAX_NEW_TOKENS", "5")
@@ -630,7 +630,7 @@ def test_a_file_and_the_environment_set_what_flags_set(
     run += ["--max-new-tokens", "2"]
     tokens.append(json.loads(runner.invoke(app, run).stdout.splitlines()[-1])["generations"][0]["token_ids"])
     assert [len(text) for text in tokens] == [3, 5, 2]
-    file.write_text("max_new_token = 3\n")
+    file.write_text("max_new_token = 3\n", encoding="utf-8")
     assert "did you mean 'max_new_tokens'?" in runner.invoke(app, run).stderr
     monkeypatch.setenv("SAKIYOMI_TOKENS", "some")
     assert "SAKIYOMI_TOKENS is 'some'" in runner.invoke(app, ["train", "draft"]).stderr
@@ -639,9 +639,9 @@ def test_a_file_and_the_environment_set_what_flags_set(
 def test_the_environment_names_several_models_or_one_with_a_blank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for text, missing in ((f"{tmp_path}/a {tmp_path}/b", "/a'"), (f"'{tmp_path}/a b' tales", "/a b'")):
-        monkeypatch.setenv("SAKIYOMI_TARGET", text)
-        assert f"there is no folder '{tmp_path}{missing}" in runner.invoke(app, ["serve"]).stderr
+    for names in (("a", "b"), ("a b", "tales")):
+        monkeypatch.setenv("SAKIYOMI_TARGET", shlex.join(str(tmp_path / name) for name in names))
+        assert f"there is no folder '{tmp_path / names[0]}'" in runner.invoke(app, ["serve"]).stderr
     (tmp_path / "a b").mkdir()
     monkeypatch.setenv("SAKIYOMI_TARGET", f"{tmp_path}/a b")
     assert f"no config.json in {tmp_path}/a b" in runner.invoke(app, ["serve"]).stderr
@@ -654,7 +654,7 @@ def test_shells_complete_commands() -> None:
         "COMP_CWORD": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "sakiyomi"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "sakiyomi"], env=environment, capture_output=True, encoding="utf-8", check=False
     )
     assert done.stdout.split() == ["generate"]
 
@@ -664,7 +664,7 @@ def test_no_line_of_other_libraries() -> None:
     """Importing torchao, as transformers does, writes four lines where nobody asks for silence."""
     code = "from sakiyomi.cli.output import quiet\nquiet()\nimport torchao.quantization, transformers.quantizers"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=own_environment(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env=own_environment(), capture_output=True, encoding="utf-8", check=True
     )
     assert done.stderr == ""
 
@@ -686,9 +686,9 @@ def test_a_card_is_a_page_and_a_file(models: Path, tmp_path: Path) -> None:
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines.values())
     assert lines["sakiyomi, draft model"]["tau"] >= 1  # the draft is as large as the target: it may not pay
     assert any("llama.cpp is left out" in note for note in value["row"]["notes"])
-    page = out.with_suffix(".md").read_text()
+    page = out.with_suffix(".md").read_text(encoding="utf-8")
     assert "instruction sets" in page and "| sakiyomi plain |" in page and page in result.stdout
-    written = json.loads(out.with_suffix(".json").read_text())
+    written = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
     assert written["row"] == value["row"] and written["model"]["parameters"] > 0
     draft = written["draft"]
     assert draft["spec"] == f"model:{models / 'draft'}" and draft["drafters"] == ["model"] and draft["parameters"] > 0

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("cat", "dog")):
         blocks = np.random.default_rng(seed).integers(0, 255, (3, 4, 3), np.uint8)
         Image.fromarray(blocks.repeat(10, 0).repeat(10, 1)).save(folder / f"{name}.png")
-    (folder / "notes.txt").write_text("no image")
+    (folder / "notes.txt").write_text("no image", encoding="utf-8")
     return folder
 
 

@@ -23,7 +23,7 @@ NAMES = ("train medusa", "train ngram", "cache build", "a suffix memory", "a pac
 def commands(folder: Path, made: Path) -> dict[str, list[str]]:
     """By name; each writes into the folder ``made``."""
     target, text = tiny_target(folder), folder / "text.txt"
-    text.write_text(stories(1)[0])
+    text.write_text(stories(1)[0], encoding="utf-8")
     grams = ["--text", str(story_file(folder / "grams.jsonl")), "--tokenizer", str(target)]
     loop = ["--tokens", "256", "--row-tokens", "32", "--step-tokens", "64", "--warmup-steps", "1", "--threads", "1"]
     loop += ["--save-minutes", "0", "--no-compile", "--eval-prompts", "2"]
@@ -46,7 +46,7 @@ def test_the_next_run_ends_as_if_nothing_had_been(tmp_path: Path, name: str) -> 
     asked = {"folder": str(made), "command": commands(tmp_path, made)[name], "most": KILLS, "resume": "train" in name}
     asked["base"] = str(tmp_path / "tiny")
     done = subprocess.run(
-        [*warm(), str(KILLED)], input=json.dumps(asked), capture_output=True, text=True, check=False,
+        [*warm(), str(KILLED)], input=json.dumps(asked), capture_output=True, encoding="utf-8", check=False,
         timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -88,7 +88,7 @@ def test_files_that_are_no_sound_are_refused(others: bool, tmp_path: Path, monke
         monkeypatch.setitem(sys.modules, "soundfile", None)
     kind = "no sound file" if others else "no WAV file"
     text, empty, cut = tmp_path / "text.wav", tmp_path / "empty.wav", tmp_path / "cut.wav"
-    text.write_text("this is no sound")
+    text.write_text("this is no sound", encoding="utf-8")
     empty.write_bytes(b"")
     cut.write_bytes(write(tmp_path / "whole.wav", b"\0\0" * 50).read_bytes()[:20])
     silent = write(tmp_path / "silent.wav", b"")

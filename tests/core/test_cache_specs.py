@@ -59,6 +59,14 @@ def test_options_stand_in_their_order() -> None:
     assert read_cache("sirllm[sinks=9,paper]").policy.sinks == 4  # type: ignore[union-attr]
 
 
+def test_a_path_may_have_brackets_and_a_plus() -> None:
+    (part,) = parse_cache("offload:/a b[1]+[x]/c")
+    assert (part.name, part.file, part.options) == ("offload", "/a b[1]+[x]/c", ())
+    heads, packing = parse_cache("locret:/a[1]/b+c[beside=3]+quant-4[residual=8]")
+    assert (heads.file, heads.options) == ("/a[1]/b+c", (("beside", 3),))
+    assert (packing.name, packing.options) == ("quant-4", (("residual", 8),))
+
+
 WRONG = [
     (("nothing",), InputError, "expected full, or at most one policy .*h2o"),
     (("h2o[sink=4]", 100), InputError, "h2o has no option 'sink'; it has sinks"),
@@ -108,11 +116,11 @@ def test_what_means_something_is_not(given: tuple[str]) -> None:
 @pytest.mark.alone
 def test_a_command_refuses_before_torch_is_imported(tmp_path: Path) -> None:
     """A torch that says when it is imported stands in the way; the figure is of a process that is started."""
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')", encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "sakiyomi", "generate", "A fox", "--cache"]
     began = time.perf_counter()
     for spec, words in (("h2oo", "h2oo"), ("h2o[sinks=x]", "sinks='x'"), ("h2o", "without a budget")):
-        done = subprocess.run([*command, spec], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, spec], env=environment, capture_output=True, encoding="utf-8", check=False)
         assert done.returncode == 2 and words in done.stderr and "torch was imported" not in done.stderr
     print(f"{(time.perf_counter() - began) / 3:.2f} s each")

@@ -107,7 +107,7 @@ def checkpoint(folder: Path) -> Callable[[], Any]:
 
 def library(folder: Path) -> Callable[[], Any]:
     compiler = folder.parent / "compiler"
-    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nseq 2000 > "$2"\n')
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nseq 2000 > "$2"\n', encoding="utf-8")
     compiler.chmod(0o755)
     os.environ |= {"CXX": str(compiler), "SAKIYOMI_CACHE_DIR": str(folder)}
     build._build()

@@ -93,7 +93,7 @@ def test_tensors_of_a_foreign_file_are_watched_as_they_are_read(tmp_path: Path) 
     save_file(TENSORS, path)
     for name in "ab":
         load_tensors(path, wanted=lambda other, name=name: other == name)  # type: ignore[misc]
-    said = json.loads((tmp_path / "model.safetensors.digest.json").read_text())
+    said = json.loads((tmp_path / "model.safetensors.digest.json").read_text(encoding="utf-8"))
     assert said["tensors"] == {name: tensor_digest(TENSORS[name]) for name in "ab"}
 
 
@@ -112,9 +112,11 @@ def test_a_foreign_file_in_a_folder_that_cannot_be_written(tmp_path: Path) -> No
 def test_a_damaged_record_is_made_again(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path)
-    (tmp_path / "model.safetensors.digest.json").write_text(text)
+    (tmp_path / "model.safetensors.digest.json").write_text(text, encoding="utf-8")
     assert same(load_tensors(path))
-    assert len(json.loads((tmp_path / "model.safetensors.digest.json").read_text())["tensors"]) == len(TENSORS)
+    assert len(json.loads((tmp_path / "model.safetensors.digest.json").read_text(encoding="utf-8"))["tensors"]) == len(
+        TENSORS
+    )
 
 
 def test_sealed_objects() -> None:

@@ -19,7 +19,7 @@ from sakiyomi.core.files import cache_folder, whole_file
 
 def write(path: Path, text: str) -> None:
     with whole_file(path, "choose another place") as fresh:
-        fresh.write_text(text)
+        fresh.write_text(text, encoding="utf-8")
 
 
 def names(folder: Path) -> list[str]:
@@ -40,7 +40,7 @@ def test_a_failure_at_any_step_leaves_what_was_there(
         patch.setattr(step, full)
         with pytest.raises(LoadError, match=r"cannot write .*file: No space left on device; choose another place"):
             write(path, "new")
-    assert path.read_text() == "old" and names(tmp_path) == ["file"]
+    assert path.read_text(encoding="utf-8") == "old" and names(tmp_path) == ["file"]
 
 
 def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pyt
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "file", "") as fresh:
-        fresh.write_text("half")
+        fresh.write_text("half", encoding="utf-8")
         raise KeyboardInterrupt
     assert not names(tmp_path)
 
@@ -72,13 +72,13 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code, str(path)], env=environment, timeout=60, check=False)
         assert done.returncode == -signal.SIGKILL
-        assert path.read_text() == "old"
+        assert path.read_text(encoding="utf-8") == "old"
     assert len(names(tmp_path)) == 2
     with whole_file(path, "") as fresh:
         other = tmp_path / f".{path.name}.{os.getpid()}.other.partial"
-        other.write_text("of a process that is alive")
-        fresh.write_text("new")
-    assert names(tmp_path) == sorted([path.name, other.name]) and path.read_text() == "new"
+        other.write_text("of a process that is alive", encoding="utf-8")
+        fresh.write_text("new", encoding="utf-8")
+    assert names(tmp_path) == sorted([path.name, other.name]) and path.read_text(encoding="utf-8") == "new"
 
 
 def test_a_private_file_is_private_from_its_first_byte_on(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_a_model_is_loaded_without_a_line_of_others() -> None:
         "print('torchao' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=own_environment(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env=own_environment(), capture_output=True, encoding="utf-8", check=True
     )
     assert done.stdout.strip() == "True" and done.stderr == ""
 

@@ -28,5 +28,5 @@ without = threads()
 sums.append(numbers.sum().item())
 print(with_workers - before, without - before, threads() - before, *sums)
 """
-    said = subprocess.run([*warm(), "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    said = subprocess.run([*warm(), "-c", code], capture_output=True, encoding="utf-8", check=True, timeout=120).stdout
     assert said.split() == ["3", "0", "3", "1048576.0", "1048576.0"]

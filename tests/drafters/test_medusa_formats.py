@@ -110,10 +110,10 @@ def test_names_and_keys_are_those_of_the_tools(tmp_path: Path) -> None:
     }
     assert len(tensors) == 15
     assert torch.equal(tensors["1.0.linear.weight"], heads.weights[0, 1])
-    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config = json.loads((tmp_path / "a" / "config.json").read_text(encoding="utf-8"))
     assert config == {"base_model_name_or_path": "b", "medusa_num_heads": 3, "medusa_num_layers": 2}
     write_heads(heads_of(SHAPES["version 2"]), tmp_path / "b")
-    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    config = json.loads((tmp_path / "b" / "config.json").read_text(encoding="utf-8"))
     assert config == {"medusa_num_heads": 2, "medusa_num_layers": 1, "version": "2"}
 
     write_heads(heads, tmp_path / "c", "vllm")
@@ -124,7 +124,7 @@ def test_names_and_keys_are_those_of_the_tools(tmp_path: Path) -> None:
         "blocks.1.layers.1.weight",
         "lm_heads.1.weight",
     }
-    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    config = json.loads((tmp_path / "c" / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == "medusa" and config["architectures"] == ["MedusaModel"]
     assert (config["num_heads"], config["num_hidden_layers"], config["medusa_fc_bias"]) == (3, 2, True)
     # There a key with "num" and "heads" is the number of heads, whatever else it says.
@@ -154,7 +154,7 @@ def test_heads_about_some_tokens(tmp_path: Path) -> None:
     heads = heads_of(HeadsShape(2, 1, H, 10, own=2))
     heads.token_map = torch.arange(3, 33, 3)
     write_heads(heads, tmp_path, "vllm")
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert config["truncated_vocab_size"] == 10 < config["vocab_size"]
     found = read_heads(tmp_path).heads
     assert found.token_map is not None and torch.equal(found.token_map, heads.token_map) and same(found, heads)
@@ -172,7 +172,7 @@ def test_a_model_with_its_heads_in_it(kind: str, tmp_path: Path) -> None:
     own, both = load_file(target / "model.safetensors"), load_file(tmp_path / "both" / "model.safetensors")
     assert all(torch.equal(both[name], tensor) for name, tensor in own.items())
     assert all(name in own or name.startswith("medusa_head.") for name in both)
-    config = json.loads((tmp_path / "both" / "config.json").read_text())
+    config = json.loads((tmp_path / "both" / "config.json").read_text(encoding="utf-8"))
     assert config["medusa_num_heads"] == heads.shape.heads and config["architectures"] == ["LlamaForCausalLM"]
     with pytest.raises(InputError, match="belong to another model"):
         write_heads(heads_of(HeadsShape(2, 1, H + 2, None, own=0)), tmp_path / "wrong", "merged", base=target)
@@ -204,11 +204,11 @@ def test_a_configuration_that_is_wrong_about_the_heads(tmp_path: Path, caplog: p
     write_heads(heads_of(SHAPES["version 1"]), tmp_path)
     file = tmp_path / "medusa_lm_head.safetensors"
     save_file(load_file(file), file)  # of another tool, without digests
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 2}))
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 2}), encoding="utf-8")
     assert read_heads(tmp_path).heads.shape.heads == 3
     assert "speaks of 2 heads and the file holds 3" in caplog.text
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert read_heads(tmp_path).heads.shape == SHAPES["version 1"]
 
 
@@ -261,6 +261,6 @@ def test_what_is_no_heads_is_refused(tmp_path: Path) -> None:
         write_heads(heads_of(SHAPES["one for all"]), tmp_path / "x")
     with pytest.raises(InputError, match="pass its weight as head"):
         write_heads(heads_of(SHAPES["version 2"]), tmp_path / "x", "vllm")
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(LoadError, match="cannot write"):
         write_heads(heads, tmp_path / "file")

@@ -226,11 +226,11 @@ def test_show_and_clear(tmp_path: Path) -> None:
 
 def test_clear_removes_no_other_file(tmp_path: Path) -> None:
     path = tmp_path / "letter.txt"
-    path.write_text("dear")
+    path.write_text("dear", encoding="utf-8")
     result = runner.invoke(app, ["memory", "clear", str(path)])
     assert result.exit_code == 2
     assert "left as it is" in result.stderr or "left as it was" in result.stderr
-    assert path.read_text() == "dear"
+    assert path.read_text(encoding="utf-8") == "dear"
 
 
 def test_texts_are_shown_to_who_has_the_tokenizer(tmp_path: Path) -> None:

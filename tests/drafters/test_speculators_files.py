@@ -51,7 +51,7 @@ def test_what_was_written_is_what_was_read(name: str, target: Path, tmp_path: Pa
     head, out = write(tmp_path / "head", make(deep_target())), tmp_path / "out"
     done = exported(head, out, "--target", str(target))
     assert done.exit_code == 0, done.output
-    config = json.loads((out / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert config["speculators_model_type"] == kind == config["speculators_config"]["algorithm"]
     assert config["speculators_config"]["verifier"] == {
         "name_or_path": str(target),

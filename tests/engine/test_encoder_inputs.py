@@ -243,7 +243,7 @@ def test_generate_and_transcribe_on_the_command_line(root: Path, tmp_path: Path)
 def test_wrong_files_and_targets_on_the_command_line(root: Path, tmp_path: Path) -> None:
     wav, text = tmp_path / "a.wav", tmp_path / "text.wav"
     write_wav(wav, tone(500.0))
-    text.write_text("no sound")
+    text.write_text("no sound", encoding="utf-8")
     for arguments, words in (
         (["--target", "tales"], "no file was given"),
         ([str(text), "--target", "tales"], "text.wav' is no "),
@@ -381,7 +381,9 @@ def test_a_draft_of_another_vocabulary_is_refused(root: Path, tmp_path: Path) ->
 
 
 def test_unknown_families_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "prophetnet", "is_encoder_decoder": True}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "prophetnet", "is_encoder_decoder": True}), encoding="utf-8"
+    )
     refuse(lambda: LLM(tmp_path, "none"), UnsupportedError, "prophetnet", "whisper")
 
 

@@ -85,7 +85,7 @@ assert transformers.GenerationMixin._extract_generation_mode_kwargs.__wrapped__ 
 sakiyomi.custom_generate.using(gamma=3)
 assert transformers.GenerationMixin._extract_generation_mode_kwargs.__wrapped__ is method, "wrapped twice"
 """
-    done = subprocess.run([*warm(), "-c", code], capture_output=True, text=True)
+    done = subprocess.run([*warm(), "-c", code], capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
 
 

@@ -157,7 +157,7 @@ def test_prompts_depend_on_their_own_place_alone() -> None:
 def test_prompts_of_a_file_are_drawn_by_seed_and_cut_in_the_middle(tmp_path: Path) -> None:
     path = tmp_path / "notes.jsonl"
     rows = [{"input": STORY * 9, "instructions": [f"Who is number {i}?"], "outputs": ["fox"]} for i in range(9)]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     tokenizer = tiny_tokenizer()
     config = toy_config(questions=str(path), format="leval", count=3)
     found = FromFile(config, tokenizer).questions(40)
@@ -432,7 +432,7 @@ def test_query_first_prompts_have_the_question_in_front() -> None:
 
 @pytest.mark.thorough
 def test_a_row_that_fails_says_so_and_the_others_run(pair: tuple[Any, Any], tmp_path: Path) -> None:
-    (tmp_path / "book.txt").write_text(STORY)
+    (tmp_path / "book.txt").write_text(STORY, encoding="utf-8")
     config = toy_config(books=str(tmp_path / "book.txt"), turns=1, turn_tokens=32, lengths=("32",))
     table_row, books_row, turns_row = run(config, target=pair)
     assert books_row.error is not None and "give longer ones" in books_row.error
@@ -446,7 +446,7 @@ def test_the_peak_of_a_process_is_its_own() -> None:
     """Linux gives a process the peak of the one that started it; this one has torch in its memory."""
     assert peak_bytes() > 150_000_000
     code = "from sakiyomi.core.memory import peak_bytes; print(peak_bytes())"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)
     assert 0 < int(result.stdout) < 100_000_000
 
 
@@ -538,9 +538,9 @@ def test_what_was_kept_are_places_of_the_prompt(pair: tuple[Any, Any]) -> None:
 
 def test_who_is_killed_kills_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = tmp_path / "python"
-    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.write_text("#!/bin/sh\nkill -9 $$\n", encoding="utf-8")
     broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho no module >&2\nexit 3\n")
+    broken.write_text("#!/bin/sh\necho no module >&2\nexit 3\n", encoding="utf-8")
     for script, over, words in ((killed, True, "memory is short"), (broken, False, "no module")):
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
@@ -598,7 +598,7 @@ def test_agreement_and_perplexity_by_hand() -> None:
 @pytest.mark.thorough
 def test_row_of_books(pair: tuple[Any, Any], tmp_path: Path) -> None:
     book = tmp_path / "books.jsonl"
-    book.write_text(json.dumps({"text": (STORY * 20 + "\n\n") * 5}))
+    book.write_text(json.dumps({"text": (STORY * 20 + "\n\n") * 5}), encoding="utf-8")
     config = toy_config(books=str(book), follow=8, systems=("one-shot", "nonesuch"), lengths=("32",))
     row = list(run(config, target=pair))[-1]
     assert row.name == "books"
@@ -642,9 +642,9 @@ def test_turns_that_do_not_fit_end_early(pair: tuple[Any, Any]) -> None:
 def test_the_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     save_model(tmp_path / "toy", tiny_llama(), tiny_tokenizer())
-    command = f"bench long --target {tmp_path / 'toy'} --systems full --tasks story --lengths 32,64"
-    command += f" --count 1 --seeds 0,1 --no-memory --json --plot {tmp_path / 'pictures'}"
-    result = CliRunner().invoke(app, command.split())
+    words = "--systems full --tasks story --lengths 32,64 --count 1 --seeds 0,1 --no-memory --json"
+    places = ["--target", str(tmp_path / "toy"), "--plot", str(tmp_path / "pictures")]
+    result = CliRunner().invoke(app, ["bench", "long", *words.split(), *places])
     assert result.exit_code == 0, result.output
     assert "right" in result.stdout
     found = json.loads(result.stdout.splitlines()[-1])

@@ -66,7 +66,7 @@ def test_what_has_no_figures_is_not_drawn(tmp_path: Path) -> None:
 
 
 def test_folders_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(InputError, match="cannot be a folder"):
         plot.check(str(tmp_path / "file"))
 

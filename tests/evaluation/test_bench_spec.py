@@ -38,7 +38,7 @@ LINES = (
 
 
 def write(path: Path, lines: Sequence[Any]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -108,7 +108,7 @@ def test_own_questions_have_the_categories_of_speed_bench() -> None:
 def test_wrong_files_are_refused(tmp_path: Path, content: str | None, kind: type[SakiyomiError], words: str) -> None:
     path = tmp_path / "questions.jsonl"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
     with pytest.raises(kind, match=words):
         read_questions(path)
 
@@ -217,7 +217,7 @@ def test_what_is_known_is_not_measured_again(
     monkeypatch.setattr(run_module, "_ask", ask)
     assert run(first)[0].lines == before.lines and not asked
     # A further drafter runs beside plain decoding of its own; a line that was not finished is measured again.
-    file.write_text(file.read_text()[:-20])
+    file.write_text(file.read_text(encoding="utf-8")[:-20], encoding="utf-8")
     again = run(replace(first, draft=("prompt-lookup", "suffix")))[0]
     assert asked == [(1, [PLAIN, "suffix"]), (2, [PLAIN, "prompt-lookup", "suffix"])]
     assert [line["name"] for line in again.lines] == [PLAIN, "prompt-lookup", "suffix"]
@@ -331,7 +331,7 @@ def test_other_files_are_no_results(tmp_path: Path) -> None:
     good = results(record(1), path=tmp_path / "good.jsonl")
     assert good.path is not None
     for line in ("{}", "[1]", json.dumps(record(1).to_dict() | {"laps": []}), json.dumps({"question": 1})):
-        good.path.write_text(good.path.read_text().splitlines()[0] + f"\n{line}\n")
+        good.path.write_text(good.path.read_text(encoding="utf-8").splitlines()[0] + f"\n{line}\n", encoding="utf-8")
         with pytest.raises(LoadError, match="line 2"):
             Results.read(good.path)
     with pytest.raises(LoadError, match="cannot be read"):

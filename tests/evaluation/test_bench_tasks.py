@@ -148,7 +148,9 @@ def dataset(folder: Path, *rows: dict[str, Any]) -> Path:
     folder.mkdir(parents=True)
     with pyarrow.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as stream:
         stream.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}), encoding="utf-8"
+    )
     return folder
 
 
@@ -160,7 +162,7 @@ def test_folders_of_datasets_are_read(tmp_path: Path) -> None:
     assert question.references == ("one two",)
     dataset(tmp_path / "both" / "test", {"source": "a"})
     for splits in (["train", "test"], ["test"]):
-        (tmp_path / "both" / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+        (tmp_path / "both" / "dataset_dict.json").write_text(json.dumps({"splits": splits}), encoding="utf-8")
         if len(splits) > 1:
             with pytest.raises(InputError, match="splits train, test"):
                 read("chat", tmp_path / "both")
@@ -194,7 +196,7 @@ def test_long_sounds_are_cut_where_they_are_silent(tmp_path: Path) -> None:
 )
 def test_bad_data_is_refused_in_one_line(kind: str, row: dict[str, Any], words: str, tmp_path: Path) -> None:
     sound(tmp_path / "slow.wav", rate=4000)
-    (tmp_path / "text.mp4").write_text("no sound")
+    (tmp_path / "text.mp4").write_text("no sound", encoding="utf-8")
     with pytest.raises((InputError, LoadError), match=words) as error:
         read(kind, write(tmp_path / "data.jsonl", row))
     assert "\n" not in str(error.value)
@@ -220,7 +222,7 @@ def test_other_bad_input(root: Path, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=words):
             config("chat", tmp_path, "tales", **wrong)
     broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"source": "a", "reference": "b"}\nno JSON\n')
+    broken.write_text('{"source": "a", "reference": "b"}\nno JSON\n', encoding="utf-8")
     with pytest.raises(LoadError, match=r"row 2 of .* is 'no JSON'; expected a JSON object"):
         read("code", broken)
     with pytest.raises(LoadError, match=r"there is no file or folder 'none.jsonl' with questions"):

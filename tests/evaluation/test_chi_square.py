@@ -29,7 +29,7 @@ assert abs(chance_to_see(shift_to_see(0.9, 2, 1e-6), 2, 1e-6) - 0.9) < 1e-9
 
 
 def test_a_plain_install_tests_sampled_text() -> None:
-    done = subprocess.run([*warm(), "-c", WITHOUT_SCIPY], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*warm(), "-c", WITHOUT_SCIPY], capture_output=True, encoding="utf-8", timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -80,10 +81,10 @@ def fake(folder: Path, text: str, key: str = "fake", python: str | None = None) 
     if python is None:
         (programs / "python").symlink_to(sys.executable)
     else:
-        (programs / "python").write_text(f"#!/bin/sh\n{python}\n")
+        (programs / "python").write_text(f"#!/bin/sh\n{python}\n", encoding="utf-8")
         (programs / "python").chmod(0o755)
     path = folder / f"{key}.py"
-    path.write_text(textwrap.dedent(text))
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
     return Fake(f"Engine {key}", key, f"{key}-package", ("float32",), path=path)
 
 
@@ -178,9 +179,9 @@ def test_a_model_is_converted_once(tmp_path: Path) -> None:
 
     first = opened()
     assert (first, first["draft"]) == (opened(draft=None), None)
-    assert (Path(first["model"]) / "made").read_text() == "x"
+    assert (Path(first["model"]) / "made").read_text(encoding="utf-8") == "x"
     assert opened(draft=task["model"])["draft"] == first["model"]
-    (tmp_path / "model" / "weights.bin").write_text("others")
+    (tmp_path / "model" / "weights.bin").write_text("others", encoding="utf-8")
     assert opened()["model"] != first["model"]
     with pytest.raises(UnsupportedError, match=r"cannot be converted: .*no 4 bits"):
         opened(kind="int4")
@@ -188,16 +189,17 @@ def test_a_model_is_converted_once(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
-    script = "read line; echo '{\"settings\": {}}'; sleep 60 & echo $! > " + str(tmp_path / "child") + "; wait"
+    script = "read line; echo '{\"settings\": {}}'; sleep 60 & echo $! > "
+    script += shlex.quote(str(tmp_path / "child")) + "; wait"
     process = EngineProcess(fake(tmp_path, "", python=script), tmp_path, TASK, writing=0.3)
     began = time.perf_counter()
     with pytest.raises(UnsupportedError, match=r"gave no answer within 0.3 seconds"):
         process.lap([[[1]]], 2)
     assert time.perf_counter() - began < 20
-    child = Path(f"/proc/{int((tmp_path / 'child').read_text())}/stat")
+    child = Path(f"/proc/{int((tmp_path / 'child').read_text(encoding='utf-8'))}/stat")
     if Path("/proc/self").exists():
         for _ in range(100):  # whoever adopts it has to read how it ended
-            if not child.exists() or child.read_text().split()[2] == "Z":
+            if not child.exists() or child.read_text(encoding="utf-8").split()[2] == "Z":
                 break
             time.sleep(0.05)
         else:

@@ -192,7 +192,7 @@ def test_longbench_needs_its_templates(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", {"input": "", "context": "", "answers": [], "dataset": "lcc"})
     with pytest.raises(LoadError, match="--templates"):
         list(read_longbench(path))
-    (tmp_path / "dataset2prompt.json").write_text("[")
+    (tmp_path / "dataset2prompt.json").write_text("[", encoding="utf-8")
     with pytest.raises(LoadError, match="no JSON"):
         list(read_longbench(path))
 

@@ -221,7 +221,7 @@ def test_a_profile_is_followed(target: Path, kept: Path) -> None:
     assert load(target).draft is None
     write_profile(path, Profile(f"model:{kept / 'gone'}", 4, 2.0))
     assert load(target).profile is None
-    path.write_text('{"draft": "nonsense", "gamma": 3, "speedup": 1}')
+    path.write_text('{"draft": "nonsense", "gamma": 3, "speedup": 1}', encoding="utf-8")
     with pytest.raises(LoadError, match="sakiyomi tune"):
         load(target)
 
@@ -240,9 +240,9 @@ def test_a_target_is_tuned(target: Path, kept: Path, tmp_path: Path) -> None:
     drafts.mkdir()
     (drafts / "small").symlink_to(target)
     (drafts / "broken").mkdir()
-    (drafts / "broken" / "config.json").write_text("{}")
+    (drafts / "broken" / "config.json").write_text("{}", encoding="utf-8")
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Once upon a time Tom\nOne day Mia saw\nThey played with\n")
+    prompts.write_text("Once upon a time Tom\nOne day Mia saw\nThey played with\n", encoding="utf-8")
     config = PairConfig(
         target=str(target),
         drafts=str(drafts),
@@ -317,7 +317,7 @@ def test_where_there_is_no_profile_nothing_is_looked_at(
     monkeypatch.setattr(profile, "fingerprint", lambda *given: looked.append(given) or real(*given))
     assert load(target).profile is None
     kept.mkdir()
-    (kept / "0123456789abcdef-0123456789abcdef.json").write_text("{}")
+    (kept / "0123456789abcdef-0123456789abcdef.json").write_text("{}", encoding="utf-8")
     assert load(target).profile is None
     assert not looked
     llm = load(target)

@@ -219,9 +219,9 @@ def test_folders_that_hold_no_drafter(tmp_path: Path) -> None:
         ("heads", {"markov_rank": 5}, LoadError, ["markov_head.*", "missing"]),
     ):
         folder = dflash_folder(tmp_path / name, block("plain"))
-        config = json.loads((folder / "config.json").read_text()) | changes
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | changes
         config = {entry: value for entry, value in config.items() if value is not None}
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         _refused(folder, kind, *words)
     part = block("plain")
     lacking = {name: tensor for name, tensor in part.tensors.items() if "k_norm" not in name}

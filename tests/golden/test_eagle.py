@@ -212,7 +212,7 @@ def test_heads_of_one_layer_for_another_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [{}, {"model_type": "strange"}, {"architectures": ["GPT9"]}], ids=str)
 def test_folders_that_say_nothing_known(content: dict[str, Any], tmp_path: Path) -> None:
     """Without a prefix they are taken for a model; one error with what the file says."""
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(LoadError) as found:
         llm_of(str(tmp_path))
     assert str(tmp_path) in str(found.value)
@@ -231,8 +231,8 @@ def test_half_a_file_is_said_to_be_one(tmp_path: Path) -> None:
 
 def _config(folder: Path, **changes: Any) -> None:
     place = folder / "config.json"
-    config = json.loads(place.read_text())
-    place.write_text(json.dumps(config | changes))
+    config = json.loads(place.read_text(encoding="utf-8"))
+    place.write_text(json.dumps(config | changes), encoding="utf-8")
 
 
 def test_heads_of_another_target(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_tuned_sizes_are_used(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "tuned"
     write_heads(fitted_heads(model_of("llama"), [PROMPTS[0] + greedy(model_of("llama"), PROMPTS[0], 40)]), folder)
     tuned = {"heads": 2, "top_k": 2, "nodes": 3, "accuracies": [[0.6, 0.2], [0.5, 0.1], [0.4, 0.1]]}
-    (folder / FILE).write_text(json.dumps(tuned | {"conditions": {}, "table": []}))
+    (folder / FILE).write_text(json.dumps(tuned | {"conditions": {}, "table": []}), encoding="utf-8")
     llm = llm_of(f"medusa:{folder}")
     assert isinstance(llm.draft, MedusaDrafter)
     out = llm.generate(PROMPTS[:1], params(max_new_tokens=60), rounds_trace=True)[0]
@@ -244,9 +244,11 @@ def test_tuned_sizes_are_used(folders: dict[str, Path], tmp_path: Path) -> None:
     wide = llm.generate(PROMPTS[:1], params(gamma=3, nodes=9), rounds_trace=True)[0].rounds_trace or []
     assert max(len(entry.tokens) for entry in wide) == 9, "a size that is asked for is what is drafted"
     assert max(map(tree_width, trees)) <= 2
-    (folder / FILE).write_text(json.dumps(tuned | {"conditions": {}, "table": [], "accuracies": [[0.6], [0.5]]}))
+    (folder / FILE).write_text(
+        json.dumps(tuned | {"conditions": {}, "table": [], "accuracies": [[0.6], [0.5]]}), encoding="utf-8"
+    )
     assert llm_of(f"medusa:{folder}").draft.tuned is None, "of other heads"  # type: ignore[union-attr]
-    (folder / FILE).write_text("{}")
+    (folder / FILE).write_text("{}", encoding="utf-8")
     with pytest.raises(LoadError, match="damaged"):
         llm_of(f"medusa:{folder}")
 

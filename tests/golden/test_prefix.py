@@ -120,7 +120,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         return found
 
     text, out = tmp_path / "text.txt", tmp_path / "out.safetensors"
-    text.write_text("Once upon a time there was a little fox who lived in a wood. " * 20)
+    text.write_text("Once upon a time there was a little fox who lived in a wood. " * 20, encoding="utf-8")
     options = ["--cache", "h2o[local=8]", "--kv-budget", "64", "--chunk-size", "64", "--compile", "false"]
     built = run("cache", "build", str(text), str(out), *options)
     assert built["bytes"] * 3 < built["full_bytes"]

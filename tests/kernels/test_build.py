@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -114,7 +115,7 @@ def results(site: Path, cache: Path, **environment: str) -> tuple[list[str], str
     """What `RESULTS` says with the package in a folder, and what is logged; there is no compiler on the path."""
     clean = {name: value for name, value in os.environ.items() if name not in ("CXX", "SAKIYOMI_NATIVE")}
     clean |= {"PATH": str(cache), "PYTHONPATH": str(site), "SAKIYOMI_CACHE_DIR": str(cache), **environment}
-    done = subprocess.run([sys.executable, "-c", RESULTS], env=clean, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", RESULTS], env=clean, capture_output=True, encoding="utf-8", check=True)
     return json.loads(done.stdout), done.stderr
 
 
@@ -128,7 +129,7 @@ def wheel(folder: Path, cxx: str) -> Path:
     code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(folder)!r}))"
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(
-        command, cwd=source, env=os.environ | {"CXX": cxx}, capture_output=True, text=True, check=False
+        command, cwd=source, env=os.environ | {"CXX": cxx}, capture_output=True, encoding="utf-8", check=False
     )
     assert done.returncode == 0, done.stderr
     return folder / done.stdout.splitlines()[-1]
@@ -142,7 +143,7 @@ def unpacked(path: Path, to: Path) -> Path:
 def copying(folder: Path, library: Path) -> str:
     """A compiler that gives a library that is there: making one takes a minute."""
     (folder / "tools").mkdir()
-    return compiler_that(folder / "tools", f'cp {library} "$out"')["CXX"]
+    return compiler_that(folder / "tools", f'cp {shlex.quote(str(library))} "$out"')["CXX"]
 
 
 @pytest.mark.thorough
@@ -196,7 +197,7 @@ def library(folder: Path, self_test: str, machine: str = "") -> Path:
     if cxx is None:
         pytest.skip("there is no compiler")
     source, fresh = folder / "fault.cpp", folder / "fresh"
-    source.write_text(f'extern "C" int sk_self_test() {{ {self_test} }}')
+    source.write_text(f'extern "C" int sk_self_test() {{ {self_test} }}', encoding="utf-8")
     subprocess.run([cxx, "-shared", "-fPIC", str(source), "-o", str(fresh)], check=True)
     if machine:  # another one's, by two bytes of the header
         data = bytearray(fresh.read_bytes())
@@ -262,11 +263,13 @@ def test_the_self_test_sees_broken_kernels(tmp_path: Path, what: str) -> None:
     right, wrong = BROKEN[what]
     found = 0
     for path in variants.SOURCE.parent.glob("*.h"):
-        source = path.read_text()
+        source = path.read_text(encoding="utf-8")
         found += right in source
-        (tmp_path / path.name).write_text(source.replace(right, wrong, 1) if right else source)
+        (tmp_path / path.name).write_text(source.replace(right, wrong, 1) if right else source, encoding="utf-8")
     assert found == 1 or not right
-    (tmp_path / "test.cpp").write_text('#include "selftest.h"\nextern "C" int sk_self_test() { return self_test(); }\n')
+    (tmp_path / "test.cpp").write_text(
+        '#include "selftest.h"\nextern "C" int sk_self_test() { return self_test(); }\n', encoding="utf-8"
+    )
     command = [
         build.compiler() or "none",
         "-O1",
@@ -290,7 +293,7 @@ def test_the_self_test_sees_broken_kernels(tmp_path: Path, what: str) -> None:
 def compiler_that(folder: Path, does: str) -> dict[str, str]:
     """Environment with a stand-in for the C++ compiler; `$out` is the file that it shall write."""
     script = folder / "compiler"
-    script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nout="$2"\n{does}\n')
+    script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nout="$2"\n{does}\n', encoding="utf-8")
     script.chmod(0o755)
     return {"CXX": str(script), "SAKIYOMI_CACHE_DIR": str(folder / "cache")}
 
@@ -300,9 +303,11 @@ def files(folder: Path) -> list[str]:
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in compiler_that(tmp_path, 'echo half > "$out"; echo out of paper >&2; exit 1').items():
+    """What the compiler says need not be UTF-8."""
+    fails = 'echo half > "$out"; printf "plus de papier \\351puis\\351" >&2; exit 1'
+    for name, value in compiler_that(tmp_path, fails).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(OSError, match="out of paper"):
+    with pytest.raises(OSError, match=r"plus de papier .puis."):
         build._build()
     assert not files(tmp_path / "cache" / "kernels")
 
@@ -315,12 +320,12 @@ from sakiyomi.kernels.build import native_at_hand
 print(native_at_hand())
 time.sleep(0.4)
 """
-    done = subprocess.run([*warm(), "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([*warm(), "-c", code], env=environment, capture_output=True, encoding="utf-8", check=True)
     assert done.stdout.split() == ["False"]
     folder = tmp_path / "cache" / "kernels"
     until(lambda: bool(list(folder.glob("*.so"))))
     [path] = folder.iterdir()
-    assert path.read_text() == "library\n"
+    assert path.read_text(encoding="utf-8") == "library\n"
     assert path.stem.endswith(f"-{variants.digest(path)}")
 
 
@@ -328,7 +333,8 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     environment = os.environ | compiler_that(tmp_path, 'sleep 0.3; echo library > "$out"')
     code = "from sakiyomi.kernels import build; print(build._build().read_text())"
     both = [
-        subprocess.Popen([*warm(), "-c", code], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen([*warm(), "-c", code], env=environment, stdout=subprocess.PIPE, encoding="utf-8")
+        for _ in range(2)
     ]
     assert [process.communicate(timeout=120)[0].strip() for process in both] == ["library"] * 2
     assert len(files(tmp_path / "cache" / "kernels")) == 1
@@ -337,18 +343,19 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 of all of it, in the middle of the compiler's writing."""
-    environment = os.environ | compiler_that(tmp_path, f'echo half > "$out"; echo $$ > {tmp_path}/group; sleep 60')
+    group = shlex.quote(str(tmp_path / "group"))
+    environment = os.environ | compiler_that(tmp_path, f'echo half > "$out"; echo $$ > {group}; sleep 60')
     folder = tmp_path / "cache" / "kernels"
     code = "from sakiyomi.kernels import build; build._build()"
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
-    until(lambda: (tmp_path / "group").exists() and (tmp_path / "group").read_text().strip() != "", 60)
+    until(lambda: (tmp_path / "group").exists() and (tmp_path / "group").read_text(encoding="utf-8").strip() != "", 60)
     process.kill()
-    os.killpg(os.getpgid(int((tmp_path / "group").read_text())), signal.SIGKILL)
+    os.killpg(os.getpgid(int((tmp_path / "group").read_text(encoding="utf-8"))), signal.SIGKILL)
     process.wait()
-    assert [path.read_text() for path in folder.iterdir()] == ["half\n"]
+    assert [path.read_text(encoding="utf-8") for path in folder.iterdir()] == ["half\n"]
     for name, value in compiler_that(tmp_path, 'echo library > "$out"').items():
         monkeypatch.setenv(name, value)
-    assert build._build().read_text() == "library\n"
+    assert build._build().read_text(encoding="utf-8") == "library\n"
     assert len(files(folder)) == 1
 
 
@@ -358,7 +365,7 @@ def test_without_a_place_for_kernels_there_are_none(tmp_path: Path) -> None:
     environment = os.environ | compiler_that(tmp_path, 'echo library > "$out"')
     environment |= {"SAKIYOMI_CACHE_DIR": str(tmp_path / "file" / "cache")}
     code = "from sakiyomi.kernels.build import native; print(native())"
-    done = subprocess.run([*warm(), "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([*warm(), "-c", code], env=environment, capture_output=True, encoding="utf-8", check=True)
     assert done.stdout.strip() == "None" and "plain torch runs instead" in done.stderr
 
 

@@ -18,7 +18,7 @@ SMAPS = Path("/proc/self/smaps")
 def flags(address: int) -> list[str]:
     """Of the mapping that an address lies in, as the kernel names them."""
     within = False
-    for line in SMAPS.read_text().splitlines():
+    for line in SMAPS.read_text(encoding="utf-8").splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             within = int(found[1], 16) <= address < int(found[2], 16)
         elif within and line.startswith("VmFlags:"):

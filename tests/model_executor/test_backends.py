@@ -6,12 +6,14 @@ The backend here touches no file but this one: each row alone, over its own path
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+import sakiyomi
 from architectures import CONFIGS, VOCAB, greedy, model_of, prompt
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.cross_attention import SourceCache
@@ -22,6 +24,7 @@ from sakiyomi.model_executor.attention.registry import AttentionBackend, Backend
 from sakiyomi.model_executor.build import build_runner
 from toys import tiny_tokenizer
 
+PACKAGE = Path(sakiyomi.__file__).parent
 TOKENIZER = tiny_tokenizer(VOCAB)
 PROMPTS = [prompt(9), prompt(30, 1), prompt(4, 2)]
 
@@ -99,7 +102,7 @@ def test_few_frames_lie_between_generate_and_the_forward(draft: str, monkeypatch
 
     def watched(**given: Any) -> Any:
         frames = traceback.extract_stack()
-        own = [frame.name for frame in frames if "/sakiyomi/" in frame.filename]
+        own = [frame.name for frame in frames if Path(frame.filename).is_relative_to(PACKAGE)]
         seen.append(own)
         return forward(**given)
 

@@ -182,7 +182,7 @@ def test_positions_that_the_model_would_not_have_are_refused(
 def test_rounded(file: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The packed copy goes into the cache: whose the folder is that the file lies in nobody knows."""
     monkeypatch.setenv("SAKIYOMI_CACHE_DIR", str(tmp_path / "cache"))
-    (file.parent / "somebodys.py").write_text("")
+    (file.parent / "somebodys.py").write_text("", encoding="utf-8")
     before = {path.name for path in tmp_path.iterdir()}
     for kind in ("int8", "int4"):
         wanted = written(folder, quantize=kind)

@@ -46,7 +46,7 @@ refused = functools.partial(toys.refused, load_model)
 
 def set_config(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
 
 
 # --- what works -------------------------------------------------------------------------------------------------------
@@ -121,9 +121,9 @@ def test_dtype_auto_is_the_checkpoints(folder: Path) -> None:
     tiny_llama().to(torch.bfloat16).save_pretrained(folder)
     assert load_model(folder).model.dtype == torch.bfloat16
     # An old config without a dtype: the tensors themselves tell.
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     del config["dtype"]
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert load_model(folder).model.dtype == torch.bfloat16
 
 
@@ -218,13 +218,13 @@ def test_folder_without_config(folder: Path) -> None:
     refused(LoadError, "config.json", str(folder), "Hugging Face format", target=folder)
     (folder / "x.gguf").write_bytes(b"GGUF")
     refused(LoadError, "GGUF", target=folder)
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
     refused(LoadError, "adapter", "merge", target=folder)
 
 
 @pytest.mark.parametrize("text", ["{broken", "[1]", "", '{"model_type": 3}', '{"model_type": "nonesuch"}', "{}"])
 def test_bad_config(folder: Path, text: str) -> None:
-    (folder / "config.json").write_text(text)
+    (folder / "config.json").write_text(text, encoding="utf-8")
     refused(LoadError, "config.json", target=folder)
 
 
@@ -240,7 +240,7 @@ def test_folder_without_tokenizer(folder: Path) -> None:
 
 
 def test_broken_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{")
+    (folder / "tokenizer.json").write_text("{", encoding="utf-8")
     refused(LoadError, "tokenizer", str(folder), target=folder)
 
 
@@ -279,7 +279,9 @@ def test_header_that_contradicts_itself(folder: Path) -> None:
 
 
 def test_git_lfs_pointer(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
+    (folder / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n", encoding="utf-8"
+    )
     refused(LoadError, "git lfs pull", target=folder)
 
 
@@ -305,16 +307,16 @@ def test_truncated_shard(folder: Path) -> None:
 
 def test_bad_shard_index(folder: Path) -> None:
     index = sharded(folder)
-    good = index.read_text()
-    index.write_text("{")
+    good = index.read_text(encoding="utf-8")
+    index.write_text("{", encoding="utf-8")
     refused(LoadError, index.name, target=folder)
-    index.write_text('{"weight_map": {}}')
+    index.write_text('{"weight_map": {}}', encoding="utf-8")
     refused(LoadError, index.name, "weight_map", target=folder)
-    index.write_text(good.replace("model-00001", "../model-00001"))
+    index.write_text(good.replace("model-00001", "../model-00001"), encoding="utf-8")
     refused(LoadError, "outside", target=folder)
     values = json.loads(good)
     values["weight_map"]["lost.weight"] = next(iter(values["weight_map"].values()))
-    index.write_text(json.dumps(values))
+    index.write_text(json.dumps(values), encoding="utf-8")
     refused(LoadError, "lost.weight", "belong together", target=folder)
 
 
@@ -369,11 +371,13 @@ def with_code(folder: Path, model_type: str) -> Path:
     mark = folder / "it-ran"
     (folder / "configuration_own.py").write_text(
         f"from pathlib import Path\nPath({str(mark)!r}).touch()\n"
-        "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n",
+        encoding="utf-8",
     )
     (folder / "modeling_own.py").write_text(
         "from transformers import LlamaForCausalLM\nfrom .configuration_own import OwnConfig\n"
-        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n",
+        encoding="utf-8",
     )
     auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
     set_config(folder, model_type=model_type, auto_map=auto_map)
@@ -404,18 +408,18 @@ def test_native_class_instead_of_remote_code(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["t5", "bart", "whisper", "marian", "pegasus"])
 def test_encoder_decoder_models(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
     refused(UnsupportedError, kind, "encoder-decoder", target=tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
 def test_encoders(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
     refused(UnsupportedError, kind, "encoder", target=tmp_path)
 
 
 def test_models_that_are_no_language_models(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}), encoding="utf-8")
     refused(UnsupportedError, "vit", "causal", target=tmp_path)
 
 
@@ -431,7 +435,7 @@ KINDS = [
 def test_decoders_are_not_refused(kind: str, tmp_path: Path) -> None:
     from sakiyomi.model_executor.loading.families import check_supported, read_config
 
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
     check_supported(read_config(tmp_path), kind)
 
 
@@ -457,22 +461,22 @@ def test_available_memory_obeys_the_control_group(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(memory, "_CGROUPS", root)
     assert memory.available_bytes() > 0, "no such file: the machine's memory"
 
-    own.write_text("0::/a/b\n")
+    own.write_text("0::/a/b\n", encoding="utf-8")
     (root / "a" / "b").mkdir(parents=True)
     for folder, limit in ((root / "a" / "b", "max"), (root / "a", "1000")):
-        (folder / "memory.max").write_text(limit)
-        (folder / "memory.current").write_text("900")
-        (folder / "memory.stat").write_text("anon 800\ninactive_file 50\n")
+        (folder / "memory.max").write_text(limit, encoding="utf-8")
+        (folder / "memory.current").write_text("900", encoding="utf-8")
+        (folder / "memory.stat").write_text("anon 800\ninactive_file 50\n", encoding="utf-8")
     assert memory.available_bytes() == 150, "a parent's limit holds, file pages can be given back"
 
-    own.write_text("5:memory:/x\n4:cpu:/\n")
+    own.write_text("5:memory:/x\n4:cpu:/\n", encoding="utf-8")
     group = root / "memory" / "x"
     group.mkdir(parents=True)
-    (group / "memory.limit_in_bytes").write_text("2000")
-    (group / "memory.usage_in_bytes").write_text("500")
-    (group / "memory.stat").write_text("total_inactive_file 0\n")
+    (group / "memory.limit_in_bytes").write_text("2000", encoding="utf-8")
+    (group / "memory.usage_in_bytes").write_text("500", encoding="utf-8")
+    (group / "memory.stat").write_text("total_inactive_file 0\n", encoding="utf-8")
     assert memory.available_bytes() == 1500
-    (group / "memory.limit_in_bytes").write_text(str((1 << 63) - 4096))
+    (group / "memory.limit_in_bytes").write_text(str((1 << 63) - 4096), encoding="utf-8")
     assert memory.available_bytes() > 1_000_000
 
 
@@ -537,7 +541,7 @@ def in_new_process(name: str, cache: Path, endpoint: str, options: str = "{}", *
         [*warm(), "-c", LOAD, name, options],
         env=settings,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
         check=True,
     )
@@ -744,7 +748,7 @@ def test_a_configuration_with_absurdly_many_layers_is_refused_at_once(folder: Pa
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [2, null]}'])
 def test_damaged_generation_settings_are_refused(folder: Path, text: str) -> None:
     """transformers leaves such a file out in silence, and chats then never end."""
-    (folder / "generation_config.json").write_text(text)
+    (folder / "generation_config.json").write_text(text, encoding="utf-8")
     refused(LoadError, "generation_config.json", target=folder)
 
 
@@ -761,9 +765,9 @@ def test_layers_for_further_tokens_are_no_unused_tensors(folder: Path, caplog: p
     """The draft "mtp" reads them."""
     from safetensors.torch import load_file, save_file
 
-    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text(encoding="utf-8"))
     further = f"model.layers.{config['num_hidden_layers']}.enorm.weight"
     save_file(load_file(path) | {further: torch.zeros(3)}, path, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}), encoding="utf-8")
     load_model(folder)
     assert "not used" not in caplog.text

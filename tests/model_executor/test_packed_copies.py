@@ -206,15 +206,20 @@ def test_pickles(tmp_path: Path) -> None:
 def test_code_of_a_model_goes_with_it(tmp_path: Path) -> None:
     folder = saved(tmp_path / "coded", tiny_llama())
     (folder / "configuration_own.py").write_text(
-        "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n",
+        encoding="utf-8",
     )
     (folder / "modeling_own.py").write_text(
         "from transformers import LlamaForCausalLM\nfrom .configuration_own import OwnConfig\n"
-        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n",
+        encoding="utf-8",
     )
     auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own", "auto_map": auto_map}
-    (folder / "config.json").write_text(json.dumps(config))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {
+        "model_type": "own",
+        "auto_map": auto_map,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     first = load(folder, quantize="int8", trust_remote_code=True)
     assert same(load(folder, quantize="int8", trust_remote_code=True), first)
     assert same(load(folder / COPY, trust_remote_code=True), first)
@@ -292,7 +297,7 @@ def test_a_copy_in_a_folder_that_cannot_be_written(
 def test_two_first_loads_at_once(fresh: Path) -> None:
     code = "import sys; from sakiyomi import LLM; LLM(sys.argv[1], 'none', quantize='int8', compile=False)"
     processes = [
-        subprocess.Popen([*warm(), "-c", code, str(fresh)], stderr=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen([*warm(), "-c", code, str(fresh)], stderr=subprocess.PIPE, encoding="utf-8") for _ in range(2)
     ]
     for process in processes:
         said = process.communicate(timeout=200)[1]
@@ -309,7 +314,7 @@ def test_many_writers_leave_one_whole_copy(tmp_path: Path) -> None:
             fresh = tmp_path / f"copy.{number}-{i}.tmp"
             fresh.mkdir()
             for name in "ab":
-                (fresh / name).write_text(str(number))
+                (fresh / name).write_text(str(number), encoding="utf-8")
             packed._replace(fresh, place)
 
     threads = [Thread(target=write, args=(number,)) for number in range(4)]
@@ -318,7 +323,7 @@ def test_many_writers_leave_one_whole_copy(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
-    assert (place / "a").read_text() == (place / "b").read_text()
+    assert (place / "a").read_text(encoding="utf-8") == (place / "b").read_text(encoding="utf-8")
 
 
 # --- copies that are of no use ----------------------------------------------------------------------------------------
@@ -327,11 +332,11 @@ def test_many_writers_leave_one_whole_copy(tmp_path: Path) -> None:
 def about(copy: Path, change: Callable[[dict[str, Any]], object], *, forged: bool = False) -> None:
     """Change sakiyomi.json; forged: as if it had been written so."""
     path = copy / packed.ABOUT
-    values = json.loads(path.read_text())
+    values = json.loads(path.read_text(encoding="utf-8"))
     change(values)
     if forged:
         values["digest"] = packed._digest(values)
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps(values), encoding="utf-8")
 
 
 def layer(values: dict[str, Any]) -> dict[str, int]:
@@ -345,9 +350,9 @@ def cut(name: str, keep: int) -> Callable[[Path], object]:
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "version": ("format 99", lambda copy: about(copy, lambda values: values.update(format=99))),
-    "no object": ("sakiyomi.json", lambda copy: (copy / "sakiyomi.json").write_text("[]")),
-    "no json": ("sakiyomi.json", lambda copy: (copy / "sakiyomi.json").write_text('{"format": 1')),
-    "empty": ("format None", lambda copy: (copy / "sakiyomi.json").write_text("{}")),
+    "no object": ("sakiyomi.json", lambda copy: (copy / "sakiyomi.json").write_text("[]", encoding="utf-8")),
+    "no json": ("sakiyomi.json", lambda copy: (copy / "sakiyomi.json").write_text('{"format": 1', encoding="utf-8")),
+    "empty": ("format None", lambda copy: (copy / "sakiyomi.json").write_text("{}", encoding="utf-8")),
     "bits": ("was changed", lambda copy: about(copy, lambda values: layer(values).update(bits=4))),
     "cache": ("was changed", lambda copy: about(copy, lambda values: values["cache"].pop())),
     "unknown bits": ("KeyError: 3", lambda copy: about(copy, lambda v: layer(v).update(bits=3), forged=True)),
@@ -383,7 +388,9 @@ def test_a_layer_that_the_config_does_not_have(folder: Path, caplog: pytest.LogC
     """Another number of layers than was packed: none may be left unpacked, none may be missing."""
     for count in (1, 3):
         path = folder / COPY / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": count}))
+        path.write_text(
+            json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"num_hidden_layers": count}), encoding="utf-8"
+        )
         refused(LoadError, "no intact packed model", "load the model itself", target=folder / COPY)
 
 
@@ -440,9 +447,9 @@ def test_a_disk_that_fills(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog:
 
 @pytest.mark.thorough
 def test_a_file_in_its_place(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (fresh / COPY).write_text("mine")
+    (fresh / COPY).write_text("mine", encoding="utf-8")
     nothing_written(fresh, caplog, COPY)
-    assert (fresh / COPY).read_text() == "mine"
+    assert (fresh / COPY).read_text(encoding="utf-8") == "mine"
 
 
 def killed_while_saving(fresh: Path) -> Path:
@@ -532,7 +539,7 @@ def test_options_that_contradict_a_packed_folder(good: Path, monkeypatch: pytest
 def test_what_is_quantized_already(fresh: Path) -> None:
     path = fresh / "config.json"
     settings = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | settings), encoding="utf-8")
     refused(InputError, "quantized already", "leave quantize at None", target=fresh, quantize="int8")
 
 

@@ -168,7 +168,7 @@ print([name for name in ("transformers", "torch._dynamo") if name in sys.modules
 """
     command = ["-W", "ignore", "-c", script, str(tmp_path)]
     runs = [
-        subprocess.run([*start, *command], capture_output=True, text=True, check=True)
+        subprocess.run([*start, *command], capture_output=True, encoding="utf-8", check=True)
         for start in (warm(), (sys.executable,))  # the one that records imports everything anyway
     ]
     assert runs[0].stdout == runs[1].stdout
@@ -267,8 +267,8 @@ def _other_weights(folder: Path, place: Path) -> None:
 
 
 def _other_ends(folder: Path, place: Path) -> None:
-    settings = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 7}))
+    settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 7}), encoding="utf-8")
 
 
 def _other_tokenizer(folder: Path, place: Path) -> None:
@@ -276,7 +276,7 @@ def _other_tokenizer(folder: Path, place: Path) -> None:
 
 
 def _no_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{")
+    (folder / "tokenizer.json").write_text("{", encoding="utf-8")
 
 
 def _damaged(folder: Path, place: Path) -> None:
@@ -329,9 +329,9 @@ def _rows_changed(copy: Path) -> None:
 
 def _of_other_layers(copy: Path) -> None:
     place = copy / "sakiyomi.json"
-    about = json.loads(place.read_text())
+    about = json.loads(place.read_text(encoding="utf-8"))
     about["layers"].popitem()
-    place.write_text(json.dumps(about))
+    place.write_text(json.dumps(about), encoding="utf-8")
 
 
 @pytest.mark.thorough

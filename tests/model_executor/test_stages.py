@@ -71,7 +71,7 @@ def test_processes_of_torchrun_end_together(staged: LLM, folder: Path) -> None:
     out = folder.with_name("cut")
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "sakiyomi"]
     asked = ["generate", PROMPTS[0], "--target", str(out), "--draft", "none", "--max-new-tokens", "8"]
-    done = subprocess.run([*run, *asked], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*run, *asked], capture_output=True, encoding="utf-8", timeout=300, check=False)
     assert done.returncode == 0 and "ended" not in done.stderr, done.stderr[-2000:]
     assert done.stdout.strip()
 
@@ -100,7 +100,7 @@ def test_what_stages_cannot_do_is_refused(staged: LLM, folder: Path, tmp_path: P
     with pytest.raises(InputError, match="exists and is not an empty folder"):
         cut(folder, 2, folder)
     shutil.copytree(folder.with_name("cut"), tmp_path / "other")
-    (tmp_path / "other" / "stages.json").write_text(json.dumps({"format": 2}))
+    (tmp_path / "other" / "stages.json").write_text(json.dumps({"format": 2}), encoding="utf-8")
     with pytest.raises(LoadError, match="has format 2, expected 1; cut the model anew"):
         LLM(str(tmp_path / "other"), "none")
     with pytest.raises(UnsupportedError, match="in several processes, which is not saved"):

@@ -47,7 +47,7 @@ def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     pytest.importorskip("triton")
     script = Path(__file__).parent.parent / "compile_triton.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, encoding="utf-8")
     assert done.stdout.endswith("compiled\n"), done.stderr[-2000:]
 
 

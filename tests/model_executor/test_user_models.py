@@ -253,7 +253,7 @@ def test_tensor_parallel_in_two_processes(tmp_path: Path) -> None:
             env=os.environ | settings | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         for rank in range(2)
     ]

@@ -58,5 +58,5 @@ def test_pairs_print_one_json_line(
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["finished"]
     assert load_checkpoint(Path(summary["out"]) / "draft" / "checkpoints")["progress"]["step"] == 3
-    card = json.loads(Path(summary["target"], "card.json").read_text())
+    card = json.loads(Path(summary["target"], "card.json").read_text(encoding="utf-8"))
     assert card["command"].startswith(f"python recipes/{name}.py --out ")

@@ -117,7 +117,7 @@ def test_its_small_form(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--small"]
     command += ["--out", str(tmp_path / "gpu.json"), "--models", str(tmp_path / "models"), "--seconds", "280"]
     done = subprocess.run(
-        [*command, "--rows", "device", "single", "exact"], capture_output=True, text=True, check=False
+        [*command, "--rows", "device", "single", "exact"], capture_output=True, encoding="utf-8", check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))

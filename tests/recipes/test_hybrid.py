@@ -60,7 +60,7 @@ def test_a_run_from_start_to_card(tmp_path: Path) -> None:
     assert summary["finished"] and summary["architecture"] == "Qwen3_5" and summary["layers"] == 2
     found = losses(chosen.loop.out)
     assert len(found) == 6 and found[-1] < found[0]
-    assert json.loads((Path(summary["model"]) / "card.json").read_text())["command"] == "the command"
+    assert json.loads((Path(summary["model"]) / "card.json").read_text(encoding="utf-8"))["command"] == "the command"
     again = train_hybrid(chosen.changed(resume=True))
     assert again["steps"] == 6 and losses(chosen.loop.out) == found
     tokens = [5, 6, 7, 8, 9]

@@ -40,11 +40,11 @@ def test_a_tiny_pair_that_corrects_text(tmp_path: Path) -> None:
         assert read["input_ids"][0, -1] == tokenizer.eos_token_id
         done = model.generate(**read, max_new_tokens=3)
         assert done[0, 0] == model.config.decoder_start_token_id
-        card = json.loads((folder / "card.json").read_text())
+        card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
         assert card["architecture"] == "Pegasus"
         assert {"exact_match", "word_error_rate", "right_tokens"} <= card["held_out"]["fix"].keys()
         assert ("agreement" in card["held_out"]["continue"]) == (part == "draft")
-        text = (folder / "README.md").read_text()
+        text = (folder / "README.md").read_text(encoding="utf-8")
         assert "python recipes/edits.py --out x" in text
         assert "Stories of the tests" in text
         examples = read_examples(folder)
@@ -121,8 +121,8 @@ def test_other_text_than_the_checkpoints_is_refused(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         stop_at(patch, 1, signal.SIGINT)
         train_edits(config)
-    lines = Path(config.text.text[0]).read_text().splitlines()
-    Path(config.text.text[0]).write_text("\n".join(lines[:40]) + "\n")
+    lines = Path(config.text.text[0]).read_text(encoding="utf-8").splitlines()
+    Path(config.text.text[0]).write_text("\n".join(lines[:40]) + "\n", encoding="utf-8")
     with pytest.raises(LoadError, match="text has changed"):
         train_edits(config.changed(resume=True))
 
@@ -162,7 +162,7 @@ def test_held_out_text_is_other_text(tmp_path: Path) -> None:
     named = edits_config(tmp_path, valid=(f"own={config.text.text[0]}",))
     assert [len(some) for some in read_texts(named)] == [60, 60]
     few = tmp_path / "few.jsonl"
-    few.write_text('{"text": "One. Two."}\n')
+    few.write_text('{"text": "One. Two."}\n', encoding="utf-8")
     with pytest.raises(InputError, match="--valid"):
         read_texts(edits_config(tmp_path, text=(str(few),)))
 
@@ -216,7 +216,7 @@ def test_examples_survive_their_file(tmp_path: Path) -> None:
     write_examples(tmp_path, examples)
     assert read_examples(tmp_path) == examples
     assert [example.grounded for example in [*examples, Example("continue", "x", "y")]] == [True, True, False]
-    (tmp_path / "held_out.jsonl").write_text('{"task": "fix"}\n')
+    (tmp_path / "held_out.jsonl").write_text('{"task": "fix"}\n', encoding="utf-8")
     with pytest.raises(LoadError, match=r"recipes/edits\.py"):
         read_examples(tmp_path)
 

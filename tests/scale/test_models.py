@@ -211,13 +211,15 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded() -> None:
     ],
 )
 def test_tables_of_models_are_read_strictly(lines: str, problem: str, tmp_path: Path) -> None:
-    (file := tmp_path / "models.toml").write_text(lines)
+    (file := tmp_path / "models.toml").write_text(lines, encoding="utf-8")
     with pytest.raises((InputError, LoadError), match=problem.replace("[", r"\[")):
         read_models(ModelOptions(models=str(file)), LLMConfig())
 
 
 def test_models_of_flags_and_tables(tmp_path: Path) -> None:
-    (file := tmp_path / "models.toml").write_text("[a]\ntarget = 'tales'\n[b]\ntarget = 'tales'\nmax_batch = 2\n")
+    (file := tmp_path / "models.toml").write_text(
+        "[a]\ntarget = 'tales'\n[b]\ntarget = 'tales'\nmax_batch = 2\n", encoding="utf-8"
+    )
     flags = LLMConfig(max_batch=32)
     found = read_models(ModelOptions(models=str(file)), flags)
     assert {name: model.max_batch for name, model in found.items()} == {"a": 32, "b": 2}

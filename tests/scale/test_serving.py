@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 import signal
 import socket
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -41,9 +42,11 @@ CONFIG = ServerConfig(request_timeout=60)
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """For Serve, which does not tell what the system gives it; none that the system gives somebody else meanwhile."""
+    draws = random.SystemRandom()
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", draws.randrange(10_000, 30_000))) as free:
+            return int(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +266,7 @@ def test_the_command(nodes: Any) -> None:
     flags = ["--target", "tales", "--dtype", "float32", "--replicas", "1", "--address", nodes.address]
     others, port = set(serve.status().applications), free_port()
     command = [sys.executable, "-m", "sakiyomi", "serve", *flags, "--port", str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8")
     assert process.stderr is not None
     assert any("at http://" in line for line in iter(process.stderr.readline, "")), process.wait()
     body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}

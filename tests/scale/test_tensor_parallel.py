@@ -67,7 +67,7 @@ def test_drafts_over_a_target_in_two_processes(tmp_path: Path) -> None:
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
     )
     try:
@@ -76,5 +76,5 @@ def test_drafts_over_a_target_in_two_processes(tmp_path: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(both.pid, signal.SIGKILL)
     assert both.returncode == 0, errors[-3000:]
-    said = [(tmp_path / f"texts{rank}").read_text() for rank in range(2)]
+    said = [(tmp_path / f"texts{rank}").read_text(encoding="utf-8") for rank in range(2)]
     assert said[0] == said[1] and len(said[0]) > 100

@@ -111,7 +111,7 @@ def test_kills_of_driver_and_worker(nodes: Any, tmp_path: Path) -> None:
     source.write_text("".join(
         json.dumps({"custom_id": f"{i}", "url": "/v1/completions", "body": {"prompt": f"{i}", **body}}) + "\n"
         for i in range(160)
-    ))  # fmt: skip
+    ), encoding="utf-8")  # fmt: skip
     draws = random.Random(1)
     for victim in ("driver", "worker"):
         command = [sys.executable, "-c", DRIVER, str(source), str(out), nodes.address]
@@ -123,7 +123,7 @@ def test_kills_of_driver_and_worker(nodes: Any, tmp_path: Path) -> None:
         os.kill(driver.pid if victim == "driver" else workers(nodes)[0], signal.SIGKILL)
         driver.stdout.read()
         driver.wait()
-    replies = [json.loads(line) for line in out.read_text().splitlines()]
+    replies = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [reply["custom_id"] for reply in replies] == [f"{i}" for i in range(160)]
     assert all(reply["response"]["body"]["text"] == reply["custom_id"] for reply in replies)
 

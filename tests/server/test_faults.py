@@ -503,7 +503,7 @@ def process(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str
     def start(*flags: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
         command = [*warm(), "-W", "ignore", "-m", "sakiyomi", "serve", *flags]
         command += ["--target", str(tmp_path / "toy"), "--compile", "false", "--port", "0"]
-        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", env=os.environ | environment)
         started.append(run)
         assert run.stderr is not None
         for line in run.stderr:
@@ -560,7 +560,9 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     monkeypatch.setattr("sakiyomi.server.run.serve", lambda llm, config, listening: served.append(config))
     monkeypatch.setattr("sakiyomi.server.logs.set_up", lambda kind: None)
     file = tmp_path / "serve.toml"
-    file.write_text('served_name = "of-the-file"\nmax_queue = 3\nmax_n = 2\ncors_origins = ["http://a.example"]\n')
+    file.write_text(
+        'served_name = "of-the-file"\nmax_queue = 3\nmax_n = 2\ncors_origins = ["http://a.example"]\n', encoding="utf-8"
+    )
     environment = {"SAKIYOMI_SERVED_NAME": "toy", "SAKIYOMI_MAX_N": "5", "SAKIYOMI_CONFIG": str(file)}
     done = CliRunner().invoke(app, ["serve", "--max-n", "1", "--no-reuse"], env=environment)
     assert done.exit_code == 0, done.output
@@ -568,7 +570,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     assert served == [expected] and exact == [False]
     for arguments, others in ((["--exact"], {}), ([], {"SAKIYOMI_EXACT": "1"})):
         assert CliRunner().invoke(app, ["serve", *arguments], env=environment | others).exit_code == 0
-    file.write_text("exact = true\n")
+    file.write_text("exact = true\n", encoding="utf-8")
     assert CliRunner().invoke(app, ["serve"], env=environment).exit_code == 0
     assert exact == [False, True, True, True]
     for text, words in (
@@ -584,10 +586,10 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
         ("cors_origins = [1]", "expected a list"),
         ("max_n = 0", "max_n is 0"),
     ):
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         done = CliRunner().invoke(app, ["serve", "--config", str(file)])
         assert done.exit_code in (1, 2) and words in done.output and "Traceback" not in done.output, (text, done.output)
-    file.write_text('request_timeout = 5\ncache = "streaming"\nkv_budget = 700\ncompile = false\n')
+    file.write_text('request_timeout = 5\ncache = "streaming"\nkv_budget = 700\ncompile = false\n', encoding="utf-8")
     assert CliRunner().invoke(app, ["serve", "--config", str(file)]).exit_code == 0
     assert served[-1].request_timeout == 5.0
     for name, text, words in (

@@ -56,7 +56,7 @@ THINKING = (
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     template = tmp_path_factory.mktemp("template") / "thinking.jinja"
-    template.write_text(THINKING)
+    template.write_text(THINKING, encoding="utf-8")
     with running(toy_llm("none"), chat_template=str(template)) as (_, found):
         yield found
 

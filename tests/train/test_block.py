@@ -211,7 +211,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch:
         assert not train_block(parts)["finished"]
     assert train_block(parts.changed(resume=True))["finished"]
     assert losses(str(tmp_path / "parts")) == losses(str(tmp_path / "whole"))
-    logs = [(tmp_path / name / "steps.jsonl").read_text().splitlines() for name in ("whole", "parts")]
+    logs = [(tmp_path / name / "steps.jsonl").read_text(encoding="utf-8").splitlines() for name in ("whole", "parts")]
     assert {json.loads(line)["step"]: line for line in logs[1]} == dict(enumerate(logs[0]))
     one, other = (read_block(tmp_path / name / "model", 2).tensors for name in ("whole", "parts"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

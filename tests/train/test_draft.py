@@ -166,7 +166,7 @@ def test_a_tiny_draft_from_end_to_end(tmp_path: Path) -> None:
     assert model.config.vocab_size == 300
     assert model.config.num_hidden_layers == 1, "half of the target's"
     assert tokenizer.eos_token_id == model.config.eos_token_id
-    lines = Path(config.loop.out, "samples.jsonl").read_text().splitlines()
+    lines = Path(config.loop.out, "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == config.sampling.samples
     record = json.loads(lines[0])
     assert len(record["tokens"]) > record["prompt"] >= 8
@@ -202,7 +202,7 @@ def test_the_card_tells_how_the_start_was_made(tmp_path: Path) -> None:
     third = train_draft(
         draft_config(tmp_path, target, out=str(tmp_path / "third"), init=second["model"], tokens=64, samples=0), "third"
     )
-    text = Path(third["model"], "README.md").read_text()
+    text = Path(third["model"], "README.md").read_text(encoding="utf-8")
     begin = text.index("## Start")
     for part in ("sakiyomi train draft --out second", "sakiyomi train target --out start", "- Tales", "1 steps"):
         assert part in text[begin:]
@@ -212,7 +212,7 @@ def test_the_card_tells_how_the_start_was_made(tmp_path: Path) -> None:
 def test_a_start_without_a_card_is_named(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
     summary = train_draft(draft_config(tmp_path, target, init=str(target), tokens=64, samples=0))
-    assert f"`{target}`, which has no card" in Path(summary["model"], "README.md").read_text()
+    assert f"`{target}`, which has no card" in Path(summary["model"], "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.thorough
@@ -268,7 +268,7 @@ def test_a_resumed_draft_run_has_the_rows_of_its_first_part(tmp_path: Path, monk
     with monkeypatch.context() as patch:
         stop_at(patch, 3, signal.SIGINT)
         assert not train_draft(cut)["finished"]
-    assert len(Path(cut.loop.out, "samples.jsonl").read_text().splitlines()) == 4
+    assert len(Path(cut.loop.out, "samples.jsonl").read_text(encoding="utf-8").splitlines()) == 4
     resumed = cut.changed(resume=True)
     assert train_draft(resumed)["finished"]
     assert losses(cut.loop.out) == losses(whole.loop.out)
@@ -297,8 +297,10 @@ def test_without_held_out_text_some_training_text_is_held_back(tmp_path: Path, m
     assert summary["held_back"] == len(measured) == 4
     assert not {bytes(document) for document in measured} & set(trained)
     assert {"alpha", "expected_speedup_greedy", "expected_speedup_sampled"} <= summary["held_out"]["held_back"].keys()
-    assert "4 documents of the training text, held back" in Path(summary["model"], "README.md").read_text()
-    Path(config.text.text[0]).write_text(json.dumps({"text": stories(1)[0]}) + "\n")
+    assert "4 documents of the training text, held back" in Path(summary["model"], "README.md").read_text(
+        encoding="utf-8"
+    )
+    Path(config.text.text[0]).write_text(json.dumps({"text": stories(1)[0]}) + "\n", encoding="utf-8")
     with pytest.raises(InputError, match="--valid NAME=FILE"):
         train_draft(config.changed(out=str(tmp_path / "other")))
 
@@ -324,7 +326,7 @@ def test_a_target_of_another_architecture_and_measured_costs(tmp_path: Path) -> 
     assert summary["cost_source"].startswith("measured on ")
     values = summary["held_out"]["stories"]
     assert 0 < values["expected_speedup_greedy"] < 5
-    card = Path(summary["model"], "README.md").read_text()
+    card = Path(summary["model"], "README.md").read_text(encoding="utf-8")
     assert f"c): {summary['cost']:.3g}, measured on" in card
     assert summary["measured"]["speedup"] > 0 and summary["verdict"] in card
     assert f"--draft model:{tmp_path / 'draft'}" in summary["verdict"]
@@ -348,7 +350,7 @@ def test_costs_that_cannot_be_measured_do_not_lose_the_draft(tmp_path: Path, mon
     monkeypatch.setattr("sakiyomi.engine.llm.LLM", refuse)
     summary = train_draft(draft_config(tmp_path, tiny_target(tmp_path), cost="measured", samples=0, tokens=64))
     assert summary["cost"] is None
-    assert "not measured: no attention of ours" in Path(summary["model"], "README.md").read_text()
+    assert "not measured: no attention of ours" in Path(summary["model"], "README.md").read_text(encoding="utf-8")
 
 
 def test_targets_are_found_and_checked_as_everywhere(tmp_path: Path) -> None:
@@ -374,9 +376,9 @@ def test_a_targets_own_generation_settings_do_not_bend_its_text(tmp_path: Path) 
     prompts = [[0, 70, 71, 72]]
     llm = LLM((plain, tokenizer), "none", compile=False)
     expected_text = sample_continuations(llm, prompts, new_tokens=12, temperature=0.0)
-    settings = json.loads((folder / "generation_config.json").read_text())
+    settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     settings |= {"repetition_penalty": 5.0, "eos_token_id": [0, expected_text[0][4]]}
-    (folder / "generation_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
     bent, _ = load_target(str(folder))
     llm = LLM((bent, tokenizer), "none", compile=False)
     assert sample_continuations(llm, prompts, new_tokens=12, temperature=0.0) == [
@@ -391,9 +393,9 @@ def test_errors_of_the_draft_command(tmp_path: Path) -> None:
         draft_config(tmp_path, tmp_path, row_tokens=(16, 32))
     target = tiny_target(tmp_path)
     short = tmp_path / "short.txt"
-    short.write_text("Once upon a time.")
+    short.write_text("Once upon a time.", encoding="utf-8")
     ids = tmp_path / "ids.jsonl"
-    ids.write_text('{"tokens": [5, 300]}')
+    ids.write_text('{"tokens": [5, 300]}', encoding="utf-8")
     for changes, kind, message in (
         ({"valid": (f"short={short}",)}, InputError, "no document of more than 64 tokens"),
         ({"valid": (f"a={tmp_path / 'typo.txt'}",)}, LoadError, "typo.txt"),
@@ -443,8 +445,8 @@ def test_the_count_is_the_engines(tmp_path: Path) -> None:
         if entry.status == "accepted" and entry.token_id not in result.token_ids[:place]
     )
     end = firsts.most_common(1)[0][0]
-    settings = json.loads((folders[0] / "generation_config.json").read_text()) | {"eos_token_id": end}
-    (folders[0] / "generation_config.json").write_text(json.dumps(settings))
+    settings = json.loads((folders[0] / "generation_config.json").read_text(encoding="utf-8")) | {"eos_token_id": end}
+    (folders[0] / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
     stopped = [result for result in compare(frozenset({end})) if result.finish_reason == "stop"]
     assert any(result.trace[-1].status == "accepted" for result in stopped)
     assert any(result.trace[-1].status != "accepted" for result in stopped)

@@ -210,7 +210,11 @@ def test_from_end_to_end(loss: str, tmp_path: Path) -> None:
     assert sum(steps[-8:]) < sum(steps[:8])
     found = read_eagle(folder, 2)
     assert (found.tokens is None) == (loss != "ce")
-    assert json.loads((folder / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 1, 1]
+    assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["eagle_aux_hidden_state_layer_ids"] == [
+        2,
+        1,
+        1,
+    ]
     texts = [
         LLM(str(target), draft, compile=False, strict=True, dtype="float32")
         .generate("Once upon a time", SamplingParams(max_new_tokens=20, gamma=2))
@@ -236,7 +240,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch:
         assert not train_eagle(parts)["finished"]
     assert train_eagle(parts.changed(resume=True))["finished"]
     assert losses(str(tmp_path / "parts")) == losses(str(tmp_path / "whole"))
-    logs = [(tmp_path / name / "steps.jsonl").read_text().splitlines() for name in ("whole", "parts")]
+    logs = [(tmp_path / name / "steps.jsonl").read_text(encoding="utf-8").splitlines() for name in ("whole", "parts")]
     assert {json.loads(line)["step"]: line for line in logs[1]} == dict(enumerate(logs[0]))
     one, other = (read_eagle(tmp_path / name / "model", 2).tensors for name in ("whole", "parts"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

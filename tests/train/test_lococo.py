@@ -203,7 +203,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch:
     one, other = (read_merging(tmp_path / name / "model").convolutions for name in ("whole", "parts"))
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert json.loads((tmp_path / "whole/model/card.json").read_text())["tokens"] == summary["tokens"]
+    assert json.loads((tmp_path / "whole/model/card.json").read_text(encoding="utf-8"))["tokens"] == summary["tokens"]
     with pytest.raises(InputError, match="merged is 4"):
         train_lococo(lococo_config(tmp_path, target, out=str(tmp_path / "parts"), merged=4, resume=True))
 

@@ -165,7 +165,8 @@ def test_keys_never_come_twice() -> None:
 def test_filler_of_the_user(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text(
-        json.dumps({"text": "The cat sat. “Who is it?” The dog barked.\nNobody knew! 猫がいた。犬もいた。"}) + "\n"
+        json.dumps({"text": "The cat sat. “Who is it?” The dog barked.\nNobody knew! 猫がいた。犬もいた。"}) + "\n",
+        encoding="utf-8",
     )
     filler = read_filler([path])
     example = Needle("passkey", filler=filler).make(np.random.default_rng(0), LENGTH, tokenizer, 0.5)

@@ -89,7 +89,7 @@ def test_from_end_to_end(own: bool, tmp_path: Path) -> None:
     found = read_heads(folder)
     assert (found.format, found.heads.shape.heads, found.heads.shape.layers) == ("medusa", 2, 2)
     assert found.heads.shape.own == (2 if own else 0)
-    assert json.loads((folder / "config.json").read_text())["base_model_name_or_path"] == str(target)
+    assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["base_model_name_or_path"] == str(target)
     card = (folder / "README.md").read_text(encoding="utf-8")
     for words in ("2 Medusa heads of 2 residual blocks", "the command", "head 2 top 5", "expected tau", "memory:"):
         assert words in card, words
@@ -130,7 +130,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch:
     summary = train_medusa(medusa_config(tmp_path, target, out=str(tmp_path / "parts"), positions=0.5, resume=True))
     assert summary["finished"]
     assert losses(str(tmp_path / "parts")) == losses(str(tmp_path / "whole"))
-    logs = [(tmp_path / name / "heads.jsonl").read_text().splitlines() for name in ("whole", "parts")]
+    logs = [(tmp_path / name / "heads.jsonl").read_text(encoding="utf-8").splitlines() for name in ("whole", "parts")]
     assert {json.loads(line)["step"]: line for line in logs[1]} == dict(enumerate(logs[0]))
     one, other = (read_heads(tmp_path / name / "model").heads.weights for name in ("whole", "parts"))
     assert torch.equal(one, other)
@@ -298,7 +298,7 @@ def test_a_log_that_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         stop_at(patch, 3, signal.SIGINT)
         train_medusa(medusa_config(tmp_path, target))
-    with (tmp_path / "medusa" / "heads.jsonl").open("a") as file:
+    with (tmp_path / "medusa" / "heads.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 4, "lo')
     assert train_medusa(medusa_config(tmp_path, target, resume=True))["finished"]
 
@@ -506,7 +506,9 @@ def test_answers_to_chats_are_training_data(tmp_path: Path) -> None:
         record = json.loads(line)
         assert tokenizer.decode(record["tokens"][: record["prompt"]]).endswith("ASSISTANT:")
     with pytest.raises(InputError, match="chats and 1 records"):
-        (tmp_path / "both.jsonl").write_text(chats.read_text() + '{"text": "A tale."}\n')
+        (tmp_path / "both.jsonl").write_text(
+            chats.read_text(encoding="utf-8") + '{"text": "A tale."}\n', encoding="utf-8"
+        )
         train_distill_data(distill_config(tmp_path, target, data=(str(tmp_path / "both.jsonl"),)))
     found = read_counted(Path(config.out), tokenizer, 300)
     assert all((document < 0).any() and (document >= 0).any() for document in found)

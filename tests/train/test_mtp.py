@@ -141,7 +141,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     card = (folder / "README.md").read_text(encoding="utf-8")
     for words in ("further tokens (MTP)", "the command", "position 7", "speedup greedy", f"--draft mtp:{folder}"):
         assert words in card, words
-    assert json.loads((folder / "config.json").read_text())["hidden_size"] == 32
+    assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["hidden_size"] == 32
     texts = [
         LLM(str(target), draft, compile=False, strict=True, dtype="float32")
         .generate("Once upon a time", SamplingParams(max_new_tokens=20, gamma=2))

@@ -141,7 +141,7 @@ def test_missing_files_are_found_before_the_tokenizer_is_trained(
 ) -> None:
     monkeypatch.setattr(target, "train_tokenizer", None)
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": "fine"}\n{"text": \n')
+    bad.write_text('{"text": "fine"}\n{"text": \n', encoding="utf-8")
     for changes, kind, message in (
         ({"valid": ("a=typo.txt",)}, LoadError, "typo.txt"),
         ({"valid": ("typo.txt",)}, InputError, "NAME=FILE"),
@@ -155,10 +155,10 @@ def test_missing_files_are_found_before_the_tokenizer_is_trained(
 
 def test_out_must_be_a_folder_that_can_be_written(tmp_path: Path) -> None:
     file = tmp_path / "README.md"
-    file.write_text("mine")
+    file.write_text("mine", encoding="utf-8")
     with pytest.raises(InputError, match=r"README\.md', which is a file"):
         train_target(target_config(tmp_path, out=str(file)))
-    assert file.read_text() == "mine"
+    assert file.read_text(encoding="utf-8") == "mine"
     with pytest.raises(LoadError, match=r"cannot write .*README\.md/deeper"):
         train_target(target_config(tmp_path, out=str(file / "deeper")))
     with pytest.raises(LoadError, match="cannot write /proc"):

@@ -124,7 +124,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch:
     one, other = (read_heads(tmp_path / name / "model").heads for name in ("whole", "parts"))
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert json.loads((tmp_path / "whole/model/card.json").read_text())["tokens"] == summary["tokens"]
+    assert json.loads((tmp_path / "whole/model/card.json").read_text(encoding="utf-8"))["tokens"] == summary["tokens"]
     with pytest.raises(InputError, match="huber is 2"):
         train_retaining(retaining_config(tmp_path, target, out=str(tmp_path / "parts"), huber=2.0, resume=True))
     config = retaining_config(tmp_path, target, out=str(tmp_path / "parts"), resume=True)

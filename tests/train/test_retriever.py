@@ -293,12 +293,12 @@ def test_a_tiny_run_from_end_to_end(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
     assert model.config.num_key_value_heads == 1
     assert len(tokenizer) == model.config.vocab_size == 700
-    card = json.loads((folder / "card.json").read_text())
+    card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
     assert card["held_out"]["stories"]["bits_per_character"] > 0
     for filler in ("noise", "stories"):
         found = card["held_out"][f"accuracy at 256 tokens, filler: {filler}"]
         assert set(found) == {*ASKED, *(f"{task}, question in front" for task in ASKED)}
-    text = (folder / "README.md").read_text()
+    text = (folder / "README.md").read_text(encoding="utf-8")
     assert "| kv-dense, question in front |" in text
     assert "sakiyomi train retriever --out x" in text
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")

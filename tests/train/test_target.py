@@ -42,10 +42,10 @@ def test_a_tiny_target_from_end_to_end(tmp_path: Path) -> None:
         **tokenizer("Once upon", return_tensors="pt", return_token_type_ids=False), max_new_tokens=4
     )
     assert output.shape[0] == 1
-    card = json.loads((folder / "card.json").read_text())
+    card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
     assert card["held_out"]["stories"]["bits_per_character"] > 0
     assert card["notes"] == ["Stories, no licence needed"]
-    text = (folder / "README.md").read_text()
+    text = (folder / "README.md").read_text(encoding="utf-8")
     assert "sakiyomi train target --out x" in text
     assert "bits per character" in text
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -54,7 +54,7 @@ def test_a_tiny_target_from_end_to_end(tmp_path: Path) -> None:
 def test_the_card_names_no_picture_that_was_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     summary = train_target(target_config(tmp_path, tokens=128))
-    text = Path(summary["model"], "README.md").read_text()
+    text = Path(summary["model"], "README.md").read_text(encoding="utf-8")
     assert "loss.png" not in text
     assert "the curve was not drawn: `pip install 'sakiyomi[train]'`" in text
     assert summary["loss_curve"] is None

@@ -106,7 +106,7 @@ def test_heads_count_what_all_workers_count(tmp_path: Path) -> None:
         settings |= {"row_tokens": (32,), "step_tokens": 128, "warmup_steps": 2, "eval_prompts": 2, "lr": 0.01}
         settings |= {"compile": False, "threads": 1, "device": "cpu", "precision": "no", "positions": 0.5}
         assert train_medusa(MedusaConfig.of(**settings, workers=workers))["finished"]
-        lines = (tmp_path / str(workers) / "heads.jsonl").read_text().splitlines()
+        lines = (tmp_path / str(workers) / "heads.jsonl").read_text(encoding="utf-8").splitlines()
         return losses(settings["out"]), [json.loads(line)["loss"] for line in lines]
 
     alone, together = run(1), run(2)
@@ -167,9 +167,9 @@ if dist.is_initialized():
 @pytest.mark.parametrize("how", ["", "connected"])
 def test_torchrun_s_processes_find_each_other(how: str, tmp_path: Path) -> None:
     """Or have found each other before, as Ray's TorchTrainer has it: then they stay connected."""
-    (tmp_path / "run.py").write_text(TORCHRUN)
+    (tmp_path / "run.py").write_text(TORCHRUN, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "run.py", how]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120)
     assert done.returncode == 0, done.stderr
     shared = "[[1.0], [1.5], [1.0, 2.0], [5.0, 5.0], [0.5], "
     assert sorted(done.stdout.splitlines()) == [

@@ -139,7 +139,7 @@ _PACKED = sorted({name.rpartition("-")[0] for name in _names("packing")})
 # A file's name may have a plus, too: parts begin with a name that is known, or look like a part.
 _KNOWN = [*sorted(CACHE_FORMS, key=len, reverse=True), "full", *_PACKED]
 _BREAK = re.compile(rf"\+(?=(?:{'|'.join(map(re.escape, _KNOWN))})(?:[+:\[-]|$))")
-_PART = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<file>[^\[\]]+))?(\[(?P<options>[^\[\]]*)\])?")
+_PART = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<file>.+?))?(\[(?P<options>[^\[\]]*)\])?")
 
 
 def parse_cache(spec: str) -> list[CachePart]:

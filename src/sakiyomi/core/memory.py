@@ -78,7 +78,7 @@ def resident_bytes() -> int:
 def reset_peak() -> bool:
     """Restart ``peak_bytes`` from what is held now; False where the system cannot (other than Linux)."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     except OSError:
         return False
     return True
@@ -87,7 +87,7 @@ def reset_peak() -> bool:
 def _status(name: str) -> int | None:
     """A line of this process's ``/proc/self/status``, in bytes; None if there is none."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
@@ -184,7 +184,7 @@ def returned_when_freed() -> Iterator[None]:
 def _group_headroom() -> int | None:
     """What the limits of this process's control groups leave; None without a limit or without control groups."""
     try:
-        lines = _OWN_GROUP.read_text().splitlines()
+        lines = _OWN_GROUP.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     found = []
@@ -212,9 +212,9 @@ def _group_headroom() -> int | None:
 
 def _headroom(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
     try:
-        limit = int((group / limit_name).read_text())
-        usage = int((group / usage_name).read_text())
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        limit = int((group / limit_name).read_text(encoding="utf-8"))
+        usage = int((group / usage_name).read_text(encoding="utf-8"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):  # no such group, or the limit is "max"
         return None
     # Version 1 says "no limit" with a number near 2^63. File pages not in use are given back under pressure.

@@ -155,7 +155,7 @@ def _child(
     port: int, number: int, count: int, said: Connection, work: Callable[..., None], args: Sequence[Any]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first one's
-    with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - the first one speaks
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:  # noqa: PTH123 - the first one speaks
         os.dup2(nowhere.fileno(), 2)
     try:
         store = TCPStore("127.0.0.1", port, None, False, JOINING)

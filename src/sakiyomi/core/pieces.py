@@ -69,7 +69,7 @@ class Pieces:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = (self.folder / LOCK).open("w")
+            handle = (self.folder / LOCK).open("w", encoding="utf-8")
         except OSError as error:
             raise LoadError(f"cannot write {self.folder}: {error.strerror or error}; choose another output") from None
         with handle:

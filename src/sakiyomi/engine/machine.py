@@ -180,7 +180,7 @@ def _commit() -> str | None:
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

@@ -138,7 +138,8 @@ def _build() -> Path:
     done = subprocess.run(
         [sys.executable, "-I", "-S", variants.__file__, name, cxx, str(partial(path))],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         timeout=300,
         check=False,
         start_new_session=True,
@@ -231,7 +232,7 @@ def _prove(path: Path) -> None:
     if proven.exists():
         return
     command = [sys.executable, "-I", "-S", "-c", _TEST, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines()
         raise OSError(f"its self-test ends with {done.returncode}" + (f" ({said[-1]})" if said else ""))

@@ -50,7 +50,7 @@ VARIANTS = {"amx": _AMX, "zen4": _ZEN4, "avx512": _AVX512, "avx2": _AVX2}
 def cpuinfo() -> list[str]:
     """What Linux tells of the processor; no lines on other systems."""
     try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
 
@@ -118,7 +118,7 @@ def make(variant: str, cxx: str, fresh: Path) -> Path:
     """
     command = [cxx, *_options(variant), str(SOURCE), "-o", str(fresh)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode:
             said = " ".join(done.stderr.split())[:300] or f"exit code {done.returncode}, without a word"
             raise OSError(f"{cxx} failed: {said}")

@@ -81,6 +81,9 @@ class EventPublisher:
         replay: address at which messages can be asked for again; None: nowhere.
         topic: of all messages.
 
+    Attributes:
+        addresses: where it listens, for events and for questions; a port * is replaced by the one that was free.
+
     Raises:
         LoadError: the packages for it are not installed.
         InputError: nothing can listen at an address.
@@ -97,6 +100,7 @@ class EventPublisher:
         self._encode, self._again, self._topic = msgpack.packb, zmq.Again, topic.encode()
         self._context = zmq.Context()
         self._sockets = [self._bound(zmq.PUB, address)] + ([] if replay is None else [self._bound(zmq.ROUTER, replay)])
+        self.addresses = [str(socket.last_endpoint.decode()) for socket in self._sockets]
         self._blocks = Blocks()
         self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT)

@@ -98,7 +98,9 @@ def start_seconds(config: BenchConfig) -> dict[str, Any]:
     """
     command = [sys.executable, "-m", "sakiyomi.evaluation.bench.compiling", config.target, config.dtype]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=_PATIENCE
+        )
     except subprocess.TimeoutExpired:
         raise SakiyomiError(f"a new process had not compiled its graphs after {_PATIENCE} s") from None
     if done.returncode:

@@ -31,7 +31,7 @@ def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[l
     threads = {"session_options": {"intra_op_num_threads": task["threads"]}}
     change: dict[str, Any] = {"model": {"decoder": threads}}
     if task["draft"] is not None:
-        draft = json.loads((Path(task["draft"]) / "genai_config.json").read_text())["model"]["decoder"]
+        draft = json.loads((Path(task["draft"]) / "genai_config.json").read_text(encoding="utf-8"))["model"]["decoder"]
         draft["filename"] = os.path.relpath(Path(task["draft"]) / draft["filename"], task["model"])
         change = {"model": {"decoder": threads, "draft": draft}, "speculative": {"max_draft_tokens": task["gamma"]}}
     config = genai.Config(task["model"])

@@ -79,7 +79,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
+            encoding="utf-8",
             start_new_session=True,
             env=os.environ | {"OMP_NUM_THREADS": str(task["threads"])},
         )

@@ -67,7 +67,9 @@ def converted(convert: Any, model: str, kind: str, folder: str) -> str:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         # In a process of its own: what it takes in memory and threads is gone when the model is measured.
-        done = subprocess.run(convert(model, kind, str(fresh)), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            convert(model, kind, str(fresh)), capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
         if done.returncode:
             raise RuntimeError(f"{model} cannot be converted: {done.stderr.strip()[-200:]}")
         fresh.rename(place)
@@ -76,7 +78,7 @@ def converted(convert: Any, model: str, kind: str, folder: str) -> str:
 
 if __name__ == "__main__":
     # What libraries print goes where their errors go: standard output is for answers alone.
-    own = os.fdopen(os.dup(1), "w")
+    own = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.argv[1], sys.stdin, own)
     os._exit(0)  # an engine's threads may never end by themselves

@@ -147,7 +147,7 @@ def family(name: str) -> list[Path]:
         InputError: there are less than two.
     """
     folder = Path(name).expanduser()
-    found = [part.parent for part in folder.glob("*/config.json")]
+    found = [part.parent for part in sorted(folder.glob("*/config.json"))]
     if len(found) < 2:
         raise InputError(f"models is {name!r}, which holds {len(found)} models; expected a folder of two or more")
     return sorted(found, key=lambda part: sum(file.stat().st_size for file in part.glob("*.safetensors")), reverse=True)

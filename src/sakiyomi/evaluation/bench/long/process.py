@@ -34,7 +34,7 @@ def apart(jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iter
     """
     with tempfile.TemporaryDirectory(prefix="sakiyomi-long-") as name:
         folder = Path(name)
-        (folder / _JOBS).write_text(json.dumps({"jobs": jobs, "options": options}))
+        (folder / _JOBS).write_text(json.dumps({"jobs": jobs, "options": options}), encoding="utf-8")
         # The modules that are seen here, wherever this process was started and how.
         seen = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         with (folder / _LOG).open("wb") as log:
@@ -48,14 +48,14 @@ def apart(jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iter
                 process.wait()
         records = folder / _RECORDS
         place = 0
-        for line in records.read_text().splitlines() if records.is_file() else ():
+        for line in records.read_text(encoding="utf-8").splitlines() if records.is_file() else ():
             record = json.loads(line)
             if "begins" in record:
                 place = record["begins"]
             else:
                 yield record
         if code:
-            said = (folder / _LOG).read_text(errors="replace").strip()[-_SHOWN:]
+            said = (folder / _LOG).read_text(errors="replace", encoding="utf-8").strip()[-_SHOWN:]
             killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) if hasattr(signal, "SIGKILL") else False
             text = "the system ended the process, as it does when memory is short" if killed else said
             said = " ".join(text.split()) or f"exit code {code}"
@@ -66,9 +66,9 @@ def _main(folder: Path) -> None:
     from sakiyomi.evaluation.bench.long.loader import Loader
     from sakiyomi.evaluation.bench.long.work import work
 
-    given = json.loads((folder / _JOBS).read_text())
+    given = json.loads((folder / _JOBS).read_text(encoding="utf-8"))
     make = Loader(given["options"], shared=False)
-    with (folder / _RECORDS).open("w") as out:
+    with (folder / _RECORDS).open("w", encoding="utf-8") as out:
         for place, job in enumerate(given["jobs"]):
             for record in ({"begins": place}, *({"job": place, **record} for record in work(job, make))):
                 out.write(json.dumps(record) + "\n")
