@@ -29,16 +29,15 @@ class Given(Policy):
 
 def view(count: int, budget: int, **values: Any) -> View:
     """Two heads that hold all of so many tokens."""
-    rest = {"observations": None, "neg_log_prob": None, "previous_scores": torch.zeros(2, 0), "moved": 0}
     pairs = torch.zeros(2, count, 4)
-    return View(
-        **{
-            **rest,
-            **{"layer": 0, "heads": slice(0, 2), "all_heads": 2, "prompt": count, "length": count, "new_count": count},
-            **{"budget": budget, "places": torch.arange(count).expand(2, -1), "keys": pairs, "values": pairs},
-            **values,
-        }
-    )
+    known: dict[str, Any] = {
+        **dict.fromkeys(("prompt", "length", "new_count"), count),
+        **dict.fromkeys(("keys", "values"), pairs),
+        **dict.fromkeys(("observations", "neg_log_prob")),
+    }
+    places, before = torch.arange(count).expand(2, -1), torch.zeros(2, 0)
+    heads = {"layer": 0, "heads": slice(0, 2), "all_heads": 2, "moved": 0}
+    return View(**(known | heads | {"budget": budget, "places": places, "previous_scores": before} | values))
 
 
 SCORES = [5.0, 0.0, 9.0, 3.0, 7.0, 1.0, 8.0, 2.0]

@@ -51,7 +51,7 @@ class Text:
         return self.store.sites[0].forward([torch.tensor(tokens).float().view(1, -1, 1)], (), plan).flatten().tolist()
 
     def read(self, tokens: Sequence[int]) -> None:
-        found = self.run(tokens, prompt=True)
+        found = self.run(tokens, None, prompt=True)
         self.tokens += tokens
         assert found[-1] == checksum(self.tokens)
 
