@@ -54,14 +54,17 @@ def _affordable(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """An option of the suite's own."""
+    """Options of the suite's own."""
+    parser.addoption("--thorough", action="store_true", help="run both tiers, as .ci/run does")
     parser.addoption("--costs", action="store_true", help="end with a table: folder, tests, seconds of the processor")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A test that is asked for by its name runs, whatever its tier."""
+    """Both tiers where they are asked for; a test that is asked for by its name runs, whatever its marks."""
     asked = config.invocation_params.args
-    if "-m" not in asked and any("::" in str(argument) for argument in asked):
+    if config.getoption("--thorough"):
+        config.option.markexpr = "not slow and not gpu"
+    elif "-m" not in asked and any("::" in str(argument) for argument in asked):
         config.option.markexpr = ""
 
 

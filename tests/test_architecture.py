@@ -105,6 +105,7 @@ def test_the_package_root_holds_the_folders_and_nothing_else() -> None:
     assert there == files | {folder for layer in LAYERS for folder in layer}
 
 
+@pytest.mark.thorough
 def test_imports_run_downwards() -> None:
     assert upward(edges()) == []
 

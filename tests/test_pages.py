@@ -39,6 +39,7 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line.startswith("sakiyomi ") and not re.search(r"[|<>]|\.\.\.", line)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ("cli.md", "log.md")], ids=named)
 def test_commands_are_taken(page: Path) -> None:
     for command in commands(page):
@@ -76,6 +77,7 @@ def rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
 def test_what_was_asked_elsewhere_has_a_command_and_a_test(row: list[str]) -> None:
     asked, where, _, command, test = row

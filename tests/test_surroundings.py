@@ -25,6 +25,7 @@ LOCAL = {
 """Functions whose result is another one elsewhere."""
 PATHS = ("/home/", "/root/", "/tmp/", "/Users/", "~/")
 ALLOWED = {
+    ("conftest.py", "cpu_count"): "it decides how many processes run the tests, where the system tells nothing better",
     ("warm.py", "cwd"): "a program begins in the folder of whoever starts it",
     ("test_loading.py", "~/"): "the home folder is one of the test's own",
 }
@@ -85,6 +86,7 @@ def sources(words: str, *folders: str) -> Iterator[tuple[Path, ast.Module]]:
                 yield path, ast.parse(text)
 
 
+@pytest.mark.thorough
 def test_texts_are_utf8_everywhere() -> None:
     words = r"_text\((?!.*encoding)|open\((?!.*encoding)|TemporaryFile|text=True|newlines="
     found = [
@@ -93,6 +95,7 @@ def test_texts_are_utf8_everywhere() -> None:
     assert not found, 'without encoding="utf-8", these depend on the locale'
 
 
+@pytest.mark.thorough
 def test_no_test_looks_at_the_machine() -> None:
     words = "|".join([*LOCAL, *PATHS, "shell=", "/sakiyomi", "sakiyomi/"])
     found = [

@@ -1,4 +1,4 @@
-"""The two tiers of the suite: quick, which ``pytest`` runs, and thorough, which ``pytest -m ""`` runs beside it.
+"""The two tiers of the suite: quick, which ``pytest`` runs, and thorough, which ``pytest --thorough`` runs beside it.
 
 In the quick tier are all tests but these:
 
@@ -25,7 +25,9 @@ PLAIN = (str, int, float, bool, type(None))
 def sort_into_tiers(items: Sequence[pytest.Item]) -> None:
     """Mark as thorough what the quick tier leaves out."""
     for name, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
-        cases = [item for item in group if item.get_closest_marker("thorough") is None]
+        cases = [
+            item for item in group if not any(item.get_closest_marker(mark) for mark in ("thorough", "slow", "gpu"))
+        ]
         kept = covering([values(item) for item in cases])
         few = cases[0].get_closest_marker("few") if cases else None
         if few is not None:

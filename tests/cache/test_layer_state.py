@@ -223,7 +223,7 @@ def test_chains_trees_and_levels_of_a_tree(native: bool, monkeypatch: pytest.Mon
     close(runner.score([SequenceRows(one, 23, [9])]).logits, logits_of([*first, 11, 13, 15, 9])[-1:])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", ["none", "chain", "tree", "traced", "model"])
 def test_greedy_text_alone_and_in_a_batch(draft: str) -> None:
     """Prompts of several chunks and of one token; a draft model whose own layers keep such windows, too."""

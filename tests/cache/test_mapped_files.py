@@ -126,6 +126,7 @@ def test_the_embedded_model() -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.thorough
 def test_conversations_and_prefixes(tmp_path: Path) -> None:
     """Where pairs lie is no part of a prefix: it is used again in memory and in another folder."""
     full, llm = make("full"), make(f"offload:{tmp_path}")

@@ -95,7 +95,7 @@ def by_loops(policy: MInference, chunk: Chunk, pattern: str) -> Tensor:
     return found
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("pattern", [pattern for pattern in PATTERNS if pattern != "auto"])
 @pytest.mark.parametrize(
     ("rows", "n", "counts", "softcap", "window"),

@@ -65,6 +65,7 @@ def flags_of(*command: str) -> str:
 # ---------------------------------------------------------------- flags
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("command", "most"), [("generate", 128), ("chat", 512)])
 def test_each_field_is_a_flag_with_its_default(command: str, most: int) -> None:
     text = " ".join(flags_of(command).split())
@@ -341,6 +342,7 @@ def test_samples_and_seeds(pair: list[str]) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.thorough
 def test_streamed_or_not_each_prompt_has_its_own_seed(pair: list[str]) -> None:
     base = ["generate", "Once", "Once", *pair, "--max-new-tokens", "8", "--temperature", "1", "--seed", "1", "--json"]
     texts = []

@@ -73,6 +73,7 @@ def wanted(folder: Path, text: str, *names: str) -> str:
     return str(TOKENIZER.decode(done[0, made["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
+@pytest.mark.thorough
 def test_generate(folder: Path, run: Callable[..., Result]) -> None:
     """Streamed and not, one image and two, before every prompt."""
     cat, dog = wanted(folder, MARK + FIRST, "cat"), wanted(folder, MARK + FIRST, "dog")

@@ -21,6 +21,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--target", str(folder), "--draft", "suffix", "--compile", "false"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("more", "text"),
     [
@@ -58,7 +59,10 @@ def test_tree_shows_the_spaces_of_tokens(base: list[str]) -> None:
 def test_a_batch(base: list[str], tmp_path: Path) -> None:
     asked, out = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
     body = {"prompt": "the", "max_tokens": 20, "temperature": 0, "stop": ["<|im_end|>\n"]}
-    asked.write_text(json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}) + "\n")
+    asked.write_text(
+        json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}) + "\n",
+        encoding="utf-8",
+    )
     done = runner.invoke(app, ["batch", str(asked), str(out), *base])
     assert done.exit_code == 0, done.output
     (line,) = out.read_text(encoding="utf-8").splitlines()

@@ -60,6 +60,7 @@ def test_it_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not module._shown
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
 def test_what_is_said_while_a_large_model_is_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "model", tiny_llama(), tiny_tokenizer())

@@ -143,6 +143,7 @@ def behind(kind: str, before: Sequence[int], ids: Sequence[int]) -> str:
     return both[len(os.path.commonprefix([first, both])) :]  # noqa: RUF071
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(deadline=None, max_examples=100)
@@ -440,7 +441,7 @@ def test_stray_bytes_for_ever_stay_cheap() -> None:
     assert stream.text == whole("byte-level", ids)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_push_takes_microseconds() -> None:
     ids = TOKENIZERS["byte-level"].encode(" ".join(CORPUS) * 20, add_special_tokens=False)
     stream = TextStream(TOKENIZERS["byte-level"], ["never here"])

@@ -45,6 +45,7 @@ def exported(head: Path, out: Path, *more: str) -> Any:
     return CliRunner().invoke(app, ["export", "speculators", str(head), str(out), *more])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_written_is_what_was_read(name: str, target: Path, tmp_path: Path) -> None:
     kind, write, make = CASES[name]

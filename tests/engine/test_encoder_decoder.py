@@ -61,7 +61,7 @@ HEAT = {"bart": 1.0, "marian": 1.0, "t5": 30.0, "whisper": 1.0}
 SIZES = {"chain": {"gamma": 3}, "tree": {"gamma": 4, "nodes": 12}, "auto": {}}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ALL)
 def test_plain_text_is_that_of_transformers_alone_and_in_a_batch(name: str) -> None:
     llm = llm_of(name)
@@ -71,7 +71,7 @@ def test_plain_text_is_that_of_transformers_alone_and_in_a_batch(name: str) -> N
     assert sum(len(set(text)) for text in wanted(name)) > 12, "the texts go round in small circles"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("which", ["self", "other"])
 @pytest.mark.parametrize("name", FOUR)
@@ -88,6 +88,7 @@ def test_text_with_a_draft_model_is_that_of_transformers(name: str, which: str, 
         assert all(out.stats.acceptance_rate == 1.0 for out in done)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("which", ["prompt-lookup", "suffix", "ngram", "early-exit:1", "oracle:0.7"])
 @pytest.mark.parametrize("name", FOUR)
 def test_text_with_drafts_without_a_model_is_that_of_transformers(name: str, which: str) -> None:
@@ -96,7 +97,7 @@ def test_text_with_drafts_without_a_model_is_that_of_transformers(name: str, whi
     assert not llm.engine.busy
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FOUR)
 def test_text_without_the_compiled_kernels_is_that_of_transformers(name: str, plain_torch: None) -> None:
     for which, size in (("none", "auto"), ("self", "tree")):
@@ -105,7 +106,7 @@ def test_text_without_the_compiled_kernels_is_that_of_transformers(name: str, pl
         assert tokens(llm, sources(name), params(**SIZES[size])) == wanted(name)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FOUR)
 def test_one_place_serves_requests_one_after_the_other(name: str) -> None:
     """A source left in a slot must not be taken for the next request's."""
@@ -255,6 +256,7 @@ def test_the_users_model_is_as_it_was(name: str) -> None:
     assert [reference(model, source) for source in sources(name)] == wanted(name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_streams_and_conversations_read_their_own_source(name: str) -> None:
     llm = llm_of(name, "self")
@@ -347,7 +349,7 @@ def test_compiled_and_plain_attention_agree_on_trees(
     torch.testing.assert_close(found[0], found[1], atol=tolerance, rtol=0.0)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler itself
 def test_a_pass_without_positions_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """T5's graphs have token ids as their only input."""

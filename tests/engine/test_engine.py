@@ -279,7 +279,7 @@ def test_joined_stream_is_the_text_of_any_rubbish(byte_model: Any, skill: str) -
         assert out.text == BYTES.decode(out.token_ids, skip_special_tokens=True)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("skill", ["none", "always", "sometimes"])
 @pytest.mark.parametrize(
     ("stop", "left"),
@@ -409,6 +409,7 @@ def compare_clocks(heavy: LLM, length: int, gamma: int | str) -> None:
     assert stats.tokens_per_second == pytest.approx(24 / stats.seconds)
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_the_drafts_prompt_counts_as_prefill(heavy: LLM) -> None:
     """``prefill_seconds`` is inside forwards over the prompt, the target's and the draft's (outputs.Stats): else the
@@ -541,6 +542,7 @@ def test_too_little_memory_is_refused_before_any_work(monkeypatch: pytest.Monkey
     assert [out.token_ids for out in llm.generate(PROMPTS, params())] == wanted()
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
@@ -703,7 +705,7 @@ def test_compiled_graphs_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("share", "eager"), [(1.0, 0), (0.0, 3)])
 def test_a_short_prompt_takes_a_graph_that_is_there(monkeypatch: pytest.MonkeyPatch, share: float, eager: int) -> None:

@@ -278,7 +278,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS)
 def test_processors(options: dict[str, Any]) -> None:
     same(model_of("llama"), batch(9, 4), assistant(), **options)

@@ -128,6 +128,7 @@ def learned(kind: str, positions: int, seed: int = 0) -> Any:
     return transformers.GPTNeoForCausalLM(config).eval()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])  # on our cache, and by its own forward
 @pytest.mark.parametrize("positions", [3, 24])
 def test_models_with_few_positions(kind: str, positions: int, tmp_path: Any) -> None:

@@ -798,6 +798,7 @@ def test_a_row_that_fails_leaves_the_others(pair: BenchConfig, monkeypatch: pyte
     assert [(row["row"], row["error"]) for row in rows] == [("batch", "the model went away"), ("stories", None)]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_a_new_process_times_every_graph(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(forward: PassForward, ids: Tensor, positions: Tensor) -> PassForward:

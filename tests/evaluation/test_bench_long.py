@@ -652,6 +652,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["accuracy.png", "memory.png"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [

@@ -110,6 +110,7 @@ def test_numbers_are_what_they_say(made: dict[str, Row]) -> None:
     assert all(line["equal"] for line in greedy)
 
 
+@pytest.mark.thorough
 def test_the_tree_is_one_round(made: dict[str, Row]) -> None:
     *nodes, own = made["tree"].lines
     accepted = [line["node"] for line in nodes if line["state"] == "accepted"]
@@ -150,6 +151,7 @@ def test_ngrams_have_a_whole_distribution() -> None:
         assert {token: rows[1, token].item() for token in known} == pytest.approx(known)
 
 
+@pytest.mark.thorough
 def test_the_formulas_and_the_proof(made: dict[str, Row]) -> None:
     named = {line["name"]: line for line in made["formulas"].lines}
     alpha, gamma = named["alpha"]["predicted"], made["formulas"].conditions["gamma"]
@@ -434,6 +436,7 @@ class _Read(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.thorough
 def test_the_page_needs_no_other_file(toys: ReportConfig, made: dict[str, Row]) -> None:
     text = (Path(toys.out) / "index.html").read_text(encoding="utf-8")
     read = _Read()

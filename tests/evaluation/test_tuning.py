@@ -63,6 +63,7 @@ def chains_of(right: list[bool], gamma: int) -> list[Round]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("alpha", [0.3, 0.7, 0.85])
 def test_lengths_between(alpha: float) -> None:
     """Of a text where a draft is better behind a mistake: lengths that were not run are told from those that were."""

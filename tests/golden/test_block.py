@@ -119,7 +119,7 @@ def test_what_is_misread_easily_is_noticed(name: str, wrong: dict[str, Any], tmp
     assert others(done, expected(name, **wrong)) > len(done) / 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "rnn", "some tokens", "second"])
 def test_trees(name: str, size: dict[str, Any], tmp_path: Path) -> None:
@@ -128,6 +128,7 @@ def test_trees(name: str, size: dict[str, Any], tmp_path: Path) -> None:
     check_trees(llm, deep_target(), size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", ["block:{}+suffix", "early-exit:1+block:{}"])
 def test_merged_with_other_drafts(draft: str, tmp_path: Path) -> None:
     llm = llm_of(draft.format(dflash_folder(tmp_path, block("plain"))))
@@ -161,6 +162,7 @@ def test_other_paths(name: str, options: dict[str, Any], tmp_path: Path) -> None
         assert not others(rounds(folder, **options), expected(name))
 
 
+@pytest.mark.thorough
 def test_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the compiled kernels a block's rows see each other, too."""
     monkeypatch.setattr("sakiyomi.kernels.native.PackedWeights.create", lambda: None)

@@ -88,7 +88,7 @@ def dealt(sizes: Sequence[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("target", "draft", "gamma"), dealt([1, 2, 5]))
 def test_greedy_text_is_the_targets_own(drafts: dict[str, Path], target: str, draft: str, gamma: int) -> None:
     params = SamplingParams(max_new_tokens=NEW, gamma=gamma, ignore_eos=True)
@@ -99,7 +99,7 @@ def test_greedy_text_is_the_targets_own(drafts: dict[str, Path], target: str, dr
     assert llm.draft.name == ("model" if target == draft else "cross")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("draft", TOKENIZERS)
 @pytest.mark.parametrize("target", TOKENIZERS)
 def test_sampled_text_is_that_of_the_seed_alone(drafts: dict[str, Path], target: str, draft: str) -> None:
@@ -124,7 +124,7 @@ def test_every_tokenizer_meets_every_tree() -> None:
         assert {(values[place], str(values[2])) for values in met} == every
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("target", "draft", "size"), dealt(TREES))
 def test_trees_give_the_targets_own_text(
     drafts: dict[str, Path], target: str, draft: str, size: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -84,7 +84,7 @@ def expected(name: str, **wrong: Any) -> Guess:
     return lambda text, count: guessed(deep_target(), head(name), text, count, **wrong)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "write"),
     [
@@ -98,7 +98,7 @@ def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path], 
     assert not others(done, expected(name))
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -132,6 +132,7 @@ def test_trees(name: str, size: dict[str, Any], tmp_path: Path) -> None:
     check_trees(llm, deep_target(), size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", ["eagle:{}+suffix", "early-exit:1+eagle:{}"])
 def test_merged_with_other_drafts(draft: str, tmp_path: Path) -> None:
     llm = llm_of(draft.format(speculators_folder(tmp_path, head("plain"))))
@@ -152,6 +153,7 @@ def test_other_paths(options: dict[str, Any], tmp_path: Path) -> None:
         assert not others(rounds(folder, **options), expected("plain"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exact", [False, True])
 @torch.no_grad()
 def test_more_rows_than_a_pass_has_features(exact: bool, tmp_path: Path) -> None:

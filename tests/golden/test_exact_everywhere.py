@@ -281,6 +281,7 @@ def test_rules_that_follow_the_draft(name: str) -> None:
 # ------------------------------------------------------------ transformers' generate
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_custom_generate(sampled: bool) -> None:
     """Rows padded in a batch and read ahead, against each row by itself and plain: tokens, and the bits of logits."""

@@ -127,7 +127,7 @@ def test_equal_to_transformers(name: str, skill: Skill, gamma: int) -> None:
                 assert 0 < stats.accepted < stats.drafted
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", VARIANTS | OTHERS)
 def test_variants_are_equal_to_transformers_too(name: str) -> None:
     for skill in ("none", "sometimes"):
@@ -135,7 +135,7 @@ def test_variants_are_equal_to_transformers_too(name: str) -> None:
         assert [out.token_ids for out in done] == wanted(name)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("skill", ["tree", "noisy", "fading"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trees_drawn_chains_and_missing_drafts(name: str, skill: str) -> None:
@@ -195,7 +195,7 @@ def answered() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [greedy(model_of("llama"), tokens, 60) for tokens in prompts]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,7 +217,7 @@ def test_drafts_without_a_model(kind: str, wide: bool, gamma: int) -> None:
         assert chosen.branched
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_without_a_model_for_every_architecture(name: str, kind: str) -> None:
@@ -340,6 +340,7 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("draft"), model, TOKENIZER)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("gamma", [1, 2, 5, "heuristic", "auto"])
 def test_a_draft_model(draft_folder: Path, gamma: Any) -> None:
     """Its own cache, roll-back and catching up are right if it is right as often as the same model elsewhere; that the

@@ -59,7 +59,7 @@ def texts(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS, values: Sampling
     return [out.token_ids for out in done]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("how", ["plain", "chain", "tree", "chunks"])
 def test_greedy_text_of_a_batch_and_alone(name: str, how: str) -> None:
@@ -69,14 +69,14 @@ def test_greedy_text_of_a_batch_and_alone(name: str, how: str) -> None:
     assert texts(llm, PROMPTS[2:]) == wanted(name)[2:]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_in_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
     assert texts(llm_of(name, drafter(name))) == wanted(name)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_traced_passes(name: str) -> None:
     llm = llm_of(name, drafter(name), compile="auto")
@@ -86,6 +86,7 @@ def test_traced_passes(name: str) -> None:
     assert not llm.target.recorder.failed
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_of_a_tree_in_levels_equal_those_of_texts(name: str) -> None:
     """A tree at once, the same in two passes, and what follows the path that is kept, beside another request."""
@@ -178,7 +179,7 @@ def test_a_state_that_nobody_serves_is_found_at_load(caplog: pytest.LogCaptureFi
 # ---------------------------------------------------------------- texts that are reused
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_conversations_and_sharing_change_no_text(name: str) -> None:
     """Prompts that go on, go back a little, to a chunk's border, to the beginning; and requests that begin alike."""
@@ -204,7 +205,7 @@ def test_conversations_and_sharing_change_no_text(name: str) -> None:
     assert sum(out.stats.reused for out in done) >= 2 * 32
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_prefixes_change_no_text(name: str, tmp_path: Path) -> None:
     begin, few = prompt(32, 12), SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -264,7 +265,7 @@ def test_exact_rows_do_not_depend_on_their_company(name: str, dtype: torch.dtype
     assert texts(LLM(pair, drafter(name), exact=True, compile=False)) == batch
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     # In plain torch, attention before a state rounds by the rows of its pass, unless exact=True.
     ("name", "native"),
@@ -325,7 +326,7 @@ def _store(runner: Any) -> RecurrentStore:
     return store
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_users_model_of_the_same_class_computes_as_before(name: str) -> None:
     """In another thread, while ours runs: class, module file and the user's object have none of our functions."""

@@ -48,7 +48,7 @@ def check(llm: LLM, name: str) -> None:
     assert not llm.engine._speculation.broken, "the drafter raised"
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["plain", "chain", "tree", "chunks", "traced"])
 @pytest.mark.parametrize("name", KINDS)
 def test_greedy_text(name: str, how: str) -> None:
@@ -57,14 +57,14 @@ def test_greedy_text(name: str, how: str) -> None:
     check(LLM((model_of(name), TOKENIZER), draft, compile="auto" if how == "traced" else False, **options), name)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_in_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
     check(LLM((model_of(name), TOKENIZER), drafter(name, Branching), compile=False), name)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", WITHOUT_EXPERTS)
 def test_exact(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_exact(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> No
     check(LLM((model_of(name), TOKENIZER), drafter(name, Branching), compile=False, exact=True), name)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(8)
 @pytest.mark.skipif(native() is None, reason="the kernels cannot be compiled here")
 @pytest.mark.parametrize("name", KINDS)
 def test_the_kernels_serve_them(name: str) -> None:
@@ -116,7 +116,7 @@ def drop(name: str, layer: int) -> Sequence[Any]:
     return shapes
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("name", ["gpt_oss", "bloom", "llama4-chunked", "phimoe"])
 def test_the_proof_finds_what_is_left_out(name: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +156,7 @@ def test_a_window_that_the_text_does_not_reach() -> None:
     assert greedy(far, tokens, 8) != done[0].token_ids, "the window makes no difference"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "depth"), [("gpt_oss", [0, 1]), ("bloom", [0]), ("gemma3n", None)])
 def test_a_large_model_is_proven_on_some_of_its_layers(
     name: str, depth: list[int] | None, monkeypatch: pytest.MonkeyPatch

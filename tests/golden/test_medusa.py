@@ -58,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: heads_folder(place, name) for name in ("llama", "gpt2", "gemma2", "falcon")}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ALL)
 def test_every_architecture(name: str, tmp_path: Path) -> None:
     """Random heads on the target's own head: greedy, ragged, in a batch."""
@@ -75,7 +75,7 @@ def texts(name: str) -> tuple[list[list[int]], list[list[int]]]:
     return [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS], [out.token_ids for out in sampled]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", BRANCHING, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "falcon"])
 def test_trees(name: str, size: dict[str, Any], folders: dict[str, Path]) -> None:
@@ -141,7 +141,7 @@ def test_hidden_states_are_those_of_the_last_token_that_was_processed(
         assert torch.allclose(hidden, expected, atol=1e-4), len(tokens)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [{}, {"layers": 2}, {"own": True}, {"own": True, "layers": 3}], ids=str)
 @pytest.mark.parametrize("draft", ["{}", "{}+early-exit:1"])
 def test_guesses_are_those_of_the_heads(shape: dict[str, Any], draft: str, tmp_path: Path) -> None:
@@ -288,6 +288,7 @@ def test_rounded_targets(kind: str, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.thorough
 def test_exact_with_heads(folders: dict[str, Path]) -> None:
     """Bit-equal logits with and without them, in a batch."""
     values = params(gamma=3, nodes=9, logprobs=1)

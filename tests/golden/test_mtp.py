@@ -75,7 +75,7 @@ def test_what_is_misread_easily_is_noticed(name: str, wrong: dict[str, Any], fol
     assert others(done, expected(name, **wrong)) > len(done) / 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "mimo"])
 def test_the_first_row_is_blank_where_the_family_has_it_so(name: str, folders: Path) -> None:
     """Of short texts, where it matters, some guesses would be others."""
@@ -84,7 +84,7 @@ def test_the_first_row_is_blank_where_the_family_has_it_so(name: str, folders: P
     assert others(done, expected(name, blank=not blank)) > 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
 def test_trees(name: str, size: dict[str, Any], folders: Path) -> None:

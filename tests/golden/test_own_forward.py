@@ -66,7 +66,7 @@ def texts(llm: LLM, chosen: list[int]) -> list[list[int]]:
     return done
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["plain", "chain", "tree", "chunks"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_greedy_text(name: str, how: str) -> None:

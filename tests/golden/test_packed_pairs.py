@@ -68,7 +68,7 @@ def drafted(name: str, spec: str, skill: Any, gamma: int, **more: Any) -> list[l
     return [out.token_ids for out in done]
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("skill", [Branching, Fading])
 @pytest.mark.parametrize("kind", ["quant-8", "quant-4", "quant-2", "kvquant-4", "kvquant-3", "kvquant-2"])
 def test_reading_ahead_changes_nothing(kind: str, skill: Any) -> None:
@@ -77,14 +77,14 @@ def test_reading_ahead_changes_nothing(kind: str, skill: Any) -> None:
     assert drafted("llama", spec, skill, 5) == plain("llama", spec)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*CONFIGS, "gemma", "mixtral", "deepseek_v3"])
 def test_every_architecture(name: str) -> None:
     spec = f"quant-4{SMALL}"
     assert drafted(name, spec, Branching, 3) == plain(name, spec)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt_neox", "mistral", "glm", "llama3-rope"])
 def test_keys_turned_back(name: str) -> None:
     """Partial rotations, neighbours as pairs, sliding windows, frequencies of their own."""
@@ -104,7 +104,7 @@ def heads_of(name: str) -> str:
     return str(folder)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["h2o", "snapkv[window=16]", "streaming", "pyramidkv[window=8,pyramid=4]"])
 def test_reading_ahead_with_a_budget(policy: str) -> None:
     spec = f"{policy}+quant-4{SMALL}"
@@ -119,7 +119,7 @@ def test_reading_ahead_with_retaining_heads(name: str, bits: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("more", [{"exact": True}, {"compile": True}], ids=str)
+@pytest.mark.parametrize("more", [{"exact": True}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("spec", [f"quant-4{SMALL}", f"h2o+quant-4{SMALL}", f"kvquant-4{SMALL}"])
 def test_graphs_and_exact_passes(spec: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if "compile" in more:
@@ -129,6 +129,7 @@ def test_graphs_and_exact_passes(spec: str, more: dict[str, Any], monkeypatch: p
     assert drafted("llama", spec, Branching, 4, **more) == [out.token_ids for out in alone] == plain("llama", spec)
 
 
+@pytest.mark.thorough
 def test_exact_numbers_do_not_depend_on_drafts() -> None:
     """In bf16 the last bit would show in some token's probability."""
     model = copy.deepcopy(model_of("llama")).bfloat16()
@@ -203,7 +204,7 @@ def attention_of(rounding: Quantization, borders: list[int]) -> Any:
     return attend
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

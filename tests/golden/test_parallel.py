@@ -78,7 +78,7 @@ def test_one_pass_a_round() -> None:
     assert out.stats.drafted > 3 * drafter.passes
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_trees(size: dict[str, Any], folder: Path) -> None:
     """Greedy as transformers has it, sampled as without a draft."""

@@ -112,7 +112,7 @@ def heads_of(name: str) -> str:
     return str(folder)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["locret", "infllm"])
 def test_any_policy_may_have_a_pyramid(name: str) -> None:
     """Budgets fall from layer to layer, a head has 24 on average, and reading ahead changes nothing of that either."""
@@ -124,7 +124,7 @@ def test_any_policy_may_have_a_pyramid(name: str) -> None:
     assert held[0] > held[1] == BUDGET > held[2] and sum(held) == 3 * BUDGET
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gpt_neox", "gemma2", "granite", "stablelm"])
 def test_reading_ahead_with_retaining_heads(name: str) -> None:
     policy = f"locret:{heads_of(name)}[local=4]"
@@ -169,7 +169,7 @@ def merging_of(name: str) -> str:
     return str(folder)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("policy", ["h2o", "locret", "h2o where positions move"])
 def test_reading_ahead_where_what_goes_is_merged(policy: str, name: str) -> None:
@@ -286,7 +286,7 @@ def seen(length: int, prompt_tokens: int) -> Tensor:
     return mask
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2", "granite", "gpt_neox"])
 def test_what_stays_is_what_attention_sees(name: str) -> None:
     """Streaming, by transformers with a mask over the whole text: the text and its probabilities."""
@@ -307,7 +307,7 @@ def seen_in_part(length: int, prompt_tokens: int) -> Tensor:
     return mask
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2", "granite", "gpt_neox"])
 def test_what_prompts_look_at_is_what_attention_sees(name: str) -> None:
     """The same of a pattern that is the same for all texts."""
@@ -388,7 +388,7 @@ def test_sums_of_attention_are_the_models_own() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [{"exact": True}, {"compile": True}], ids=str)
+@pytest.mark.parametrize("options", [{"exact": True}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
 def test_graphs_and_exact_passes_leave_the_same_behind(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,7 +411,7 @@ def test_a_text_longer_than_the_models_positions() -> None:
     assert llm.target.cache.room <= 512
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi3", "stablelm", "gemma2", "llama3-rope", "granite"])
 def test_positions_move(name: str) -> None:
     """Keys that are turned are those of a text that stands at its new place: of a window that moves on, as if the text
@@ -486,7 +486,7 @@ class Uneven(H2O):
         return [[budget + more[(head + i) % 2] for head in range(count)] for i, count in enumerate(heads)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("native", [True, False])
 def test_heads_with_budgets_of_their_own(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their storage is as large as each needs, and both ways of attention read it."""

@@ -33,7 +33,7 @@ def make(cache: str, draft: Any = "none", name: str = "llama", **options: Any) -
     return LLM((model_of(name), TOKENIZER), draft, compile=False, **(CACHES[cache] | options))
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache", CACHES)
 def test_going_on_is_reading_it_all(cache: str, tmp_path: Path) -> None:
     """From a file, several prompts at once. 64 tokens are whole chunks: a request with all tokens has the same borders.

@@ -78,6 +78,7 @@ def llm(kind: str, folder: Path | None = None) -> LLM:
     return LLM((model_of("llama"), TOKENIZER), draft, compile=False)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["always", "never", "tree", "noisy", "fading", "model"])
 def test_one_seed_one_text(kind: str, gamma: int, draft_folder: Path) -> None:
@@ -105,6 +106,7 @@ def test_one_seed_one_text_without_a_draft_model(kind: str, wide: bool, warp: st
         assert sum(out.stats.accepted for out in done) > 3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ratio_rule_repeats_itself_without_a_draft_model(kind: str) -> None:
     """What is proposed depends on the request's own text alone: same seed and gamma, same text, in any company."""
@@ -121,6 +123,7 @@ def test_moving_gammas_do_not_move_the_text(gamma: str, draft_folder: Path) -> N
     assert tokens_of(llm("model", draft_folder), PROMPTS, params(seed=11, gamma=gamma)) == plain("plain")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("kind", ["always", "tree", "model"])
 def test_warpers_see_each_rows_own_history(kind: str, warp: str, draft_folder: Path) -> None:
@@ -179,7 +182,7 @@ def test_seeds_differ_and_no_seed_is_a_new_one_each_time() -> None:
     assert tokens_of(llm("none"), PROMPTS, params()) != tokens_of(llm("none"), PROMPTS, params())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["noisy", "model", "always", "tree"])
 def test_the_ratio_rule_repeats_itself_at_a_fixed_gamma(kind: str, draft_folder: Path) -> None:
     """Same seed, same drafter, same gamma: same text, in any company."""
@@ -256,7 +259,7 @@ def test_a_repetition_penalty_as_in_transformers(kind: str, draft_folder: Path) 
     assert tokens_of(llm(kind, draft_folder), PROMPTS, values) == wanted
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["none", "always", "tree", "model"])
 def test_no_pair_of_tokens_twice_as_in_transformers(kind: str, draft_folder: Path) -> None:
     """A processor of transformers gives what it gives there, and a banned word never comes."""

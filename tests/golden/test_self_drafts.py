@@ -40,7 +40,7 @@ def cut(model: nn.Module, count: int) -> Any:
     return short
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ALL)
 def test_early_exit_of_every_architecture(name: str) -> None:
     """Greedy, ragged, in a batch; something was drafted, and something of it was refused and overwritten."""
@@ -51,7 +51,7 @@ def test_early_exit_of_every_architecture(name: str) -> None:
         assert sum(out.stats.rejected for out in done) > 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_the_first_layers_say_what_they_would_say_alone(name: str, gamma: int) -> None:
@@ -74,7 +74,7 @@ BRANCHING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", BRANCHING, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "falcon"])
 def test_trees_of_early_exit(name: str, size: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ def test_seeded_text_is_that_without_a_draft() -> None:
     assert sum(out.stats.accepted for group in found for out in group) > 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", ["ratio", "block", "traversal"])
 def test_drawn_chains_of_early_exit(rule: Any) -> None:
     """At temperature 1 the rules read the rows: the draft must have been drawn from what it tells."""

@@ -27,7 +27,7 @@ def params(**values: Any) -> SamplingParams:
     return SamplingParams(**({"max_new_tokens": 40, "ignore_eos": True, "gamma": 4} | values))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*CONFIGS, "gemma", "deepseek_v3"])
 def test_greedy(name: str) -> None:
     """Text of every architecture, requests of unequal lengths at once."""
@@ -40,7 +40,7 @@ def test_greedy(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [{"exact": True}, {"compile": True}], ids=str)
+@pytest.mark.parametrize("options", [{"exact": True}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
 def test_other_paths(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that the target has too, and passes that are bit for bit equal; the same seed, and trees.
     A graph takes seconds: there is one of each, and these are not played with again.
@@ -87,7 +87,7 @@ def test_refusals() -> None:
     assert isinstance(make("llama", "self-evicted").draft, SelfEvicted)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"exact": True}], ids=str)
 def test_a_drafter_made_later(options: dict[str, Any]) -> None:
     """``LLM.drafter``, and ``tune --draft`` with it, of a model that was loaded with another draft or none."""

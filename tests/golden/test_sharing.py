@@ -156,7 +156,7 @@ def test_every_token_is_used_again(params: SamplingParams) -> None:
     assert sum(request.stats.accepted for request in requests) > 20
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", ["what the policy knows", "rows of decoding passes"])
 def test_what_must_not_be_shared(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above see it, with ``exact``."""
@@ -191,6 +191,7 @@ def test_what_must_not_be_shared(broken: str, monkeypatch: pytest.MonkeyPatch) -
     assert not same()
 
 
+@pytest.mark.thorough
 def test_a_conversation_lends_what_others_would_have() -> None:
     """Its first prompt ended where for others it goes on, and the policy has kept that end: it goes on before it."""
     llm = shared("both ends")
@@ -214,7 +215,7 @@ def test_other_attention(name: str) -> None:
     assert sum(request.stats.reused for request in requests) > 300
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("draft", ["self-evicted:64", "early-exit:1", "suffix"])
 def test_drafts_that_look_into_the_cache(draft: str) -> None:
     wanted = [request.output for request in alone(make("full"), PROMPTS, GREEDY)]
@@ -223,6 +224,7 @@ def test_drafts_that_look_into_the_cache(draft: str) -> None:
     assert requests[2].stats.reused == 128
 
 
+@pytest.mark.thorough
 def test_samples_of_one_prompt() -> None:
     """The library's own: a prompt is read once, whatever is asked of it, also where nothing more is written."""
     for new in (1, 24):
@@ -248,6 +250,7 @@ def test_short_prompts_wait_for_nobody() -> None:
     assert rows[0] == 110
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["full", "h2o"])
 def test_a_source_that_goes(kind: str) -> None:
     """The others go on from what it has read, and the next one of them is waited for."""
@@ -282,6 +285,7 @@ def test_a_source_that_fails() -> None:
     assert requests[3].stats.reused == 64
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["full", "h2o"])
 def test_an_interrupted_copy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of it: that request ends, the others go on."""

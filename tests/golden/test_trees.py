@@ -80,7 +80,7 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tree", [tree for tree in TREES if tree not in ("auto", "chain")])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_tree_gives_the_text(tree: str, size: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def sampled() -> list[list[int]]:
     return texts(plain, params(temperature=1.0, seed=3))
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CONFIGS)
 def test_on_every_architecture(name: str) -> None:
     """The draft's own cache holds trees too: rows read a level a pass, and the accepted path kept of them."""

@@ -165,6 +165,7 @@ def test_a_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
     assert found[1] == results(ROOT / "src", cache, SAKIYOMI_CACHE_DIR=os.fspath(here.parents[1]))[0][1]
 
 
+@pytest.mark.thorough
 def test_a_wheel_of_a_machine_without_a_compiler_is_for_all(tmp_path: Path) -> None:
     made = wheel(tmp_path, str(tmp_path / "none"))
     assert made.name.endswith("-py3-none-any.whl")

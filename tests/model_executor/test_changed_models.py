@@ -68,7 +68,7 @@ def adapted(kind: str, name: str = "llama") -> Any:
     return tuned
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -104,6 +104,7 @@ def patch(model: Any, name: str) -> None:
     layer.forward = lambda x: 1.7 * own(x) + 0.1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PATCHED)
 def test_a_patched_layer_is_not_packed(name: str) -> None:
     model = make(ALL["llama"]())

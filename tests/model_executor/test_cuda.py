@@ -146,7 +146,7 @@ def test_a_tree_in_several_passes(packed: ModelRunner) -> None:
     torch.testing.assert_close(torch.stack(found), expected[6:9], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", SERVED)
 def test_every_architecture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, softcaps, shared key heads, values of another size: a prompt in chunks, a tree, one row."""

@@ -96,6 +96,7 @@ def divisors(model: Any) -> list[float]:
     return list((plain / model.model.rotary_emb.inv_freq).tolist())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"exact": True}, {"draft": "early-exit:1"}, {"max_context": 300}])
 def test_divisors_of_the_frequencies_are_used(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,6 +123,7 @@ def test_packed_copies_keep_the_divisors(tmp_path: Path, monkeypatch: pytest.Mon
     assert found == [wanted, wanted]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["yarn", "linear", "longrope"])
 def test_scaled_positions_are_used(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0}

@@ -65,7 +65,7 @@ def weights(llm: LLM) -> WeightStream:
 # ---------------------------------------------------------------- text
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen2", "falcon"])
 def test_greedy_text_is_that_of_the_model_in_memory(name: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / name, model_of(name), TOKENIZER)

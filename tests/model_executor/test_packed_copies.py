@@ -126,7 +126,7 @@ def contents(folder: Path) -> dict[str, str]:
 # --- there and back ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SERVED)
 def test_every_architecture(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The loaded pair, the first load from the disk, the next one and the packed folder itself are one and the same."""
@@ -147,6 +147,7 @@ def test_the_second_load_reads_the_copy_alone(good: Path, no_weights_read: None)
     assert load(good, quantize="int8").target.weights.quantization is not None
 
 
+@pytest.mark.thorough
 def test_a_copy_for_each_kind_and_dtype(fresh: Path) -> None:
     before = contents(fresh)
     for kind in ("int8", "int4"):
@@ -371,7 +372,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage(kind: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a target it is refused; beside the model it is made again, with one line."""
@@ -622,6 +623,7 @@ def test_weights_that_cannot_stay_on_disk(fresh: Path, by_torchao: None, monkeyp
     refused(MemoryLimitError, "1.0 kB are available", target=fresh, quantize="int8", dtype="bfloat16")
 
 
+@pytest.mark.thorough
 def test_the_bench_has_speeds_of_what_torchao_rounded(fresh: Path, by_torchao: None) -> None:
     config = BenchConfig(
         target=str(fresh),

@@ -71,7 +71,7 @@ def logits(runner: ModelRunner) -> list[torch.Tensor]:
         return [whole.logits.clone(), tree.logits.clone(), runner.score(both).logits.clone()]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_equal_to_the_last_bit(name: str, dtype: str, tmp_path: Path) -> None:
@@ -87,6 +87,7 @@ def test_equal_to_the_last_bit(name: str, dtype: str, tmp_path: Path) -> None:
     assert own.engine.stop_ids == again.engine.stop_ids and own.max_context == again.max_context
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_passes_have_the_rows_that_they_need(dtype: str, tmp_path: Path) -> None:
     """Or hardly more: nothing has to be proven of a row count before it comes. Rows are equal in all of them."""
@@ -402,6 +403,7 @@ def test_what_wants_the_modules_does_not_use_it(options: dict[str, object], tmp_
     assert not isinstance(LLM(folder, "none", **options).target.module, RecordedModel)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_load_model_gives_transformers_models(tales: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "cache_folder", lambda: tales[0])
     assert not isinstance(load_model("tales").model, RecordedModel)

@@ -115,7 +115,7 @@ def test_the_last_row_alone_of_several_prompts(name: str, path: str) -> None:
         assert_near(row, logits_after(model, tokens), f"prompt of {len(tokens)}")
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ALL)
 def test_trees_with_junk_branches_in_a_ragged_batch(name: str, path: str) -> None:
     """A row sees its own request and its own ancestors only. Leaks between branches would accept what plain decoding
@@ -137,7 +137,7 @@ def test_trees_with_junk_branches_in_a_ragged_batch(name: str, path: str) -> Non
         start += len(tree)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ALL)
 def test_a_tree_level_by_level(name: str, path: str) -> None:
     """A draft model reads its tree a level a pass: rows see those above them in passes before, and no others."""
@@ -159,7 +159,7 @@ def test_a_tree_level_by_level(name: str, path: str) -> None:
     )
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ALL)
 def test_keep_a_path_then_go_on(name: str, path: str) -> None:
     """After a round the kept path, which was scattered over the pass, is the cache; everything refused is gone."""
@@ -194,7 +194,7 @@ def test_a_prompt_chunk_and_a_tree_in_one_pass(path: str) -> None:
     assert_rows(model, rows[9:], prefix, tokens, TREE)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 8, 9, 33, 64, 65, 130])
 def test_any_number_of_rows(rows: int, path: str) -> None:
     """Row counts between the sizes are filled up, and above the largest one a multiple of it is taken."""
@@ -209,6 +209,7 @@ def test_any_number_of_rows(rows: int, path: str) -> None:
         assert_near(got[row], logits_after(model, prefix + tokens[: row + 1]), f"row {row}")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "llama-multi-query", "opt"])
 def test_compiled_kernels_and_plain_torch_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path without a compiler is the oracle of the fast one; a difference beyond rounding is a kernel's mistake."""
@@ -303,7 +304,7 @@ def test_a_users_hook_is_honoured(path: str) -> None:
     assert_near(rows[-1], logits_after(model, tokens), "with hooks")
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ALL)
 def test_the_last_layer_of_a_prompt_is_computed_for_its_last_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit-equal logits of that row, and the same keys and values of all rows: texts go on as behind whole passes."""

@@ -127,7 +127,7 @@ def test_what_decides_by_values_is_not_traced(kind: str) -> None:
     assert isinstance(traced.recorder, TracedPasses) and traced.recorder.failed
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", BY_SIZES)
 def test_what_decides_by_sizes_is_traced(kind: str) -> None:
     """One row count after the other, with logits of the eager passes, whatever is decided for it."""

@@ -130,6 +130,7 @@ def test_a_folder_without_examples_is_refused_by_the_command() -> None:
     assert "held_out.jsonl" in result.output
 
 
+@pytest.mark.thorough
 def test_near_ties_are_measured_where_answers_part(pairs: dict[str, dict[str, Any]]) -> None:
     config = bench_config(pairs["edits"])
     target = module._load(pairs["edits"]["target"], config)

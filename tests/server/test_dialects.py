@@ -92,6 +92,7 @@ def test_a_streamed_response(api: OpenAI) -> None:
     assert joined == events[-1].response.output_text == chat_text(api, SAID)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_in_a_response(api: OpenAI, stream: bool) -> None:
     tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
@@ -177,6 +178,7 @@ def test_a_streamed_message_says_at_its_start_how_long_the_prompt_is(claude: ant
     assert used.cache_read_input_tokens > 0 and last.type == "message_stop"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_in_a_message(claude: anthropic.Anthropic, stream: bool) -> None:
     tool = {"name": "weather", "description": "Weather of a city.", "input_schema": WEATHER}

@@ -199,6 +199,7 @@ def test_whole_numbers_may_be_written_as_floats(own: LLM, ids: list[float]) -> N
         assert reply.status_code == 200, reply.text
 
 
+@pytest.mark.thorough
 def test_more_biases_than_tokens_are_refused(own: LLM) -> None:
     with running(own) as (_, url):
         biases = {f"{i:05d}": 1.0 for i in range(20_000)}
@@ -206,7 +207,7 @@ def test_more_biases_than_tokens_are_refused(own: LLM) -> None:
         assert reply.status_code == 400 and "20000 entries" in reply.json()["error"]["message"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", bombs())
 def test_a_grammar_bomb_is_served_or_refused_and_holds_up_nobody(own: LLM, kind: str) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": bombs()[kind]}}

@@ -59,6 +59,7 @@ def works(url: str, own: LLM) -> None:
 # ---------------------------------------------------------------- clients
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_dropped_client_frees_its_slot(site: tuple[Server, str], own: LLM, stream: bool) -> None:
     server, url = site
@@ -131,6 +132,7 @@ def test_a_slow_reader_holds_up_nobody(own: LLM) -> None:
             until(lambda: idle(server))
 
 
+@pytest.mark.thorough
 def test_a_request_ends_when_its_time_is_up(own: LLM) -> None:
     with running(toy_llm("none", max_batch=1), request_timeout=0.4) as (server, url):
         reply = web.post(f"{url}/v1/completions", json=ENDLESS)

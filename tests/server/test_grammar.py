@@ -203,7 +203,7 @@ def test_names_of_arguments_are_their_text(models: str) -> None:
     assert matcher.validate_tokens([*wrong, 0]) < len(wrong)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "go"}}])
 def test_calls_that_must_be(api: OpenAI, choice: Any, stream: bool) -> None:
@@ -287,7 +287,7 @@ def test_every_way_of_writing_is_known_by_its_template() -> None:
             tool_format(template)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tokens", ["letters", "added", "special"])
 @pytest.mark.parametrize("models", IN_TEXT)
 def test_calls_are_written_and_found(models: str, tokens: str) -> None:

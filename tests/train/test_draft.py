@@ -411,6 +411,7 @@ def test_errors_of_the_draft_command(tmp_path: Path) -> None:
     assert not (tmp_path / "draft" / "samples.jsonl").exists(), "nothing was written before the error"
 
 
+@pytest.mark.thorough
 def test_the_count_is_the_engines(tmp_path: Path) -> None:
     """Guesses along the target's text against rounds of the engine, with an end token within accepted runs."""
     folders = [tiny_target(tmp_path), tmp_path / "noisy"]

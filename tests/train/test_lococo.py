@@ -87,7 +87,7 @@ def test_passes_that_drop_nothing_are_the_models_own(name: str) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scores", ["h2o", "locret", "streaming"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_passes_are_those_of_the_cache(name: str, scores: str, tmp_path: Path) -> None:

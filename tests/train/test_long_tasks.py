@@ -50,7 +50,7 @@ def size(text: str, tokenizer: Any) -> int:
     return len(tokenizer(text)["input_ids"])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", TASKS)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), length=st.integers(1200, 3000), depth=st.none() | st.floats(0, 1))

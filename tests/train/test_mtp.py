@@ -73,7 +73,7 @@ def chain(head: MtpHead, toy: MtpToy, tokens: list[int]) -> list[int]:
     return known[count:]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_step_is_what_drafting_computes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft tokens see text that the target has read, and each other with what the layer gave itself."""

@@ -126,6 +126,7 @@ def test_the_command_and_the_draft(tmp_path: Path) -> None:
     assert texts[0].token_ids == texts[1].token_ids
 
 
+@pytest.mark.thorough
 def test_tables_of_the_targets_own_text_know_it(tmp_path: Path) -> None:
     given = config(tmp_path, samples=40, sample_tokens=40, positions=20, least=1, order=5)
     summary = train_ngram(given)

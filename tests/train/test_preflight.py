@@ -51,7 +51,7 @@ def test_an_earlier_runs_checkpoints_are_not_overwritten(cut: TargetConfig) -> N
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

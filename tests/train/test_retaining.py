@@ -147,6 +147,7 @@ def test_compiled_heads_learn_the_same(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_without_held_out_data_some_is_held_back(tmp_path: Path) -> None:
     summary = train_retaining(retaining_config(tmp_path, tiny_target(tmp_path), valid=()))
     assert summary["held_back"] == 3, "a tenth of forty is four, and three were asked for"
@@ -509,6 +510,7 @@ def test_settings_out_of_range(changes: dict[str, Any], words: str, tmp_path: Pa
         retaining_config(tmp_path, tmp_path, **changes)
 
 
+@pytest.mark.thorough
 def test_models_and_files_that_cannot_be_trained_on(tmp_path: Path) -> None:
     model = make(ALL["falcon"]())
     folder = tmp_path / "falcon"

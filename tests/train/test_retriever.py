@@ -72,6 +72,7 @@ def test_digits_and_the_words_of_keys_are_pieces() -> None:
     assert all(len(tokenizer.tokenize(word)) == 1 for word in ADJECTIVES)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("length", [128, 512])
 def test_rows_are_whole_texts_with_their_answers_marked(
     rows: RetrievalRows, tokenizer: PreTrainedTokenizerBase, length: int

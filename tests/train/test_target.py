@@ -83,6 +83,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["signal", "file"])
 def test_an_early_finish_anneals_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     # Half an hour of budget; the early decay of a 40th of a second ends it after a step or a few.
