@@ -116,6 +116,19 @@ def test_trees_are_those_of_python(rule: str, shape: str) -> None:
     assert streams[False] == streams[True]
 
 
+def test_siblings_are_drawn_without_replacement() -> None:
+    made = drafter(torch.float32, VOCAB, native=True)
+    params = SamplingParams(**RULES["ratio, few"], **SHAPES["choices"])
+    contexts = [context(number, params, "ratio", None) for number in range(8)]
+    GROWN.clear()
+    for draft in made.propose(contexts, [5] * 8):
+        assert len(draft.tree) == len(CHOICES)
+        for node in range(-1, len(draft.tree)):
+            tokens = [draft.tree.tokens[child] for child in draft.tree.children(node)]
+            assert len(set(tokens)) == len(tokens)
+    assert sum(GROWN)
+
+
 def test_requests_in_all_slots_share_native_passes() -> None:
     """No slot is left to compare passes with eager ones: it is done behind a text."""
     made = drafter(torch.float32, VOCAB, native=True, slots=5)
