@@ -240,7 +240,7 @@ def main() -> int:
                 result = f"found by {one['test']}" if one["test"] else "SURVIVED"
                 print(f"[{len(done)}/{len(chosen)}] {one['name']}: {result}, {one['seconds']} s", file=sys.stderr)
         except (Broken, KeyboardInterrupt) as error:
-            print(f"error: {error or 'interrupted'}", file=sys.stderr)
+            print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
             return 2
         finally:
             for job in jobs:
