@@ -28,20 +28,17 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("src", "sakiyomi")
 SOURCES = (".h", ".cpp")
-EVERYTHING = ("--thorough",)
 
 
 class Mutation(NamedTuple):
-    """A mistake that somebody could make: in ``file``, below ``src/sakiyomi``, ``new`` stands in the place of ``old``,
-    which is there once. It breaks a ``rule``, and ``tests``, files below ``tests``, ought to find it.
-    """
+    """A mistake that somebody could make."""
 
     name: str
-    rule: str
-    file: str
-    tests: str
-    old: str
-    new: str
+    rule: str  # that it breaks
+    file: str  # below src/sakiyomi
+    tests: str  # files below tests/ that ought to find it, the first one soonest
+    old: str  # text that the file has once
+    new: str  # what stands in its place
 
 
 # fmt: off
@@ -67,7 +64,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "if distinct and row is not None:", "if distinct and untried is not None:"),
     ("bonus-of-first-row", "bonus", "sampling/verifiers/block.py", "sampling/test_verifiers.py",
      "range(kept), draw(rows.row(kept),", "range(kept), draw(rows.row(0),"),
-    ("bonus-within-first-support", "bonus", "kernels/verify.h", "sampling/test_native_verdicts.py",
+    ("bonus-within-first-support", "bonus", "kernels/verify.h", "engine/test_native_rounds.py",
      "end_by(left, target, kept);", "end_by(left, target);"),
     ("path-of-first-nodes", "tree path", "engine/request.py", "engine/test_request.py",
      "tokens = [draft.tree.tokens[node] for node in verdict.path] + [verdict.token]",
@@ -128,7 +125,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "RequestNoise(seed, *key)", "RequestNoise(seed)"),
     ("bytes-given-too-early", "text", "core/text.py", "core/test_text.py",
      "while start > self._closed and", "while start > self._closed + 1 and"),
-    ("prefix-one-block-more", "prefix", "engine/slots.py", "golden/test_sharing.py",
+    ("prefix-one-block-more", "prefix", "engine/slots.py", "golden/test_conversation.py",
      "return base + (count - base) // self._chunk_size", "return base + -(-(count - base) // self._chunk_size)"),
     ("prefix-beyond-the-end", "prefix", "cache/prefix.py", "golden/test_sharing.py",
      "return min(count, most)", "return count"),
@@ -153,16 +150,15 @@ def mutated(root: Path, mutation: Mutation) -> str:
 
 def run(tree: Path, code: str, *arguments: str) -> tuple[int, str]:
     """Python code in a copy, where it imports the package from: its exit code, and what it printed."""
-    own = {"PYTHONPATH": "src", "XDG_CACHE_HOME": "cache", "TMPDIR": "tmp", "HOME": "home"}
-    env = os.environ | {name: str(tree / folder) for name, folder in own.items()}
-    for name in ("PYTEST_ADDOPTS", "SAKIYOMI_CACHE_DIR"):
-        env.pop(name, None)
-    for folder in own.values():
+    folders = {"PYTHONPATH": "src", "XDG_CACHE_HOME": "cache", "TMPDIR": "tmp"}
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "SAKIYOMI_CACHE_DIR")}
+    for name, folder in folders.items():
         (tree / folder).mkdir(exist_ok=True)
-    check = "import pathlib, sys, sakiyomi; assert pathlib.Path(sakiyomi.__file__).is_relative_to(pathlib.Path.cwd()); "
+        env[name] = str(tree / folder)
+    own = "import pathlib, sys, sakiyomi; assert pathlib.Path(sakiyomi.__file__).is_relative_to(pathlib.Path.cwd()); "
     done = subprocess.run(
-        [sys.executable, "-c", check + code, *arguments],
-        cwd=tree, env=env, encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        [sys.executable, "-c", own + code, *arguments],
+        cwd=tree, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     return done.returncode, done.stdout
 
@@ -174,25 +170,23 @@ def build(tree: Path) -> None:
         raise Broken(f"the kernels are not compiled: {said or code}")
 
 
-def first_failure(tree: Path, files: Sequence[str], options: Sequence[str]) -> tuple[str | None, float]:
-    """The first test of these files that fails in a copy, and the seconds of processor time that it takes to see it."""
-    code, said = run(
-        tree,
-        "import os, pytest; code = pytest.main(sys.argv[1:]); print(sum(os.times()[:4])); sys.exit(code)",
-        *("-xq", "-p", "no:cacheprovider", *options, *(f"tests/{file}" for file in files)),
-    )
-    lines = said.splitlines()
-    failed = [line.partition(" ")[2].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    if code not in (0, 1) or code != len(failed[:1]):
-        raise Broken(f"pytest ends with {code}:\n{said[-3000:]}")
-    return (failed[0] if failed else None), float(lines[-1])
+def first_failure(tree: Path, files: Sequence[str], options: Sequence[str]) -> tuple[str, float]:
+    """The first test of these files that fails in a copy, "" if none does; and the seconds of processor time."""
+    code = "import os, pytest; code = pytest.main(sys.argv[1:]); print('SECONDS', sum(os.times()[:4])); sys.exit(code)"
+    paths = [f"tests/{file}" for file in files]
+    ended, said = run(tree, code, "-xq", "-p", "no:cacheprovider", *options, *paths)
+    found = {kind: rest.partition(" - ")[0] for kind, _, rest in (line.partition(" ") for line in said.splitlines())}
+    failed = found.get("FAILED", found.get("ERROR", ""))
+    if ended not in (0, 1) or ended != bool(failed):
+        raise Broken(f"pytest ends with {ended}:\n{said[-3000:]}")
+    return failed, float(found["SECONDS"])
 
 
 def checked_out(folder: Path, chosen: Sequence[Mutation], options: Sequence[str]) -> Path:
     """A copy without a mutation, in which the tests pass and the kernels, if they are mutated, are compiled."""
     for mutation in chosen:
         mutated(ROOT, mutation)
-    listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, encoding="utf-8")
+    listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
     for name in filter(lambda name: (ROOT / name).is_file(), listed.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
@@ -207,9 +201,9 @@ def checked_out(folder: Path, chosen: Sequence[Mutation], options: Sequence[str]
 
 
 def tried(base: Path, mutation: Mutation, options: Sequence[str]) -> dict[str, Any]:
-    """Which test finds a mutation (None: it survives), and after how many seconds of processor time."""
+    """Which test finds a mutation ("": it survives), and after how many seconds of processor time."""
     tree = base.with_name(mutation.name)
-    shutil.copytree(base, tree, copy_function=os.link, ignore=shutil.ignore_patterns("tmp", "home"))
+    shutil.copytree(base, tree, copy_function=os.link, ignore=shutil.ignore_patterns("tmp"))
     path = tree / PACKAGE / mutation.file
     text = mutated(tree, mutation)
     path.unlink()  # it is a link
@@ -232,7 +226,8 @@ def main() -> int:
     asked = parser.parse_args()
     if unknown := [name for name in asked.names if name not in known]:
         parser.error(f"there is no mutation {unknown[0]}; --help names all of them")
-    chosen, options = [known[name] for name in asked.names or known], EVERYTHING if asked.all_tests else ()
+    chosen = [known[name] for name in dict.fromkeys(asked.names or known)]
+    options = ("--thorough",) if asked.all_tests else ()
     jobs: list[Future[Any]] = []
     done: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(asked.j) as pool:
@@ -245,7 +240,7 @@ def main() -> int:
                 result = f"found by {one['test']}" if one["test"] else "SURVIVED"
                 print(f"[{len(done)}/{len(chosen)}] {one['name']}: {result}, {one['seconds']} s", file=sys.stderr)
         except (Broken, KeyboardInterrupt) as error:
-            print(f"error: {error or 'interrupted'}", file=sys.stderr)
+            print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
             return 2
         finally:
             for job in jobs:

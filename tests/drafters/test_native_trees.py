@@ -116,6 +116,21 @@ def test_trees_are_those_of_python(rule: str, shape: str) -> None:
     assert streams[False] == streams[True]
 
 
+def test_siblings_are_drawn_without_replacement() -> None:
+    made = drafter(torch.float32, VOCAB, native=True)
+    params = SamplingParams(temperature=0.5, acceptance="ratio", tree=CHOICES)
+    contexts = [context(number, params, "ratio", None) for number in range(4)]
+    for _ in range(8):
+        GROWN.clear()
+        for each, draft in zip(contexts, made.propose(contexts, [5] * 4), strict=True):
+            for node in range(-1, len(draft.tree)):
+                tokens = [draft.tree.tokens[child] for child in draft.tree.children(node)]
+                assert len(set(tokens)) == len(tokens)
+            assert len(draft.tree.children(-1)) == 3
+            each.tokens.append(7)
+    assert sum(GROWN)
+
+
 def test_requests_in_all_slots_share_native_passes() -> None:
     """No slot is left to compare passes with eager ones: it is done behind a text."""
     made = drafter(torch.float32, VOCAB, native=True, slots=5)

@@ -110,6 +110,7 @@ WHOLE = CASES | {
     "coupled choices": {"tree": CHOICES, "gamma": "auto", "temperature": 0.9},
     "ratio choices": {"tree": CHOICES, "gamma": "auto", "temperature": 1.3, "acceptance": "ratio"},
     "ratio, few tokens": {"tree": "static", "nodes": 9, "temperature": 0.9, "acceptance": "ratio", "top_k": 2},
+    "block, few tokens": {"temperature": 0.9, "acceptance": "block", "top_k": 3},
     "dynamic": {"tree": "dynamic", "nodes": 9},
     "point masses by level": {"tree": "dynamic", "nodes": 9, "temperature": 0.8, "acceptance": "ratio"},
     "ddtree": {"tree": "ddtree", "nodes": 9},
