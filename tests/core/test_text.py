@@ -204,6 +204,19 @@ def test_a_long_prompt_costs_no_more_than_a_short_one(last: str) -> None:
     assert tokenizer.decoded < 2500 + (0 if last in ("", " the a" * 5000) else 6 * len(last.encode())), (
         "a run is decoded whole"
     )
+    stream, tokenizer.decoded = TextStream(tokenizer, before=before), 0
+    assert "".join(stream.push([special])[0] for _ in range(20)) == "" and tokenizer.decoded == 0
+
+
+@pytest.mark.parametrize("written", ["", "a"])
+def test_special_tokens_in_a_row_cost_little(written: str) -> None:
+    special = MARKED.convert_tokens_to_ids("<|im_end|>")
+    stream = TextStream(MARKED, ["x<|im_end|><|im_end|>y", "ax"])
+    stream.push(MARKED.encode(written, add_special_tokens=False))
+    for _ in range(500):
+        stream.push([special])
+    assert len(stream._stops._marks) <= 3
+    assert stream.push(MARKED.encode("x<|im_end|><|im_end|>y", add_special_tokens=False))[0] == ""
 
 
 # --- stop strings -----------------------------------------------------------------------------------------------------

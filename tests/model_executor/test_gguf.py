@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import MambaConfig
 
 from architectures import greedy, prompt
 from damage import DAMAGES, refusals
@@ -18,6 +19,7 @@ from sakiyomi import LLM, LoadError, MemoryLimitError, SakiyomiError, SamplingPa
 from sakiyomi.evaluation.bench.engines import gguf_files
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.model_executor.loading import load_model
+from sakiyomi.model_executor.loading.gguf_metadata import use_facts
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -162,6 +164,13 @@ def test_what_nobody_reads_is_named(
     assert [record.getMessage() for record in caplog.records] == [
         f"{file}: metadata of the model that are not used: final_logit_softcapping",
         f"{file}: 1 tensors of the file are not used: blk.0.attn_sinks.weight",
+    ]
+
+
+def test_a_model_without_attention_has_metadata_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    use_facts(MambaConfig(), {"architecture": "mamba", "ssm.time_step_rank": 1, "odd": 2}, Path("m.gguf"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "m.gguf: metadata of the model that are not used: odd"
     ]
 
 

@@ -209,8 +209,14 @@ def test_calls_in_a_message(claude: anthropic.Anthropic, stream: bool) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"model": "other"}, "there is no model"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "messages have no text"),
+        (
+            {"system": "a", "messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f",
+                                                                       "input": {}}]}]},
+            "messages[0].content has a tool_use block",
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_a_message_cannot_have(site: tuple[Server, str], changed: dict[str, Any], words: str) -> None:
     reply = web.post(f"{site[1]}/v1/messages", json={"messages": SAID, "max_tokens": 4} | changed)
     assert reply.status_code in (400, 404) and words in reply.text
@@ -336,6 +342,12 @@ def test_what_cannot_be_continued(
     body |= {"continue_final_message": True} | how if path != "messages" else {}
     reply = web.post(f"{site[1]}/v1/{path}", json=body)
     assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+
+
+@pytest.mark.parametrize("how", [{"continue_final_message": True}, {"add_generation_prompt": False}])
+def test_a_prompt_that_is_no_conversation_has_no_reply_to_continue(site: tuple[Server, str], how: Any) -> None:
+    error = web.post(f"{site[1]}/tokenize", json={"prompt": "a"} | how).json()["error"]
+    assert error["param"] in how and "is about messages" in error["message"]
 
 
 def test_a_template_that_leaves_the_message_out_cannot_continue_it() -> None:

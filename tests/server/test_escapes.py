@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sakiyomi.server.escapes import JSON_OUTLINE, Matcher, Vocabulary
+from sakiyomi.server.escapes import JSON_OUTLINE, Matcher, Vocabulary, _span
 
 CUT = [b"\\u", b'"\\', b"\\\\", b'\\"', b"00", b"00e", b'e9"', b"u00", b"\\ud83d", b"\\ude0", b"a\\", b"\\n\\", b"\\/b",
        b': "\\u', b"ae", b"dead", b"city", b"<|end|>", b"\\u00e9x", b"\\u0022", b'9", "']  # fmt: skip
@@ -18,8 +18,8 @@ VOCABULARY = Vocabulary(TOKENS, [0], [0])
 HEAD = '%llguidance {"no_forcing": true}\n'
 
 
-def matcher(schema: Any) -> Matcher:
-    made = Matcher(VOCABULARY, f"{HEAD}start: %json {json.dumps(schema)}\n", f"{HEAD}start: json\n{JSON_OUTLINE}")
+def matcher(schema: Any, vocabulary: Vocabulary = VOCABULARY) -> Matcher:
+    made = Matcher(vocabulary, f"{HEAD}start: %json {json.dumps(schema)}\n", f"{HEAD}start: json\n{JSON_OUTLINE}")
     assert not made.error()
     return made
 
@@ -106,6 +106,23 @@ def test_the_mask_is_what_the_grammar_takes(number: int) -> None:
         assert made.try_consume_tokens([token]) == 1 or token == 0
     made.rollback(len(ids) - 1)
     assert made.validate_tokens(ids) == len(ids)
+
+
+def test_the_mask_behind_a_begun_escape_looks_at_few_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vocabularies have a thousand numbers of three digits: each is an escape that one digit makes a character."""
+    numbers = [f"{number:03}".encode() for number in range(1000)]
+    vocabulary = Vocabulary([*TOKENS, *numbers], [0], [0])
+    looks = 0
+
+    def span(head: bytes) -> tuple[int, int]:
+        nonlocal looks
+        looks += 1
+        return _span(head)
+
+    monkeypatch.setattr("sakiyomi.server.escapes._span", span)
+    made = matcher({"type": "string"}, vocabulary)
+    assert made.try_consume_tokens([1 + ord('"'), TOKENS.index(b"\\u")]) == 2
+    assert made.allowed()[len(TOKENS) :].all() and looks < 5000
 
 
 def test_in_text_that_is_no_json_an_escape_is_its_letters() -> None:

@@ -273,7 +273,8 @@ def test_messages_of_other_servers_are_taken_back(path: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "taken"), [("null", "{}"), ("[]", "{}"), ("", "{}"), (None, "{}"), ("3", ""),
-                                             ('{"a": 1}', '{"a": 1}'), ("{a", "{a"), ("[1]", "")])  # fmt: skip
+                                             ('{"a": 1}', '{"a": 1}'), ("{a", "{a"), ("[1]", ""),
+                                             ("[" * 20000, "[" * 20000)], ids=lambda text: str(text)[:9])  # fmt: skip
 def test_arguments_of_earlier_calls_are_an_object(text: str | None, taken: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
     item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": text}

@@ -67,6 +67,19 @@ def test_tokenizers_of_recorded_models_are_taken_and_those_without_a_backend_are
         Grammars(character_tokenizer(), 300, []).of_schema(SCHEMA, "response_format")
 
 
+@pytest.mark.parametrize(("schema", "words"), [
+    ({"type": "foo"}, "Invalid type: foo"),
+    ({"not": {}}, 'Unimplemented keys: ["not"]'),
+    ({"pattern": "(?=a)"}, "regex parse error: (?=a) ^^^ error: look-around, including look-ahead and look-behind, is "
+                           "not supported"),
+])  # fmt: skip
+def test_a_schema_that_cannot_be_kept_to_is_refused_without_our_own_rules(schema: Any, words: str) -> None:
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(ApiError) as caught:
+        Grammars(tokenizer, len(tokenizer), []).of_schema(schema, "response_format")
+    assert caught.value.message == f"response_format cannot be enforced: {words}"
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_reply_keeps_to_its_schema(api: OpenAI, temperature: float) -> None:

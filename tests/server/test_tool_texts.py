@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sakiyomi.server.arguments import value_of
 from sakiyomi.server.channels import ChannelReader
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.grammar import Grammars
@@ -191,6 +192,19 @@ def test_arguments_may_have_the_text_of_a_mark(size: int) -> None:
         parts.append(reader.push("", True))
         assert [json.loads(call["function"]["arguments"]) for part in parts for call in part[2]] == [{"to": said}]
         assert "".join(part[1] for part in parts) == "Done." * ("Done." in behind)
+
+
+@pytest.mark.parametrize("models", [form.models for form in FORMATS if form.pairs is None])
+def test_arguments_that_are_nested_too_deeply_are_text(models: str) -> None:
+    form, deep = FORMS[models], '{"to": ' + "[" * 20000
+    before = CALL[: CALL.index("{")] if form.channels else form.opening + form.around("go")[0]
+    reader = ChannelReader(schemas=SCHEMAS) if form.channels else ToolReader(form, schemas=SCHEMAS)
+    (*_, said, _), (*_, rest, calls) = reader.push(before + deep, False), reader.push("", True)
+    assert (said + rest).endswith(deep) and not calls
+
+
+def test_an_argument_that_is_nested_too_deeply_is_a_text() -> None:
+    assert value_of(deep := "[" * 20000, {}, "a") == deep
 
 
 def test_the_grammar_of_channels() -> None:

@@ -26,6 +26,7 @@ class StopStrings:
         self.names = {i: name for i, name in names.items() if name and any(name in text for text in stop)}
         self._stop = [(text, any(name in text for name in self.names.values())) for text in stop]
         self._longest = max(map(len, stop), default=0)
+        self._most = 1 + max((sum(map(text.count, {*self.names.values()})) for text in stop), default=0)
         self._marks: list[tuple[int, str]] = []  # places in the held text and behind it, and what is named there
         self.held = ""
 
@@ -34,7 +35,11 @@ class StopStrings:
 
     def mark(self, token: int, new: str) -> None:
         """Note a special token behind the held text and this one."""
-        self._marks.append((len(self.held + new), self.names[token]))
+        place = len(self.held + new)
+        self._marks.append((place, self.names[token]))
+        # Of a row that is longer than those in stop strings, the last ones tell as much as all of it.
+        if len(self._marks) > self._most and self._marks[-1 - self._most][0] == place:
+            del self._marks[-1 - self._most]
 
     def find(self, new: str) -> tuple[int, str] | None:
         """The first stop string in the held text and this one: where it begins, and which it is."""

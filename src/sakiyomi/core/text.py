@@ -132,7 +132,10 @@ class _Pieces:
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that has become certain."""
-        self._window += [i for i in ids if i not in self.special]
+        more = [i for i in ids if i not in self.special]
+        if not more:  # the window may be long, see ``_context``
+            return ""
+        self._window += more
         closed = self._close()
         text = self._decode(self._window[:closed])
         certain = self._certain(text)

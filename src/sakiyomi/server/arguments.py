@@ -47,7 +47,7 @@ def value_of(text: str, root: Mapping[str, Any], key: str) -> Any:
         return text
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return value if not isinstance(value, str) and kind_of(value) in allowed else text
 

@@ -206,6 +206,9 @@ class BodyReader:
             with _blaming("messages"):
                 messages = as_template_takes(body.messages, self.template)
                 return self._dialogue.read(messages, ending=ending_of(body, messages))
+        if body.continue_final_message or not body.add_generation_prompt:
+            field = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
+            raise bad_request(f"{field} is about messages, and this is a prompt; leave it out", field)
         with _blaming("prompt"):
             self._room.check(body.prompt, "prompt")
             special = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}

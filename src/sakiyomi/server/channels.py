@@ -109,7 +109,7 @@ class ChannelReader:
         """Add a call; what is none is text."""
         try:
             value = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return arguments
         if self._tool not in self._schemas:
             return arguments
@@ -121,6 +121,6 @@ class ChannelReader:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

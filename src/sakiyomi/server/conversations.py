@@ -93,9 +93,9 @@ def text_of(part: TextPart | ImagePart | str) -> str:
 
 
 def _called(call: ToolCall, texts: bool) -> dict[str, Any]:
-    """A call as templates take it. They write arguments themselves; what is no JSON goes in as it is."""
+    """A call as templates take it. They write arguments themselves; what cannot be read goes in as it is."""
     arguments: Any = call.function.arguments
     if not texts:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

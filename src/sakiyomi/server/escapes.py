@@ -41,6 +41,7 @@ _SIGN = re.compile(
 _BEGUN = re.compile(rb"\\(?:u(?:H{0,3}|[dD][89abAB]HH(?:\\(?:u(?:[dD](?:[c-fC-F]H?)?)?)?)?)?)?\Z".replace(b"H", _HEX))
 _UNITS = re.compile(rb"u(H*)".replace(b"H", _HEX))
 _LAST = 0x10FFFF
+_LEAST = {2: 0x80, 3: 0x800, 4: 0x10000}  # of characters of so many bytes
 
 
 class Vocabulary:
@@ -217,16 +218,21 @@ class Matcher:
         for code in range(first, min(last, 0x7F) + 1):
             if self._reads(self._parser, text + _spelling(chr(code))):
                 return True
-        return last > 0x7F and any(self._among(text, bytes([lead]), first, last) for lead in range(0xC2, 0xF5))
+        first = max(first, 0x80)
+        leads = range(_utf8(first)[0], _utf8(last)[0] + 1) if first <= last else ()
+        return any(self._among(text, bytes([lead]), first, last) for lead in leads)
 
     def _among(self, text: bytes, head: bytes, first: int, last: int) -> bool:
-        """The same of characters whose UTF-8 begins so."""
-        low, high = _span(head)
-        if high < first or low > last or not self._reads(self._parser, text + head):
+        """The same of characters whose UTF-8 begins so; one of them at least is in the span."""
+        if not self._reads(self._parser, text + head):
             return False
-        return (first <= low and high <= last) or any(
-            self._among(text, head + bytes([byte]), first, last) for byte in range(0x80, 0xC0)
-        )
+        whole = _span(head)
+        low, high = max(first, whole[0]), min(last, whole[1])
+        if (low, high) == whole:
+            return True
+        place = len(head)
+        following = range(_utf8(low)[place], _utf8(high)[place] + 1)
+        return any(self._among(text, head + bytes([byte]), first, last) for byte in following)
 
 
 def _bits(parser: LLMatcher) -> np.ndarray[Any, Any]:
@@ -285,6 +291,10 @@ def _characters(begun: bytes) -> Iterator[tuple[int, int]]:
         yield 0x10000 + ((max(first, 0xD800) - 0xD800) << 10), 0x10000 + (high << 10) + 0x3FF
 
 
+def _utf8(code: int) -> bytes:
+    return chr(code).encode(errors="surrogatepass")
+
+
 def _span(head: bytes) -> tuple[int, int]:
     """Code points whose UTF-8 begins so."""
     size = 2 if head[0] < 0xE0 else 3 if head[0] < 0xF0 else 4
@@ -292,4 +302,4 @@ def _span(head: bytes) -> tuple[int, int]:
     for byte in head[1:]:
         value = value << 6 | byte & 0x3F
     missing = 6 * (size - len(head))
-    return value << missing, (value << missing) + (1 << missing) - 1
+    return max(value << missing, _LEAST[size]), min((value << missing) + (1 << missing) - 1, _LAST)

@@ -288,7 +288,13 @@ def _value(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': LAYOUT})}"
 
 
+# Of a parser's message: the place in our rules before it, and these rules behind it.
+_OURS = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?|\n +\d+ \| .*", re.DOTALL)
+
+
 def _refused(reason: str, field: str) -> ApiError:
     if reason.startswith("panic"):  # of the compiler, with a backtrace of its own
         reason = "its grammar is too large"
-    return bad_request(f"{field} cannot be enforced: {' '.join(reason.split())[:300]}", field, code="invalid_schema")
+    return bad_request(
+        f"{field} cannot be enforced: {' '.join(_OURS.sub('', reason).split())[:300]}", field, code="invalid_schema"
+    )

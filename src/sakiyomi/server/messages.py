@@ -136,10 +136,12 @@ class CountRequest(Cached):
         messages: list[dict[str, Any]] = []
         if self.system is not None:
             messages.append({"role": "system", "content": _text(self.system)})
-        for turn in self.messages:
-            messages += _messages(turn)
+        for number, turn in enumerate(self.messages):
+            messages += _messages(turn, f"messages[{number}].content")
         if self.messages[-1].role == "assistant":
             values |= self._begun(messages)
+        if not messages:
+            raise bad_request("messages have no text and no result of a tool; send a message of the user", "messages")
         values |= {"model": self.model, "messages": messages}
         if self.thinking is not None and "enable_thinking" in template:
             values["chat_template_kwargs"] = {"enable_thinking": False}
@@ -197,8 +199,16 @@ class MessagesRequest(CountRequest):
         )
 
 
-def _messages(turn: Turn) -> list[dict[str, Any]]:
-    """Messages of a turn: results of tools are messages of their own, in front of what the user says."""
+def _messages(turn: Turn, place: str) -> list[dict[str, Any]]:
+    """Messages of a turn: results of tools are messages of their own, in front of what the user says.
+
+    Args:
+        turn: the turn.
+        place: of its content in the body.
+
+    Raises:
+        ApiError: the user calls a tool.
+    """
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     found: list[dict[str, Any]] = [
@@ -215,6 +225,8 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
         for block in turn.content
         if isinstance(block, ToolUse)
     ]
+    if calls and turn.role == "user":
+        raise bad_request(f"{place} has a tool_use block; only messages of the assistant have those", place)
     texts = [block.text for block in turn.content if isinstance(block, TextBlock)]
     if texts or calls:
         said = {"role": turn.role, "content": "".join(texts) if texts else None}

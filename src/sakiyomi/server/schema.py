@@ -82,10 +82,10 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 def _arguments(text: str) -> str:
-    """Those of a call without any are written in several ways; what is no JSON is as a model has written it."""
+    """Those of a call without any are written in several ways; what cannot be read is as a model has written it."""
     try:
         value = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     if value is None or value == []:
         value, text = {}, "{}"

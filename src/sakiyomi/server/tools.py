@@ -146,7 +146,7 @@ class ToolFormat:
             value, end = _decode(rest := rest.lstrip())
             values = value if self.listed else [value]
             calls = [(name, value)] if self.divider else [(each["name"], each[self.arguments]) for each in values]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return calls, rest[end:]
 

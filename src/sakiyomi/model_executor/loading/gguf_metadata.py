@@ -45,7 +45,7 @@ def use_facts(config: Any, facts: dict[str, Any], path: Path) -> None:
     names: Any = GGUF_TO_TRANSFORMERS_MAPPING["config"]
     known = set(names.get(kind) or names.get(config.model_type) or facts)
     widths = ("attention.key_length", "attention.value_length")
-    known |= {key for key in widths if facts.get(key) == _head_dim(config)}
+    known |= {key for key in widths if key in facts and facts[key] == _head_dim(config)}
     scaling = {key: facts.pop(key) for key in list(facts) if key.startswith("rope.scaling.") or key in ROPE_TENSORS}
     if scaling and kind != "gpt-oss":  # whose scaling transformers reads itself
         _rope(config, {key.removeprefix("rope.scaling."): value for key, value in scaling.items()}, path)
