@@ -136,7 +136,7 @@ class Dialogue:
         """
         if self.plain:
             if options:
-                raise InputError("without a chat template nothing is done with values for it; leave them out")
+                raise InputError("options need a chat template, and the model has none; leave them out")
             if tools:
                 raise InputError("the model has no chat template that could describe tools to it; leave tools out")
             text = ""
@@ -168,7 +168,7 @@ class Dialogue:
         if self.plain:
             raise InputError("the model has no chat template that could give images a place; give one, or send text")
         if wrong := [name for name in options if name in signature(self._tokenizer.apply_chat_template).parameters]:
-            raise InputError(f"{wrong[0]!r} is no name that a chat template has of its own; leave it out")
+            raise InputError(f"options has {wrong[0]!r}, which is no name that a template has of its own; leave it out")
         text = self._rendered(messages, tools, options, ending)
         if tools and text == self._rendered(messages, None, options, ending):
             raise InputError("the chat template does not tell the model of tools; leave them out, or give another one")

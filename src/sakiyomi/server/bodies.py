@@ -180,7 +180,7 @@ class BodyReader:
         """Tokens of a conversation, and its images as the model reads them."""
         options = body.chat_template_kwargs or {}
         images = read_images(body.messages, self._config, self.blind)
-        with _blaming("messages"):
+        with _blaming("messages", {"options": "chat_template_kwargs"}):
             if not images:
                 return self._tokens(self._dialogue.read(messages, tools, options, ending), "messages"), None
             text = self._dialogue.text(messages, tools, options, ending)

@@ -89,7 +89,7 @@ class Tool(Cached):
 
     type: Literal["custom"] | None = None
     name: ToolName
-    description: str | None = None
+    description: Text | None = None
     input_schema: dict[str, Any]
 
 

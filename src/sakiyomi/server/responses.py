@@ -80,7 +80,7 @@ class ResponseTool(Strict):
 
     type: Literal["function"]
     name: ToolName
-    description: str | None = None
+    description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -116,7 +116,7 @@ class ResponsesRequest(Common):
     """Body of ``/v1/responses``."""
 
     input: ListOrText[Annotated[list[AnyItem], Field(min_length=1, max_length=4096)]]
-    instructions: str | None = None
+    instructions: Text | None = None
     max_output_tokens: Count | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: (

@@ -336,7 +336,7 @@ class Function(Strict):
     """A function that the model may call; ``parameters`` is a JSON schema, always kept to."""
 
     name: ToolName
-    description: str | None = None
+    description: Text | None = None
     parameters: dict[str, Any] = Field({})
     strict: bool | None = None
 
