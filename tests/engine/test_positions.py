@@ -67,6 +67,14 @@ def test_a_stretched_context_is_reached(kind: str, tmp_path: Any) -> None:
         LLM((model, TOKENIZER), "none", compile=False, max_context=4 * OWN + 1)
 
 
+def test_a_declared_context_is_kept_until_more_is_asked_for() -> None:
+    """As Llama 3.2 has it: 32 times 8192 could be reached, and 131,072 are declared."""
+    model = stretched("llama3")
+    model.config.max_position_embeddings = 2 * OWN
+    assert LLM((model, TOKENIZER), "none", compile=False).max_context == 2 * OWN
+    assert LLM((model, TOKENIZER), "none", compile=False, max_context=4 * OWN).max_context == 4 * OWN
+
+
 def test_what_may_be_asked_for_is_told() -> None:
     llm = LLM((stretched("linear"), TOKENIZER), "none", compile=False)
     with pytest.raises(InputError, match=r"reaches 128, which max_context=128 allows"):
@@ -101,9 +109,9 @@ def test_positions_by_a_configuration() -> None:
         ("yarn", 128, {}, 128, 128),
         ("yarn", 256, {}, 256, 256),
         ("linear", OWN, {}, OWN, 128),
-        ("linear", OWN, {"original_max_position_embeddings": 16}, 64, 64),
+        ("linear", OWN, {"original_max_position_embeddings": 16}, OWN, 64),
         ("dynamic", OWN, {}, OWN, OWN),
-        ("longrope", 96, {}, 128, 128),
+        ("longrope", 96, {}, 96, 128),
     ):
         config = stretched(kind, declared=declared, **more).config
         assert (position_count(config), position_count(config, ENDLESS)) == (most, asked)

@@ -89,13 +89,13 @@ def take_positions(model: nn.Module) -> int:
 def position_count(config: Any, wanted: int | None = None) -> int:
     """Tokens that a text may have by a model's positions.
 
-    A rotary embedding that stretches an original context by a factor has as many as that gives, also where
+    A rotary embedding that stretches an original context by a factor has as many as that gives where
     ``max_position_embeddings`` is still the original number, as model cards have it for YaRN.
 
     Args:
         config: of the model's text part.
-        wanted: tokens that are asked for. Where the original context is not named, ``max_position_embeddings`` may be
-            it, or the stretched one: it is stretched for what is asked for alone.
+        wanted: tokens that are asked for. Where ``max_position_embeddings`` is another number than the original context,
+            or that is not named, only what is asked for may go beyond it.
     """
     declared = int(getattr(config, "max_position_embeddings", 0) or 0)
     if declared <= 0:
@@ -105,7 +105,7 @@ def position_count(config: Any, wanted: int | None = None) -> int:
         return declared
     original = _original(config, rope)
     most = max(declared, int((original or declared) * rope["factor"]))
-    return most if original else min(most, max(declared, wanted or 0))
+    return most if original >= declared else min(most, max(declared, wanted or 0))
 
 
 def rope_limit(config: Any) -> int:
