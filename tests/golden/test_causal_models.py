@@ -47,7 +47,7 @@ def test_a_sample(kind: str) -> None:
     assert outcome(kind) == BY_TYPE[kind]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(SAMPLE)))
 def test_all_others(kind: str) -> None:
     assert outcome(kind) == BY_TYPE[kind]

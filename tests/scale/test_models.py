@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,9 +242,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.thorough
 def test_a_process_that_dies_is_replaced_within_a_stream(folder: Path) -> None:
-    """A real process, killed after a few events: the stream goes on with the same text. Nothing is left at the end."""
-    config = ServerConfig(max_body=1 << 20, warm_up="none")
-    right = LLM(str(folder), "none", compile=False).generate("Number one of", _greedy())
+    """A real process, killed after the first event: the stream goes on with the same text. Nothing is left at the end.
+
+    The text is long: on a busy machine the process would have written a short one before it is killed.
+    """
+    config, tokens = ServerConfig(max_body=1 << 20, warm_up="none"), 400
+    right = LLM(str(folder), "none", compile=False).generate("Number one of", replace(_greedy(), max_new_tokens=tokens))
 
     async def work() -> None:
         models = {"toy": LLMConfig(str(folder), draft="none", compile=False)}
@@ -251,7 +255,7 @@ def test_a_process_that_dies_is_replaced_within_a_stream(folder: Path) -> None:
         app = make_models_app(table, config)
         pids = []
         async with app.router.lifespan_context(app):
-            asked = Asked("/v1/completions", ask("toy", stream=True), "", "", _relay())
+            asked = Asked("/v1/completions", ask("toy", stream=True, max_tokens=tokens), "", "", _relay())
             texts = []
             from sakiyomi.scale.front import follow
 
