@@ -94,8 +94,8 @@ def position_count(config: Any, wanted: int | None = None) -> int:
 
     Args:
         config: of the model's text part.
-        wanted: tokens that are asked for. Where ``max_position_embeddings`` is another number than the original context,
-            or that is not named, only what is asked for may go beyond it.
+        wanted: tokens that are asked for. Where ``max_position_embeddings`` is not the original context, or that is not
+            named, only what is asked for goes beyond it.
     """
     declared = int(getattr(config, "max_position_embeddings", 0) or 0)
     if declared <= 0:
