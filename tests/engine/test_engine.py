@@ -691,7 +691,7 @@ def test_a_request_that_is_over_before_its_caller_looks(how: str, monkeypatch: p
 # ---------------------------------------------------------------- compiled
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_compiled_graphs_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32, one graph a row count: nothing that a request does compiles anew."""

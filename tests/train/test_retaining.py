@@ -133,7 +133,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch:
         train_retaining(config)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler itself
 def test_compiled_heads_learn_the_same(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
