@@ -6,6 +6,8 @@ In the quick tier are all tests but these:
 - of a test with several parameters, combinations: cases are kept in which each value of each parameter occurs. A
   drafter that is added to a list of parameters is therefore in both tiers of each test that takes the list;
 - of a test marked ``few(n)``, all cases but n, which are others for each test.
+
+Of a test marked ``every`` the quick tier runs every case.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ def sort_into_tiers(items: Sequence[pytest.Item]) -> None:
         cases = [
             item for item in group if not any(item.get_closest_marker(mark) for mark in ("thorough", "slow", "gpu"))
         ]
+        if cases and cases[0].get_closest_marker("every") is not None:
+            continue
         kept = covering([values(item) for item in cases])
         few = cases[0].get_closest_marker("few") if cases else None
         if few is not None:

@@ -71,7 +71,7 @@ def test_replies_are_those_of_a_fresh_request(drafts: dict[str, str], draft: str
     assert draft != "near" or sum(out.stats.accepted for _, out in done[1:]) > 20
 
 
-@pytest.mark.thorough
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("draft", ["none", "near"])
 def test_exact_replies_are_bit_equal(drafts: dict[str, str], dtype: torch.dtype, draft: str) -> None:

@@ -65,7 +65,7 @@ def drafted(
     return Draft(tree, kind, tuple(draws), None if kind == "point_mass" else torch.stack(rows)), target
 
 
-@pytest.mark.few(3)
+@pytest.mark.every
 @pytest.mark.parametrize("vocab", [8, 700, 5000])
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("rule", RULES)
