@@ -158,7 +158,7 @@ def run(tree: Path, code: str, *arguments: str) -> tuple[int, str]:
     own = "import pathlib, sys, sakiyomi; assert pathlib.Path(sakiyomi.__file__).is_relative_to(pathlib.Path.cwd()); "
     done = subprocess.run(
         [sys.executable, "-c", own + code, *arguments],
-        cwd=tree, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        cwd=tree, env=env, encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     return done.returncode, done.stdout
 
@@ -186,7 +186,7 @@ def checked_out(folder: Path, chosen: Sequence[Mutation], options: Sequence[str]
     """A copy without a mutation, in which the tests pass and the kernels, if they are mutated, are compiled."""
     for mutation in chosen:
         mutated(ROOT, mutation)
-    listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
+    listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, encoding="utf-8")
     for name in filter(lambda name: (ROOT / name).is_file(), listed.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
