@@ -61,10 +61,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Both tiers where they are asked for; a test that is asked for by its name runs, whatever its marks."""
-    asked = config.invocation_params.args
+    asked = [str(argument) for argument in config.invocation_params.args]
+    chosen = any(argument.startswith("-m") for argument in asked)
     if config.getoption("--thorough"):
+        if chosen:
+            raise pytest.UsageError(
+                '--thorough and -m choose tests in two ways; give one: -m "not gpu" has both tiers'
+            )
         config.option.markexpr = "not slow and not gpu"
-    elif "-m" not in asked and any("::" in str(argument) for argument in asked):
+    elif not chosen and any("::" in argument for argument in asked):
         config.option.markexpr = ""
 
 
@@ -77,7 +82,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for reports in terminalreporter.stats.values():
         for report in reports:
             if getattr(report, "when", None) == "teardown":
-                folder = report.nodeid.split("/")[1] if report.nodeid.count("/") > 1 else "."
+                _, *folders = report.nodeid.partition("::")[0].split("/")[:-1]
+                folder = folders[0] if folders else "."
                 tests[folder] += 1
                 seconds[folder] += sum(value for name, value in report.user_properties if name == "processor seconds")
     terminalreporter.section("processor seconds")
