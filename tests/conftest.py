@@ -65,9 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = any(argument.startswith("-m") for argument in asked)
     if config.getoption("--thorough"):
         if chosen:
-            raise pytest.UsageError(
-                '--thorough and -m choose tests in two ways; give one: -m "not gpu" has both tiers'
-            )
+            raise pytest.UsageError('--thorough and -m choose tests in two ways; give one: -m "not gpu" has both tiers')
         config.option.markexpr = "not slow and not gpu"
     elif not chosen and any("::" in argument for argument in asked):
         config.option.markexpr = ""
