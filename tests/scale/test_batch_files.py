@@ -251,18 +251,39 @@ def killed_at_random(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     draws = random.Random(4)
     kills = 0
     while not out.exists() or (tmp_path / "out.jsonl.parts").exists():
-        process = subprocess.Popen([sys.executable, "-c", SLOW, str(source), str(out)], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        for _ in range(draws.randrange(1, 12)):  # pieces that it has told of
-            process.stdout.readline()
-        time.sleep(draws.random() * 0.01)
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
-        process.stdout.close()
-        process.wait()
+        with subprocess.Popen([sys.executable, "-c", SLOW, str(source), str(out)], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            for _ in range(draws.randrange(1, 12)):  # pieces that it has told of
+                process.stdout.readline()
+            time.sleep(draws.random() * 0.01)
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+                kills += 1
+        assert kills < 100, "it does not end"
     assert kills > 5
     yield source, out
+
+
+def test_a_run_that_is_killed_while_it_removes_its_pieces_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is there: its requests are not answered once more, and nothing is left beside it."""
+    batch = BatchFile(written(tmp_path, [line(f"{i}") for i in range(9)]), tmp_path / "out.jsonl", {}, 2)
+
+    def killed(folder: Path, **_: Any) -> None:
+        for path in [folder / "about.json", *sorted(folder.glob("*.jsonl"))[:3]]:
+            path.unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        batch.begin()
+        patch.setattr("sakiyomi.core.pieces.shutil.rmtree", lambda path, **_: path.is_dir() and killed(path))
+        with pytest.raises(KeyboardInterrupt):
+            run(batch, Echo())
+    with pytest.raises(InputError, match="is there already"):
+        BatchFile(batch.source, batch.out, {}, 2)
+    assert len(replies(batch.out)) == 9
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
 @pytest.mark.thorough

@@ -56,8 +56,22 @@ class Pieces:
         return []
 
     def remove(self) -> None:
-        """Remove the folder: the file has what was in it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the folder: the file has what was in it.
+
+        It is renamed first, so that a process killed while it removes files never leaves a folder with some pieces.
+        """
+        with contextlib.suppress(OSError):
+            self.folder.rename(self._removed)
+        shutil.rmtree(self.folder, ignore_errors=True)  # Windows does not rename a folder with an open file
+        self.remove_leftovers()
+
+    def remove_leftovers(self) -> None:
+        """Remove what a killed :meth:`remove` left."""
+        shutil.rmtree(self._removed, ignore_errors=True)
+
+    @property
+    def _removed(self) -> Path:
+        return self.out.with_name(f".{self.out.name}.parts.removed")
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -67,6 +81,7 @@ class Pieces:
             InputError: one is there.
             LoadError: nothing can be written there.
         """
+        self.remove_leftovers()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = (self.folder / LOCK).open("w", encoding="utf-8")

@@ -117,6 +117,7 @@ class BatchFile(Pieces):
             raise InputError(
                 f"{self.source} has no requests; expected a JSON object with custom_id, url and body a line"
             )
+        self.remove_leftovers()
         if self.out.exists() and not self.folder.exists():
             raise InputError(f"{self.out} is there already; choose another output, or remove it")
         self._compare()
