@@ -13,7 +13,7 @@ from sakiyomi.cache.eviction_plan import Capacity, EvictionPlan
 from sakiyomi.cache.layer_state import make_states
 from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.process import share_processors
 from sakiyomi.kernels.batch import SequenceRows
@@ -30,7 +30,7 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import ALL_SIZES, SIZES, TARGET_SIZES
 from sakiyomi.model_executor.weights import ModelWeights, on_gpu
 
-__all__ = ["build_runner"]
+__all__ = ["build_runner", "check_compile"]
 
 logger = logging.getLogger("sakiyomi")
 ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs more than it brings
@@ -59,7 +59,8 @@ def build_runner(
     Args:
         model, owned, prepared, quantize: see ``ModelWeights``.
         max_slots: requests at once at most.
-        compile, exact, first_sizes: see ``ModelRunner``.
+        compile: "auto": passes that come often are recorded; False: all are eager.
+        exact, first_sizes: see ``Session``.
         text: token ids on which quantizing is judged, and the levels of a quantized cache are fitted.
         eviction: keeps the cache within a budget; None: all pairs stay.
         offloaded: where the cache's files lie; None: it lies in memory.
@@ -67,14 +68,16 @@ def build_runner(
         make_cache: takes the arguments of ``SlotCache``.
 
     Raises:
+        InputError: see ``check_compile``.
         UnsupportedError: the model's attention cannot be served, nothing here can compute with 8 bits, or its cache
             cannot lie in files.
     """
+    check_compile(compile)
     build = functools.partial(
         _build,
         model,
         max_slots=max_slots,
-        compile=compile,
+        records=bool(compile),
         exact=exact,
         owned=owned,
         first_sizes=first_sizes,
@@ -114,7 +117,7 @@ def _build(
     model: Any,
     *,
     max_slots: int,
-    compile: bool | str,
+    records: bool,
     exact: bool,
     owned: bool,
     first_sizes: Sequence[int],
@@ -136,7 +139,7 @@ def _build(
     if offloaded is not None:
         _check_files(weights)
     # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
-    waits = compile == "auto" and not exact and not quantize and prepared is None
+    waits = records and not exact and not quantize and prepared is None
     weights.unsettled = waits and (weights.packable or on_gpu(weights)) and not native_at_hand()
     if weights.unsettled:
         share_processors(True)
@@ -165,7 +168,7 @@ def _build(
         cache,
         sources=sources,
         observer=eviction.observer if eviction is not None else None,
-        compile=compile,
+        records=records,
         exact=exact,
         sizes=sizes,
         first_sizes=first_sizes,
@@ -188,6 +191,18 @@ def _build(
         eviction.check_model(name, weights.shapes, own_attention=weights.own_attention, has_encoder=sources is not None)
         runner.evict_by(eviction, EvictingCache(eviction, capacity, cache, runner))
     return runner
+
+
+def check_compile(compile: object) -> None:
+    """Refuse what is neither "auto" nor False.
+
+    Raises:
+        InputError: it is.
+    """
+    if compile is True:
+        raise InputError("compile=True: recorded passes are as fast or faster than compiled ones; use compile='auto'")
+    if compile != "auto" and compile is not False:
+        raise InputError(f"compile={compile!r}; expected 'auto' or False")
 
 
 def _check_context(config: Any, wanted: int | None) -> None:

@@ -22,14 +22,14 @@ class FirstLayers(ModelRunner):
     Args:
         whole: the model.
         count: layers that are run, at least 1 and fewer than there are.
-        compile: see ``Session``; None: as the model's.
+        records: see ``Session``; None: as the model's.
 
     Raises:
         InputError: there are not so many.
         UnsupportedError: the model's layers are not one list of modules.
     """
 
-    def __init__(self, whole: ModelRunner, count: int, *, compile: bool | str | None = None) -> None:
+    def __init__(self, whole: ModelRunner, count: int, *, records: bool | None = None) -> None:
         layers = int(whole.config.num_hidden_layers)
         if not 1 <= count < layers:
             raise InputError(f"early exit after layer {count}; the model has {layers}: give one of 1 to {layers - 1}")
@@ -45,7 +45,7 @@ class FirstLayers(ModelRunner):
             module=self._cut(whole.module),
             sources=whole.sources,
             eviction=whole.eviction,
-            compile=whole.compile if compile is None else compile,
+            records=whole.records if records is None else records,
             first_sizes=DRAFT_SIZES,
             depth=count,
         )

@@ -28,7 +28,6 @@ from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.model_executor.attention import choose_backend, op
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassRecorder, PassResult
 from sakiyomi.model_executor.attention.torch import TorchBackend
-from sakiyomi.model_executor.compiled import CompiledPasses
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.pass_clock import PassClock
 from sakiyomi.model_executor.recorded import RecordedModel, RecordedPasses
@@ -55,8 +54,7 @@ class Session:
         eviction: what stays of the cache; None: all of it.
         observer: a policy that listens to the model's modules, and notes something of each layer's queries; None: none
             does.
-        compile: "auto": passes that come often are traced; True: they are compiled before the first one; False: all
-            are eager.
+        records: passes that come often are recorded; otherwise all are eager.
         exact: every pass has a row count at which a self-test found each row independent of the others.
         sizes: row counts of decoding passes, ascending.
         first_sizes: those that any request needs.
@@ -67,7 +65,7 @@ class Session:
         backend: computes attention.
         recorder: replays passes; None: all are eager.
         eviction: what stays of the cache, for the engine.
-        compile: as given.
+        records: as given.
         max_context: tokens that a text may have, prompt included.
         forward_seconds: spent in passes so far.
         watchers: told of every pass when it is done: its plan, and its seconds.
@@ -82,7 +80,7 @@ class Session:
         sources: SourceCache | None = None,
         eviction: ManagedCache | None = None,
         observer: Policy | None = None,
-        compile: bool | str = "auto",
+        records: bool = True,
         exact: bool = False,
         sizes: Sequence[int] = SIZES,
         first_sizes: Sequence[int] = TARGET_SIZES,
@@ -98,7 +96,7 @@ class Session:
         self.watchers: list[Callable[[BatchPlan, float], None]] = []
         self._observer, self._evicts = observer, evicts
         self._note: op.Note | None = None if observer is None else observer.observe
-        self.compile = compile
+        self.records = records
         self._depth = depth or len(cache.shapes)
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
         self._prompts: TorchBackend | None = None  # reads prompts where only some columns are looked at
@@ -198,8 +196,6 @@ class Session:
         self._generation = self.weights.generation
         self.clock = PassClock(self._replays, offloaded=self.weights.offloaded)
         self.recorder = recorder or self._make_recorder()
-        if self.compile is True:
-            self.record(self.sizes)
 
     def _listen(self) -> None:
         """Have the model's modules note what the session wants of a pass: hidden states, queries, raw rows."""
@@ -214,15 +210,13 @@ class Session:
 
     def _make_recorder(self) -> PassRecorder | None:
         weights = self.weights
-        if not self.compile or weights.offloaded or weights.unsettled:
+        if not self.records or weights.offloaded or weights.unsettled:
             return None
         if isinstance(self.module, RecordedModel):
             return RecordedPasses(self.module, self.sizes)
         found = self.backend.recorder(self.forward) if self.module is weights.module else None
         if found is not None or self.device.type != "cpu" or weights.own_attention:
             return found
-        if self.compile is True and not weights.stateful:
-            return CompiledPasses(self.forward, self.device, self.sizes)
         return TracedPasses(self.forward, self.module, self.sizes)
 
     def record(self, sizes: Sequence[int]) -> None:
@@ -262,7 +256,7 @@ class Session:
 
     @property
     def mode(self) -> str:
-        """How the passes that any request needs run now: eager, traced, compiled or captured."""
+        """How the passes that any request needs run now: eager, traced or captured."""
         return self.recorder.mode if self.recorder is not None and self.recorded() else "eager"
 
     def begin(self, plan: BatchPlan, size: int) -> None:
