@@ -460,7 +460,7 @@ def test_demo(models: Path) -> None:
     ]
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines)
     assert {"dtype", "draft_dtype", "gamma"} <= set(value["table"]["conditions"])
-    assert value["table"]["conditions"]["graphs"] == "traced"
+    assert value["table"]["conditions"]["graphs"] == "recorded"
 
 
 def test_demo_without_the_table(models: Path) -> None:

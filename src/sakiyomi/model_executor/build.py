@@ -24,7 +24,7 @@ from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.own_forward import ways_of
 from sakiyomi.model_executor.positions import rope_limit
 from sakiyomi.model_executor.proof import prove
-from sakiyomi.model_executor.recorded import RecordedModel
+from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import ALL_SIZES, SIZES, TARGET_SIZES

@@ -23,15 +23,15 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.hooks import has_hooks
 from sakiyomi.core.process import share_processors
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.kernels.build import native_at_hand
+from sakiyomi.kernels.build import native, native_at_hand
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.model_executor.attention import choose_backend, op
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassRecorder, PassResult
 from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.pass_clock import PassClock
-from sakiyomi.model_executor.recorded import RecordedModel, RecordedPasses
-from sakiyomi.model_executor.traced import TracedPasses
+from sakiyomi.model_executor.recorded_model import RecordedModel
+from sakiyomi.model_executor.recorded_passes import RecordedPasses
 from sakiyomi.model_executor.weights import ModelWeights
 
 __all__ = ["ALL_SIZES", "DRAFT_SIZES", "SIZES", "TARGET_SIZES", "Session"]
@@ -212,12 +212,12 @@ class Session:
         weights = self.weights
         if not self.records or weights.offloaded or weights.unsettled:
             return None
-        if isinstance(self.module, RecordedModel):
-            return RecordedPasses(self.module, self.sizes)
         found = self.backend.recorder(self.forward) if self.module is weights.module else None
         if found is not None or self.device.type != "cpu" or weights.own_attention:
             return found
-        return TracedPasses(self.forward, self.module, self.sizes)
+        if not native_at_hand() or native() is None:
+            return None
+        return RecordedPasses(self.forward, self.module, self.sizes)
 
     def record(self, sizes: Sequence[int]) -> None:
         """Record passes of these sizes now, where they can be recorded before they come."""
@@ -256,7 +256,7 @@ class Session:
 
     @property
     def mode(self) -> str:
-        """How the passes that any request needs run now: eager, traced or captured."""
+        """How the passes that any request needs run now: eager, recorded or captured."""
         return self.recorder.mode if self.recorder is not None and self.recorded() else "eager"
 
     def begin(self, plan: BatchPlan, size: int) -> None:

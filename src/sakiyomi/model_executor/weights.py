@@ -44,7 +44,7 @@ from sakiyomi.model_executor.multimodal import set_aside
 from sakiyomi.model_executor.own_forward import expect_own, run_by_text
 from sakiyomi.model_executor.positions import context_note, position_count, rope_limit, take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
-from sakiyomi.model_executor.recorded import RecordedModel
+from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
 from sakiyomi.model_executor.structural_copy import (
     distinct_layers,

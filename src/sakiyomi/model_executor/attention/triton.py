@@ -151,11 +151,13 @@ class TritonGraphs(CudaGraphs):
         for frame in self._passes.sized.values():
             frame.captured.clear()
 
-    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
+    def run(
+        self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None
+    ) -> PassResult | None:
         """The pass that `begin` described; None for a prompt of many rows, and where passes cannot be captured."""
         self.fresh = False
         size, backend = ids.shape[1], self._passes
-        if backend.apart or size > MOST_ROWS or not backend.cache.room or self.failed:
+        if keep is not None or backend.apart or size > MOST_ROWS or not backend.cache.room or self.failed:
             return None
         return self._replay(backend.sized[size], ids, positions)
 

@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from zipfile import ZipFile, ZipInfo
 
@@ -39,8 +38,7 @@ from sakiyomi.model_executor.loading.recording import (
     shipped_key,
     undeprecated,
 )
-from sakiyomi.model_executor.recorded import RecordedModel
-from sakiyomi.model_executor.traced import interpreted, trace
+from sakiyomi.model_executor.trace import trace
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
@@ -70,7 +68,7 @@ def save_recording(
         dtype, quantize: that were asked for.
         copy: the packed copy of a quantized model, which may be the folder itself; None: it is not quantized.
         tokenizer: of the model.
-        runner: runs the model in traced passes; between requests.
+        runner: runs the model in recorded passes; between requests.
         place: file of a recording that comes with the model; None: in the cache folder.
     """
     key_of = recording_key if place is None else shipped_key
@@ -263,7 +261,7 @@ def _prove(
             continue
         tokens = [1 + (7 * i) % (runner.vocab_size - 1) for i in range(rows)]
         found: list[Tensor] = []
-        for module in (own, recorded, _replayed(recorded)) if keep is None else (own, recorded):
+        for module in (own, recorded):
             with runner.cache.lent(rows) as slot, runner.eagerly():
                 runner.module = module
                 try:
@@ -271,15 +269,5 @@ def _prove(
                     found.append(runner.run(plan, rows, keep=keep).logits.clone())
                 finally:
                     runner.module = own
-        if not all(torch.equal(found[0], other) for other in found[1:]):
+        if not torch.equal(*found):
             raise UnsupportedError(f"its recorded pass of {rows} rows gives other logits")
-
-
-def _replayed(model: RecordedModel) -> Any:
-    """The model's decoding passes, called as the model is."""
-
-    def forward(input_ids: Tensor, position_ids: Tensor, **_: Any) -> SimpleNamespace:
-        with interpreted():
-            return SimpleNamespace(logits=model.replay(input_ids, position_ids)[0])
-
-    return forward

@@ -48,7 +48,7 @@ from sakiyomi.model_executor.loading.packed import (
 )
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.recorded_tokenizer import RecordedTokenizer
-from sakiyomi.model_executor.recorded import RecordedConfig, RecordedModel
+from sakiyomi.model_executor.recorded_model import RecordedConfig, RecordedModel
 
 __all__ = [
     "SCRIPT",
@@ -236,12 +236,12 @@ def assemble(
 ) -> RecordedModel:
     """The model from what is known of it, see ``RecordedModel``."""
     with undeprecated():
-        loaded = {name: torch.jit.load(io.BytesIO(script)) for name, script in scripts.items()}
+        graphs = {name: torch.jit.load(io.BytesIO(script)).forward.graph for name, script in scripts.items()}
     return RecordedModel(
         RecordedConfig(**about["config"]),
         RecordedConfig(**about["generation_config"]),
-        loaded[SCRIPT],
-        loaded.get(TAIL),
+        graphs[SCRIPT],
+        graphs.get(TAIL),
         weights,
         about["embeddings"],
         layers,
