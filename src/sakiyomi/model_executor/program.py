@@ -19,7 +19,7 @@ from sakiyomi.kernels.build import loaded
 from sakiyomi.kernels.native import numbers
 from sakiyomi.model_executor.attention.registry import PassResult
 from sakiyomi.model_executor.program_steps import Builder
-from sakiyomi.model_executor.torch_steps import DTYPES, WHOLE, Operand
+from sakiyomi.model_executor.torch_steps import DTYPES
 
 __all__ = ["Program"]
 
@@ -33,8 +33,6 @@ class Program:
         graph: TorchScript, from ids, positions, perhaps the rows to keep, and what is given, to what a pass gives.
         given: tensors that are the same in all passes.
         rows: of each output, logits first, how many numbers there are in a row and of which type.
-        head: a packed layer that makes logits, which become the first output, of the graph's only one.
-        tail: a graph from what the head gives to logits; None: these are the logits.
 
     Attributes:
         number: of the program in the kernels.
@@ -44,23 +42,16 @@ class Program:
         UnsupportedError: there are no kernels, or one of its operators cannot be called.
     """
 
-    def __init__(
-        self,
-        graph: Any,
-        given: Sequence[Tensor],
-        rows: Sequence[tuple[int, torch.dtype]],
-        head: Any = None,
-        tail: Any = None,
-    ) -> None:
+    def __init__(self, graph: Any, given: Sequence[Tensor], rows: Sequence[tuple[int, torch.dtype]]) -> None:
         self.number = 0
         if loaded() is None:
             raise UnsupportedError("there are no kernels")
         self._kernels = cast(Any, loaded())
-        builder = Builder(_inlined(graph), given)
-        outputs = list(builder.outputs)
-        if head is not None:
-            logits = builder.emit("linear", outputs[0], Operand(WHOLE, head.index), Operand(WHOLE, head.out_features))
-            outputs.insert(0, logits if tail is None else builder.follow(_inlined(tail), logits))
+        graph = graph.copy()
+        torch._C._jit_pass_inline(graph)
+        torch._C._jit_pass_dce(graph)
+        builder = Builder(graph, given)
+        outputs = builder.outputs
         self.calls = tuple(text for text in builder.texts if "::" in text)
         self._held, self._functions = builder.constants, builder.functions
         self._tables, self._reach = builder.tables, 0
@@ -126,10 +117,3 @@ class Program:
                 if wanted == positions:
                     raise
                 wanted = (wanted + positions) // 2
-
-
-def _inlined(graph: Any) -> Any:
-    graph = graph.copy()
-    torch._C._jit_pass_inline(graph)
-    torch._C._jit_pass_dce(graph)
-    return graph

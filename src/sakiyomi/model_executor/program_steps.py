@@ -99,21 +99,11 @@ class Builder:
         self._looked_up[self._positions.unique()] = POSITIONS
         for value in graph.inputs():
             self._known.setdefault(value.unique(), None)  # the script itself
-        self.outputs = self._run(graph)
-
-    def follow(self, graph: Any, given: Operand) -> Operand:
-        """The steps of another graph behind these, of one tensor; what it gives."""
-        inputs = [(value.unique(), isinstance(value.type(), torch._C.TensorType)) for value in graph.inputs()]
-        self._known = {number: given if tensor else None for number, tensor in inputs}
-        (found,) = self._run(graph)
-        return found
-
-    def _run(self, graph: Any) -> list[Operand]:
         with torch.no_grad():
             for node in graph.nodes():
                 self._take(node)
         values = [value for output in graph.outputs() for value in leaves(output)]
-        return [self._operand(value, self._known[value.unique()]) for value in values]
+        self.outputs = [self._operand(value, self._known[value.unique()]) for value in values]
 
     # ------------------------------------------------------------ values
 

@@ -5,7 +5,7 @@ Recordings are read by `loading/recording.py` and written by `loading/recorder.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,14 +34,11 @@ class RecordedModel(nn.Module):
     """Stands in for a transformers model: modules with its names that hold its weights. None of them is called.
 
     Args:
-        config, generation_config: of the model.
-        graph: TorchScript, from token ids and positions (1, N), the rows to keep (K) and the weights to what the head
-            reads, (1, K, hidden).
-        tail: the same from what the head gives to logits, as for a soft cap; None: these are the logits.
-        weights: what the script reads, by name, in its order.
-        embeddings: names of modules that hold rows of which a pass reads a few.
+        about: the metadata of a recording, see `loading/recorder.py`.
+        graph: TorchScript, from token ids and positions (1, N), the rows to keep (K) and the weights to logits (1, K,
+            V) and what the head reads, (1, K, hidden).
+        weights: what the graph reads, by name, in its order.
         layers: the packed linear layers, by name.
-        head: which of them the head is.
         whole: loads the transformers model with these packed layers in it.
 
     Attributes:
@@ -53,32 +50,28 @@ class RecordedModel(nn.Module):
 
     def __init__(
         self,
-        config: RecordedConfig,
-        generation_config: RecordedConfig,
+        about: Mapping[str, Any],
         graph: Any,
-        tail: Any,
         weights: Mapping[str, Tensor],
-        embeddings: Sequence[str],
         layers: Mapping[str, PackedLayer],
-        head: str,
         whole: Callable[[RecordedModel], Any],
     ) -> None:
         super().__init__()
-        self.config, self.generation_config, self.whole = config, generation_config, whole
-        self.layers: dict[str, PackedLayer] = dict(layers)
-        self._weights = list(weights.values())
+        self.config = RecordedConfig(**about["config"])
+        self.generation_config = RecordedConfig(**about["generation_config"])
+        self.dtype: torch.dtype = getattr(torch, about["dtype"])
+        self.layers, self.whole = dict(layers), whole
         for name, tensor in weights.items():
             parent, _, own = name.rpartition(".")
-            if parent in embeddings:
+            if parent in about["embeddings"]:  # of whose rows a pass reads a few
                 self._put(parent, nn.Embedding.from_pretrained(tensor))
             else:
                 self._container(parent).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
         for name, layer in layers.items():
             self._put(name, layer)
-        self._head = head
-        last = self.layers[head]
-        rows = [(width, self.dtype) for width in (last.out_features, last.in_features)]
-        self.program = Program(graph, self._weights, rows, last, tail)
+        self._head = layers[about["head"]]
+        rows = [(width, self.dtype) for width in (self._head.out_features, self._head.in_features)]
+        self.program = Program(graph, list(weights.values()), rows)
 
     def _container(self, name: str) -> nn.Module:
         found: nn.Module = self
@@ -93,18 +86,13 @@ class RecordedModel(nn.Module):
         self._container(parent).add_module(own, module)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of hidden states."""
-        return self._weights[0].dtype
-
-    @property
     def device(self) -> torch.device:
         """The CPU, whose kernels are recorded."""
         return torch.device("cpu")
 
     def get_output_embeddings(self) -> nn.Module:
         """The head over the vocabulary."""
-        return self.layers[self._head]
+        return self._head
 
     def set_attn_implementation(self, name: str) -> None:
         """Nothing: the operator is in the program."""
