@@ -322,19 +322,18 @@ class LLM:
         """Whether the passes of a request that begins now are recorded, and need no Python."""
         return all(model.recorded() for model in self._pool.models)
 
-    def wait(self, timeout: float | None = None, *, batches: bool = False) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:
         """Wait for kernels that are compiled in the background, and record the passes that any request needs.
 
         Without this, kernels are taken into use when they are there, and passes are recorded as they come.
 
         Args:
             timeout: so many seconds at most; None: as long as it takes.
-            batches: also record the larger passes of many requests at once.
 
         Returns:
             Whether the passes of a request that begins now are recorded.
         """
-        wait(self.engine, self._pool.models, timeout, batches=batches)
+        wait(self.engine, self._pool.models, timeout)
         return self.compiled()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.eviction import EvictingCache
@@ -27,45 +27,50 @@ from sakiyomi.model_executor.proof import prove
 from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.session import ALL_SIZES, SIZES, TARGET_SIZES
+from sakiyomi.model_executor.session import ALL_SIZES, SIZES
 from sakiyomi.model_executor.weights import ModelWeights, on_gpu
 
-__all__ = ["build_runner", "check_compile"]
+__all__ = ["RunnerOptions", "build_runner", "check_compile"]
 
 logger = logging.getLogger("sakiyomi")
 ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs more than it brings
 
 
-def build_runner(
-    model: Any,
-    *,
-    max_slots: int = 8,
-    compile: bool | str = "auto",
-    exact: bool = False,
-    owned: bool = False,
-    first_sizes: Sequence[int] = TARGET_SIZES,
-    quantize: str | None = None,
-    text: Sequence[int] = (),
-    prepared: Prepared | None = None,
-    eviction: EvictionPlan | None = None,
-    offloaded: MappedFiles | None = None,
-    max_context: int | None = None,
-    make_cache: Callable[..., SlotCache] = SlotCache,
-) -> ModelRunner:
-    """A session of a model of its own.
+class RunnerOptions(TypedDict, total=False):
+    """What a session is to be; all of it may be left out.
 
-    A model that cannot be served on our cache runs text by text through its own forward (``own_forward.py``).
-
-    Args:
-        model, owned, prepared, quantize: see ``ModelWeights``.
-        max_slots: requests at once at most.
-        compile: "auto": passes that come often are recorded; False: all are eager.
-        exact, first_sizes: see ``Session``.
+    Attributes:
+        max_slots: requests at once at most; 8.
+        exact: see ``Session``.
+        owned, prepared, quantize: see ``ModelWeights``.
         text: token ids on which quantizing is judged, and the levels of a quantized cache are fitted.
         eviction: keeps the cache within a budget; None: all pairs stay.
         offloaded: where the cache's files lie; None: it lies in memory.
         max_context: tokens that a text is to have at most; None: as many as our cache can have.
         make_cache: takes the arguments of ``SlotCache``.
+    """
+
+    max_slots: int
+    exact: bool
+    owned: bool
+    prepared: Prepared | None
+    quantize: str | None
+    text: Sequence[int]
+    eviction: EvictionPlan | None
+    offloaded: MappedFiles | None
+    max_context: int | None
+    make_cache: Callable[..., SlotCache]
+
+
+def build_runner(model: Any, *, compile: bool | str = "auto", **options: Unpack[RunnerOptions]) -> ModelRunner:
+    """A session of a model of its own.
+
+    A model that cannot be served on our cache runs text by text through its own forward (``own_forward.py``).
+
+    Args:
+        model: see ``ModelWeights``.
+        compile: "auto": passes that come often are recorded; False: all are eager.
+        **options: see ``RunnerOptions``.
 
     Raises:
         InputError: see ``check_compile``.
@@ -73,24 +78,10 @@ def build_runner(
             cannot lie in files.
     """
     check_compile(compile)
-    build = functools.partial(
-        _build,
-        model,
-        max_slots=max_slots,
-        records=bool(compile),
-        exact=exact,
-        owned=owned,
-        first_sizes=first_sizes,
-        quantize=quantize,
-        text=text,
-        prepared=prepared,
-        eviction=eviction,
-        offloaded=offloaded,
-        make_cache=make_cache,
-        max_context=max_context,
-    )
+    build = functools.partial(_build, model, records=bool(compile), **options)
+    max_context = options.get("max_context")
     _check_crossing(model, max_context)
-    apart = exact or quantize or prepared is not None or eviction is not None or offloaded is not None
+    apart = any(options.get(name) for name in ("exact", "quantize", "prepared", "eviction", "offloaded"))
     try:
         check_states(model.config, type(model))
         _check_context(model.config, max_context)
@@ -116,19 +107,18 @@ def build_runner(
 def _build(
     model: Any,
     *,
-    max_slots: int,
     records: bool,
-    exact: bool,
-    owned: bool,
-    first_sizes: Sequence[int],
-    quantize: str | None,
-    text: Sequence[int],
-    prepared: Prepared | None,
-    eviction: EvictionPlan | None,
-    offloaded: MappedFiles | None,
-    make_cache: Callable[..., SlotCache],
-    max_context: int | None,
     way: str | None = None,
+    max_slots: int = 8,
+    exact: bool = False,
+    owned: bool = False,
+    prepared: Prepared | None = None,
+    quantize: str | None = None,
+    text: Sequence[int] = (),
+    eviction: EvictionPlan | None = None,
+    offloaded: MappedFiles | None = None,
+    max_context: int | None = None,
+    make_cache: Callable[..., SlotCache] = SlotCache,
 ) -> ModelRunner:
     """See ``build_runner``; in this way through the model's own forward, see ``ModelWeights``."""
     # Policies look at the keys of each head; products with latents are no sums row by row; layers that are to be
@@ -171,7 +161,6 @@ def _build(
         records=records,
         exact=exact,
         sizes=sizes,
-        first_sizes=first_sizes,
         evicts=evicts,
     )
     cache.on_move = runner.moved

@@ -6,7 +6,6 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.session import DRAFT_SIZES
 from sakiyomi.model_executor.structural_copy import some_layers
 
 __all__ = ["FirstLayers"]
@@ -46,7 +45,6 @@ class FirstLayers(ModelRunner):
             sources=whole.sources,
             eviction=whole.eviction,
             records=whole.records if records is None else records,
-            first_sizes=DRAFT_SIZES,
             depth=count,
         )
         self.take_backend()

@@ -28,6 +28,7 @@ __all__ = ["RecordedPasses"]
 
 logger = logging.getLogger("sakiyomi")
 WORTH_IT = 4  # eager passes after which one is recorded
+ROWS = 8  # of the pass that is recorded first
 
 
 class RecordedPasses:
@@ -63,10 +64,10 @@ class RecordedPasses:
     def clear(self) -> None:
         """Nothing: no recording knows where the cache lies."""
 
-    def record(self, begin: BeginPass, rows: int) -> None:
-        """Record a pass of so many rows now, if none is there."""
-        if self._read is None and self._serves(rows) and not self._made:
-            self._record(begin, rows)
+    def record(self, begin: BeginPass) -> None:
+        """Record a pass now, if none is there."""
+        if self._read is None and not self.failed and not self._made:
+            self._record(begin, ROWS)
 
     def run(
         self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None
@@ -84,7 +85,7 @@ class RecordedPasses:
             self._passes += bool(plan.rows)
             if self._passes <= WORTH_IT:
                 return None
-            self._record(begin, size)
+            self._record(begin, ROWS)
             begin(plan, size)
             self.fresh = True
         return self._prove(begin, plan, size, ids, positions) if plan.rows else None

@@ -34,13 +34,11 @@ from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.recorded_passes import RecordedPasses
 from sakiyomi.model_executor.weights import ModelWeights
 
-__all__ = ["ALL_SIZES", "DRAFT_SIZES", "SIZES", "TARGET_SIZES", "Session"]
+__all__ = ["ALL_SIZES", "SIZES", "Session"]
 
 SIZES = (1, 4, 8, 16, 32, 64)
 # Where none of them has to be recorded or proven first, so many that of no pass a fifth is for nothing.
 ALL_SIZES = tuple(sorted({rows << twice for rows in range(1, 9) for twice in range(5)}))
-# What one request needs, the likeliest first; the others are recorded when they come.
-TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
 
 
 class Session:
@@ -57,7 +55,6 @@ class Session:
         records: passes that come often are recorded; otherwise all are eager.
         exact: every pass has a row count at which a self-test found each row independent of the others.
         sizes: row counts of decoding passes, ascending.
-        first_sizes: those that any request needs.
         evicts: pairs are dropped, quantized or observed.
         depth: layers that run; None: all.
 
@@ -83,14 +80,13 @@ class Session:
         records: bool = True,
         exact: bool = False,
         sizes: Sequence[int] = SIZES,
-        first_sizes: Sequence[int] = TARGET_SIZES,
         evicts: bool = False,
         depth: int | None = None,
     ) -> None:
         self.weights, self.cache, self.sources = weights, cache, sources
         self.module: Any = weights.module if module is None else module
         self.eviction: ManagedCache = FullCache(cache) if eviction is None else eviction
-        self.exact, self.sizes, self.first_sizes = exact, tuple(sizes), tuple(first_sizes)
+        self.exact, self.sizes = exact, tuple(sizes)
         self.max_context = weights.max_context
         self.forward_seconds = 0.0
         self.watchers: list[Callable[[BatchPlan, float], None]] = []
@@ -219,12 +215,11 @@ class Session:
             return None
         return RecordedPasses(self.forward, self.module, self.sizes)
 
-    def record(self, sizes: Sequence[int]) -> None:
-        """Record passes of these sizes now, where they can be recorded before they come."""
+    def record(self) -> None:
+        """Record passes now, where they can be recorded before they come."""
         with self.lock, torch.no_grad():
-            for size in sizes if self.recorder is not None else ():
-                assert self.recorder is not None
-                self.recorder.record(self.begin, size)
+            if self.recorder is not None:
+                self.recorder.record(self.begin)
             self.cache.begin(None)
 
     @contextmanager
@@ -237,8 +232,8 @@ class Session:
             self.recorder = recorder
 
     def recorded(self, rows: int | None = None) -> bool:
-        """Whether passes over so many rows are replayed; None: those that any request needs."""
-        return all(map(self._replays, self.first_sizes if rows is None else (self.padded(rows),)))
+        """Whether passes over so many rows are replayed; None: those of the fewest."""
+        return self._replays(self.sizes[0] if rows is None else self.padded(rows))
 
     def padded(self, rows: int) -> int:
         """Rows that a decoding pass over so many really has: passes come in few sizes."""

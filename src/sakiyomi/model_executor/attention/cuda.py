@@ -252,8 +252,8 @@ class CudaGraphs:
         """Passes of all sizes are captured at first use."""
         return not self.failed
 
-    def record(self, begin: BeginPass, rows: int) -> None:
-        """Nothing: a capture costs no compiler's seconds, and comes with the first pass of a shape."""
+    def record(self, begin: BeginPass) -> None:
+        """Nothing: a capture comes with the first pass of a shape."""
 
     def clear(self) -> None:
         """Forget all captures: the cache's tensors have moved. Passes that are not captured look them up."""

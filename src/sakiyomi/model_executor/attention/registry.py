@@ -94,8 +94,8 @@ class PassRecorder(Protocol):
         """
         ...
 
-    def record(self, begin: BeginPass, rows: int) -> None:
-        """Record passes of so many rows now."""
+    def record(self, begin: BeginPass) -> None:
+        """Record passes now, if they can be recorded before they come."""
         ...
 
     def clear(self) -> None:
