@@ -43,10 +43,9 @@ VIEWS = {"kept", "view", "transpose", "unsqueeze", "slice", "part", "contiguous"
 COUNTING = {"size", "whole"}
 """Steps that make a whole number."""
 IDS, POSITIONS, KEEP = range(3)  # the first values
-_ALIKE = {"prim::NumToTensor", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit"} | {
-    "aten::dropout",
-    "aten::detach",
-}
+_ALIKE = (
+    "prim::NumToTensor", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit", "aten::dropout", "aten::detach",
+)  # fmt: skip
 """Operators that give what they are given."""
 
 
@@ -62,8 +61,7 @@ class Builder:
     """The steps of a graph.
 
     Args:
-        graph: as of ``program_of``.
-        given: as there.
+        graph, given: see ``Program``.
 
     Attributes:
         code: of the steps, as `sk_program` takes them.

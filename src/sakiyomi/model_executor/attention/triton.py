@@ -76,11 +76,6 @@ class TritonBackend(CudaBackend):
         at_hand = super().serves(needs) and native_at_hand() and native() is not None
         return at_hand and gpu_kernels(needs.device) is not None
 
-    @property
-    def shapes_captured(self) -> int:
-        """How many passes were captured."""
-        return sum(len(frame.captured) for frame in self.sized.values())
-
     def attach(self, cache: SlotCache) -> None:
         """The cache's tensors are new ones: one kernel moves the rows that commits keep."""
         if cache.room:
