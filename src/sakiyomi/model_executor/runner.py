@@ -141,9 +141,9 @@ class ModelRunner(Session):
                 if found is None:
                     wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
                     ids, positions = ids.to(self.device), positions.to(self.device)
-                    arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(size) | wanted
                     self.weights.capture.begin()
-                    logits = self.module(input_ids=ids, position_ids=positions, **arguments).logits
+                    given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "use_cache": False}
+                    logits = self.module(**given, **wanted).logits
                     found = logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)

@@ -102,7 +102,7 @@ class ModelWeights:
         shapes: of the cache, by layer.
         stateful: layers that keep something else than keys and values, see ``cache/layer_state.py``.
         expected: what the model's own forward gives, for the proof that ours gives the same; None: none is made.
-        own_attention: the class keeps its own attention and cannot be switched to another.
+        own_attention: texts go through the class's own forward, see ``way``.
         packed: linear layers in the compiled kernels; None: none are.
         unsettled: kernels are being built, and taken into use by ``ModelRunner.settle``.
         generation: grows when modules are replaced by others.
@@ -206,7 +206,7 @@ class ModelWeights:
                 prepared.native.begin(BatchPlan([]), 0)
             layers = None if callers or modules else int(self.config.num_hidden_layers)
             self._probed = probe(self.module, self.vocab_size, layers, self.device)
-            self.shapes, self.own_attention = self._probed.shapes, self._probed.own_attention
+            self.shapes = self._probed.shapes
         if not recorded:
             op.set_reach(self.module, self.shapes)
         self.stateful = {**modules, **calls}
@@ -310,7 +310,6 @@ class ModelWeights:
             device=self.device,
             one_device=self.one_device,
             packed=self.packed,
-            own_attention=self.own_attention and bool(self.shapes),
             exact=exact,
             evicts=evicts or bool(self.stateful),
             offloaded=self.offloaded,

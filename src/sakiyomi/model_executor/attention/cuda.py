@@ -127,9 +127,7 @@ class CudaBackend(AttentionBackend):
     @classmethod
     def serves(cls, needs: BackendNeeds) -> bool:
         """Causal models that lie on one GPU as a whole, with all their pairs in the cache."""
-        apart = (
-            needs.own_attention or needs.exact or needs.evicts or needs.offloaded or needs.encoder or not needs.plain
-        )
+        apart = needs.exact or needs.evicts or needs.offloaded or needs.encoder or not needs.plain
         return needs.device.type == "cuda" and needs.one_device and not apart
 
     @staticmethod

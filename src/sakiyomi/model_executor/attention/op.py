@@ -218,9 +218,8 @@ def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Te
     """Make an operator known to transformers, once a process; see ``AttentionBackend`` for what it computes."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    if name != "eager":  # a model's own
-        AttentionInterface.register(name, _attention_of(attend))
-        AttentionMaskInterface.register(name, _no_mask)
+    AttentionInterface.register(name, _attention_of(attend))
+    AttentionMaskInterface.register(name, _no_mask)
     CROSS[name] = cross
 
 
