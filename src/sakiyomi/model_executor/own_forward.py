@@ -185,7 +185,7 @@ class TextReader(nn.Module):
 
 @dataclass
 class _Text:
-    """What is known of a slot's text.
+    """The text of a slot.
 
     Attributes:
         tokens: those that were written, the rows of the last pass among them.

@@ -314,7 +314,7 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(side)
         self._backend.count = 0  # of one forward the attention calls are counted
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on allocating on the device meanwhile.
+        # Other threads may allocate on the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
             given = work()
         return graph, given

@@ -195,7 +195,7 @@ def _noting_mask(**kwargs: Any) -> Tensor:
     from transformers.masking_utils import eager_mask
 
     mask: Tensor = eager_mask(**(kwargs | {"allow_is_bidirectional_skip": False}))
-    with suppress(UnsupportedError):  # one for cross-attention, too, which nobody may use; a layer that does is refused
+    with suppress(UnsupportedError):  # e.g. of cross-attention; a layer that uses it is refused
         _masks[mask.untyped_storage().data_ptr()] = mask, reach_of(kwargs["mask_function"])
     return mask
 

@@ -35,7 +35,7 @@ def serve_own(model: Any) -> None:
     for module in known:
         module.forward = functools.partial(OWN[type(module).__name__], module, attend)
     if known:  # transformers would not switch such a class
-        model.config._any_mask = True  # MPT converts it, before nobody reads it
+        model.config._any_mask = True  # MPT converts a mask before our operator ignores it
         model.set_attn_implementation = functools.partial(setattr, model.config, "_attn_implementation")
 
 

@@ -133,7 +133,7 @@ def read_recording(
     whole: Callable[[], Any],
     fits: Callable[[Any], object],
 ) -> tuple[RecordedModel, Prepared, Any] | None:
-    """A model from its recording, what is known of it, and its tokenizer; None where there is no recording of it now.
+    """A model from its recording, its metadata and its tokenizer; None where there is no recording of it now.
 
     Args:
         folder: of the model.
@@ -193,7 +193,7 @@ def _tokenizer(folder: Path, known: Mapping[str, Any], backend: bytes | None) ->
 def _from_checkpoint(
     about: Mapping[str, Any], checkpoint: Checkpoint
 ) -> tuple[dict[str, PackedLayer], Prepared, TensorSource]:
-    """The layers, packed; what is known of the model, and where its other weights are."""
+    """The packed layers, the model's metadata, and the source of its other weights."""
     dtype = getattr(torch, about["dtype"])
     size = checkpoint.bytes_as(dtype.itemsize)
     require_bytes(size, repr(checkpoint.files[0].parent.name), remedy="free memory, or choose a smaller model")
@@ -233,7 +233,7 @@ def assemble(
     layers: Mapping[str, PackedLayer],
     whole: Callable[[RecordedModel], Any],
 ) -> RecordedModel:
-    """The model from what is known of it, see ``RecordedModel``."""
+    """The model of a recording, see ``RecordedModel``."""
     with undeprecated():
         graph = torch.jit.load(io.BytesIO(script)).forward.graph
     return RecordedModel(about, graph, weights, layers, whole).eval()
