@@ -48,7 +48,7 @@ from sakiyomi.model_executor.loading.packed import (
 )
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.recorded_tokenizer import RecordedTokenizer
-from sakiyomi.model_executor.recorded_model import RecordedConfig, RecordedModel
+from sakiyomi.model_executor.recorded_model import PlainConfig, RecordedModel
 
 __all__ = [
     "SCRIPT",
@@ -156,7 +156,7 @@ def read_recording(
         about["config"]["_name_or_path"] = about["tokenizer"]["name_or_path"] = str(folder)
         scripts = {name: tensor.numpy().tobytes() for name, tensor in load_tensors(place).items()}
         tokenizer = _tokenizer(folder, about["tokenizer"], scripts.pop(TOKENIZER, None))
-        fits(RecordedConfig(**about["config"]))
+        fits(PlainConfig(**about["config"]))
         layers, prepared, source = (_from_copy if about["copy"] else _from_checkpoint)(about, checkpoint)
     except (InputError, MemoryLimitError, UnsupportedError):  # of `fits`, or it does not fit
         raise
