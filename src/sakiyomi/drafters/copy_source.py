@@ -1,7 +1,7 @@
 """Where a text copies from: a text that retells or edits a passage follows it from its beginning to its end.
 
 Of several places with the same last tokens, the next one after the place that was copied last is the likeliest, before
-the newest and the most frequent one: see docs/log.md. Knows nothing of chances.
+the newest and the most frequent one: see benchmarks/log/text-drafts.md. Knows nothing of chances.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ __all__ = ["LevelDrafter", "TreeDrafter", "TreeReader", "begin_tree", "is_drawn"
 
 DRAWN: dict[str, DraftKind] = {"chain": "chain", "static": "without_replacement", "choices": "without_replacement"}
 """The kind of draft for each shape that is known before anything is drawn: only these are drawn for the ratio rule."""
-# How much sharper than the draft's own softmax its chances of acceptance are, before anything was seen (docs/log.md).
+# How much sharper than the draft's own softmax its chances of acceptance are, before anything was seen
+# (benchmarks/log/trees.md).
 SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
 
 
