@@ -153,7 +153,7 @@ def test_the_page_of_commands_has_every_command() -> None:
         (["bench", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
         (["bench", "--dtype", "int3"], 2, "dtype is 'int3'"),
         (["bench", "--prompts", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
-        (["bench", "--rows", "compiling", "--no-compile"], 2, "compile is off"),
+        (["generate", "x", "--compile", "true"], 2, "use compile='auto'"),
         (["bench", "--rows", "peers", "--no-peers"], 2, "peers is off"),
         (["audit", "--count", "0"], 2, "count is 0"),
         (["demo", "--gamma", "0"], 2, "gamma is 0"),
@@ -445,13 +445,7 @@ def test_stop_strings_are_not_shown() -> None:
 # ---------------------------------------------------------------- demo and info
 
 
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything eager: compiling is tested elsewhere."""
-    monkeypatch.setattr("sakiyomi.model_executor.compiled.compiler", lambda: None)
-
-
-def test_demo(models: Path, no_compiler: None) -> None:
+def test_demo(models: Path) -> None:
     arguments = ["demo", "--target", str(models / "target"), "--draft", f"model:{models / 'draft'}", "--json"]
     result = runner.invoke(app, [*arguments, "--max-new-tokens", "20"])
     assert result.exit_code == 0, result.output
@@ -468,10 +462,10 @@ def test_demo(models: Path, no_compiler: None) -> None:
     ]
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines)
     assert {"dtype", "draft_dtype", "gamma"} <= set(value["table"]["conditions"])
-    assert value["table"]["conditions"]["graphs"] == "traced"
+    assert value["table"]["conditions"]["graphs"] == "recorded"
 
 
-def test_demo_without_the_table(models: Path, no_compiler: None) -> None:
+def test_demo_without_the_table(models: Path) -> None:
     arguments = ["demo", "--target", str(models / "target"), "--draft", f"model:{models / 'wrong'}", "--no-table"]
     result = runner.invoke(app, [*arguments, "--max-new-tokens", "8", "--temperature", "0.8", "--prompt", "A fox"])
     assert result.exit_code == 0, result.output
@@ -479,7 +473,7 @@ def test_demo_without_the_table(models: Path, no_compiler: None) -> None:
     assert "transformers" not in result.stdout
 
 
-def test_info(models: Path, no_compiler: None) -> None:
+def test_info(models: Path) -> None:
     result = runner.invoke(app, ["info", "--json"])
     assert result.exit_code == 0, result.output
     value = json.loads(result.stdout.splitlines()[-1])
@@ -495,7 +489,7 @@ def test_info(models: Path, no_compiler: None) -> None:
     assert costs["runs"] == ("plain torch" if native() is None else "the compiled kernels")
 
 
-def test_info_says_why_a_model_runs_through_its_own_forward(tmp_path: Path, no_compiler: None) -> None:
+def test_info_says_why_a_model_runs_through_its_own_forward(tmp_path: Path) -> None:
     save_model(tmp_path, make(REFUSED["gpt_neo"]()), character_tokenizer("abc"))
     result = runner.invoke(app, ["info", "--target", str(tmp_path), "--draft", "none", "--repeats", "1"])
     assert result.exit_code == 0, result.output

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from typer.testing import CliRunner
 
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
 from sakiyomi.cli.output import table
-from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import peak_bytes
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
@@ -27,9 +26,9 @@ from sakiyomi.engine.machine import bandwidth, conditions, costs, describe, lack
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.engine_reference import EngineReference
 from sakiyomi.evaluation.bench import bookkeeping as bookkeeping_row
-from sakiyomi.evaluation.bench import compiling, suites
 from sakiyomi.evaluation.bench import passes as passes_row
 from sakiyomi.evaluation.bench import speed as speed_row
+from sakiyomi.evaluation.bench import suites
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.exactness import RandomTrees
 from sakiyomi.evaluation.bench.lookup import Given
@@ -41,10 +40,8 @@ from sakiyomi.evaluation.bench.report import Row, condition_line, of_race
 from sakiyomi.evaluation.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.native import PackedLinear
-from sakiyomi.model_executor.attention.registry import PassForward
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.model_executor.session import SIZES
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TEXT = ((1, 2, 3),)
@@ -796,27 +793,6 @@ def test_a_row_that_fails_leaves_the_others(pair: BenchConfig, monkeypatch: pyte
     assert "the model went away" in result.stdout
     rows = json.loads(result.stdout.splitlines()[-1])["rows"]
     assert [(row["row"], row["error"]) for row in rows] == [("batch", "the model went away"), ("stories", None)]
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("default")  # the compiler's own
-def test_a_new_process_times_every_graph(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(forward: PassForward, ids: Tensor, positions: Tensor) -> PassForward:
-        raise RuntimeError("no graph")
-
-    monkeypatch.setattr("sakiyomi.model_executor.compiled._compiled", lambda forward, ids, positions: forward)
-    found = compiling._start(pair.target, "float32")
-    assert sorted(found["graphs"]) == list(SIZES)
-    monkeypatch.setattr("sakiyomi.model_executor.compiled._compiled", fails)
-    with pytest.raises(SakiyomiError, match="cannot be compiled"):
-        compiling._start(pair.target, "float32")
-
-
-@pytest.mark.slow
-def test_compiling_row(pair: BenchConfig) -> None:
-    found = suites.measure("compiling", dataclasses.replace(pair, compile=True))
-    assert found.lines[-1]["new_graphs"] == found.lines[-1]["passes_without_graph"] == 0
-    assert [line["rows"] for line in found.lines[:-1]] == [8, 1, 4, 16, 32, 64]
 
 
 def test_the_command(pair: BenchConfig) -> None:

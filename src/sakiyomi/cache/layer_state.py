@@ -138,7 +138,7 @@ def next_number() -> int:
 
 
 class _Pass(threading.local):
-    """The running pass of this thread, and whose it is: a graph that is compiled in the background has none."""
+    """The running pass of this thread, and whose it is: models run beside each other."""
 
     plan: BatchPlan | None = None
     sites: Mapping[int, SiteForward] = MappingProxyType({})
@@ -218,8 +218,3 @@ def _layer_state(rows: list[Tensor], fixed: list[Tensor], number: int) -> Tensor
 _library = torch.library.Library("sakiyomi", "FRAGMENT")
 _library.define("layer_state(Tensor[] rows, Tensor[] fixed, int number) -> Tensor")
 _library.impl("layer_state", _layer_state, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("sakiyomi::layer_state", lib=_library)  # type: ignore[untyped-decorator]
-def _(rows: list[Tensor], fixed: list[Tensor], number: int) -> Tensor:
-    return torch.empty_like(rows[0])

@@ -305,7 +305,7 @@ def _number_or_word(text: str | None) -> int | str | None:
 def _compile(text: str) -> bool | str:
     words: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
     if text.lower() not in words:
-        raise InputError(f"compile is {text!r}; it is auto, true or false")
+        raise InputError(f"compile is {text!r}; it is auto or false")
     return words[text.lower()]
 
 

@@ -62,7 +62,7 @@ def serve(config: ServerConfig, options: ModelOptions, model: LLMConfig, scaled:
     if config.warm_up != "none":
         if not llm.compiled():
             say("preparing: seconds, or a minute the first time on this machine, while kernels compile (--warm-up)")
-        llm.wait(batches=config.warm_up == "all")
+        llm.wait()
         llm.record()
     set_up(config.log_format)
     run(llm, config, listening=lambda url: say(f"serving {config.served_name or llm.name} at {url}"))

@@ -33,7 +33,7 @@ def _one_of_each(whole: ModelRunner, chosen: Sequence[int]) -> ModelRunner:
         def _cut(self, module: Any) -> Any:
             return one_of_each(module, chosen, int(whole.config.num_hidden_layers))
 
-    return OneOfEach(whole, len(chosen), compile=False)
+    return OneOfEach(whole, len(chosen), records=False)
 
 
 def prove(runner: ModelRunner) -> None:

@@ -24,7 +24,6 @@ from sakiyomi.model_executor.attention.registry import AttentionBackend, PassFor
 from sakiyomi.model_executor.attention.torch import take_over
 from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
 from sakiyomi.model_executor.session import Session
-from sakiyomi.model_executor.traced import interpreted
 
 __all__ = ["ModelRunner", "first_logits"]
 
@@ -136,8 +135,8 @@ class ModelRunner(Session):
             began = time.perf_counter()
             try:
                 found = None
-                if self.recorder is not None and keep is None and prompts is None:
-                    found = self.recorder.run(self.begin, plan, ids, positions)
+                if self.recorder is not None and prompts is None:
+                    found = self.recorder.run(self.begin, plan, ids, positions, keep)
                 replayed = found is not None
                 if found is None:
                     wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
@@ -243,7 +242,7 @@ class ModelRunner(Session):
         table += (token for part in segments for token in part.tokens)
         for part in segments:
             table += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
-        with self.lock, interpreted():
+        with self.lock:
             packed = struct.pack(f"={len(table)}q", *table)
             self.backend.describe(len(segments), packed, size, ids.data_ptr())
             self.recorder.fresh = False
@@ -294,7 +293,7 @@ class ModelRunner(Session):
         assert recorder is not None
         passes: dict[int, tuple[int, float]] = {}  # by rows: how many, and their seconds
         recorder.fresh = False
-        with self.lock, interpreted():
+        with self.lock:
             while size > 0:
                 replay, ids, positions = self.replayed(size)
                 began = now()

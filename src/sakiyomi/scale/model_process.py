@@ -211,7 +211,7 @@ def _load(model: LLMConfig, config: ServerConfig) -> InProcessServer:
 
     llm = LLM(**dataclasses.asdict(model))
     if config.warm_up != "none":
-        llm.wait(batches=config.warm_up == "all")
+        llm.wait()
         llm.record()
     return InProcessServer(llm, config=config)
 

@@ -73,7 +73,7 @@ class MakeServer:
 
         llm = LLM(**dataclasses.asdict(self._model))
         if self._config.warm_up != "none":
-            llm.wait(batches=self._config.warm_up == "all")
+            llm.wait()
         return InProcessServer(llm, config=self._config)
 
 

@@ -44,9 +44,8 @@ class ServerConfig:
             events; by default nowhere. Needs the extra events.
         kv_events_replay: address (tcp://*:5558) at which routers can ask for such messages again.
         kv_events_topic: of these messages; llm-d expects kv@HOST:PORT@MODEL.
-        warm_up: which passes to record before listening: those that one request needs (one), those of full batches too
-            (all), or none. The others are recorded when they come; on a CPU one trace serves all. Kernels are compiled
-            at a machine's first use.
+        warm_up: record a pass before listening (one), or when passes come (none). Kernels are compiled at a machine's
+            first use.
         log_format: text, or json (one object per line).
         log_prompts: write prompts and replies to the log.
     """
@@ -86,8 +85,8 @@ class ServerConfig:
                 raise InputError(f"{name} is {seconds}; expected seconds above 0")
         if self.log_format not in ("text", "json"):
             raise InputError(f"log_format is {self.log_format!r}; it is text or json")
-        if self.warm_up not in ("one", "all", "none"):
-            raise InputError(f"warm_up is {self.warm_up!r}; it is one, all or none")
+        if self.warm_up not in ("one", "none"):
+            raise InputError(f"warm_up is {self.warm_up!r}; it is one or none")
         if not all(key and key == key.strip() and key.isascii() and key.isprintable() for key in self.keys):
             raise InputError(
                 "api_key is not what can travel in a header; expected printable ASCII characters, no space around "

@@ -54,12 +54,14 @@ def measured_speed(config: DraftConfig, reporter: Reporter) -> Speed:
 
     reporter.note("timing a step of the target and of the draft")
     try:
-        llm = LLM(config.target, draft=f"model:{model_folder(config)}", compile=config.loop.compile)
+        llm = LLM(
+            config.target, draft=f"model:{model_folder(config)}", compile="auto" if config.loop.compile else False
+        )
         found = machine.costs(llm.target, llm.draft)
     except SakiyomiError as error:
         return Speed(None, {1: 1.0}, f"not measured: {error}")
     facts = machine.conditions()
-    way = "compiled" if found["compiled"] else "not compiled"
+    way = "recorded passes" if found["compiled"] else "eager passes"
     source = f"measured on {facts['processor']}, {facts['threads']} threads, target in {found['dtype']}, {way}"
     return Speed(found["c"], found["v"], source)
 
@@ -76,7 +78,7 @@ def told_by(config: DraftConfig, held_out: Mapping[str, Continuations], reporter
     prompts = [prompt for texts in held_out.values() for prompt in texts.prompts][:MEASURED_PROMPTS]
     reporter.note(f"writing {len(prompts)} texts plain and with the draft")
     try:
-        llm = LLM(config.target, draft=f"model:{model_folder(config)}", compile=config.loop.compile or "auto")
+        llm = LLM(config.target, draft=f"model:{model_folder(config)}", compile="auto")
     except SakiyomiError as error:
         return {"verdict": f"the pair does not run here: {error}"}
     ways: tuple[Callable[..., Any], ...] = (EngineView(llm).generate, llm.generate)

@@ -17,7 +17,6 @@ from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Lap, Standing, timed
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.model_executor.session import DRAFT_SIZES
 
 __all__ = ["bookkeeping"]
 
@@ -43,7 +42,7 @@ def bookkeeping(row: PairRow) -> Row:
     lines = []
     for name, draft in drafts.items():
         row.note(f"draft {name}")
-        llm = LLM((target, Numbers()), draft=ModelDrafter(build_runner(draft, first_sizes=DRAFT_SIZES), VOCAB))
+        llm = LLM((target, Numbers()), draft=ModelDrafter(build_runner(draft), VOCAB))
         # Both recorded, as in use: an eager forward leaves nothing of the bookkeeping's own code in the caches.
         llm.generate([prompt], SamplingParams(max_new_tokens=8, gamma=config.gamma, ignore_eos=True))
         compiled = llm.wait()

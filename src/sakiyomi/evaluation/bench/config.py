@@ -25,9 +25,9 @@ class BenchConfig:
     Attributes:
         rows: rows to run (--rows again for each). Without any the one-minute table (minute): transformers, plain, with
             the draft. all: bookkeeping, passes, plain, speculative, stories, batch, sweep, never-slower, trees,
-            coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft, dropin, offload, exact,
-            compiling, peers, medusa, typical; and, if they are named, evicted, heads and
-            learning (a draft that goes on learning beside the same without, over many prompts).
+            coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft, dropin, offload, exact, peers,
+            medusa, typical; and, if they are named, evicted, heads and learning (a draft that goes on learning beside
+            the same without, over many prompts).
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS, of row minute
             any draft.
@@ -35,7 +35,7 @@ class BenchConfig:
             for row heads a folder of any heads, measured beside what is known for the target.
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
-        device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N; row compiling: the CPU.
+        device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         quantize: int8 or int4: quantize the weights of our own target. Its drafted text is then compared with its plain
             text, not with that of other programs. Rows bookkeeping and dropin ignore it, row passes measures every
             kind, row peers this one beside the pair's dtype, and every kind without it.
@@ -54,7 +54,7 @@ class BenchConfig:
         environments: folder of the environments of other engines, one each: openvino, vllm, llamacpp, onnxruntime; by
             default engines in the cache folder. Row peers says how to make those that are not there.
         compile: record decoding passes before they are measured, as an LLM that was asked for nothing does while it
-            runs; otherwise everything is eager. Row compiling measures graphs that torch.compile makes.
+            runs; otherwise everything is eager.
     """
 
     rows: tuple[str, ...] = ()

@@ -21,7 +21,6 @@ from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.early_exit import FirstLayers
-from sakiyomi.model_executor.session import DRAFT_SIZES
 from sakiyomi.theory import expected_tokens
 
 __all__ = ["coverage", "oracle", "selfdraft", "trees", "useless", "wrong_draft"]
@@ -189,5 +188,5 @@ def wrong_draft(pair: Pair, max_slots: int) -> ModelDrafter:
     head.weight = torch.nn.Parameter(head.weight.detach().roll(1, 0).clone(), requires_grad=False)
     model.config.tie_word_embeddings = False
     compile: bool | str = "auto" if pair.config.compile else False
-    packed = build_runner(model, max_slots=max_slots, compile=compile, first_sizes=DRAFT_SIZES)
+    packed = build_runner(model, max_slots=max_slots, compile=compile)
     return ModelDrafter(packed, int(pair.target.model.get_output_embeddings().out_features))

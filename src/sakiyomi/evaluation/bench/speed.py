@@ -226,7 +226,7 @@ def dropin(row: PairRow) -> Row:
         **pair.names,
         **pair.dtypes,
         "gamma": config.gamma,
-        "graphs": "traced" if config.compile else "eager",
+        "graphs": "recorded" if config.compile else "eager",
         "prompts": len(pair.prompts),
         "max_new_tokens": config.max_new_tokens,
     }

@@ -11,7 +11,6 @@ from sakiyomi.core.memory import peak_bytes
 from sakiyomi.evaluation.bench.block import block
 from sakiyomi.evaluation.bench.bookkeeping import bookkeeping
 from sakiyomi.evaluation.bench.card import minute
-from sakiyomi.evaluation.bench.compiling import compiling
 from sakiyomi.evaluation.bench.config import BenchConfig, Note, silent
 from sakiyomi.evaluation.bench.contest import peers
 from sakiyomi.evaluation.bench.cross import cross
@@ -52,7 +51,6 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
     "merged": merged,
     "offload": offload,
     "exact": exact,
-    "compiling": compiling,
     "peers": peers,
     "cross": cross,
     "selfdraft": selfdraft,
@@ -67,7 +65,7 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
 ALL = "all"
 """In the place of names of rows."""
 
-TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "compiling", "learning"}
+TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "learning"}
 """Rows of which nothing can be drawn."""
 
 RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
@@ -99,8 +97,6 @@ def run(config: BenchConfig, note: Note = silent) -> Iterator[Row]:
     wanted = config.rows or ("minute",)
     if ALL in wanted:
         wanted = tuple(name for name in ROWS if name not in absent or name in wanted)
-    if "compiling" in config.rows and not config.compile:
-        raise InputError("row compiling measures compiled graphs and compile is off; leave one of the two out")
     if "peers" in config.rows and not config.peers:
         raise InputError("row peers measures others beside us and peers is off; leave one of the two out")
     if set(wanted) - RANDOM:

@@ -252,20 +252,22 @@ class CudaGraphs:
         """Passes of all sizes are captured at first use."""
         return not self.failed
 
-    def record(self, begin: BeginPass, rows: int) -> None:
-        """Nothing: a capture costs no compiler's seconds, and comes with the first pass of a shape."""
+    def record(self, begin: BeginPass) -> None:
+        """Nothing: a capture comes with the first pass of a shape."""
 
     def clear(self) -> None:
         """Forget all captures: the cache's tensors have moved. Passes that are not captured look them up."""
         self._backend.frames.clear()
 
-    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
+    def run(
+        self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None
+    ) -> PassResult | None:
         """The pass that `begin` described; None for prompts, which have any length.
 
         The hidden states are copies: a captured pass writes to the same place the next time.
         """
         self.fresh = False
-        if self._backend.apart or not self._backend.cache.room or self.failed:
+        if keep is not None or self._backend.apart or not self._backend.cache.room or self.failed:
             return None
         frame = self._backend.frame
         self.fresh = frame.captured is None

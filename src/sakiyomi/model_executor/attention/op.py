@@ -109,9 +109,7 @@ def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
             if (found := latent.prompt(module, query, key, layer, scale, softcap, window)) is not None:
                 return found, None
             query = latent.queries(module, query)
-        # What is recorded are decoding passes, which nothing takes over.
-        apart = not torch.compiler.is_compiling() and dense.taken_over()
-        attend = dense.TorchBackend.attend if apart else own
+        attend = dense.TorchBackend.attend if dense.taken_over() else own
         out = attend(query, key, value, layer, scale, softcap, window)
         note: Note | None = getattr(module, NOTE, None)
         if note is not None:

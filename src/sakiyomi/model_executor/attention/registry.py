@@ -74,22 +74,28 @@ class PassRecorder(Protocol):
 
     @property
     def ready(self) -> Mapping[int, PassForward]:
-        """By row count what replays a described pass, once it is known to be right; nothing where only ``run`` does.
-
-        Within ``interpreted`` (``traced.py``).
-        """
+        """By row count what replays a described pass, once it is known to be right; nothing where only ``run`` does."""
         ...
 
     def has(self, rows: int) -> bool:
         """Whether a pass of so many rows is replayed, or will be when it comes."""
         ...
 
-    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
-        """The pass that `begin` has described; None: it is not recorded, run it eagerly."""
+    def run(
+        self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None
+    ) -> PassResult | None:
+        """The pass that `begin` has described; None: it is not recorded, run it eagerly.
+
+        Args:
+            begin: describes it once more.
+            plan: of the pass.
+            ids, positions: (1, N), rows that only fill it up included.
+            keep: (K,) numbers of the rows whose logits are wanted, so that there are (1, K, V) of them; None: all.
+        """
         ...
 
-    def record(self, begin: BeginPass, rows: int) -> None:
-        """Record passes of so many rows now."""
+    def record(self, begin: BeginPass) -> None:
+        """Record passes now, if they can be recorded before they come."""
         ...
 
     def clear(self) -> None:
@@ -146,7 +152,7 @@ class AttentionBackend(ABC):
         return {}
 
     def recorder(self, forward: PassForward) -> PassRecorder | None:
-        """What captures this backend's passes on its device; None: tracing or compiling does, if they are recorded."""
+        """What captures this backend's passes on its device; None: they are recorded by a trace, or eager."""
         return None
 
     def attach(self, cache: SlotCache) -> None:  # noqa: B027

@@ -39,11 +39,6 @@ _library.define("border(Tensor hidden, int number) -> Tensor")
 _borders: weakref.WeakValueDictionary[int, Border] = weakref.WeakValueDictionary()
 
 
-@torch.library.register_fake("sakiyomi::border", lib=_library)  # type: ignore[untyped-decorator]
-def _like(hidden: Tensor, number: int) -> Tensor:
-    return torch.empty_like(hidden)
-
-
 def _cross(hidden: Tensor, number: int) -> Tensor:
     return _borders[number](hidden)
 

@@ -49,7 +49,7 @@ class LongConfig:
         memory: run each system in a process of its own and measure its peak; otherwise all systems share one model.
         dtype: auto (as stored), float32, bfloat16 or float16.
         device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
-        compile: wait for compiled graphs and use them; making them takes memory too.
+        compile: record decoding passes before they are measured; otherwise everything runs eagerly.
     """
 
     target: str = "retriever"

@@ -1,4 +1,4 @@
-"""Traced passes: equal to eager ones to the last bit, on every architecture, and refused where they would not be."""
+"""Recorded passes: equal to eager ones to the last bit, on every architecture, and refused where they would not be."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import nn
 from architectures import CONFIGS, HYBRIDS, KINDS, VOCAB, make, model_of, prompt
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
-from sakiyomi.model_executor import traced as traced_module
+from sakiyomi.model_executor import recorded_passes
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.program import Program
+from sakiyomi.model_executor.recorded_passes import WORTH_IT, RecordedPasses
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.traced import WORTH_IT, TracedPasses
 from toys import tiny_llama
 
 TREE = (-1, 0, 0, 1, 2)
@@ -46,30 +47,30 @@ def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
     eager, traced = build_runner(model, compile=False), build_runner(model, compile="auto")
     expected, found = passes(eager), passes(traced)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    if isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed:
+    if isinstance(traced.recorder, RecordedPasses) and not traced.recorder.failed:
         assert traced.recorded(8) and set(traced.recorder.ready) == {8}
 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "opt", "gpt2", *KINDS, "mamba", "jamba"])
-def test_common_models_are_traced(name: str) -> None:
+def test_common_models_are_recorded(name: str) -> None:
     """Though one makes a tensor of its settings in each pass, one asks how many rows there are, and others multiply by
     weights from the left.
     """
     traced = build_runner(model_of(name), compile="auto")
     passes(traced)
-    assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed
+    assert isinstance(traced.recorder, RecordedPasses) and not traced.recorder.failed
     assert traced.recorded(8)
 
 
-def test_a_norm_in_groups_is_traced() -> None:
+def test_a_norm_in_groups_is_recorded() -> None:
     """It cuts rows by ``int(width // groups)``, a number that a trace makes of a size."""
     grouped = {"mamba_rms_norm": True, "mamba_n_groups": 2, "mamba_norm_before_gate": False}
     model = make(hf.FalconH1Config(**(HYBRIDS["falcon_h1"]().to_dict() | grouped)))
     traced = build_runner(model, compile="auto")
     found, expected = passes(traced), passes(build_runner(model, compile=False))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed
+    assert isinstance(traced.recorder, RecordedPasses) and not traced.recorder.failed
 
 
 class Deciding(nn.Module):
@@ -119,50 +120,50 @@ def deciding(decide: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
 @pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
 @pytest.mark.parametrize("kind", BY_VALUES)
-def test_what_decides_by_values_is_not_traced(kind: str) -> None:
+def test_what_decides_by_values_is_not_recorded(kind: str) -> None:
     model = deciding(BY_VALUES[kind])
     traced = build_runner(model, compile="auto")
     expected = passes(build_runner(model, compile=False))
     assert all(torch.equal(a, b) for a, b in zip(expected, passes(traced), strict=True))
-    assert isinstance(traced.recorder, TracedPasses) and traced.recorder.failed
+    assert isinstance(traced.recorder, RecordedPasses) and traced.recorder.failed
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", BY_SIZES)
-def test_what_decides_by_sizes_is_traced(kind: str) -> None:
+def test_what_decides_by_sizes_is_recorded(kind: str) -> None:
     """One row count after the other, with logits of the eager passes, whatever is decided for it."""
     model = deciding(BY_SIZES[kind])
     traced, eager = build_runner(model, compile="auto"), build_runner(model, compile=False)
-    traced.record((8,))
+    traced.record()
     for _ in range(2):
         for rows in (1, 4, 8, 16):
             with traced.cache.lent(rows) as one, eager.cache.lent(rows) as other:
                 found = traced.score([SequenceRows(one, 0, prompt(rows))]).logits
                 expected = eager.score([SequenceRows(other, 0, prompt(rows))]).logits
             assert torch.equal(found, expected)
-    assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed
+    assert isinstance(traced.recorder, RecordedPasses) and not traced.recorder.failed
     assert set(traced.recorder.ready) == {1, 4, 8, 16}
 
 
-def test_a_trace_that_differs_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_that_differs_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass that proves it gives the eager logits, and all later ones are eager."""
     model = tiny_llama(vocab=VOCAB)
     traced, expected = build_runner(model, compile="auto"), passes(build_runner(model, compile=False))
-    trace = torch.jit.trace
+    run = Program.__call__
 
-    def wrong(forward: Any, inputs: Any, **options: Any) -> Any:
-        made = trace(forward, inputs, **options)
-        return lambda *given: (made(*given)[0] + 1e-6, made(*given)[1])
+    def wrong(program: Program, *given: Any) -> Any:
+        logits, states = run(program, *given)
+        return logits + 1e-6, states
 
-    monkeypatch.setattr(torch.jit, "trace", wrong)
+    monkeypatch.setattr(Program, "__call__", wrong)
     assert all(torch.equal(a, b) for a, b in zip(expected, passes(traced), strict=True))
-    assert isinstance(traced.recorder, TracedPasses) and traced.recorder.failed
+    assert isinstance(traced.recorder, RecordedPasses) and traced.recorder.failed
 
 
-def test_one_trace_serves_all_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_recording_serves_all_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(vocab=VOCAB)
     traced, eager = build_runner(model, compile="auto"), build_runner(model, compile=False)
-    traced.record((8,))
+    traced.record()
     monkeypatch.setattr(torch.jit, "trace", lambda *_: pytest.fail("traced once more"))
     for _ in range(2):
         for rows in (1, 3, 8, 16, 20, 64, 100):
@@ -170,37 +171,36 @@ def test_one_trace_serves_all_row_counts(monkeypatch: pytest.MonkeyPatch) -> Non
                 found = traced.score([SequenceRows(one, 0, prompt(rows))]).logits
                 expected = eager.score([SequenceRows(other, 0, prompt(rows))]).logits
             assert torch.equal(found, expected)
-    assert isinstance(traced.recorder, TracedPasses)
+    assert isinstance(traced.recorder, RecordedPasses)
     assert set(traced.recorder.ready) == {1, 4, 8, 16, 32, 64, 128}
 
 
 @pytest.mark.parametrize("wrong", [1e-6, RuntimeError("shape '[1, 8, 64]' is invalid")], ids=["differs", "raises"])
-def test_a_row_count_that_a_trace_does_not_serve_gets_its_own(
+def test_a_row_count_that_a_recording_does_not_serve_gets_its_own(
     wrong: float | Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama(vocab=VOCAB)
     traced, expected = build_runner(model, compile="auto"), passes(build_runner(model, compile=False))
-    trace = torch.jit.trace
+    made = recorded_passes._program
 
-    def narrow(forward: Any, inputs: Any, **options: Any) -> Any:
-        made, rows = trace(forward, inputs, **options), inputs[0].shape[1]
+    def narrow(graph: Any) -> Any:
+        program, rows = made(graph), next(graph.inputs()).type().sizes()[1]
 
         def replay(ids: torch.Tensor, positions: torch.Tensor) -> Any:
             if ids.shape[1] == rows:
-                return made(ids, positions)
+                return program(ids, positions)
             if isinstance(wrong, Exception):
                 raise wrong
-            logits, states = made(ids, positions)
+            logits, states = program(ids, positions)
             return logits + wrong, states
 
         return replay
 
-    monkeypatch.setattr(torch.jit, "trace", narrow)
-    monkeypatch.setattr(traced_module, "_program", lambda made: None)
-    traced.record((4,))
+    monkeypatch.setattr(recorded_passes, "_program", narrow)
+    traced.record()
     assert all(torch.equal(a, b) for a, b in zip(expected, passes(traced), strict=True))
-    assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed
-    assert sorted(traced.recorder._traces) == [4, 8, 16] == sorted({4, *traced.recorder.ready})
+    assert isinstance(traced.recorder, RecordedPasses) and not traced.recorder.failed
+    assert sorted(traced.recorder._made) == [8, 16] == sorted({8, *traced.recorder.ready})
 
 
 def test_without_compile_nothing_is_recorded() -> None:
