@@ -362,8 +362,7 @@ def test_acceptance_that_fell_is_told(caplog: pytest.LogCaptureFixture) -> None:
     from sakiyomi.server.metrics import Metrics
 
     def counted(chosen: Tau | None) -> str:
-        none = dict.fromkeys(("running", "waiting", "cache_used", "cache_bytes"), lambda: 0.0)
-        metrics = Metrics("toy", **none, blocks=1, chosen=chosen)
+        metrics = Metrics("toy", chosen)
         job = SimpleNamespace(request=SimpleNamespace(stats=SimpleNamespace(drafted=0)), first=True, last=0.0)
         job.drafted_before = 0
         for number in range(2 * WINDOW):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from starlette.types import ASGIApp, Message
 
-from sakiyomi.server.app import Server, make_app
+from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.jobs import JobState
+from sakiyomi.server.paths import make_app
 from sakiyomi.server.relay import Relay, Sent
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class InProcessServer:
         metrics, worker = self.server.metrics, self.server.worker
         page = metrics.page().decode()
         return {
-            "running": worker.count(JobState.RUNNING),
-            "waiting": worker.count(JobState.WAITING),
+            "running": worker.running,
+            "waiting": worker.waiting,
             "slots": worker.slots,
             "requests": int(metrics.total("vllm:request_prompt_tokens_count")),
             "tokens": int(metrics.total("vllm:generation_tokens_total")),

@@ -127,7 +127,7 @@ class BodyReader:
             tokens = self._tokens(text, "prompt")
             limit = self._room.limit(tokens, body.max_tokens, "max_tokens", "prompt")
             echo = _echo(text, tokens, body, self._llm.tokenizer) if body.echo else None
-            for job in self._jobs(body, tokens, limit, body.logprobs, i, self._format(body)):
+            for job in self._jobs(body, tokens, limit, i, self._format(body)):
                 job.index, job.echo, job.unwritten = len(jobs), echo, body.max_tokens == 0
                 jobs.append(job)
         return jobs
@@ -154,7 +154,7 @@ class BodyReader:
         begun = str(messages[-1]["content"]) if ending == "begun" else ""
         schemas = {tool.function.name: tool.function.parameters for tool in offered}
         reply = Reply(form, schemas, self._reasoning(body, tokens, begun), bool(begun))
-        jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
+        jobs = self._jobs(body, tokens, limit, 0, matcher)
         for index, job in enumerate(jobs):
             job.index, job.reply, job.source = index, reply, source
         return jobs
@@ -277,16 +277,14 @@ class BodyReader:
         with _blaming(field):
             return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
 
-    def _jobs(
-        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int, matcher: Matcher | None
-    ) -> list[Job]:
+    def _jobs(self, body: Ask, tokens: list[int], limit: int, number: int, matcher: Matcher | None) -> list[Job]:
         if matcher is not None and body.ignore_eos:
             raise bad_request("with a grammar the text ends when it is complete; leave ignore_eos out", "ignore_eos")
         keys = [(number, j) if body.n > 1 else (number,) for j in range(body.n)]
         drafted, asks = _drafting(body.speculation, self.drafter, self.parts)
         with _blaming(None, NAMES):
             return [
-                Job(tokens, self.params(body, tokens, limit, logprobs, matcher), key, drafted, body.trace, asks=asks)
+                Job(tokens, self.params(body, tokens, limit, matcher), key, drafted, body.trace, asks=asks)
                 for key in keys
             ]
 
@@ -327,9 +325,7 @@ class BodyReader:
             matcher = self._grammars.of_tools(offered, form, forced=choice != "auto", several=several)
         return body.tools, offered, matcher, form
 
-    def params(
-        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, matcher: Matcher | None
-    ) -> SamplingParams:
+    def params(self, body: Ask, tokens: list[int], limit: int, matcher: Matcher | None) -> SamplingParams:
         """How a text goes on that begins with these tokens."""
         processors: list[Callable[..., Any]] = []
         ends = self._ends if isinstance(body, ChatRequest) else []
@@ -343,7 +339,7 @@ class BodyReader:
             stop=body.stop or (),
             logit_bias=_biases(body.logit_bias, self._llm.vocab_size),
             logits_processors=processors,  # type: ignore[arg-type]
-            logprobs=logprobs,
+            logprobs=body.alternatives,
             prompt_logprobs=_of_prompt(body),
             **body.model_dump(include=AS_THEY_ARE) | {"stop_token_ids": [*body.stop_token_ids, *ends]},
             **body.speculation.model_dump(exclude={"drafter"}),

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.server.arguments import KINDS
@@ -270,6 +271,11 @@ def install(app: FastAPI) -> None:
         }
         message, code = known.get(status, (str(error.detail), None))
         return reply_to(ApiError(status, message, code=code, headers=error.headers), path)
+
+    @app.exception_handler(ClientDisconnect)
+    async def _(request: Request, error: ClientDisconnect) -> Response:
+        request.state.log["dropped"] = True
+        return Response(status_code=499)  # nobody reads it; the log does
 
     @app.exception_handler(ApiError)
     @app.exception_handler(SakiyomiError)

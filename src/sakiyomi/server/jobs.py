@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from sakiyomi.core.outputs import RoundTrace, Stats, Step
@@ -23,19 +23,10 @@ if TYPE_CHECKING:
     from sakiyomi.engine.encoder_inputs import Heard
     from sakiyomi.server.tools import Schemas, ToolFormat
 
-__all__ = ["Call", "Echo", "Event", "Job", "JobState", "Reply"]
+__all__ = ["Call", "Echo", "Event", "Job", "Reply"]
 
 
-class JobState(Enum):
-    """Where a sample is. It waits for a slot of the cache, runs in it, and has left it."""
-
-    WAITING = auto()
-    RUNNING = auto()
-    LEFT = auto()
-
-
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """What is in the text of a reply besides text.
 
     Attributes:
@@ -46,7 +37,7 @@ class Reply:
     """
 
     tools: ToolFormat | None = None
-    schemas: Schemas = field(default_factory=dict)
+    schemas: Schemas = MappingProxyType({})
     reasoning: bool | None = None
     begun: bool = False
 
@@ -109,7 +100,7 @@ class Job:
     client: str = ""
     over: bool = False
     reason: str = ""
-    reply: Reply = Reply()
+    reply: Reply = field(default_factory=Reply)
     echo: Echo | None = None
     unwritten: bool = False
     states: list[Tensor] | None = None
@@ -117,13 +108,16 @@ class Job:
     heard: Heard | None = None
     given: Sequence[int] = ()
 
+    # Both follow from the engine's request alone, so that no count of them can drift.
     @property
-    def state(self) -> JobState:
-        """Follows from the engine's request alone, so that no count of states can drift."""
-        request = self.request
-        if self.over or (request is not None and request.over):
-            return JobState.LEFT
-        return JobState.RUNNING if request is not None and request.slot is not None else JobState.WAITING
+    def runs(self) -> bool:
+        """Whether it has a slot of the cache."""
+        return self.request is not None and not self.request.over and not self.over and self.request.slot is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a slot."""
+        return not self.over and (self.request is None or not (self.request.over or self.runs))
 
 
 @dataclass(frozen=True, slots=True)

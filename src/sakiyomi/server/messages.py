@@ -286,7 +286,7 @@ class MessagesStyle(Style):
             self._open = "tool_use"
             yield from self._close()
 
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
         """Why it ended, and the figures."""
         yield from self._close()
         yield _event("message_delta", delta=_end(self._last), usage=_usage(figures))

@@ -19,7 +19,7 @@ from sakiyomi.core.text import TextStream
 from sakiyomi.engine.request import GIVEN
 from sakiyomi.server.jobs import Event, Job
 
-__all__ = ["Names", "Relay", "Replay", "Sent", "relayed"]
+__all__ = ["Names", "Relay", "Replay", "Sent"]
 
 Names = Callable[[int], str]
 """Gives a fresh name of so many bytes, in hexadecimal digits."""
@@ -71,11 +71,6 @@ class Relay:
         """What events had since this was called last."""
         taken, self.sent = self.sent, []
         return taken
-
-
-def relayed(relay: Relay | None, of: str) -> Names:
-    """Names of a reply, or of a part of it."""
-    return secrets.token_hex if relay is None else relay.names(of)
 
 
 class Replay:

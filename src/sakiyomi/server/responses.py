@@ -245,7 +245,7 @@ class ResponsesStyle(Style):
             )
             yield self._event("response.output_item.done", output_index=at, item=item)
 
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
         """The text as a whole, and the response."""
         text, calls = self._so_far.text, list(map(_call, self._so_far.calls))
         output = calls

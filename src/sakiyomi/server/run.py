@@ -15,10 +15,11 @@ from starlette.types import ASGIApp
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.chat_template import read_template
-from sakiyomi.server.app import Server, make_app
+from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.connections import protocol
 from sakiyomi.server.kv_events import EventPublisher
+from sakiyomi.server.paths import make_app
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM

@@ -198,6 +198,11 @@ class Ask(Common):
 
     _names: dict[str, str] = PrivateAttr(default_factory=dict)
 
+    @property
+    def alternatives(self) -> int | None:
+        """How many other tokens are wanted beside each, with their log probabilities; None: no log probabilities."""
+        raise NotImplementedError
+
     def named(self, error: ApiError) -> ApiError:
         """The same error by the names that the client's interface has for the fields of this one."""
         return error.renamed(self._names)
@@ -237,6 +242,11 @@ class CompletionRequest(Ask):
     echo: bool = Field(False, description="The prompt, too, with its log probabilities if they are asked for.")
     add_special_tokens: Literal[True] = True
     best_of: Literal[1] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """See ``Ask``."""
+        return self.logprobs
 
 
 class EmbeddingsRequest(Strict):
@@ -386,3 +396,8 @@ class ChatRequest(Ask, Ending):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="As in vLLM: further arguments of the chat template, for instance enable_thinking."
     )
+
+    @property
+    def alternatives(self) -> int | None:
+        """See ``Ask``."""
+        return (self.top_logprobs or 0) if self.logprobs else None

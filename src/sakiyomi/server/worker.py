@@ -22,7 +22,7 @@ from sakiyomi.core.process import release_workers
 from sakiyomi.engine.inputs import TokenizedPrompt
 from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.server.errors import ApiError
-from sakiyomi.server.jobs import Call, Event, Job, JobState
+from sakiyomi.server.jobs import Call, Event, Job
 from sakiyomi.server.metrics import Metrics
 from sakiyomi.server.turns import Turns
 
@@ -65,6 +65,8 @@ class Worker:
         self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        metrics.gauge("vllm:num_requests_running", "Samples that have a slot of the cache", lambda: self.running)
+        metrics.gauge("vllm:num_requests_waiting", "Samples that wait for one", lambda: self.waiting)
 
     # ------------------------------------------------------------ in the event loop
 
@@ -79,9 +81,15 @@ class Worker:
         """Samples that run or wait."""
         return len(self._open)
 
-    def count(self, state: JobState) -> int:
-        """Samples in this state; those that have left may not have been told of yet."""
-        return sum(job.state is state for job in self._open)
+    @property
+    def running(self) -> int:
+        """Samples that have a slot of the cache."""
+        return sum(job.runs for job in self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for a slot."""
+        return sum(job.waits for job in self._open)
 
     @property
     def alive(self) -> bool:
