@@ -12,7 +12,7 @@ from importlib.resources import files
 
 from starlette.responses import Response
 
-__all__ = ["as_page", "document", "page", "policy"]
+__all__ = ["as_page", "document", "page", "policy", "web_file"]
 
 SCRIPTS = "base", "markdown", "lanes", "tree", "chats", "talk"
 """Parts of the one script, in this order."""
@@ -22,19 +22,19 @@ _NONE = "'none'"
 _BLOCK = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
+def web_file(name: str) -> str:
+    """The text of a file in ``web/``."""
+    return files("sakiyomi.server").joinpath("web", name).read_text(encoding="utf-8")
+
+
 def document() -> str:
     """The page as it is sent: markup with style, texts and script in it."""
-    folder = files("sakiyomi.server").joinpath("web")
-
-    def read(name: str) -> str:
-        return folder.joinpath(name).read_text(encoding="utf-8")
-
     parts = {
-        "style": f"<style>\n{read('style.css')}</style>",
-        "texts": f'<script type="application/json" id="texts">\n{read("texts.json")}</script>',
-        "script": "<script>\n" + "\n".join(read(f"{name}.js") for name in SCRIPTS) + "</script>",
+        "style": f"<style>\n{web_file('style.css')}</style>",
+        "texts": f'<script type="application/json" id="texts">\n{web_file("texts.json")}</script>',
+        "script": "<script>\n" + "\n".join(web_file(f"{name}.js") for name in SCRIPTS) + "</script>",
     }
-    html = read("index.html")
+    html = web_file("index.html")
     for name, text in parts.items():
         html = html.replace(f"<!-- {name} -->", text)
     return html
