@@ -23,7 +23,7 @@ from sakiyomi.cli import app
 from sakiyomi.core.errors import LoadError
 from sakiyomi.scale.batch import BatchFile, answer_missing, seeded
 from sakiyomi.scale.cluster import import_ray
-from sakiyomi.scale.in_process import InProcessServer
+from sakiyomi.scale.in_process import InProcessServer, unlimited
 from server_toys import toy_llm
 
 BODY = {"prompt": "Once upon", "max_tokens": 3, "temperature": 0}
@@ -197,7 +197,7 @@ def test_texts_are_those_of_the_engine(tmp_path: Path) -> None:
     batch = BatchFile(written(tmp_path, lines), tmp_path / "out.jsonl", {}, 4)
 
     async def answer() -> None:
-        async with InProcessServer(llm) as server:
+        async with InProcessServer(llm, unlimited()) as server:
             await answer_missing(batch, server, batch.begin(), lambda _: None)
 
     asyncio.run(answer())

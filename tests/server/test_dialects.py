@@ -13,8 +13,8 @@ import httpx2
 import pytest
 from openai import BadRequestError, OpenAI
 
-from sakiyomi.scale.front import Asked, make_front
-from sakiyomi.scale.in_process import Part
+from sakiyomi.scale.front import make_front
+from sakiyomi.scale.in_process import Asked, Part
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError

@@ -10,7 +10,6 @@ import html
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -18,7 +17,7 @@ from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
-from sakiyomi.scale.in_process import Part
+from sakiyomi.scale.in_process import Asked, Part
 from sakiyomi.scale.routing import affinity_key
 from sakiyomi.server.app import IMAGES_BYTES
 from sakiyomi.server.config import ServerConfig
@@ -27,33 +26,12 @@ from sakiyomi.server.paths import make_app
 from sakiyomi.server.relay import Relay
 from sakiyomi.server.stream import event, unless_gone
 
-__all__ = ["Asked", "Replicas", "follow", "make_front", "merged_metrics"]
+__all__ = ["Replicas", "follow", "make_front", "merged_metrics"]
 
 TRIES = 3  # replicas that may die of a request: one that kills its replicas must not kill all
 SESSION = "x-session-id"
 """Header that names a conversation; without it the first messages do."""
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a replica is asked.
-
-    Attributes:
-        path, body, method: of the request; what is no JSON stays bytes.
-        client: whose it is; many of them take turns.
-        key: requests that have it in common should meet the same replica.
-        relay: its seed, and what the client has of the reply already.
-        kind: of the body, as its header says.
-    """
-
-    path: str
-    body: Any
-    client: str
-    key: str
-    relay: Relay
-    method: str = "POST"
-    kind: str = "application/json"
 
 
 class Replicas(Protocol):
@@ -81,6 +59,7 @@ async def follow(replicas: Replicas, asked: Asked) -> AsyncGenerator[Part]:
         ApiError: replicas died, again and again.
     """
     relay = asked.relay
+    assert relay is not None
     for _ in range(TRIES):
         begun = over = False
         try:

@@ -8,6 +8,7 @@ for the front as well.)
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import socket
 import threading
@@ -20,10 +21,11 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus
 
 from sakiyomi.core.errors import LoadError
+from sakiyomi.core.version import __version__
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.cluster import ReplicaOptions, connected
 from sakiyomi.scale.front import make_front
-from sakiyomi.scale.serving import MakeServer, RayReplicas, Replica, deployment, processes
+from sakiyomi.scale.serving import RayReplicas, Replica, deployment, make_server, processes
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.run import serve_app
 
@@ -116,9 +118,8 @@ def run(model: LLMConfig, config: ServerConfig, options: ReplicaOptions, say: Ca
         with connected(options.address):
             serve.start(logging_config=QUIET, proxy_location="Disabled")
             name = f"sakiyomi {socket.gethostname()} {config.port}"  # another command may serve in this cluster
-            with running(
-                deployment(MakeServer(model, config), config, options, model), name, options.start_timeout, told
-            ) as found:
+            make = functools.partial(make_server, __version__, model, config)
+            with running(deployment(make, config, options, model), name, options.start_timeout, told) as found:
                 if found is not None:
                     serve_app(
                         make_front(found, config, found.lifespan),

@@ -14,22 +14,21 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI
 
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.memory import readable
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.front import Asked, make_front
-from sakiyomi.scale.in_process import Part
+from sakiyomi.scale.front import make_front
+from sakiyomi.scale.in_process import Asked, Part
 from sakiyomi.scale.model_options import likely_bytes
 from sakiyomi.scale.model_process import ModelDied, ModelProcess
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.fields import Strict
 from sakiyomi.server.forms import read_form
-from sakiyomi.server.relay import Relay
 
 __all__ = ["ModelName", "ModelTable", "make_models_app"]
 
@@ -41,31 +40,6 @@ class ModelName(Strict):
     """Which model."""
 
     model: str
-
-
-class Running(Protocol):
-    """A loaded model; see ``ModelProcess``."""
-
-    @property
-    def alive(self) -> bool:
-        """See there."""
-
-    @property
-    def pid(self) -> int:
-        """See there."""
-
-    @property
-    def bytes(self) -> int:
-        """See there."""
-
-    def ask(self, asked: Asked) -> AsyncGenerator[Part]:
-        """See there."""
-
-    async def figures(self) -> dict[str, Any]:
-        """See there."""
-
-    async def stop(self) -> None:
-        """See there."""
 
 
 class _Model:
@@ -82,7 +56,7 @@ class _Model:
 
     def __init__(self, name: str, model: LLMConfig) -> None:
         self.name, self.model = name, model
-        self.process: Running | None = None
+        self.process: ModelProcess | None = None
         self.users, self.used, self.leaving, self.size, self.loads = 0, 0.0, False, 0, 0
         self.card: dict[str, Any] = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sakiyomi"}
 
@@ -119,7 +93,7 @@ class ModelTable:
         models: Mapping[str, LLMConfig],
         config: ServerConfig,
         memory: int,
-        start: Callable[[LLMConfig, ServerConfig], Coroutine[Any, Any, Running]] = ModelProcess.start,
+        start: Callable[[LLMConfig, ServerConfig], Coroutine[Any, Any, ModelProcess]] = ModelProcess.start,
     ) -> None:
         self._models = {name: _Model(name, model) for name, model in models.items()}
         self._config, self._start = config, start
@@ -128,7 +102,7 @@ class ModelTable:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._waiting = 0  # requests whose model is not loaded yet
-        self._loading: asyncio.Task[Running] | None = None
+        self._loading: asyncio.Task[ModelProcess] | None = None
         self._draining = self._over = False
 
     # ------------------------------------------------------------ for the front
@@ -297,7 +271,7 @@ class ModelTable:
             self._loading = None
         model.loads += 1
         model.used = time.monotonic()
-        asked = Asked(f"/v1/models/{model.name}", None, "", "", Relay(), "GET")
+        asked = Asked(f"/v1/models/{model.name}", None, method="GET")
         data = b"".join([part.data async for part in model.process.ask(asked)])
         model.card = json.loads(data) | {"created": model.card["created"]}
         model.size = model.weigh()

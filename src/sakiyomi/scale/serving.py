@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -21,13 +22,13 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.version import __version__
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.cluster import MAX_BATCH, Count, ReplicaOptions, check_version, gpus_of
-from sakiyomi.scale.front import Asked, make_front
-from sakiyomi.scale.in_process import InProcessServer, Part
+from sakiyomi.scale.front import make_front
+from sakiyomi.scale.in_process import Asked, InProcessServer, Part, load_server
 from sakiyomi.scale.routing import SLACK, ranked
 from sakiyomi.scale.wire import Address, Dialer, Lines
 from sakiyomi.server.config import ServerConfig
 
-__all__ = ["MakeServer", "RayReplicas", "Replica", "application", "build", "deployment", "processes"]
+__all__ = ["RayReplicas", "Replica", "application", "build", "deployment", "make_server", "processes"]
 
 PATIENCE = 5.0  # seconds that a replica may take to say how it is
 TARGET = 0.75  # share of a replica's slots that autoscaling aims at
@@ -55,26 +56,16 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         return [[by_name[name]] for name in ranked(asked.get("key", ""), loads, self._slack)]
 
 
-class MakeServer:
-    """Makes a replica's server, in its process; refuses to where the library is of another version.
+def make_server(version: str, model: LLMConfig, config: ServerConfig) -> InProcessServer:
+    """The server of a replica, in its process.
 
     Args:
+        version: of the library where the replica was asked for; another one here is refused.
         model: what it is made of.
         config: of the server.
     """
-
-    def __init__(self, model: LLMConfig, config: ServerConfig) -> None:
-        self._model, self._config, self._version = model, config, __version__
-
-    def __call__(self) -> InProcessServer:
-        """Load the model."""
-        check_version(self._version)
-        from sakiyomi.engine.llm import LLM
-
-        llm = LLM(**dataclasses.asdict(self._model))
-        if self._config.warm_up != "none":
-            llm.wait(batches=self._config.warm_up == "all")
-        return InProcessServer(llm, config=self._config)
+    check_version(version)
+    return load_server(model, config)
 
 
 class Replica:
@@ -99,8 +90,7 @@ class Replica:
     async def ask(self, *, asked: Asked, key: str, address: Address | None) -> AsyncIterator[tuple[Part, bool]]:
         """A reply as it comes, and whether the rest of it comes to the address."""
         server = await self._server()
-        parts = server.events(asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind)
-        async with aclosing(parts):
+        async with aclosing(server.events(asked)) as parts:
             first = await anext(parts)
             async with self._dialer.opened(address if first.streams else None) as line:
                 yield first, line is not None
@@ -273,7 +263,9 @@ def build(args: Mapping[str, Any]) -> Any:
     model, config = LLMConfig(**_values(LLMConfig, given)), ServerConfig(**_values(ServerConfig, given))
     if given:
         raise InputError(f"{next(iter(given))!r} is no setting of a server; `sakiyomi serve --help` lists them")
-    return application(deployment(MakeServer(model, config), config, options, model), config)
+    return application(
+        deployment(functools.partial(make_server, __version__, model, config), config, options, model), config
+    )
 
 
 def _values(kind: type[Any], given: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from sakiyomi.server.paths import make_app
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["Work", "check", "serve", "serve_app", "uvicorn_config"]
+__all__ = ["Work", "check", "serve", "serve_app", "uvicorn_config", "warm_up"]
 
 logger = logging.getLogger("sakiyomi.server")
 BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
@@ -104,6 +104,13 @@ def _listen(config: ServerConfig) -> socket.socket:
         advice = "; choose another --port, 0 for a free one" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
         raise InputError(f"cannot listen at {config.host}:{config.port}: {error.strerror or error}{advice}") from None
     return listener
+
+
+def warm_up(llm: LLM, config: ServerConfig) -> None:
+    """Record the passes that ``config.warm_up`` names; takes a while."""
+    if config.warm_up != "none":
+        llm.wait(batches=config.warm_up == "all")
+        llm.record()
 
 
 def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = lambda url: None) -> None:
