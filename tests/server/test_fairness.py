@@ -17,7 +17,7 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.core.params import SamplingParams as Params
 from sakiyomi.server.app import Server
 from sakiyomi.server.jobs import Call, Job
-from sakiyomi.server.turns import Turns
+from sakiyomi.server.worker import Turns
 from server_toys import bombs, client, figures, running, toy_llm, web
 
 LONG: dict[str, Any] = {"model": "toy", "prompt": "Once", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}

@@ -18,17 +18,13 @@ from sakiyomi.core.tokens import token_places
 from sakiyomi.engine.chat_template import Dialogue, Ending, read_template
 from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
-from sakiyomi.server.channels import ENDS
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.conversations import as_template_takes, ending_of, text_of
+from sakiyomi.server.conversations import as_template_takes, ending_of, read_images, text_of
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.escapes import Matcher
 from sakiyomi.server.grammar import Constraint, Grammars
-from sakiyomi.server.images import read_images
 from sakiyomi.server.jobs import Echo, Job, Reply
 from sakiyomi.server.processors import Penalties
-from sakiyomi.server.reasoning import CLOSING, OPENING, ends_inside
-from sakiyomi.server.room import Room
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,
@@ -40,6 +36,7 @@ from sakiyomi.server.schema import (
     Speculation,
     TokenizeRequest,
 )
+from sakiyomi.server.thoughts import CLOSING, ENDS, OPENING, ends_inside
 from sakiyomi.server.tools import ToolFormat, in_channels, shown, tool_format
 
 if TYPE_CHECKING:
@@ -72,6 +69,59 @@ def is_long(body: Ask) -> bool:
     assert isinstance(body, CompletionRequest)
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     return sum(1 if isinstance(prompt, int) else len(prompt) for prompt in prompts) > LONG
+
+
+class Room:
+    """How much of the context a prompt takes, and what it leaves for new tokens.
+
+    Args:
+        context: tokens.
+        longest: characters of the longest token.
+    """
+
+    def __init__(self, context: int, longest: int) -> None:
+        self._context, self._longest = context, longest
+
+    def check(self, prompt: Any, field: str) -> None:
+        """Refuse a prompt of which no text of its length would fit; ``field`` is to blame."""
+        # Before it is tokenized, or copied: that takes time, and what is refused is to take none.
+        most = self._context * (self._longest if isinstance(prompt, str) else 1)
+        if len(prompt) > most:
+            kind = "characters" if isinstance(prompt, str) else "tokens"
+            raise bad_request(
+                f"the prompt has {len(prompt)} {kind}, and no text of more than {most} fits into the context of "
+                f"{self._context} tokens; shorten it",
+                field,
+                code="context_length_exceeded",
+            )
+
+    def limit(self, tokens: Sequence[int], asked: int | None, field: str, source: str) -> int:
+        """New tokens at most, behind those of a prompt.
+
+        Args:
+            tokens: of the prompt.
+            asked: for so many; None: for as many as there is room for.
+            field: that asked for them.
+            source: the prompt's field.
+
+        Raises:
+            ApiError: there is no room for them.
+        """
+        room = self._context - len(tokens)
+        if room < 1:
+            raise bad_request(
+                f"the prompt has {len(tokens)} tokens, and the context holds {self._context} with at least one "
+                "new one; shorten it",
+                source,
+                code="context_length_exceeded",
+            )
+        if asked is not None and asked > room:
+            raise bad_request(
+                f"{field} is {asked}, and after the prompt's {len(tokens)} tokens the context has room for {room}",
+                field,
+                code="context_length_exceeded",
+            )
+        return room if asked is None else max(asked, 1)
 
 
 class BodyReader:
@@ -321,7 +371,8 @@ class BodyReader:
                     f"tool_choice names {choice.function.name!r}, which is not among tools", "tool_choice"
                 )
         several = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
-        with _placing(body.tools):
+        places = {f"tools.{tool.function.name}": f"tools[{i}].function.parameters" for i, tool in enumerate(body.tools)}
+        with _blaming("tools", places):
             matcher = self._grammars.of_tools(offered, form, forced=choice != "auto", several=several)
         return body.tools, offered, matcher, form
 
@@ -354,16 +405,8 @@ def _blaming(field: str | None, others: Mapping[str, str] = MappingProxyType({})
     except InputError as error:
         name = error.message.split()[0]
         raise bad_request(error.message, name if name in others else field).renamed(others) from None
-
-
-@contextmanager
-def _placing(tools: Sequence[FunctionTool]) -> Iterator[None]:
-    """What is refused in here of a tool, by its name, names the place of its parameters in the body."""
-    try:
-        yield
     except ApiError as error:
-        places = {f"tools.{tool.function.name}": f"tools[{i}].function.parameters" for i, tool in enumerate(tools)}
-        raise error.renamed(places) from None
+        raise error.renamed(others) from None
 
 
 def _prompts(body: CompletionRequest) -> Sequence[Any]:

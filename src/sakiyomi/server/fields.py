@@ -31,7 +31,7 @@ def whole_items(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return f"<{kind_of(value)}>"
+    return "<object>" if isinstance(value, BaseModel) else f"<{kind_of(value)}>"
 
 
 def by_type(default: str = "") -> Discriminator:

@@ -19,8 +19,7 @@ from sakiyomi.server.extract import pdf_text
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.messages import CountRequest, MessagesRequest
 from sakiyomi.server.metrics import CONTENT_TYPE
-from sakiyomi.server.page import page
-from sakiyomi.server.reference import reference
+from sakiyomi.server.page import page, reference
 from sakiyomi.server.responses import ResponsesRequest
 from sakiyomi.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from sakiyomi.server.transcriptions import TranscriptionForm
@@ -28,20 +27,22 @@ from sakiyomi.server.transcriptions import TranscriptionForm
 __all__ = ["BODY_THREADS", "Backend", "make_app"]
 
 BODY_THREADS = 2  # bodies, or PDF files, that are read at a time
-BODIES: dict[str, tuple[type[BaseModel], str]] = {
-    "/v1/completions": (CompletionRequest, "Complete a prompt."),
-    "/v1/chat/completions": (ChatRequest, "Reply to messages."),
-    "/v1/responses": (ResponsesRequest, "Reply to items."),
-    "/v1/messages": (MessagesRequest, "Reply to messages in Anthropic's form."),
-    "/v1/messages/count_tokens": (CountRequest, "How many tokens such messages are."),
+SAID = [{"role": "user", "content": "Hello"}]
+BODIES: dict[str, tuple[type[BaseModel], str, dict[str, Any]]] = {
+    "/v1/completions": (CompletionRequest, "Complete a prompt.", {"prompt": "Once upon a time", "max_tokens": 16}),
+    "/v1/chat/completions": (ChatRequest, "Reply to messages.", {"messages": SAID, "max_completion_tokens": 16}),
+    "/v1/responses": (ResponsesRequest, "Reply to items.", {"input": "Hello", "max_output_tokens": 16}),
+    "/v1/messages": (MessagesRequest, "Reply to messages in Anthropic's form.", {"messages": SAID, "max_tokens": 16}),
+    "/v1/messages/count_tokens": (CountRequest, "How many tokens such messages are.", {"messages": SAID}),
     "/v1/embeddings": (
         EmbeddingsRequest,
         "Vectors of texts: the mean of what the model's head reads for their tokens.",
+        {"input": ["A fox", "A wolf"]},
     ),
-    "/tokenize": (TokenizeRequest, "The tokens of a prompt, or of messages."),
-    "/detokenize": (DetokenizeRequest, "The text of tokens."),
+    "/tokenize": (TokenizeRequest, "The tokens of a prompt, or of messages.", {"prompt": "Once upon a time"}),
+    "/detokenize": (DetokenizeRequest, "The text of tokens.", {"tokens": [1, 2, 3]}),
 }
-"""Paths that take JSON: the model of the body, and what the path does."""
+"""Paths that take JSON: the model of the body, what the path does, and a body that any server answers."""
 SOUNDS = {
     "/v1/audio/transcriptions": "The text of a sound.",
     "/v1/audio/translations": "The text of a sound, in English.",
@@ -111,8 +112,8 @@ def make_app(backend: Backend) -> FastAPI:
     if origins := list(config.cors_origins):
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_pages(app, backend)
-    for path, (kind, about) in BODIES.items():
-        _add_body(app, backend, path, kind, about)
+    for path in BODIES:
+        _add_body(app, backend, path)
     _add_files(app, backend)
 
     @app.get("/v1/models")
@@ -143,8 +144,9 @@ def make_app(backend: Backend) -> FastAPI:
     return app
 
 
-def _add_body(app: FastAPI, backend: Backend, path: str, kind: type[BaseModel], about: str) -> None:
+def _add_body(app: FastAPI, backend: Backend, path: str) -> None:
     """A path that takes JSON. FastAPI checks the body by the annotation of its parameter."""
+    kind, about, example = BODIES[path]
 
     async def reply(request: Request, body: Any) -> Response:
         return await backend.reply(request, body)
@@ -152,7 +154,8 @@ def _add_body(app: FastAPI, backend: Backend, path: str, kind: type[BaseModel], 
     reply.__annotations__ |= {"request": Request, "body": kind}
     told = (_STREAMS if "stream" in kind.model_fields else {}) | (_ANTHROPIC_ERRORS if is_anthropic(path) else {})
     name = path.removeprefix("/v1/").strip("/").replace("/", "_")
-    app.post(path, name=name, description=about, responses=told, response_model=None)(reply)
+    more = {"requestBody": {"content": {"application/json": {"example": example}}}}
+    app.post(path, name=name, description=about, responses=told, response_model=None, openapi_extra=more)(reply)
 
 
 def _add_files(app: FastAPI, backend: Backend) -> None:

@@ -16,13 +16,12 @@ from torch import Tensor
 from sakiyomi.core.outputs import PromptToken, Stats, Step, TokenTrace
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tokens import TokenNames
-from sakiyomi.server.channels import ChannelReader
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Event, Job
-from sakiyomi.server.reasoning import ReasoningReader
 from sakiyomi.server.relay import Names, Relay
 from sakiyomi.server.schema import Ask, StreamOptions
 from sakiyomi.server.stream import DONE, event
+from sakiyomi.server.thoughts import ChannelReader, ReasoningReader
 from sakiyomi.server.tools import ToolReader, shown
 
 __all__ = ["ChatStyle", "CompletionStyle", "Piece", "Sample", "Style", "usage"]

@@ -55,6 +55,8 @@ __all__ = [
     "TokenizeRequest",
     "ToolCall",
     "ToolName",
+    "function",
+    "joined",
     "read_as",
 ]
 
@@ -209,6 +211,16 @@ class Ask(Common):
 
 
 Body = TypeVar("Body", bound=BaseModel)
+
+
+def function(name: str, **more: Any) -> dict[str, Any]:
+    """A function as chat completions write it: a tool, a choice of one, or, beside an id, a call."""
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def joined(content: str | list[Any]) -> str:
+    """A text, or the texts of its parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def read_as(kind: type[Body], values: dict[str, Any], names: dict[str, str] | None = None) -> Body:

@@ -15,6 +15,7 @@ from typing import Any
 from sakiyomi.core.text import profile
 from sakiyomi.server.arguments import value_of
 from sakiyomi.server.errors import bad_request
+from sakiyomi.server.schema import function
 
 __all__ = [
     "FORMATS", "MARKS", "Pairs", "Schemas", "ToolFormat", "ToolReader", "called", "in_channels", "shown", "takes_texts",
@@ -349,4 +350,4 @@ class ToolReader:
 
 def called(index: int, id_: str, name: str, arguments: str) -> dict[str, Any]:
     """A call as clients get it."""
-    return {"index": index, "id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"index": index, "id": id_, **function(name, arguments=arguments)}

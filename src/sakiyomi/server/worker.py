@@ -24,13 +24,12 @@ from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Call, Event, Job
 from sakiyomi.server.metrics import Metrics
-from sakiyomi.server.turns import Turns
 
 if TYPE_CHECKING:
     from sakiyomi.engine.engine import Engine
     from sakiyomi.server.kv_events import EventPublisher
 
-__all__ = ["Worker"]
+__all__ = ["Turns", "Worker"]
 
 logger = logging.getLogger("sakiyomi.server")
 
@@ -283,3 +282,48 @@ class Worker:
             self._turns.leave(job)
         stats = replace(request.stats, seconds=now - request.began) if job.traced else None
         return Event(job, step, tree, stats)
+
+
+class Turns:
+    """Samples that wait for slots, and those that run, by client and by request.
+
+    The engine would serve in the order of arrival, so that a client with many samples would hold up all others.
+
+    The next one is of the client with the fewest running samples; among its requests, of that with the fewest; among
+    equals, of the one that has waited longest.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Job, None] = {}  # in the order in which they came
+        self._running: set[Job] = set()
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Samples that were given out and have not left."""
+        return len(self._running)
+
+    def add(self, job: Job) -> None:
+        """Another one that waits."""
+        self._waiting[job] = None
+
+    def next(self) -> Job:
+        """Give out the next one.
+
+        Raises:
+            ValueError: none waits.
+        """
+        clients = Counter(job.client for job in self._running)
+        calls = Counter(job.call for job in self._running)
+        job = min(self._waiting, key=lambda job: (clients[job.client], calls[job.call]))
+        del self._waiting[job]
+        self._running.add(job)
+        return job
+
+    def leave(self, job: Job) -> None:
+        """One is over, whether it waited or ran; nothing where it has left before."""
+        self._waiting.pop(job, None)
+        self._running.discard(job)
