@@ -58,12 +58,10 @@ class AnthropicErrorReply(BaseModel):
 
 
 _ANTHROPIC = "/v1/messages"
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _TYPES | {
     403: "permission_error",
-    404: "not_found_error",
     413: "request_too_large",
-    429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -72,9 +70,6 @@ _ANTHROPIC_TYPES = {
 def is_anthropic(path: str) -> bool:
     """Whether a path is one of Anthropic's interface."""
     return path == _ANTHROPIC or path.startswith(_ANTHROPIC + "/")
-
-
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):

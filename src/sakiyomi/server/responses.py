@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, Tag
 
 from sakiyomi.server.errors import ApiError, bad_request
-from sakiyomi.server.fields import BY_KIND, Count, ListOrText, Strict, Text, by_type
+from sakiyomi.server.fields import Count, ListOrText, Strict, Text, ToolChoice, by_type
 from sakiyomi.server.replies import Piece, Style
 from sakiyomi.server.schema import Arguments, ChatRequest, Common, ToolName, function, joined, read_as
 from sakiyomi.server.stream import event
@@ -119,14 +119,7 @@ class ResponsesRequest(Common):
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("<string>")]
-            | Annotated[ResponseChoice, Tag("<object>")],
-            BY_KIND,
-        ]
-        | None
-    ) = None
+    tool_choice: ToolChoice[ResponseChoice] | None = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None

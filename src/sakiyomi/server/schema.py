@@ -33,6 +33,7 @@ from sakiyomi.server.fields import (
     Strict,
     Text,
     TokenId,
+    ToolChoice,
     whole_items,
 )
 
@@ -107,6 +108,12 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
+T = TypeVar("T")
+AutoOr = Annotated[
+    Annotated[T, Tag("<number>")] | Annotated[Literal["auto", "heuristic", "heuristic-kept"], Tag("<string>")], BY_KIND
+]
+
+
 class Speculation(Strict):
     """How this request speculates; its text does not depend on it.
 
@@ -114,17 +121,9 @@ class Speculation(Strict):
     """
 
     drafter: str = "auto"
-    gamma: Annotated[
-        Annotated[int, Field(ge=1, le=256), WHOLE, Tag("<number>")]
-        | Annotated[Literal["auto", "heuristic", "heuristic-kept"], Tag("<string>")],
-        BY_KIND,
-    ] = "auto"
+    gamma: AutoOr[Annotated[int, Field(ge=1, le=256), WHOLE]] = "auto"
     tree: Literal["auto", "chain", "best-first", "ddtree", "dynamic", "static"] = "auto"
-    nodes: Annotated[
-        Annotated[int, Field(ge=1, le=1024), WHOLE, Tag("<number>")]
-        | Annotated[Literal["auto", "heuristic", "heuristic-kept"], Tag("<string>")],
-        BY_KIND,
-    ] = "auto"
+    nodes: AutoOr[Annotated[int, Field(ge=1, le=1024), WHOLE]] = "auto"
 
 
 class JsonSchema(Strict):
@@ -394,13 +393,7 @@ class ChatRequest(Ask, Ending):
     echo: Literal[False] = False
     add_special_tokens: Literal[False] = False
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedChoice, Tag("<object>")],
-            BY_KIND,
-        ]
-        | None
-    ) = None
+    tool_choice: ToolChoice[NamedChoice] | None = None
     parallel_tool_calls: bool = True
     reasoning_format: Literal["auto", "none", "deepseek"] = Field(
         "auto", description="none: thoughts stay in the text; otherwise they are reasoning_content."
