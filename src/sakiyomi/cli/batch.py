@@ -65,8 +65,8 @@ class RunBatchOptions:
 def batch(options: BatchOptions, shared: WorkersOption, model: LLMConfig, output: JsonOption) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Replies have the order of the requests, each exactly once. A run that was interrupted or killed goes on where it was
-    when the same command is given again. Exit code 1 if a request failed: its line says why. Requests that sample get a
+    Replies have the order of the requests, each exactly once. The same command continues a run that was interrupted
+    or killed. Exit code 1 if a request failed: its line says why. Requests that sample get a
     seed from their custom_id, unless they bring one, so that a text does not depend on when it is written.
 
     Example: sakiyomi batch requests.jsonl replies.jsonl --model FOLDER
@@ -131,7 +131,7 @@ def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, options: Batch
         try:
             asyncio.run(answer())
         except KeyboardInterrupt:
-            note(f"{found.answered} of {found.lines} requests are answered; the same command goes on from there")
+            note(f"{found.answered} of {found.lines} requests are answered; the same command continues")
             raise
         if count is None:
             llm.record()

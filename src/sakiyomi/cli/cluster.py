@@ -165,7 +165,7 @@ def _show(found: dict[str, Any]) -> None:
     table([_line({"routing": name}, outcome) for name, outcome in found["policies"].items()], title="by routing")
     if (loss := found["loss"]) is not None:
         say(
-            f"a replica lost in the middle (hash with slack): {loss['moved']} requests go on elsewhere, silent for "
+            f"a replica lost in the middle (hash with slack): {loss['moved']} requests continue elsewhere, silent for "
             f"{loss['gap_p50']:.2f} s (median), {loss['gap_max']:.2f} s at most; first token p95 "
             f"{loss['first_p95']:.2f} s"
         )

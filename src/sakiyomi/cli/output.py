@@ -54,7 +54,7 @@ def stdout() -> Console:
 
 
 def is_coloured(console: Console) -> bool:
-    """Whether colours reach the reader: on a terminal that has some, unless NO_COLOR is set."""
+    """Whether colours are shown: on a terminal that has some, unless NO_COLOR is set."""
     return console.color_system is not None and not console.no_color and not console.legacy_windows
 
 

@@ -108,7 +108,7 @@ class BatchFile(Pieces):
     Args:
         source: the input.
         out: the output.
-        settings: of the model; a run that goes on must have those that it began with.
+        settings: of the model; a run that continues another one must have the same.
         piece_lines: requests in a piece.
 
     Raises:
@@ -191,7 +191,7 @@ class BatchFile(Pieces):
                     f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
                 )  # fmt: skip
                 raise InputError(
-                    f"{self.folder} has pieces of another run: {what} since; go on with what it began with, or remove "
+                    f"{self.folder} has pieces of another run: {what} since; use what it began with, or remove "
                     "that folder to begin anew"
                 )
 

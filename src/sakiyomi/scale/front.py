@@ -1,7 +1,7 @@
 """One endpoint for several replicas: it reads requests as the server does, and computes nothing.
 
-Knows no Ray: somebody gives it a way to ask a replica, and says which errors mean that one has died. A stream whose
-replica dies goes on with the same text on another one.
+It does not use Ray: ``Replicas`` says how a replica is asked, and which errors mean that one has died. Another replica
+continues the stream of one that died, with the same text.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Asked:
         path, body, method: of the request; what is no JSON stays bytes.
         client: whose it is; many of them take turns.
         key: requests that have it in common should meet the same replica.
-        relay: its seed, and what the client has of the reply already; None: it does not go on elsewhere.
+        relay: its seed, and what the client has of the reply already; None: no other server may continue it.
         kind: of the body, as its header says.
     """
 

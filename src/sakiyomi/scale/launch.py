@@ -43,11 +43,11 @@ def started(application: Any, name: str, limit: float, told: threading.Event, pr
         application: see ``serving``.
         name: of it in the cluster.
         limit: seconds that it may take.
-        told: set, it is given up.
+        told: an event that ends the wait.
         prefix: of the paths that Serve's own proxies send to it; None: they do not know it.
 
     Returns:
-        False: it was given up.
+        False: the event was set.
 
     Raises:
         LoadError: it took longer, or a replica cannot be started.
@@ -83,10 +83,10 @@ def _waiting(found: Any) -> str:
 
 @contextlib.contextmanager
 def running(application: Any, name: str, limit: float, told: threading.Event) -> Iterator[RayReplicas | None]:
-    """Replicas that run for as long as the block does; what they still compute at its end is given up.
+    """Replicas that run while the block does; what they still compute at its end is cancelled.
 
     Args:
-        application, name, limit, told: see ``started``; None comes where it was given up.
+        application, name, limit, told: see ``started``; the block gets None if the event was set.
 
     Raises:
         LoadError: see ``started``.

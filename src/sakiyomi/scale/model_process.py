@@ -247,7 +247,7 @@ async def _serve(source: BinaryIO, out: BinaryIO) -> None:
 def main() -> None:
     """The process."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whoever prints something breaks no frame
+    os.dup2(2, 1)  # print() must not write into the frames
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_serve(sys.stdin.buffer, out))
     out.flush()

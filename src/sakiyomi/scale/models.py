@@ -1,7 +1,7 @@
 """Several models behind one address, by name: each is loaded when a request names it, within a bound on memory.
 
-Where there is no room for another one, the model that was used longest ago is given up. What a model is writing is
-never taken from it: it is waited for, and whoever comes after it waits too, so that each has its turn.
+If a model does not fit beside the others, the least recently used one is unloaded. Requests that a model is answering
+are finished first; requests that come for it meanwhile wait until it is loaded again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Model:
     Attributes:
         users: requests that it has.
         used: when one came or went last.
-        leaving: it is given up as soon as it has no more requests; those that come wait for it to be loaded again.
+        leaving: it is unloaded as soon as it has no requests; new ones wait until it is loaded again.
         size: bytes that it took when it had been loaded; caches grow afterwards.
         loads: how often it was loaded.
         card: as ``/v1/models`` shows it, of its last process.
@@ -98,7 +98,7 @@ class ModelTable:
         self._models = {name: _Model(name, model) for name, model in models.items()}
         self._config, self._start = config, start
         self._limit = memory
-        self._door = asyncio.Lock()  # whoever loads or gives up holds it
+        self._door = asyncio.Lock()  # held while a model is loaded or unloaded
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._waiting = 0  # requests whose model is not loaded yet
@@ -139,7 +139,7 @@ class ModelTable:
             return model.shown()
 
     async def unload_model(self, name: str) -> dict[str, Any]:
-        """Give a model up when it has nothing to do; its card."""
+        """Unload a model when it has no requests; its card."""
         model = self._find(name)
         async with self._door:
             try:
@@ -238,7 +238,7 @@ class ModelTable:
                     await self._load(model)
 
     async def _make_room(self, model: _Model) -> None:
-        """Give up others, the one that was used longest ago first; idle ones before those that must be waited for."""
+        """Unload others, the least recently used first; idle ones before busy ones."""
         self._check_size(model)
         needed = model.weigh()
         try:
@@ -293,7 +293,7 @@ class ModelTable:
             )
 
     async def _trim(self) -> None:
-        """Give up idle models until the others keep to the bound; the one that was used last stays."""
+        """Unload idle models until the others fit; the most recently used one stays."""
         async with self._door:
             while self._taken() > self._limit and len(held := self._held()) > 1:
                 idle = [one for one in sorted(held, key=lambda one: one.used)[:-1] if not one.users]
@@ -305,10 +305,10 @@ class ModelTable:
         process, model.process, model.leaving = model.process, None, False
         if process is not None:
             await process.stop()
-            logger.info("model %s is given up", model.name)
+            logger.info("model %s is unloaded", model.name)
 
     async def _first(self) -> None:
-        with suppress(ApiError):  # it is in the log, and whoever asks for the model is told
+        with suppress(ApiError):  # the log has it, and requests for the model get it
             await self.load_model(next(iter(self._models)))
 
     def _held(self) -> list[_Model]:
@@ -336,7 +336,7 @@ class ModelTable:
 
 
 def make_models_app(table: ModelTable, config: ServerConfig) -> FastAPI:
-    """The application: a front, and what loads and gives up models by hand."""
+    """The application: a front, and paths that load and unload models."""
     app = make_front(table, config, table.lifespan)
 
     @app.post("/models/load")
@@ -346,7 +346,7 @@ def make_models_app(table: ModelTable, config: ServerConfig) -> FastAPI:
 
     @app.post("/models/unload")
     async def unload(body: ModelName) -> dict[str, Any]:
-        """Give a model up as soon as it has nothing to do."""
+        """Unload a model as soon as it has no requests."""
         return await table.unload_model(body.model)
 
     return app

@@ -73,7 +73,7 @@ def _between(places: Sequence[int], values: Sequence[float], at: int) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations that begin at random, and go on.
+    """Conversations that begin at random, and their later requests.
 
     Attributes:
         rate: conversations that begin in a second.
@@ -291,10 +291,10 @@ def run(replicas: Sequence[Replica], load: Load, policy: str, *, loss: float | N
     """Have replicas answer a load.
 
     Args:
-        replicas: simulated or real; each has a clock of its own, which goes on by the seconds of its rounds.
+        replicas: simulated or real; each has a clock of its own, which advances by the seconds of its rounds.
         load: what comes.
         policy: of ``POLICIES``.
-        loss: when the replica with most requests is lost, in seconds; those go on elsewhere, read as longer prompts.
+        loss: when the replica with most requests is lost, in seconds; other replicas continue those, as longer prompts.
     """
     alive = {f"replica {number}": replica for number, replica in enumerate(replicas)}
     names, count = {id(replica): name for name, replica in alive.items()}, 0

@@ -49,17 +49,17 @@ __all__ = ["Server"]
 
 logger = logging.getLogger("sakiyomi.server")
 T = TypeVar("T")
-GRACE = 5.0  # seconds that a client may take to read what is there when the time is up
-BODY_BYTES = 1 << 20  # the least that is taken by default
-IMAGES_BYTES = 1 << 25  # the same where the model reads images
-TOKEN_BYTES = 64  # of a body by default, for each token of the context
+GRACE = 5.0  # seconds after request_timeout in which a client may read the rest
+BODY_BYTES = 1 << 20  # smallest default of max_body
+IMAGES_BYTES = 1 << 25  # the same for a model that reads images
+TOKEN_BYTES = 64  # bytes of max_body per token of the context, by default
 
 
 class Server:
-    """Everything that handlers share.
+    """The engine of this process as a ``Backend``.
 
     Args:
-        llm: nobody else may generate with it meanwhile.
+        llm: used by this server alone while it runs.
         config: of the server.
     """
 
@@ -84,17 +84,9 @@ class Server:
         self.began = int(time.time())
         least = IMAGES_BYTES if self.bodies.blind is None or self.bodies.hears else BODY_BYTES
         self.max_body = config.max_body or max(least, TOKEN_BYTES * llm.max_context)
-        # What takes long to read waits for its own kind alone.
+        # Long bodies have a thread of their own, so that short ones do not wait for them.
         self._threads = ThreadPoolExecutor(BODY_THREADS, "bodies")
         self._long = ThreadPoolExecutor(1, "long-bodies")
-
-    async def read(self, made: Callable[[Any], T], body: Any) -> T:
-        """What a thread makes of a body, while the event loop serves others."""
-        threads = self._long if isinstance(body, Ask) and is_long(body) else self._threads
-        try:
-            return await asyncio.get_running_loop().run_in_executor(threads, made, body)
-        except ApiError as error:
-            raise (body.named(error) if isinstance(body, Ask) else error) from None
 
     async def reply(self, request: Request, body: Any) -> Response:
         """See ``Backend``."""
@@ -139,7 +131,7 @@ class Server:
         return self.metrics.page()
 
     async def _read(self, made: Callable[[Any], T], body: Any) -> T:
-        """What a thread makes of a body, while the event loop serves others."""
+        """Run ``made(body)`` in a thread; the event loop stays free."""
         threads = self._long if isinstance(body, Ask) and is_long(body) else self._threads
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, made, body)
@@ -217,7 +209,7 @@ class Server:
         return await self._answer(request, asked.asked(), read, style)
 
     async def _steps(self, call: Call, relay: Relay) -> AsyncIterator[tuple[Piece, Sent, bool]]:
-        """What each round gave to a choice, and whether it is new to the client.
+        """The tokens that each round added to a choice, and whether the client does not have them yet.
 
         Raises:
             Exception: what ended a choice instead of its text.
@@ -246,9 +238,9 @@ class Server:
     async def _events(
         self, call: Call, style: Style, until: float, told: dict[str, Any], relay: Relay
     ) -> AsyncIterator[bytes]:
-        """What a stream consists of; an error before the first event is raised, a later one is an event.
+        """The events of a stream. An error before the first event is raised; a later one is sent as an event.
 
-        What a step brings is sent at once: whoever relays it has all of its events, or none.
+        All events of a step are sent together, so that a front that relays them has all of them or none.
         """
         fresh = {job.index for job in call.jobs}
         try:
@@ -273,7 +265,7 @@ class Server:
             yield style.failure(found)
 
     def _too_late(self) -> ApiError:
-        # The client is not to try again by itself: that would take as long.
+        # The client should not retry by itself: the retry would take as long.
         return ApiError(
             504,
             f"the text was not finished within {self.config.request_timeout:g} s; ask for fewer tokens",
@@ -282,7 +274,7 @@ class Server:
         )
 
     def _tell(self, told: dict[str, Any], jobs: list[Job]) -> None:
-        """Into the log's line: what became of it."""
+        """Add the result of the request to its log line."""
         requests = [job.request for job in jobs if job.request is not None]
         told["completion_tokens"] = sum(request.stats.tokens for request in requests)
         told["finish_reason"] = ",".join(job.reason for job in jobs)

@@ -57,7 +57,7 @@ LONG = 1 << 15  # characters
 
 
 def is_long(body: Ask) -> bool:
-    """Whether reading a body may take long: its text is long, or it comes with a grammar or images."""
+    """Whether a body may take long to read: it has a long text, a grammar or images."""
     if body.response_format is not None and body.response_format.type != "text":
         return True
     if isinstance(body, ChatRequest):
@@ -72,7 +72,7 @@ def is_long(body: Ask) -> bool:
 
 
 class Room:
-    """How much of the context a prompt takes, and what it leaves for new tokens.
+    """Limits of a prompt and of new tokens, by the length of the context.
 
     Args:
         context: tokens.
@@ -83,8 +83,8 @@ class Room:
         self._context, self._longest = context, longest
 
     def check(self, prompt: Any, field: str) -> None:
-        """Refuse a prompt of which no text of its length would fit; ``field`` is to blame."""
-        # Before it is tokenized, or copied: that takes time, and what is refused is to take none.
+        """Refuse a prompt that is too long for the context however it is tokenized; ``field`` is to blame."""
+        # Checked before tokenizing, which takes seconds for a long text.
         most = self._context * (self._longest if isinstance(prompt, str) else 1)
         if len(prompt) > most:
             kind = "characters" if isinstance(prompt, str) else "tokens"
@@ -132,7 +132,7 @@ class BodyReader:
         config: of the server.
 
     Raises:
-        UnsupportedError: the target does not go on with its prompt.
+        UnsupportedError: the target is an encoder-decoder model for text.
     """
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
@@ -282,7 +282,7 @@ class BodyReader:
 
     @property
     def has_template(self) -> bool:
-        """Whether messages become a prompt by a chat template; otherwise they are one text that goes on."""
+        """Whether a chat template formats messages; without one they form one continuing text."""
         return not self._dialogue.plain
 
     # ------------------------------------------------------------ parts
@@ -377,7 +377,7 @@ class BodyReader:
         return body.tools, offered, matcher, form
 
     def params(self, body: Ask, tokens: list[int], limit: int, matcher: Matcher | None) -> SamplingParams:
-        """How a text goes on that begins with these tokens."""
+        """The sampling parameters of a request with this prompt."""
         processors: list[Callable[..., Any]] = []
         ends = self._ends if isinstance(body, ChatRequest) else []
         if body.presence_penalty or body.frequency_penalty:
@@ -399,7 +399,7 @@ class BodyReader:
 
 @contextmanager
 def _blaming(field: str | None, others: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """What is refused in here is a 400 that names this field, or one of the others if that is what it begins with."""
+    """Make errors a 400 that names this field, or the one of ``others`` that the message begins with."""
     try:
         yield
     except InputError as error:

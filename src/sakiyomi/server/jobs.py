@@ -1,6 +1,6 @@
-"""One sample of one prompt on its way through the server: what was asked, its state, and what a round gave to it.
+"""A job: one sample of one prompt, with its request, its state and the steps that it gets.
 
-Knows neither the thread that runs rounds (``worker.py``) nor the figures that are kept of it (``metrics.py``).
+The thread that runs jobs is in ``worker.py``, their figures in ``metrics.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Reply(NamedTuple):
         tools: how calls are written; None: there are none.
         schemas: of the arguments of the tools that may be called, by name.
         reasoning: whether the text begins inside thoughts; None: thoughts are not told apart.
-        begun: the prompt ends inside the reply, and the text goes on with it.
+        begun: the prompt ends inside the reply, which the text continues.
     """
 
     tools: ToolFormat | None = None
@@ -60,7 +60,7 @@ class Job:
 
     Attributes:
         prompt: its tokens.
-        params: how to go on.
+        params: of sampling.
         key: of its randomness, as in ``LLM.generate``: (prompt,) or (prompt, sample).
         drafted: whether to speculate.
         asks: the drafters that are asked, by name; None: all that are there.
@@ -80,7 +80,7 @@ class Job:
         unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
         states: takes sums of the prompt's hidden states, see ``Request``; None: they are not wanted.
         source: images in the prompt, as the model reads them; None: there are none.
-        heard: a sound in the place of a prompt, whose tokens are known when it is submitted; None: there is none.
+        heard: a sound in place of a prompt; its tokens are known once it is submitted. None: no sound.
         given: tokens that its text begins with, as another server has written them.
     """
 
@@ -122,7 +122,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a round gave to one sample.
+    """The step of one job in one round.
 
     Attributes:
         job: the sample.

@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: under vLLM's names, so that its dashboards work, and our own where it has none.
+"""Metrics for Prometheus: vLLM's names where it has the figure, so that its dashboards work; our own otherwise.
 
-Counted in the engine's thread, once a round and sample; read by whoever asks ``/metrics``.
+Counted in the engine's thread, once per round and sample; read by ``/metrics``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every path of the HTTP API, whoever answers: the engine of this process, or servers behind it."""
+"""Every path of the HTTP API, for a server with its own engine and for a front with servers behind it."""
 
 from __future__ import annotations
 

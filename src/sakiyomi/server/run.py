@@ -32,7 +32,7 @@ LAST = 2.0  # seconds for the last words to clients whose requests were cut
 
 
 class _Listener(uvicorn.Server):
-    """Told to stop, it takes nothing new, lets what runs go on for a while, and cuts the rest."""
+    """On a signal it takes no new requests, lets running ones finish for a while, and ends the rest."""
 
     def __init__(self, config: uvicorn.Config, work: Work | None, patience: float) -> None:
         super().__init__(config)
@@ -145,7 +145,7 @@ def serve_app(
     port = listener.getsockname()[1]
     host = f"[{config.host}]" if ":" in config.host else config.host
     if config.api_key is None and not config.is_local:
-        logger.warning("listening at %s without an api_key: whoever reaches this address can use the model", host)
+        logger.warning("listening at %s without an api_key: anyone who can connect to it can use the model", host)
     # uvicorn sends itself the signal again when all is done; it has been obeyed by then.
     before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -332,7 +332,7 @@ class Ending(Strict):
         True, description="False: the prompt ends with the last message; by default so with continue_final_message."
     )
     continue_final_message: bool = Field(
-        False, description="The last message is a reply that has begun, and what is written goes on with it."
+        False, description="The last message is the beginning of a reply, which the new text continues."
     )
 
 

@@ -1,4 +1,4 @@
-"""The thread that runs the engine's rounds, and what clients' handlers have of it: calls that are opened and closed.
+"""The thread that runs the engine's rounds. Handlers open and close calls on it.
 
 Handlers live in an event loop and never wait for the engine; what they want is put into an inbox that the thread looks
 into between rounds. What a round gave to all requests comes back as one callback into the loop.
@@ -40,7 +40,7 @@ class Worker:
     Args:
         engine: nobody else may step it meanwhile.
         max_queue: requests that are taken beyond as many as there are slots.
-        reuse: prompts go on from what others have read of the same beginning, while these run and afterwards.
+        reuse: prompts share cached prefixes, with running requests and with finished ones.
         metrics: count every step and end.
         events: are told what the cache holds after every round.
 
