@@ -26,11 +26,10 @@ from typer.testing import CliRunner
 from architectures import REFUSED, make
 from processes import own_environment
 from sakiyomi import LLM, SamplingParams, __version__
-from sakiyomi.cli import app
+from sakiyomi.cli import app, output
 from sakiyomi.cli.common import flag_help, parsed
-from sakiyomi.cli.output import TokenPainter, legend
 from sakiyomi.core.draft_specs import FORMS
-from sakiyomi.core.outputs import TokenTrace
+from sakiyomi.core.outputs import Step, TokenTrace
 from sakiyomi.drafters import DRAFTERS
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.engine.llm import LLM as Engine
@@ -402,9 +401,9 @@ def trace_of(text: str) -> list[TokenTrace]:
 
 
 def painted(text: str, console: Console, stop: tuple[str, ...] = ()) -> str:
-    painter = TokenPainter(console, tiny_tokenizer(), stop)
-    painter.add(trace_of(text))
-    painter.finish()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "stdout", lambda: console)
+        list(output.printed([Step(text, trace=tuple(trace_of(text)))], tiny_tokenizer(), stop, (), coloured=True))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -420,7 +419,7 @@ def test_colours_say_the_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = painted("abc xyz", console)
     assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == "abc xyz\n"
     assert set(re.findall(r"\x1b\[([0-9]+)m", shown)) == {"32", "31", "36", "0"}
-    legend(console)
+    output.legend(console)
     assert "accepted" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -434,7 +433,7 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(file=io.StringIO(), force_terminal=True)
     assert painted("abc xyz", console) == "abc xyz\n"
-    legend(console)
+    output.legend(console)
     assert console.file.getvalue() == "abc xyz\n"  # type: ignore[attr-defined]
 
 

@@ -92,7 +92,7 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
     if llm.profile is not None:
         found = llm.profile
         say(
-            "sakiyomi tune found that speculation does not pay on this machine: generating without a draft"
+            "sakiyomi tune found that speculation is slower on this machine: generating without a draft"
             if llm.draft is None
             else f"draft {found.draft}, gamma {found.gamma}: the result of sakiyomi tune"
         )

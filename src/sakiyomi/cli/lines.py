@@ -15,7 +15,7 @@ _QUOTES = '"""'
 class Lines:
     """Messages from stdin: with line editing and prompts on a terminal, else one a line.
 
-    A backslash at the end of a line goes on in the next one; lines between two times three quotes are one message.
+    A backslash at the end of a line continues it on the next one; lines between triple quotes are one message.
 
     Attributes:
         interactive: somebody types: stdin is a terminal.
@@ -33,7 +33,7 @@ class Lines:
 
         Raises:
             EOFError: there is no more.
-            LoadError: a line is no UTF-8 text; the next call goes on behind it.
+            LoadError: a line is not UTF-8 text; the next call reads the line after it.
         """
         line = self._line("> ")
         if line.lstrip().startswith(_QUOTES):

@@ -14,19 +14,36 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, get_args
+
+from pydantic import ConfigDict
 
 from sakiyomi.core.digests import file_digest
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.core.pieces import ADVICE, Pieces
 from sakiyomi.core.version import __version__
+from sakiyomi.server.errors import ApiError
+from sakiyomi.server.fields import Strict, Text
+from sakiyomi.server.schema import read_as
 
 __all__ = ["IN_FLIGHT", "BatchFile", "BatchProgress", "Endpoint", "Piece", "answer_missing", "seeded"]
 
 ABOUT = "about.json"
 IN_FLIGHT = 2  # pieces at a time for each engine, so that the end of one does not leave its batch half empty
-URLS = ("/v1/chat/completions", "/v1/completions")
+Url = Literal["/v1/chat/completions", "/v1/completions"]
+URLS = get_args(Url)
+
+
+class Line(Strict):
+    """A line of the input; further fields are not read."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    custom_id: Text
+    method: Literal["POST"] = "POST"
+    url: Url
+    body: dict[str, Any]
 
 
 class Endpoint(Protocol):
@@ -91,7 +108,7 @@ class BatchFile(Pieces):
     Args:
         source: the input.
         out: the output.
-        settings: of the model; a run that goes on must have those that it began with.
+        settings: of the model; a run that continues another one must have the same.
         piece_lines: requests in a piece.
 
     Raises:
@@ -143,10 +160,6 @@ class BatchFile(Pieces):
             lines = file.read(piece.size).split(b"\n")
         return ((piece.line + i, line) for i, line in enumerate(lines) if line.strip())
 
-    def write(self, piece: Piece, replies: Sequence[Mapping[str, Any]]) -> None:
-        """Put the replies to a piece under its number."""
-        self.keep(piece.number, replies)
-
     def join(self) -> None:
         """Make the output of the pieces, all of which are there, and remove them."""
         with whole_file(self.out, ADVICE) as fresh, fresh.open("wb") as file:
@@ -178,7 +191,7 @@ class BatchFile(Pieces):
                     f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
                 )  # fmt: skip
                 raise InputError(
-                    f"{self.folder} has pieces of another run: {what} since; go on with what it began with, or remove "
+                    f"{self.folder} has pieces of another run: {what} since; use what it began with, or remove "
                     "that folder to begin anew"
                 )
 
@@ -209,16 +222,13 @@ def _scan(source: Path, piece_lines: int) -> tuple[list[Piece], dict[int, int]]:
 
 
 def _name(line: bytes) -> str | None:
+    """The custom_id of a line; None if it has none that UTF-8 can say."""
     try:
         name = json.loads(line)["custom_id"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        name.encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return name if _is_text(name) else None
-
-
-def _is_text(value: Any) -> TypeGuard[str]:
-    """Whether it is a text that UTF-8 can say."""
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return str(name)
 
 
 # ---------------------------------------------------------------- answering
@@ -252,7 +262,7 @@ async def answer_missing(
             )
         finally:
             free.release()
-        batch.write(piece, replies)
+        batch.keep(piece.number, replies)
         progress.add(replies)
         progress.count_tokens(replies)
         told(progress)
@@ -271,18 +281,19 @@ async def _answer(endpoint: Endpoint, number: int, line: bytes, twice: Mapping[i
     try:
         if number in twice:
             raise InputError(f"custom_id is {_name(line)!r}, as in line {twice[number]}; give each line its own")
-        name, url, body = _request(line)
-    except InputError as error:
+        asked = _request(line)
+    except (InputError, ApiError) as error:
         return _reply(_name(line), None, {"code": "invalid_line", "message": f"line {number}: {error.message}"})
-    status, reply = await endpoint.post(url, seeded(name, body), f"line {number}")
-    return _reply(name, {"status_code": status, "request_id": _identity(name), "body": reply}, None)
+    status, reply = await endpoint.post(asked.url, seeded(asked.custom_id, asked.body), f"line {number}")
+    response = {"status_code": status, "request_id": _identity(asked.custom_id), "body": reply}
+    return _reply(asked.custom_id, response, None)
 
 
-def _request(line: bytes) -> tuple[str, str, dict[str, Any]]:
-    """Name, address and body of what a line asks for.
+def _request(line: bytes) -> Line:
+    """What a line asks for.
 
     Raises:
-        InputError: it is no request.
+        InputError, ApiError: it is no request.
     """
     try:
         asked = json.loads(line)
@@ -290,18 +301,10 @@ def _request(line: bytes) -> tuple[str, str, dict[str, Any]]:
         raise InputError(f"it is no JSON: {error}") from None
     if not isinstance(asked, dict):
         raise InputError("it is no JSON object; expected custom_id, method, url and body")
-    for key, kind in (("custom_id", str), ("url", str), ("body", dict)):
-        value = asked.get(key)
-        if not (_is_text(value) if kind is str else isinstance(value, kind)):
-            found = repr(value)[:80] if key in asked else "missing"
-            raise InputError(f"{key} is {found}; expected {'an object' if kind is dict else 'a text'}")
-    if asked["url"] not in URLS:
-        raise InputError(f"url is {asked['url']!r:.80}; it is {' or '.join(URLS)}")
-    if asked.get("method", "POST") != "POST":
-        raise InputError(f"method is {asked['method']!r:.80}; it is POST")
-    if asked["body"].get("stream"):
+    found = read_as(Line, asked)
+    if found.body.get("stream"):
         raise InputError("stream is on; a batch has whole replies: leave it out")
-    return asked["custom_id"], asked["url"], asked["body"]
+    return found
 
 
 def seeded(name: str, body: dict[str, Any]) -> dict[str, Any]:

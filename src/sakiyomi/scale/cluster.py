@@ -1,6 +1,6 @@
 """A Ray cluster: found or started, or one clear error.
 
-Ray is imported in functions that need it: whoever asks for no workers and no replicas does without.
+Ray is imported in the functions that need it, so that commands without workers or replicas do not need it.
 """
 
 from __future__ import annotations

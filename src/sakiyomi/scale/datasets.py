@@ -15,7 +15,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.batch import IN_FLIGHT, URLS, Endpoint, seeded
 from sakiyomi.scale.cluster import Count, import_ray
-from sakiyomi.scale.in_process import load_server
+from sakiyomi.scale.in_process import load_server, unlimited
 from sakiyomi.scale.workers import Make
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def processor(
         if not isinstance(value, int | float) or value < least:
             raise InputError(f"{name} is {value!r}; expected a number from {least} on")
     import_ray()
-    make = functools.partial(load_server, model) if isinstance(model, LLMConfig) else model
+    make = functools.partial(load_server, model, unlimited()) if isinstance(model, LLMConfig) else model
 
     def process(dataset: Dataset) -> Dataset:
         from ray.data import ActorPoolStrategy

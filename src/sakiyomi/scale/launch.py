@@ -8,6 +8,7 @@ for the front as well.)
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import socket
 import threading
@@ -20,10 +21,11 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus
 
 from sakiyomi.core.errors import LoadError
+from sakiyomi.core.version import __version__
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.cluster import ReplicaOptions, connected
 from sakiyomi.scale.front import make_front
-from sakiyomi.scale.serving import MakeServer, RayReplicas, Replica, deployment, processes
+from sakiyomi.scale.serving import RayReplicas, Replica, deployment, make_server, processes
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.run import serve_app
 
@@ -41,11 +43,11 @@ def started(application: Any, name: str, limit: float, told: threading.Event, pr
         application: see ``serving``.
         name: of it in the cluster.
         limit: seconds that it may take.
-        told: set, it is given up.
+        told: an event that ends the wait.
         prefix: of the paths that Serve's own proxies send to it; None: they do not know it.
 
     Returns:
-        False: it was given up.
+        False: the event was set.
 
     Raises:
         LoadError: it took longer, or a replica cannot be started.
@@ -81,10 +83,10 @@ def _waiting(found: Any) -> str:
 
 @contextlib.contextmanager
 def running(application: Any, name: str, limit: float, told: threading.Event) -> Iterator[RayReplicas | None]:
-    """Replicas that run for as long as the block does; what they still compute at its end is given up.
+    """Replicas that run while the block does; what they still compute at its end is cancelled.
 
     Args:
-        application, name, limit, told: see ``started``; None comes where it was given up.
+        application, name, limit, told: see ``started``; the block gets None if the event was set.
 
     Raises:
         LoadError: see ``started``.
@@ -116,9 +118,8 @@ def run(model: LLMConfig, config: ServerConfig, options: ReplicaOptions, say: Ca
         with connected(options.address):
             serve.start(logging_config=QUIET, proxy_location="Disabled")
             name = f"sakiyomi {socket.gethostname()} {config.port}"  # another command may serve in this cluster
-            with running(
-                deployment(MakeServer(model, config), config, options, model), name, options.start_timeout, told
-            ) as found:
+            make = functools.partial(make_server, __version__, model, config)
+            with running(deployment(make, config, options, model), name, options.start_timeout, told) as found:
                 if found is not None:
                     serve_app(
                         make_front(found, config, found.lifespan),

@@ -46,7 +46,7 @@ def room_of(options: ModelOptions, models: Mapping[str, LLMConfig]) -> int:
     """Bytes that models may take together.
 
     Raises:
-        InputError: a model does not fit, whatever else is given up.
+        InputError: a model does not fit, even alone.
     """
     if options.model_memory is not None:
         room = parse_bytes(options.model_memory, "model_memory")

@@ -10,7 +10,6 @@ model is made of, and the answer to it says that it is loaded, or why not. A pro
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import logging
 import os
@@ -28,8 +27,7 @@ import psutil
 
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.front import Asked
-from sakiyomi.scale.in_process import InProcessServer, Part
+from sakiyomi.scale.in_process import Asked, load_server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.logs import set_up
 
@@ -38,6 +36,7 @@ __all__ = ["ModelDied", "ModelProcess"]
 logger = logging.getLogger("sakiyomi")
 _LENGTH = struct.Struct("!Q")
 _READY = 0  # number of the first frames
+_FIGURES = "figures"  # asked for in place of a reply; None in its place ends one
 _PATIENCE = 5.0  # seconds that a process may take to say how it is, or to end when it is told to
 
 
@@ -103,26 +102,15 @@ class ModelProcess:
             return int(psutil.Process(self.pid).memory_info().rss)
         return 0
 
-    async def ask(self, asked: Asked) -> AsyncGenerator[Part]:
-        """A reply as it comes. Leaving the loop frees the request's slot in the engine.
-
-        Raises:
-            ModelDied: the process ended.
-        """
-        async with aclosing(self._values(asked)) as parts:
-            async for part in parts:
-                yield part
-
     async def figures(self) -> dict[str, Any]:
         """How it is, see ``InProcessServer.figures``.
 
         Raises:
             ModelDied, TimeoutError: it does not say.
         """
-        async with asyncio.timeout(_PATIENCE):
-            async with aclosing(self._values("figures")) as values:
-                async for found in values:
-                    return dict(found)
+        async with asyncio.timeout(_PATIENCE), aclosing(self.ask(_FIGURES)) as values:
+            async for found in values:
+                return dict(found)
         raise ModelDied
 
     async def stop(self) -> None:
@@ -139,7 +127,15 @@ class ModelProcess:
             await self._process.wait()
         await self._reading
 
-    async def _values(self, asked: Any) -> AsyncGenerator[Any]:
+    async def ask(self, asked: Asked | str) -> AsyncGenerator[Any]:
+        """A reply as it comes, in parts. Leaving the loop frees the request's slot in the engine.
+
+        Args:
+            asked: the request, or ``_FIGURES``.
+
+        Raises:
+            ModelDied: the process ended.
+        """
         if not self.alive:
             raise ModelDied
         number, queue = next(self._numbers), asyncio.Queue[Any]()
@@ -206,16 +202,6 @@ class _Asked:
             self._out.flush()
 
 
-def _load(model: LLMConfig, config: ServerConfig) -> InProcessServer:
-    from sakiyomi.engine.llm import LLM
-
-    llm = LLM(**dataclasses.asdict(model))
-    if config.warm_up != "none":
-        llm.wait()
-        llm.record()
-    return InProcessServer(llm, config=config)
-
-
 async def _serve(source: BinaryIO, out: BinaryIO) -> None:
     pipes = _Asked(source, out)
     first = await pipes.frames.get()
@@ -225,7 +211,7 @@ async def _serve(source: BinaryIO, out: BinaryIO) -> None:
     set_up(config.log_format)
     logging.getLogger("sakiyomi.server").setLevel(logging.WARNING)  # a line a request is what the front writes
     try:
-        made = await asyncio.to_thread(_load, model, config)
+        made = await asyncio.to_thread(load_server, model, config)
     except SakiyomiError as error:
         pipes.send(_READY, error)
         return
@@ -237,8 +223,7 @@ async def _serve(source: BinaryIO, out: BinaryIO) -> None:
         async def answer(number: int, asked: Any) -> None:
             try:
                 if isinstance(asked, Asked):
-                    how = asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind
-                    async for part in server.events(*how):
+                    async for part in server.events(asked):
                         pipes.send(number, part)
                 else:
                     pipes.send(number, server.figures())
@@ -262,7 +247,7 @@ async def _serve(source: BinaryIO, out: BinaryIO) -> None:
 def main() -> None:
     """The process."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whoever prints something breaks no frame
+    os.dup2(2, 1)  # print() must not write into the frames
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_serve(sys.stdin.buffer, out))
     out.flush()

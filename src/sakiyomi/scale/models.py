@@ -1,7 +1,7 @@
 """Several models behind one address, by name: each is loaded when a request names it, within a bound on memory.
 
-Where there is no room for another one, the model that was used longest ago is given up. What a model is writing is
-never taken from it: it is waited for, and whoever comes after it waits too, so that each has its turn.
+If a model does not fit beside the others, the least recently used one is unloaded. Requests that a model is answering
+are finished first; requests that come for it meanwhile wait until it is loaded again.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI
 
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.memory import readable
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.front import Asked, make_front
-from sakiyomi.scale.in_process import Part
+from sakiyomi.scale.front import make_front
+from sakiyomi.scale.in_process import Asked, Part
 from sakiyomi.scale.model_options import likely_bytes
 from sakiyomi.scale.model_process import ModelDied, ModelProcess
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.fields import Strict
 from sakiyomi.server.forms import read_form
-from sakiyomi.server.relay import Relay
 
 __all__ = ["ModelName", "ModelTable", "make_models_app"]
 
@@ -43,38 +42,13 @@ class ModelName(Strict):
     model: str
 
 
-class Running(Protocol):
-    """A loaded model; see ``ModelProcess``."""
-
-    @property
-    def alive(self) -> bool:
-        """See there."""
-
-    @property
-    def pid(self) -> int:
-        """See there."""
-
-    @property
-    def bytes(self) -> int:
-        """See there."""
-
-    def ask(self, asked: Asked) -> AsyncGenerator[Part]:
-        """See there."""
-
-    async def figures(self) -> dict[str, Any]:
-        """See there."""
-
-    async def stop(self) -> None:
-        """See there."""
-
-
 class _Model:
     """One of the table.
 
     Attributes:
         users: requests that it has.
         used: when one came or went last.
-        leaving: it is given up as soon as it has no more requests; those that come wait for it to be loaded again.
+        leaving: it is unloaded as soon as it has no requests; new ones wait until it is loaded again.
         size: bytes that it took when it had been loaded; caches grow afterwards.
         loads: how often it was loaded.
         card: as ``/v1/models`` shows it, of its last process.
@@ -82,7 +56,7 @@ class _Model:
 
     def __init__(self, name: str, model: LLMConfig) -> None:
         self.name, self.model = name, model
-        self.process: Running | None = None
+        self.process: ModelProcess | None = None
         self.users, self.used, self.leaving, self.size, self.loads = 0, 0.0, False, 0, 0
         self.card: dict[str, Any] = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sakiyomi"}
 
@@ -119,16 +93,16 @@ class ModelTable:
         models: Mapping[str, LLMConfig],
         config: ServerConfig,
         memory: int,
-        start: Callable[[LLMConfig, ServerConfig], Coroutine[Any, Any, Running]] = ModelProcess.start,
+        start: Callable[[LLMConfig, ServerConfig], Coroutine[Any, Any, ModelProcess]] = ModelProcess.start,
     ) -> None:
         self._models = {name: _Model(name, model) for name, model in models.items()}
         self._config, self._start = config, start
         self._limit = memory
-        self._door = asyncio.Lock()  # whoever loads or gives up holds it
+        self._door = asyncio.Lock()  # held while a model is loaded or unloaded
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._waiting = 0  # requests whose model is not loaded yet
-        self._loading: asyncio.Task[Running] | None = None
+        self._loading: asyncio.Task[ModelProcess] | None = None
         self._draining = self._over = False
 
     # ------------------------------------------------------------ for the front
@@ -165,7 +139,7 @@ class ModelTable:
             return model.shown()
 
     async def unload_model(self, name: str) -> dict[str, Any]:
-        """Give a model up when it has nothing to do; its card."""
+        """Unload a model when it has no requests; its card."""
         model = self._find(name)
         async with self._door:
             try:
@@ -264,7 +238,7 @@ class ModelTable:
                     await self._load(model)
 
     async def _make_room(self, model: _Model) -> None:
-        """Give up others, the one that was used longest ago first; idle ones before those that must be waited for."""
+        """Unload others, the least recently used first; idle ones before busy ones."""
         self._check_size(model)
         needed = model.weigh()
         try:
@@ -297,7 +271,7 @@ class ModelTable:
             self._loading = None
         model.loads += 1
         model.used = time.monotonic()
-        asked = Asked(f"/v1/models/{model.name}", None, "", "", Relay(), "GET")
+        asked = Asked(f"/v1/models/{model.name}", None, method="GET")
         data = b"".join([part.data async for part in model.process.ask(asked)])
         model.card = json.loads(data) | {"created": model.card["created"]}
         model.size = model.weigh()
@@ -319,7 +293,7 @@ class ModelTable:
             )
 
     async def _trim(self) -> None:
-        """Give up idle models until the others keep to the bound; the one that was used last stays."""
+        """Unload idle models until the others fit; the most recently used one stays."""
         async with self._door:
             while self._taken() > self._limit and len(held := self._held()) > 1:
                 idle = [one for one in sorted(held, key=lambda one: one.used)[:-1] if not one.users]
@@ -331,10 +305,10 @@ class ModelTable:
         process, model.process, model.leaving = model.process, None, False
         if process is not None:
             await process.stop()
-            logger.info("model %s is given up", model.name)
+            logger.info("model %s is unloaded", model.name)
 
     async def _first(self) -> None:
-        with suppress(ApiError):  # it is in the log, and whoever asks for the model is told
+        with suppress(ApiError):  # the log has it, and requests for the model get it
             await self.load_model(next(iter(self._models)))
 
     def _held(self) -> list[_Model]:
@@ -362,7 +336,7 @@ class ModelTable:
 
 
 def make_models_app(table: ModelTable, config: ServerConfig) -> FastAPI:
-    """The application: a front, and what loads and gives up models by hand."""
+    """The application: a front, and paths that load and unload models."""
     app = make_front(table, config, table.lifespan)
 
     @app.post("/models/load")
@@ -372,7 +346,7 @@ def make_models_app(table: ModelTable, config: ServerConfig) -> FastAPI:
 
     @app.post("/models/unload")
     async def unload(body: ModelName) -> dict[str, Any]:
-        """Give a model up as soon as it has nothing to do."""
+        """Unload a model as soon as it has no requests."""
         return await table.unload_model(body.model)
 
     return app

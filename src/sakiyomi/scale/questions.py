@@ -1,4 +1,4 @@
-"""``bench spec`` by several workers: a question is a piece, and one of them has everyone answer it by turns."""
+"""``bench spec`` by several workers: a question is a piece; all contenders answer it on one worker, interleaved."""
 
 from __future__ import annotations
 

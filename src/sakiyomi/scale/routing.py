@@ -45,17 +45,17 @@ def preference(key: str, replica: str) -> bytes:
     return hashlib.blake2b(f"{replica}\0{key}".encode(errors="surrogatepass"), digest_size=8).digest()
 
 
-def ranked(key: str, loads: Mapping[str, int], slack: int = SLACK) -> list[str]:
+def ranked(key: str, loads: Mapping[str, int]) -> list[str]:
     """The replicas in the order in which they are asked.
 
     Args:
         key: see `affinity_key`.
         loads: requests that each replica has, by its name.
-        slack: a replica with so many requests more than the least loaded comes after those with fewer.
 
     Returns:
-        First those below the slack, in the order in which the key likes them; then the others by their load.
+        First those that have less than ``SLACK`` more than the least loaded, in the order in which the key likes
+        them; then the others by their load.
     """
     least = min(loads.values(), default=0)
     liked = sorted(loads, key=lambda replica: preference(key, replica), reverse=True)
-    return sorted(liked, key=lambda replica: max(loads[replica] - least - slack + 1, 0))
+    return sorted(liked, key=lambda replica: max(loads[replica] - least - SLACK + 1, 0))

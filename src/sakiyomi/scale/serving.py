@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from ray import serve
 from ray.exceptions import RayActorError
@@ -21,14 +22,15 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.version import __version__
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.cluster import MAX_BATCH, Count, ReplicaOptions, check_version, gpus_of
-from sakiyomi.scale.front import Asked, make_front
-from sakiyomi.scale.in_process import InProcessServer, Part
-from sakiyomi.scale.routing import SLACK, ranked
+from sakiyomi.scale.front import make_front
+from sakiyomi.scale.in_process import Asked, InProcessServer, Part, load_server
+from sakiyomi.scale.routing import ranked
 from sakiyomi.scale.wire import Address, Dialer, Lines
 from sakiyomi.server.config import ServerConfig
 
-__all__ = ["MakeServer", "RayReplicas", "Replica", "application", "build", "deployment", "processes"]
+__all__ = ["RayReplicas", "Replica", "application", "build", "deployment", "make_server", "processes"]
 
+T = TypeVar("T")
 PATIENCE = 5.0  # seconds that a replica may take to say how it is
 TARGET = 0.75  # share of a replica's slots that autoscaling aims at
 THEIRS = ("address", "start_timeout", "host", "port", "kv_events", "kv_events_replay", "kv_events_topic")
@@ -37,10 +39,6 @@ THEIRS = ("address", "start_timeout", "host", "port", "kv_events", "kv_events_re
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc]
     """The replica that has a conversation in its cache, unless it is busy; see ``routing``."""
-
-    def initialize_state(self, slack: int = SLACK) -> None:
-        """See Ray Serve."""
-        self._slack = slack
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -52,29 +50,19 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         if (named := by_name.get(asked.get("replica", ""))) is not None:
             return [[named]]
         loads = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
-        return [[by_name[name]] for name in ranked(asked.get("key", ""), loads, self._slack)]
+        return [[by_name[name]] for name in ranked(asked.get("key", ""), loads)]
 
 
-class MakeServer:
-    """Makes a replica's server, in its process; refuses to where the library is of another version.
+def make_server(version: str, model: LLMConfig, config: ServerConfig) -> InProcessServer:
+    """The server of a replica, in its process.
 
     Args:
+        version: of the library where the replica was asked for; another one here is refused.
         model: what it is made of.
         config: of the server.
     """
-
-    def __init__(self, model: LLMConfig, config: ServerConfig) -> None:
-        self._model, self._config, self._version = model, config, __version__
-
-    def __call__(self) -> InProcessServer:
-        """Load the model."""
-        check_version(self._version)
-        from sakiyomi.engine.llm import LLM
-
-        llm = LLM(**dataclasses.asdict(self._model))
-        if self._config.warm_up != "none":
-            llm.wait()
-        return InProcessServer(llm, config=self._config)
+    check_version(version)
+    return load_server(model, config)
 
 
 class Replica:
@@ -99,8 +87,7 @@ class Replica:
     async def ask(self, *, asked: Asked, key: str, address: Address | None) -> AsyncIterator[tuple[Part, bool]]:
         """A reply as it comes, and whether the rest of it comes to the address."""
         server = await self._server()
-        parts = server.events(asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind)
-        async with aclosing(parts):
+        async with aclosing(server.events(asked)) as parts:
             first = await anext(parts)
             async with self._dialer.opened(address if first.streams else None) as line:
                 yield first, line is not None
@@ -232,9 +219,7 @@ def deployment(make: Any, config: ServerConfig, options: ReplicaOptions, model: 
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        request_router_config=RequestRouterConfig(
-            request_router_class=AffinityRouter, request_router_kwargs={"slack": SLACK}
-        ),
+        request_router_config=RequestRouterConfig(request_router_class=AffinityRouter),
         ray_actor_options={
             "num_cpus": options.replica_cpus,
             "num_gpus": gpus_of(model.device),
@@ -268,24 +253,22 @@ def build(args: Mapping[str, Any]) -> Any:
     """
     if theirs := [name for name in THEIRS if name in args]:
         raise InputError(f"{theirs[0]!r} is a setting of `sakiyomi serve`; here Ray Serve decides")
-    given = {"max_batch": MAX_BATCH, **args}
-    options = ReplicaOptions(**_values(ReplicaOptions, given, {"replicas": "1"}))
-    model, config = LLMConfig(**_values(LLMConfig, given)), ServerConfig(**_values(ServerConfig, given))
+    given = {"max_batch": MAX_BATCH, "replicas": "1", **args}
+    options, model, config = _made(ReplicaOptions, given), _made(LLMConfig, given), _made(ServerConfig, given)
     if given:
         raise InputError(f"{next(iter(given))!r} is no setting of a server; `sakiyomi serve --help` lists them")
-    return application(deployment(MakeServer(model, config), config, options, model), config)
+    make = functools.partial(make_server, __version__, model, config)
+    return application(deployment(make, config, options, model), config)
 
 
-def _values(kind: type[Any], given: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Values of a dataclass's fields, taken out of what was given."""
-    names = [field.name for field in dataclasses.fields(kind) if field.name in {**(defaults or {}), **given}]
-    values = {name: given.pop(name, (defaults or {}).get(name)) for name in names}
-    return {name: _value(kind, name, value) for name, value in values.items()}
+def _made(kind: type[T], given: dict[str, Any]) -> T:
+    """A group of settings, of the values that are its own; they are taken out of what was given."""
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: _value(name, kind, given.pop(name)) for name, kind in fields.items() if name in given})
 
 
-def _value(kind: type[Any], name: str, value: Any) -> Any:
+def _value(name: str, wanted: str, value: Any) -> Any:
     """A value of a field from a text, or as it is."""
-    wanted = str(next(field.type for field in dataclasses.fields(kind) if field.name == name))
     if not isinstance(value, str):
         return value
     try:

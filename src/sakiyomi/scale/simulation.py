@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import heapq
 import random
-import statistics
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sakiyomi.core.checks import at_least
+from sakiyomi.core.errors import InputError
 from sakiyomi.scale.routing import ranked
 
 __all__ = ["POLICIES", "Costs", "Load", "Outcome", "Replica", "SimulatedReplica", "fewest", "run", "simulate"]
@@ -72,27 +73,35 @@ def _between(places: Sequence[int], values: Sequence[float], at: int) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations that begin at random, and go on.
+    """Conversations that begin at random, and their later requests.
 
     Attributes:
-        rate: that begin in a second.
-        seconds: for which they do.
-        turns: requests of each.
-        groups: system prompts, of which some are asked for more often.
-        system, user, new: tokens of a system prompt, of what a user says, and of a reply.
+        rate: conversations that begin in a second.
+        seconds: that are simulated.
+        turns: requests of each conversation.
+        groups: different system prompts, of which some are asked for more often.
+        system: tokens of a system prompt.
+        user: tokens of what a user says.
+        new: tokens of a reply.
         think: mean seconds between a reply and the next request.
-        seed: of everything.
+        seed: of the conversations.
     """
 
-    rate: float
-    seconds: float
-    turns: int
-    groups: int
-    system: int
-    user: int
-    new: int
-    think: float
-    seed: int
+    rate: float = 2.0
+    seconds: float = 60.0
+    turns: int = 4
+    groups: int = 4
+    system: int = 200
+    user: int = 40
+    new: int = 64
+    think: float = 2.0
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(self, turns=1, groups=1, system=1, user=1, new=2, think=0)
+        for name in ("rate", "seconds"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise InputError(f"{name} is {getattr(self, name):g}; expected a number above 0")
 
     def first(self) -> Iterator[Request]:
         """The first requests of all conversations."""
@@ -282,10 +291,10 @@ def run(replicas: Sequence[Replica], load: Load, policy: str, *, loss: float | N
     """Have replicas answer a load.
 
     Args:
-        replicas: simulated or real; each has a clock of its own, which goes on by the seconds of its rounds.
+        replicas: simulated or real; each has a clock of its own, which advances by the seconds of its rounds.
         load: what comes.
         policy: of ``POLICIES``.
-        loss: when the replica with most requests is lost, in seconds; those go on elsewhere, read as longer prompts.
+        loss: when the replica with most requests is lost, in seconds; other replicas continue those, as longer prompts.
     """
     alive = {f"replica {number}": replica for number, replica in enumerate(replicas)}
     names, count = {id(replica): name for name, replica in alive.items()}, 0
@@ -358,7 +367,7 @@ def _outcome(
         first_p95=_share(firsts, 0.95),
         whole_p95=_share(wholes, 0.95),
         cached=sum(r.reused for r in ended) / max(asked, 1),
-        busy=statistics.mean(worked) / load.seconds,
+        busy=sum(worked) / len(worked) / load.seconds,
         busiest=max(worked) / load.seconds,
         moved=len(moved),
         gap_p50=_share(gaps, 0.5),

@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
-from sakiyomi.scale.batch import IN_FLIGHT, Endpoint
-from sakiyomi.scale.cluster import WorkersOption, check_room, connected, gpus_of
-from sakiyomi.scale.workers import WorkerOptions, WorkerPool
+from sakiyomi.scale.batch import IN_FLIGHT
+from sakiyomi.scale.cluster import WorkersOption
+from sakiyomi.scale.workers import Make, pool_of
 
 __all__ = ["OneByOne", "Workers", "spread"]
 
@@ -49,19 +49,14 @@ class Workers:
         device: of each.
     """
 
-    def __init__(
-        self, make: Callable[[], AbstractAsyncContextManager[Endpoint]], option: WorkersOption, device: str
-    ) -> None:
+    def __init__(self, make: Make, option: WorkersOption, device: str) -> None:
         assert option.count is not None
-        self._make, self._option, self._device, self._count = make, option, device, option.count
+        self._made, self._most = pool_of(make, option, device, IN_FLIGHT), option.count.most
 
     def __enter__(self) -> Workers:
         with ExitStack() as opened:
-            opened.enter_context(connected(self._option.address))
-            check_room(self._option.worker_cpus, self._option.address)
+            self._pool = opened.enter_context(self._made)
             self._runner = opened.enter_context(asyncio.Runner())
-            worker = WorkerOptions(self._option.worker_cpus, gpus_of(self._device), IN_FLIGHT)
-            self._pool = WorkerPool(self._make, self._count, worker)
             self._runner.run(self._pool.__aenter__())
             opened.callback(lambda: self._runner.run(self._pool.__aexit__(None, None, None)))
             self._opened = opened.pop_all()
@@ -83,7 +78,7 @@ class Workers:
         running: dict[asyncio.Task[tuple[int, Any]], Key] = {}
         try:
             while True:
-                for key, body in islice(coming, IN_FLIGHT * self._count.most - len(running)):
+                for key, body in islice(coming, IN_FLIGHT * self._most - len(running)):
                     running[self._runner.get_loop().create_task(self._pool.post("", body, ""))] = key
                 if not running:
                     return
@@ -99,10 +94,7 @@ class Workers:
 
 
 def spread(
-    make: Callable[[], AbstractAsyncContextManager[Endpoint]],
-    option: WorkersOption,
-    device: str,
-    pieces: Iterable[tuple[Key, Any]],
+    make: Make, option: WorkersOption, device: str, pieces: Iterable[tuple[Key, Any]]
 ) -> Generator[tuple[Key, Any], None, None]:
     """Results of one set of pieces; see ``Workers``."""
     with Workers(make, option, device) as workers:

@@ -23,7 +23,7 @@ __all__ = ["Address", "Dialer", "Line", "Lines"]
 
 SECRET = 16  # bytes
 PATIENCE = 5.0  # seconds that a line may take to be there, and Ray to notice why it is cut off
-DIALING = 1.0  # seconds until a front counts as out of reach
+DIALING = 1.0  # seconds until a front counts as unreachable
 _HEAD = struct.Struct(">II")
 
 
@@ -89,7 +89,7 @@ class Lines:
     """Where a front's streams come in.
 
     Args:
-        host: address of this machine that the replicas reach.
+        host: address of this machine that the replicas can connect to.
     """
 
     def __init__(self, host: str) -> None:
@@ -152,7 +152,7 @@ class _Sender:
 
 
 class Dialer:
-    """Opens lines to fronts. One that was out of reach is not tried again, or each stream would wait for it."""
+    """Opens lines to fronts. One that was unreachable is not tried again, or each stream would wait for it."""
 
     def __init__(self) -> None:
         self._beyond: set[tuple[str, int]] = set()

@@ -8,36 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Self
 
 from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.core.version import __version__
 from sakiyomi.scale.batch import Endpoint
-from sakiyomi.scale.cluster import Count, check_version
+from sakiyomi.scale.cluster import Count, WorkersOption, check_room, check_version, connected, gpus_of
 
-__all__ = ["Make", "WorkerOptions", "WorkerPool"]
+__all__ = ["Make", "WorkerPool", "pool_of"]
 
 logger = logging.getLogger("sakiyomi")
 Make = Callable[[], AbstractAsyncContextManager[Endpoint]]
 TOGETHER, ALONE = 2, 2  # workers that may die of a request: among others, and then alone
 FUTILE = 3  # workers in a row that may die before they have answered anything
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """What a worker has of its machine.
-
-    Attributes:
-        cpus, gpus: so many.
-        lines: requests that it is given at a time.
-    """
-
-    cpus: float = 1
-    gpus: float = 0
-    lines: int = 64
 
 
 class _Actor:
@@ -82,19 +67,18 @@ class WorkerPool:
     Args:
         make: makes a worker's endpoint, in its process.
         count: of workers. Beyond the least one is added when all have as much as they may, and the cluster has room.
-        options: of each.
+        cpus, gpus: that each has of its machine.
+        lines: requests that each is given at a time.
 
     Attributes:
         deaths: of workers, so far.
     """
 
-    def __init__(self, make: Make, count: Count, options: WorkerOptions | None = None) -> None:
+    def __init__(self, make: Make, count: Count, *, cpus: float = 1, gpus: float = 0, lines: int) -> None:
         import ray
 
-        self._make, self._count, self._options = make, count, options or WorkerOptions()
-        self._kind = ray.remote(
-            num_cpus=self._options.cpus, num_gpus=self._options.gpus, max_restarts=0, max_concurrency=1 << 14
-        )(_Actor)
+        self._make, self._count, self._cpus, self._gpus, self._lines = make, count, cpus, gpus, lines
+        self._kind = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_concurrency=1 << 14)(_Actor)
         self._workers: list[_Worker] = []
         self._actors: list[Any] = []
         self._starting: set[asyncio.Task[None]] = set()
@@ -173,7 +157,7 @@ class WorkerPool:
                         chosen.reserved = True
                     free = [chosen] if chosen is not None and chosen.actor and not chosen.running else []
                 else:
-                    free = [w for w in there if not w.reserved and w.running < self._options.lines]
+                    free = [w for w in there if not w.reserved and w.running < self._lines]
                     if not free:
                         self._grow()
                 if free:
@@ -189,7 +173,7 @@ class WorkerPool:
         if self._starting or len(self._workers) >= self._count.most:
             return
         room = ray.available_resources()
-        if room.get("CPU", 0) >= self._options.cpus and room.get("GPU", 0) >= self._options.gpus:
+        if room.get("CPU", 0) >= self._cpus and room.get("GPU", 0) >= self._gpus:
             self._add()
 
     def _add(self) -> None:
@@ -241,3 +225,23 @@ class WorkerPool:
             self.deaths += 1
             logger.warning("a worker died after %d replies; another one takes its place", worker.answered)
             self._start(worker)
+
+
+@contextmanager
+def pool_of(make: Make, option: WorkersOption, device: str, lines: int) -> Iterator[WorkerPool]:
+    """A pool of workers, and the connection to their cluster.
+
+    Args:
+        make: makes a worker's endpoint, in its process.
+        option: how many workers, and where.
+        device: of each.
+        lines: requests that each is given at a time.
+
+    Raises:
+        LoadError: there is no cluster.
+        InputError: no machine has the processors for a worker.
+    """
+    assert option.count is not None
+    with connected(option.address):
+        check_room(option.worker_cpus, option.address)
+        yield WorkerPool(make, option.count, cpus=option.worker_cpus, gpus=gpus_of(device), lines=lines)

@@ -18,17 +18,13 @@ from sakiyomi.core.tokens import token_places
 from sakiyomi.engine.chat_template import Dialogue, Ending, read_template
 from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
-from sakiyomi.server.channels import ENDS
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.conversations import as_template_takes, ending_of, text_of
+from sakiyomi.server.conversations import as_template_takes, ending_of, read_images, text_of
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.escapes import Matcher
 from sakiyomi.server.grammar import Constraint, Grammars
-from sakiyomi.server.images import read_images
 from sakiyomi.server.jobs import Echo, Job, Reply
 from sakiyomi.server.processors import Penalties
-from sakiyomi.server.reasoning import CLOSING, OPENING, ends_inside
-from sakiyomi.server.room import Room
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,
@@ -40,6 +36,7 @@ from sakiyomi.server.schema import (
     Speculation,
     TokenizeRequest,
 )
+from sakiyomi.server.thoughts import CLOSING, ENDS, OPENING, ends_inside
 from sakiyomi.server.tools import ToolFormat, in_channels, shown, tool_format
 
 if TYPE_CHECKING:
@@ -60,7 +57,7 @@ LONG = 1 << 15  # characters
 
 
 def is_long(body: Ask) -> bool:
-    """Whether reading a body may take long: its text is long, or it comes with a grammar or images."""
+    """Whether a body may take long to read: it has a long text, a grammar or images."""
     if body.response_format is not None and body.response_format.type != "text":
         return True
     if isinstance(body, ChatRequest):
@@ -74,6 +71,59 @@ def is_long(body: Ask) -> bool:
     return sum(1 if isinstance(prompt, int) else len(prompt) for prompt in prompts) > LONG
 
 
+class Room:
+    """Limits of a prompt and of new tokens, by the length of the context.
+
+    Args:
+        context: tokens.
+        longest: characters of the longest token.
+    """
+
+    def __init__(self, context: int, longest: int) -> None:
+        self._context, self._longest = context, longest
+
+    def check(self, prompt: Any, field: str) -> None:
+        """Refuse a prompt that is too long for the context however it is tokenized; ``field`` is to blame."""
+        # Checked before tokenizing, which takes seconds for a long text.
+        most = self._context * (self._longest if isinstance(prompt, str) else 1)
+        if len(prompt) > most:
+            kind = "characters" if isinstance(prompt, str) else "tokens"
+            raise bad_request(
+                f"the prompt has {len(prompt)} {kind}, and no text of more than {most} fits into the context of "
+                f"{self._context} tokens; shorten it",
+                field,
+                code="context_length_exceeded",
+            )
+
+    def limit(self, tokens: Sequence[int], asked: int | None, field: str, source: str) -> int:
+        """New tokens at most, behind those of a prompt.
+
+        Args:
+            tokens: of the prompt.
+            asked: for so many; None: for as many as there is room for.
+            field: that asked for them.
+            source: the prompt's field.
+
+        Raises:
+            ApiError: there is no room for them.
+        """
+        room = self._context - len(tokens)
+        if room < 1:
+            raise bad_request(
+                f"the prompt has {len(tokens)} tokens, and the context holds {self._context} with at least one "
+                "new one; shorten it",
+                source,
+                code="context_length_exceeded",
+            )
+        if asked is not None and asked > room:
+            raise bad_request(
+                f"{field} is {asked}, and after the prompt's {len(tokens)} tokens the context has room for {room}",
+                field,
+                code="context_length_exceeded",
+            )
+        return room if asked is None else max(asked, 1)
+
+
 class BodyReader:
     """Reads bodies.
 
@@ -82,7 +132,7 @@ class BodyReader:
         config: of the server.
 
     Raises:
-        UnsupportedError: the target does not go on with its prompt.
+        UnsupportedError: the target is an encoder-decoder model for text.
     """
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
@@ -127,7 +177,7 @@ class BodyReader:
             tokens = self._tokens(text, "prompt")
             limit = self._room.limit(tokens, body.max_tokens, "max_tokens", "prompt")
             echo = _echo(text, tokens, body, self._llm.tokenizer) if body.echo else None
-            for job in self._jobs(body, tokens, limit, body.logprobs, i, self._format(body)):
+            for job in self._jobs(body, tokens, limit, i, self._format(body)):
                 job.index, job.echo, job.unwritten = len(jobs), echo, body.max_tokens == 0
                 jobs.append(job)
         return jobs
@@ -154,7 +204,7 @@ class BodyReader:
         begun = str(messages[-1]["content"]) if ending == "begun" else ""
         schemas = {tool.function.name: tool.function.parameters for tool in offered}
         reply = Reply(form, schemas, self._reasoning(body, tokens, begun), bool(begun))
-        jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
+        jobs = self._jobs(body, tokens, limit, 0, matcher)
         for index, job in enumerate(jobs):
             job.index, job.reply, job.source = index, reply, source
         return jobs
@@ -232,7 +282,7 @@ class BodyReader:
 
     @property
     def has_template(self) -> bool:
-        """Whether messages become a prompt by a chat template; otherwise they are one text that goes on."""
+        """Whether a chat template formats messages; without one they form one continuing text."""
         return not self._dialogue.plain
 
     # ------------------------------------------------------------ parts
@@ -277,16 +327,14 @@ class BodyReader:
         with _blaming(field):
             return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
 
-    def _jobs(
-        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int, matcher: Matcher | None
-    ) -> list[Job]:
+    def _jobs(self, body: Ask, tokens: list[int], limit: int, number: int, matcher: Matcher | None) -> list[Job]:
         if matcher is not None and body.ignore_eos:
             raise bad_request("with a grammar the text ends when it is complete; leave ignore_eos out", "ignore_eos")
         keys = [(number, j) if body.n > 1 else (number,) for j in range(body.n)]
         drafted, asks = _drafting(body.speculation, self.drafter, self.parts)
         with _blaming(None, NAMES):
             return [
-                Job(tokens, self.params(body, tokens, limit, logprobs, matcher), key, drafted, body.trace, asks=asks)
+                Job(tokens, self.params(body, tokens, limit, matcher), key, drafted, body.trace, asks=asks)
                 for key in keys
             ]
 
@@ -323,14 +371,13 @@ class BodyReader:
                     f"tool_choice names {choice.function.name!r}, which is not among tools", "tool_choice"
                 )
         several = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
-        with _placing(body.tools):
+        places = {f"tools.{tool.function.name}": f"tools[{i}].function.parameters" for i, tool in enumerate(body.tools)}
+        with _blaming("tools", places):
             matcher = self._grammars.of_tools(offered, form, forced=choice != "auto", several=several)
         return body.tools, offered, matcher, form
 
-    def params(
-        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, matcher: Matcher | None
-    ) -> SamplingParams:
-        """How a text goes on that begins with these tokens."""
+    def params(self, body: Ask, tokens: list[int], limit: int, matcher: Matcher | None) -> SamplingParams:
+        """The sampling parameters of a request with this prompt."""
         processors: list[Callable[..., Any]] = []
         ends = self._ends if isinstance(body, ChatRequest) else []
         if body.presence_penalty or body.frequency_penalty:
@@ -343,7 +390,7 @@ class BodyReader:
             stop=body.stop or (),
             logit_bias=_biases(body.logit_bias, self._llm.vocab_size),
             logits_processors=processors,  # type: ignore[arg-type]
-            logprobs=logprobs,
+            logprobs=body.alternatives,
             prompt_logprobs=_of_prompt(body),
             **body.model_dump(include=AS_THEY_ARE) | {"stop_token_ids": [*body.stop_token_ids, *ends]},
             **body.speculation.model_dump(exclude={"drafter"}),
@@ -352,22 +399,14 @@ class BodyReader:
 
 @contextmanager
 def _blaming(field: str | None, others: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """What is refused in here is a 400 that names this field, or one of the others if that is what it begins with."""
+    """Make errors a 400 that names this field, or the one of ``others`` that the message begins with."""
     try:
         yield
     except InputError as error:
         name = error.message.split()[0]
         raise bad_request(error.message, name if name in others else field).renamed(others) from None
-
-
-@contextmanager
-def _placing(tools: Sequence[FunctionTool]) -> Iterator[None]:
-    """What is refused in here of a tool, by its name, names the place of its parameters in the body."""
-    try:
-        yield
     except ApiError as error:
-        places = {f"tools.{tool.function.name}": f"tools[{i}].function.parameters" for i, tool in enumerate(tools)}
-        raise error.renamed(places) from None
+        raise error.renamed(others) from None
 
 
 def _prompts(body: CompletionRequest) -> Sequence[Any]:

@@ -84,6 +84,6 @@ class EmbeddingsStyle(Style):
         """Nothing: vectors come at once."""
         return iter(())
 
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
         """Nothing."""
         return iter(())

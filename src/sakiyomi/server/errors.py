@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.server.arguments import KINDS
@@ -57,12 +58,10 @@ class AnthropicErrorReply(BaseModel):
 
 
 _ANTHROPIC = "/v1/messages"
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _TYPES | {
     403: "permission_error",
-    404: "not_found_error",
     413: "request_too_large",
-    429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -71,9 +70,6 @@ _ANTHROPIC_TYPES = {
 def is_anthropic(path: str) -> bool:
     """Whether a path is one of Anthropic's interface."""
     return path == _ANTHROPIC or path.startswith(_ANTHROPIC + "/")
-
-
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -270,6 +266,11 @@ def install(app: FastAPI) -> None:
         }
         message, code = known.get(status, (str(error.detail), None))
         return reply_to(ApiError(status, message, code=code, headers=error.headers), path)
+
+    @app.exception_handler(ClientDisconnect)
+    async def _(request: Request, error: ClientDisconnect) -> Response:
+        request.state.log["dropped"] = True
+        return Response(status_code=499)  # nobody reads it; the log does
 
     @app.exception_handler(ApiError)
     @app.exception_handler(SakiyomiError)

@@ -6,15 +6,15 @@ pydantic's places between signs that no field has; ``errors.py`` leaves it out.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from sakiyomi.server.arguments import kind_of
 
 __all__ = [
-    "BY_KIND", "BY_TYPE", "WHOLE", "Count", "Ids", "ListOrText", "Seed", "Strict", "Text", "TokenId", "by_type",
-    "whole_items",
+    "BY_KIND", "BY_TYPE", "WHOLE", "Count", "Ids", "ListOrText", "Seed", "Strict", "Text", "TokenId", "ToolChoice",
+    "by_type", "whole_items",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def whole_items(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return f"<{kind_of(value)}>"
+    return "<object>" if isinstance(value, BaseModel) else f"<{kind_of(value)}>"
 
 
 def by_type(default: str = "") -> Discriminator:
@@ -60,6 +60,10 @@ Ids = Annotated[
 Text = Annotated[str, Field(min_length=0)]  # that there is a bound has pydantic refuse what is no Unicode
 ListOrText = Annotated[Annotated[Text, Tag("<string>")] | Annotated[T, Tag("<array>")], BY_KIND]
 """A text, or this kind of list."""
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[T, Tag("<object>")], BY_KIND
+]
+"""Which tools are called; an object names one."""
 
 
 def _allow_null(schema: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ class Gate:
 
         try:
             self._check(scope)
-            # Whoever asks with HEAD gets what GET gives, and uvicorn leaves the body out.
+            # HEAD is answered as GET; uvicorn leaves the body out.
             asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(asked, await self._read(scope, receive), numbered)
         except ApiError as error:

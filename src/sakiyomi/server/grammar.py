@@ -35,8 +35,9 @@ TEXT = "TEXT: /(.|\\n)*/\n"
 class Constraint:
     """A logits processor that leaves only tokens by which the text can still become what the grammar says.
 
-    It follows the history it is given, back and forth: rows of a tree come in any order, the draft model's and the
-    target's by turns. A path that has broken the grammar already is left as it is: no row above it accepts it.
+    It follows each history that it is given, forwards and backwards: rows of a tree come in any order, from the draft
+    model and from the target. Scores behind a path that breaks the grammar are left unchanged: the path is rejected
+    at the token that breaks it.
 
     Args:
         matcher: at the beginning of the text; it is this object's own from now on.
@@ -51,7 +52,7 @@ class Constraint:
         """See transformers' ``LogitsProcessor``: (1, length) and (1, V).
 
         Raises:
-            InputError: the grammar is more than the parser's limits bear.
+            InputError: the grammar exceeds the parser's limits.
         """
         path = history[0, self._prompt :].tolist()
         if not self._follow(path):

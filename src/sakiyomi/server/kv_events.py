@@ -1,8 +1,8 @@
-"""What the cache holds, told to routers as vLLM's KV events: prompts then go where their beginning is.
+"""Tells routers which prefixes the KV cache holds, as vLLM's KV events, so that they can send prompts to a cached one.
 
 A message has three frames: the topic, its number (8 bytes, big-endian), and msgpack of [time, events, rank]. Events are
-arrays that begin with their name, as vLLM's are: BlockStored, BlockRemoved, AllBlocksCleared. A block are 16 tokens and
-all before them: what another request could go on from, whichever slot holds it.
+arrays that begin with their name, as vLLM's are: BlockStored, BlockRemoved, AllBlocksCleared. A block stands for 16
+tokens and all tokens before them. It is listed while any slot holds it, so that another request could reuse it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _hash(parent: int, tokens: Sequence[int]) -> int:
 
 
 class EventPublisher:
-    """Sends events to whoever listens, from a thread of its own.
+    """Publishes events, in a thread of its own.
 
     Args:
         address: ZeroMQ address to publish at, for instance tcp://*:5557.

@@ -1,7 +1,7 @@
-"""A reply that goes on where another server has left it: with the same text, names and numbers.
+"""Continues a stream of a server that died, with the same text, ids and sequence numbers.
 
-Whoever stands before several servers notes which tokens each event of a stream had. If the server dies, another one is
-told of them. It verifies them as a draft, brings its own reply to where the client is, and goes on from there.
+A front of several servers notes which tokens each event of a stream has. If the server dies, it gives them to another
+one. That one verifies them as a draft, replays its reply up to the place where the client is, and continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sakiyomi.core.text import TextStream
 from sakiyomi.engine.request import GIVEN
 from sakiyomi.server.jobs import Event, Job
 
-__all__ = ["Names", "Relay", "Replay", "Sent", "relayed"]
+__all__ = ["Names", "Relay", "Replay", "Sent"]
 
 Names = Callable[[int], str]
 """Gives a fresh name of so many bytes, in hexadecimal digits."""
@@ -41,7 +41,7 @@ class Sent(NamedTuple):
 
 @dataclass
 class Relay:
-    """A request that may go on elsewhere.
+    """A request that another server may continue.
 
     Attributes:
         seed: of its randomness where its body has none, and of the names in its reply.
@@ -56,7 +56,7 @@ class Relay:
     sent: list[Sent] = field(default_factory=list)
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Have the texts follow from the seed, and begin as they did before."""
+        """Make the texts depend on the seed alone, and begin with what the client has."""
         for job in jobs:
             seed = self.seed if job.params.seed is None else job.params.seed
             job.params = replace(job.params, seed=seed, acceptance="coupled")
@@ -71,11 +71,6 @@ class Relay:
         """What events had since this was called last."""
         taken, self.sent = self.sent, []
         return taken
-
-
-def relayed(relay: Relay | None, of: str) -> Names:
-    """Names of a reply, or of a part of it."""
-    return secrets.token_hex if relay is None else relay.names(of)
 
 
 class Replay:

@@ -15,15 +15,16 @@ from starlette.types import ASGIApp
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.chat_template import read_template
-from sakiyomi.server.app import Server, make_app
+from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.connections import protocol
 from sakiyomi.server.kv_events import EventPublisher
+from sakiyomi.server.paths import make_app
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["Work", "check", "serve", "serve_app", "uvicorn_config"]
+__all__ = ["Work", "check", "serve", "serve_app", "uvicorn_config", "warm_up"]
 
 logger = logging.getLogger("sakiyomi.server")
 BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
@@ -31,7 +32,7 @@ LAST = 2.0  # seconds for the last words to clients whose requests were cut
 
 
 class _Listener(uvicorn.Server):
-    """Told to stop, it takes nothing new, lets what runs go on for a while, and cuts the rest."""
+    """On a signal it takes no new requests, lets running ones finish for a while, and ends the rest."""
 
     def __init__(self, config: uvicorn.Config, work: Work | None, patience: float) -> None:
         super().__init__(config)
@@ -105,6 +106,13 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def warm_up(llm: LLM, config: ServerConfig) -> None:
+    """Record the passes that ``config.warm_up`` names; takes a while."""
+    if config.warm_up != "none":
+        llm.wait()
+        llm.record()
+
+
 def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = lambda url: None) -> None:
     """Serve a model; see ``listen``.
 
@@ -137,7 +145,7 @@ def serve_app(
     port = listener.getsockname()[1]
     host = f"[{config.host}]" if ":" in config.host else config.host
     if config.api_key is None and not config.is_local:
-        logger.warning("listening at %s without an api_key: whoever reaches this address can use the model", host)
+        logger.warning("listening at %s without an api_key: anyone who can connect to it can use the model", host)
     # uvicorn sends itself the signal again when all is done; it has been obeyed by then.
     before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -15,6 +15,7 @@ from typing import Any
 from sakiyomi.core.text import profile
 from sakiyomi.server.arguments import value_of
 from sakiyomi.server.errors import bad_request
+from sakiyomi.server.schema import function
 
 __all__ = [
     "FORMATS", "MARKS", "Pairs", "Schemas", "ToolFormat", "ToolReader", "called", "in_channels", "shown", "takes_texts",
@@ -59,7 +60,7 @@ class ToolFormat:
     Attributes:
         models: that write so.
         signs: a chat template of theirs has all of these texts in it.
-        foreign: and none of these, which belong to another way.
+        foreign: strings that must not occur in the template; they mark a different format.
         opening: what begins calls, whatever is called; "" where a reply that begins with an object of this kind is one.
         closing: what ends them.
         pad: what stands beside the marks; read as any white space.
@@ -270,7 +271,7 @@ class ToolReader:
         form: how they are written.
         names: gives ids of calls.
         schemas: of the arguments of each tool, where values are written as texts.
-        begun: the text goes on with a reply that has begun.
+        begun: the text continues a reply.
     """
 
     def __init__(
@@ -349,4 +350,4 @@ class ToolReader:
 
 def called(index: int, id_: str, name: str, arguments: str) -> dict[str, Any]:
     """A call as clients get it."""
-    return {"index": index, "id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"index": index, "id": id_, **function(name, arguments=arguments)}

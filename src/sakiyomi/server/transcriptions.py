@@ -139,7 +139,7 @@ def sound_jobs(bodies: BodyReader, limit: int, parts: Sequence[Heard], body: Com
     """
     bodies.check_model(body.model)
     return [
-        Job([], bodies.params(body, [], limit, None, None), (i,), bodies.drafter is not None, index=i, heard=part)
+        Job([], bodies.params(body, [], limit, None), (i,), bodies.drafter is not None, index=i, heard=part)
         for i, part in enumerate(parts)
     ]
 
@@ -220,7 +220,7 @@ class TranscriptionStyle(Style):
                 return
             self._sent += 1
 
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
         """The whole text."""
         text = "".join(self._texts).strip()
         yield event({"type": "transcript.text.done", "text": text, "usage": self._used()})
