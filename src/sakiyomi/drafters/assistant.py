@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.drafters.assistant_model import AssistantModel
-from sakiyomi.drafters.base import Context, HiddenStates
+from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
 from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
 from sakiyomi.drafters.eagle import FedTree
 from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
@@ -68,17 +68,18 @@ class AssistantDrafter(TreeDrafter):
 
     def __init__(self, assistant: AssistantModel, target: ModelRunner) -> None:
         super().__init__(AssistantReader(assistant, target))
+        self.model = None  # type: ignore[assignment]  # its passes are none of a model that runs by itself
         self._assistant, self._vocab_size = assistant, target.vocab_size
 
     @classmethod
-    def load(cls, name: str, target: ModelRunner) -> AssistantDrafter:
+    def make(cls, argument: str, around: DrafterContext) -> AssistantDrafter:
         """The assistant in a folder.
 
         Raises:
             LoadError, UnsupportedError: it cannot be read, belongs to another model, or the target's cache does not
                 hold all keys and values.
         """
-        return cls(AssistantModel.load(folder_of(name), target), target)
+        return cls(AssistantModel.load(folder_of(argument), around.packed), around.packed)
 
     @property
     def forward_seconds(self) -> float:

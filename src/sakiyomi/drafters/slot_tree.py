@@ -16,14 +16,15 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import DraftKind
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.drafters.beside import Beside
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.tree_reader import SHARPNESS, begin_tree, is_drawn, kind_of
 from sakiyomi.drafters.trees import BestFirst
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["SlotLogits", "SlotTree", "Slots"]
+__all__ = ["OnePassDrafter", "SlotLogits", "SlotTree", "Slots"]
 
 SlotLogits = Callable[[int, Sequence[int]], tuple[Tensor, Sequence[float] | None]]
 """From a slot and the candidates before it to logits, (places, V), and how likely guesses are to be accepted there."""
@@ -199,3 +200,32 @@ class Slots:
         tree = kind(context, sampler, name, candidates, builder, levels[0], drawn, context.slot, 0)
         tree.levels, tree.width = levels, width
         return tree
+
+
+class OnePassDrafter(Drafter):
+    """Drafts with guesses that come in one pass for all requests.
+
+    Args:
+        runner: makes the passes, and counts them and their seconds.
+        slots: of the guesses.
+    """
+
+    kind: DraftKind = "chain"
+    runs_model = prefers_coupled = one_pass = True
+
+    def __init__(self, runner: Beside, slots: Slots) -> None:
+        self._runner, self._slots = runner, slots
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``Slots.kind_for``."""
+        return self._slots.kind_for(params)
+
+    @property
+    def passes(self) -> int:
+        """See ``Drafter.passes``."""
+        return self._runner.passes
+
+    @property
+    def forward_seconds(self) -> float:
+        """See ``Drafter.forward_seconds``."""
+        return self._runner.seconds

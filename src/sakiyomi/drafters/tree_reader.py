@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind
@@ -25,7 +24,7 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["LevelDrafter", "TreeDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
+__all__ = ["TreeDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
 
 DRAWN: dict[str, DraftKind] = {"chain": "chain", "static": "without_replacement", "choices": "without_replacement"}
 """The kind of draft for each shape that is known before anything is drawn: only these are drawn for the ratio rule."""
@@ -156,11 +155,7 @@ class TreeReader:
         return self.model.score(segments).logits
 
     def _has_room(self, state: DraftTreeState) -> bool:
-        try:
-            self.model.cache.reserve(state.slot, state.columns)
-        except MemoryLimitError:
-            return False
-        return True
+        return self.model.cache.has_room(state.slot, state.columns)
 
     def _take(self, state: DraftTreeState, logits: Tensor) -> None:
         """Add a level to a tree from its rows of a pass, (rows, V of the model)."""
@@ -187,7 +182,7 @@ class TreeReader:
 
 
 class TreeDrafter(Drafter):
-    """Drafts by a reader, one pass a level. Subclasses decide where a tree begins.
+    """Drafts by a reader, one pass a level. Subclasses decide on which rows of a cache a tree begins.
 
     Args:
         reader: grows the trees.
@@ -195,9 +190,15 @@ class TreeDrafter(Drafter):
 
     kind: DraftKind = "chain"
     runs_model = prefers_coupled = True
+    model: ModelRunner
 
     def __init__(self, reader: TreeReader) -> None:
-        self.reader = reader
+        self.reader, self.model = reader, reader.model
+
+    @property
+    def forward_seconds(self) -> float:
+        """See ``Drafter.forward_seconds``."""
+        return self.model.forward_seconds
 
     def kind_for(self, params: SamplingParams) -> DraftKind:
         """See ``TreeReader.kind_for``."""
@@ -233,23 +234,3 @@ class TreeDrafter(Drafter):
 
     def _done(self, state: DraftTreeState) -> None:
         """Called for a tree that is complete; it is not called if an exception ended the passes."""
-
-
-class LevelDrafter(TreeDrafter):
-    """Drafts with a model of its own. Subclasses decide on which rows of its cache a tree begins.
-
-    Args:
-        model: the draft model.
-        vocab_size: of the target.
-    """
-
-    model: ModelRunner
-
-    def __init__(self, model: ModelRunner, vocab_size: int) -> None:
-        super().__init__(TreeReader(model, vocab_size))
-        self.model = model
-
-    @property
-    def forward_seconds(self) -> float:
-        """See ``Drafter.forward_seconds``."""
-        return self.model.forward_seconds
