@@ -20,7 +20,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.eagle_heads.formats import read_eagle
-from sakiyomi.drafters.eagle_heads.loading import load_module
+from sakiyomi.drafters.eagle_heads.module import load_module
 from sakiyomi.drafters.eagle_heads.runner import EagleHead, FeatureHead, SharedHead
 from sakiyomi.drafters.model import CHUNK, LONG
 from sakiyomi.drafters.parallel_reader import ParallelReader
