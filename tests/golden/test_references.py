@@ -163,10 +163,10 @@ def test_corrections_are_those_of_speculators(kind: str) -> None:
     trust = definitions.ConfidenceHead(width + RANK)
     trust.load_state_dict({n: file.tensors[f"confidence_head.{n}"] for n in ("proj.weight", "proj.bias")})
     hidden, logits = torch.randn(5, width), torch.randn(5, VOCAB)
-    correction = Corrections(file, torch.device("cpu"), torch.float32).begin(logits, hidden, TEXT[0])
-    tokens, parents = TEXT[1:5], [-1, 0, 1, 2]
+    correct = Corrections(file, torch.device("cpu"), torch.float32).begin(logits, hidden)
+    parents = [-1, 0, 1, 2]
     with torch.no_grad():
-        found = [correction.slot(level, [level - 1], tokens, parents) for level in range(5)]
+        found = [correct(level, [level - 1], torch.tensor([TEXT[level]]), parents) for level in range(5)]
         before = markov.prev_embeddings(torch.tensor([TEXT[:5]]))
         bias = markov.block_bias(prev_token_ids=torch.tensor([TEXT[:5]]), hidden_states=hidden[None])
         wanted = torch.sigmoid(trust(torch.cat([hidden[None], before], -1)))

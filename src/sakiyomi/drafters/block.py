@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
@@ -120,10 +121,11 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
         if runner.corrections is None:
             tree.grow(runner.over_target(logits))
             return
-        correction = runner.corrections.begin(logits, hidden, token)
+        correct = runner.corrections.begin(logits, hidden)
 
         def slot(level: int, places: Sequence[int]) -> tuple[Tensor, Sequence[float] | None]:
-            found, sure = correction.slot(level, places, candidates.tokens, candidates.parents)
+            before = [token if place < 0 else candidates.tokens[place] for place in places]
+            found, sure = correct(level, places, torch.tensor(before, device=hidden.device), candidates.parents)
             return runner.over_target(found), sure
 
         tree.grow_by(slot)
