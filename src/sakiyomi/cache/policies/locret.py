@@ -97,8 +97,7 @@ class Locret(Policy):
     def observe(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
         """The heads' scores, (rows, kv heads)."""
         assert self._raw is not None and self._heads is not None
-        seen = self._raw.traced if torch.compiler.is_dynamo_compiling() else self._raw.read
-        projected = seen[layer]
+        projected = self._raw.read[layer]
         assert projected is not None
         scores: Tensor = self._heads(layer, projected)
         return scores
