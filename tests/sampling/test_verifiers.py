@@ -12,7 +12,8 @@ from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree
 from sakiyomi.kernels.build import native
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
-from sakiyomi.sampling.verifiers import VERIFIERS, Rows, Verifier, check_fits, choose_verifier, residual
+from sakiyomi.sampling.verifiers import VERIFIERS, Rows, Verifier, check_fits, choose_verifier
+from sakiyomi.sampling.verifiers.ratio import residual
 from target_rows import TableRows
 
 V = 8
