@@ -39,9 +39,6 @@ class AssistantReader(TreeReader):
         super().__init__(target, target.vocab_size)
         self._assistant = assistant
 
-    def _grow_natively(self, states: Sequence[DraftTreeState]) -> None:
-        """Never: the kernels know no features."""
-
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         found = []
         for state, segment in zip(states, segments, strict=True):
@@ -93,7 +90,6 @@ class AssistantDrafter(TreeDrafter):
             return None
         tree = self.reader.begin(context, memory.sampler, self.name, gamma, context.slot, held)
         if tree is not None:
-            assert isinstance(tree, FedTree)
-            tree.begun, tree.given = -1, context.states[HEAD][None]
+            tree.given = context.states[HEAD][None]
         memory.tree = tree
         return tree

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
 from sakiyomi.drafters.block_heads.formats import read_block
 from sakiyomi.drafters.block_heads.module import make_block
 from sakiyomi.drafters.block_heads.runner import BlockRunner
-from sakiyomi.drafters.draft_tree_state import drafts_of
 from sakiyomi.drafters.model import LONG
 from sakiyomi.drafters.seats import Seat, SeatDrafter
 from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots, SlotTree
@@ -88,35 +86,28 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
 
     # ------------------------------------------------------------ drafts
 
-    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; the blocks of all requests are one pass."""
-        drafts = [Draft.empty()] * len(contexts)
-        trees: dict[int, SlotTree] = {}
-        texts: list[tuple[int, int, int]] = []
-        for i, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
-            if not self._ready(context):
-                continue
-            seat = _Seat.of(context, self.name, self._vocab_size)
-            seat.tree = trees[i] = self._slots.begin(context, self.name, seat.sampler, gamma)
-            texts.append((seat.slot, seat.known - seat.begun, context.tokens[-1]))
-        if not trees:
-            return drafts
-        logits, hidden = self.runner.guess(texts, max(tree.candidates.depth for tree in trees.values()))
-        for row, tree in enumerate(trees.values()):
-            self._grow(tree, logits[row], hidden[row], texts[row][2])
-        for i, draft in zip(trees, drafts_of([*trees.values()]), strict=True):
-            drafts[i] = draft
-        return drafts
-
-    def _ready(self, context: Context) -> bool:
-        """Whether the text is known up to its last token, and there is room for a block behind it."""
+    def _begin(self, context: Context, gamma: int) -> SlotTree | None:
         seat: _Seat | None = context.memory.get(self.name)
+        # The text is known up to its last token, and there is room for a block behind it.
         if seat is None or seat.begun == seat.known or seat.known != len(context.tokens) - 1:
-            return False
-        columns = seat.known - seat.begun + self.runner.options.size
-        return columns <= self.model.max_context and self.model.cache.has_room(seat.slot, columns)
+            return None
+        columns = seat.known - seat.begun
+        whole = columns + self.runner.options.size
+        if whole > self.model.max_context or not self.model.cache.has_room(seat.slot, whole):
+            return None
+        seat = _Seat.of(context, self.name, self._vocab_size)
+        seat.tree = tree = self._slots.begin(context, self.name, seat.sampler, gamma)
+        tree.slot, tree.held = seat.slot, columns
+        return tree
 
-    def _grow(self, tree: SlotTree, logits: Tensor, hidden: Tensor, token: int) -> None:
+    def _grow(self, states: Sequence[SlotTree]) -> None:
+        """The blocks of all requests are one pass."""
+        texts = [(tree.slot, tree.held, tree.context.tokens[-1]) for tree in states]
+        logits, hidden = self.runner.guess(texts, max(tree.candidates.depth for tree in states))
+        for row, tree in enumerate(states):
+            self._grow_one(tree, logits[row], hidden[row], texts[row][2])
+
+    def _grow_one(self, tree: SlotTree, logits: Tensor, hidden: Tensor, token: int) -> None:
         runner, candidates = self.runner, tree.candidates
         if runner.corrections is None:
             tree.grow(runner.over_target(logits))

@@ -9,7 +9,7 @@ draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from sakiyomi.drafters.eagle_heads.runner import EagleHead, FeatureHead, SharedH
 from sakiyomi.drafters.model import CHUNK, LONG
 from sakiyomi.drafters.parallel_reader import ParallelReader
 from sakiyomi.drafters.seats import Seat, SeatDrafter
-from sakiyomi.drafters.slot_tree import SlotTree
 from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.loading.model import Loaded
@@ -34,31 +33,8 @@ __all__ = ["EagleDrafter"]
 
 
 @dataclass(eq=False)
-class Fed(DraftTreeState):
-    """A tree whose rows read features beside their tokens.
-
-    Attributes:
-        begun: the first token whose feature is known; rows of the slot begin with the one behind it.
-        given: features of the tokens before the missing ones, (missing, hidden).
-    """
-
-    begun: int = 0
-    given: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    @property
-    def columns(self) -> int:
-        """See ``DraftTreeState``."""
-        return super().columns - self.begun - 1
-
-    def segment(self) -> SequenceRows:
-        """See ``DraftTreeState``."""
-        found = super().segment()
-        return replace(found, length=found.length - self.begun - 1)
-
-
-@dataclass(eq=False)
-class FedTree(Fed):
-    """A tree that grows level by level.
+class FedTree(DraftTreeState):
+    """A tree whose rows read features beside their tokens, and which grows level by level.
 
     Attributes:
         features: of candidates that were read, and of the last committed token (-1), by the head.
@@ -80,22 +56,14 @@ class FedTree(Fed):
             self.features.update(zip(self.unread, states, strict=True))
 
 
-@dataclass(eq=False)
-class FedSlotTree(Fed, SlotTree):
-    """A tree of one pass."""
-
-
 class FedReader(TreeReader):
-    """Grows trees whose rows read features, see ``FedTree``."""
+    """Grows trees whose rows read features, see ``FedTree``, in Python: the kernels know no features."""
 
     state = FedTree
 
     def __init__(self, head: FeatureHead, vocab_size: int) -> None:
         super().__init__(head.model, vocab_size)
         self._head = head
-
-    def _grow_natively(self, states: Sequence[DraftTreeState]) -> None:
-        """Never: the kernels know no features."""
 
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         inputs = [state.inputs() for state in states if isinstance(state, FedTree)]
@@ -109,8 +77,6 @@ class FedReader(TreeReader):
 class ParallelFedReader(ParallelReader):
     """Grows trees of one pass whose rows read features (P-EAGLE, arXiv 2602.01469): those of masks were learnt."""
 
-    state = FedSlotTree
-
     def __init__(self, head: EagleHead, vocab_size: int) -> None:
         assert head.options.mask is not None
         super().__init__(head.model, vocab_size, head.options.mask)
@@ -119,7 +85,6 @@ class ParallelFedReader(ParallelReader):
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         inputs: list[Tensor] = []
         for state in states:
-            assert isinstance(state, Fed)
             inputs += [state.given, self._head.mask_feature().expand(state.candidates.depth - 1, -1)]
         return self._head.read(segments, torch.cat(inputs))[0]
 
@@ -228,10 +193,8 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
         if seat is None or seat.known != count - 1 or seat.held >= count or count - seat.held > LONG:
             return None
         tree = self.reader.begin(context, seat.sampler, self.name, gamma, seat.slot, seat.held)
-        if tree is None:
-            return None
-        assert isinstance(tree, Fed)
-        tree.begun, tree.given = seat.begun, seat.between(seat.held - 1, count - 1)
+        if tree is not None:
+            tree.lead, tree.given = seat.begun + 1, seat.between(seat.held - 1, count - 1)
         return tree
 
     def _done(self, state: DraftTreeState) -> None:

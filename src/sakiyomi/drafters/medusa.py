@@ -13,13 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
-from sakiyomi.drafters.draft_tree_state import RequestMemory, drafts_of
+from sakiyomi.drafters.draft_tree_state import RequestMemory
 from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.drafters.medusa_heads.runner import MedusaRunner
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned
-from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots
+from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots, SlotTree
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner
 
@@ -64,14 +63,14 @@ class MedusaDrafter(OnePassDrafter):
         """See ``load``."""
         return cls.load(argument, around.packed, allow_pickle=around.allow_pickle)
 
-    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; the heads of all requests are one pass."""
-        logits = self.guesser(torch.stack([context.states[HEAD] for context in contexts]))
+    def _begin(self, context: Context, gamma: int) -> SlotTree:
         most = None if self.tuned is None else (self.tuned.heads, self.tuned.nodes, self.tuned.top_k)
-        trees = []
-        for row, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
-            memory = RequestMemory.of(context, self.name, self._vocab_size)
-            memory.tree = tree = self._slots.begin(context, self.name, memory.sampler, gamma, most)
+        memory = RequestMemory.of(context, self.name, self._vocab_size)
+        memory.tree = tree = self._slots.begin(context, self.name, memory.sampler, gamma, most)
+        return tree
+
+    def _grow(self, states: Sequence[SlotTree]) -> None:
+        """The heads of all requests are one pass."""
+        logits = self.guesser(torch.stack([state.context.states[HEAD] for state in states]))
+        for row, tree in enumerate(states):
             tree.grow(logits[:, row])
-            trees.append(tree)
-        return drafts_of(trees)

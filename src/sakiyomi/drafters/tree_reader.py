@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["TreeDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
+__all__ = ["GrowingDrafter", "TreeDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
 
 DRAWN: dict[str, DraftKind] = {"chain": "chain", "static": "without_replacement", "choices": "without_replacement"}
 """The kind of draft for each shape that is known before anything is drawn: only these are drawn for the ratio rule."""
@@ -181,28 +182,59 @@ class TreeReader:
         return self.model.pass_seconds(rows) + self.besides
 
 
-class TreeDrafter(Drafter):
-    """Drafts by a reader, one pass a level. Subclasses decide on which rows of a cache a tree begins.
+class GrowingDrafter(Drafter):
+    """Grows a tree for each request. Subclasses decide where trees begin and how they grow."""
+
+    kind: DraftKind = "chain"
+    runs_model = prefers_coupled = True
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``; the trees of all requests grow together."""
+        drafts, growing = [Draft.empty()] * len(contexts), []
+        for i, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
+            if (state := self._begin(context, gamma)) is not None:
+                growing.append((i, state))
+        states = [state for _, state in growing]
+        if states:
+            self._grow(states)
+        for state in states:
+            self._done(state)
+        for (i, _), draft in zip(growing, drafts_of(states), strict=True):
+            drafts[i] = draft
+        return drafts
+
+    @abstractmethod
+    def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
+        """The request's tree, without a level yet; None: nothing can be drafted."""
+
+    @abstractmethod
+    def _grow(self, states: Sequence[Any]) -> None:
+        """Complete the trees that ``_begin`` gave."""
+
+    def _done(self, state: DraftTreeState) -> None:
+        """Called for a tree that is complete; it is not called if an exception ended the passes."""
+
+
+class TreeDrafter(GrowingDrafter):
+    """Drafts by a reader, one pass a level.
 
     Args:
         reader: grows the trees.
     """
 
-    kind: DraftKind = "chain"
-    runs_model = prefers_coupled = True
     model: ModelRunner
 
     def __init__(self, reader: TreeReader) -> None:
         self.reader, self.model = reader, reader.model
 
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``TreeReader.kind_for``."""
+        return self.reader.kind_for(params)
+
     @property
     def forward_seconds(self) -> float:
         """See ``Drafter.forward_seconds``."""
         return self.model.forward_seconds
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``TreeReader.kind_for``."""
-        return self.reader.kind_for(params)
 
     @property
     def passes(self) -> int:
@@ -214,23 +246,5 @@ class TreeDrafter(Drafter):
         """See ``Drafter.one_pass``."""
         return self.reader.one_pass
 
-    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; all requests advance together, one pass a level."""
-        drafts, growing = [Draft.empty()] * len(contexts), []
-        for i, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
-            if (state := self._begin(context, gamma)) is not None:
-                growing.append((i, state))
-        states = [state for _, state in growing]
+    def _grow(self, states: Sequence[DraftTreeState]) -> None:
         self.reader.read(states)
-        for state in states:
-            self._done(state)
-        for (i, _), draft in zip(growing, drafts_of(states), strict=True):
-            drafts[i] = draft
-        return drafts
-
-    @abstractmethod
-    def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
-        """The request's tree, without a level yet; None: nothing can be drafted."""
-
-    def _done(self, state: DraftTreeState) -> None:
-        """Called for a tree that is complete; it is not called if an exception ended the passes."""

@@ -135,7 +135,7 @@ class RequestNoise(Uniforms):
         return _best(weights[likely], noise[likely], likely, count)
 
     def gumbel(self, position: int, vocab_size: int) -> torch.Tensor:
-        """Standard Gumbel noise of one position, (V,) float32, a prefix of that of any larger V: ``top`` in plain form."""
+        """Standard Gumbel noise of one position, (V,) float32; of a larger V the first entries are the same."""
         noise = self._noise(position, np.arange(vocab_size))
         return torch.from_numpy(-np.log(_exponential(noise)).astype(np.float32))
 
