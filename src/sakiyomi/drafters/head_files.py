@@ -54,7 +54,7 @@ def head_config(folder: str | Path, what: str) -> tuple[Path, dict[str, Any]]:
     """
     folder = folder_of(os.fspath(folder))
     if not (folder / "config.json").is_file():
-        raise LoadError(f"there is no {what} in {str(folder)!r} (no config.json); check the path")
+        raise LoadError(f"no {what} in {str(folder)!r}: there is no config.json; check the path")
     return folder, read_config(folder)
 
 
