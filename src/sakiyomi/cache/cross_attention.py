@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.slots import SlotCache
 
 __all__ = ["Source", "SourceCache"]
@@ -31,32 +31,16 @@ class Source:
 
 
 class SourceCache(SlotCache):
-    """Keys and values of every request's source, in the same slots as its text.
+    """Keys and values of every request's source, in the same slots as its text; one shape per cross-attention layer."""
 
-    Args:
-        shapes: one per cross-attention layer.
-        dtype: of the stored tensors.
-        max_slots, extra: as in ``SlotCache``.
-        on_move: as in ``SlotCache``.
-        available: as in ``SlotCache``.
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(max_slots + extra,) int32 on the CPU: places of each slot's source; 0: nothing was read there."""
+        return torch.zeros(self.max_slots + self.extra, dtype=torch.int32)
 
-    Attributes:
-        lengths: (max_slots + extra,) int32 on the CPU: places of each slot's source; 0: nothing was read there.
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        *,
-        dtype: torch.dtype,
-        max_slots: int,
-        extra: int = 0,
-        on_move: Callable[[SlotCache], None] | None = None,
-        available: Callable[[], int] | None = None,
-    ) -> None:
-        super().__init__(shapes, dtype=dtype, max_slots=max_slots, extra=extra, on_move=on_move, available=available)
-        self.lengths = torch.zeros(max_slots + extra, dtype=torch.int32)
-        self._held: dict[int, Source] = {}
+    @cached_property
+    def _held(self) -> dict[int, Source]:
+        return {}
 
     def holds(self, slot: int, source: Source) -> bool:
         """Whether the slot has what was read of this source; taken from another slot where one has it."""

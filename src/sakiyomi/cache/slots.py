@@ -19,7 +19,7 @@ from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.quantized import QuantizedKV
 from sakiyomi.cache.sizing import FIRST_ROOM, Sizing
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, MemoryLimitError
 from sakiyomi.kernels.batch import BatchPlan
 
 __all__ = ["FIRST_ROOM", "SlotCache"]
@@ -119,6 +119,14 @@ class SlotCache(KVStore):
         super().reserve(slot, columns)
         for state in self.states.stores:
             state.reserve(slot, columns)
+
+    def has_room(self, slot: int, columns: int) -> bool:
+        """``reserve``; False where there is no memory for it."""
+        try:
+            self.reserve(slot, columns)
+        except MemoryLimitError:
+            return False
+        return True
 
     def clear(self, slot: int) -> None:
         """A text begins in this slot."""

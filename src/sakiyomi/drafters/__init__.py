@@ -1,20 +1,21 @@
-"""Drafters by the name before the colon of their spec. A new one is a file here, a line in ``DRAFTERS``, and its
-form in ``core.draft_specs``.
+"""Drafters by the name before the colon of their spec. A new one is a file here whose class has ``make``, a line in
+``DRAFTERS``, and its form in ``core.draft_specs``.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.draft_specs import FORMS, model_spec, number, split_spec
+from sakiyomi.core.draft_specs import FORMS, model_spec, split_spec
 from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
-from sakiyomi.drafters.base import Context, Drafter, Rule
+from sakiyomi.drafters.base import Context, Drafter, DrafterContext, Rule
 from sakiyomi.drafters.merged import MergedDrafter
 
 __all__ = [
@@ -31,34 +32,18 @@ __all__ = [
 ]
 
 
-def _unavailable(*_: Any) -> Any:
-    """Where drafters that need this have been refused before."""
-    raise AssertionError("refused before")
+Maker = Callable[[str, DrafterContext], Drafter]
+"""Makes a drafter from what is behind the colon of its spec."""
 
 
-@dataclass(frozen=True)
-class DrafterContext:
-    """What a drafter may be built from.
+def _class(module: str, name: str) -> Maker:
+    """The ``make`` of a drafter's class, which is imported when such a drafter is wanted."""
 
-    Attributes:
-        target: the loaded target (``sakiyomi.model_executor.loading.Loaded``).
-        packed: the target as it runs (``sakiyomi.model_executor.runner.ModelRunner``).
-        vocab_size: width of the target's logits.
-        load: loads another model by name with the settings of this LLM, on the device that is named.
-        pack: makes a model that ``load`` returned ready to run beside the target.
-        quantized: makes a second copy of the target with quantized weights, ready to run beside it.
-        answer: the target's own answer to a request (``drafters.oracle.Answer``).
-        allow_pickle: weights may be stored as pickle.
-    """
+    def make(argument: str, around: DrafterContext) -> Drafter:
+        found: Drafter = getattr(import_module(f"sakiyomi.drafters.{module}"), name).make(argument, around)
+        return found
 
-    target: Any
-    packed: Any
-    vocab_size: int
-    load: Callable[[str, str | None], Any] = _unavailable
-    pack: Callable[[Any], Any] = _unavailable
-    quantized: Callable[[str], Any] = _unavailable
-    answer: Callable[[Context], Any] = _unavailable
-    allow_pickle: bool = False
+    return make
 
 
 def _model(argument: str, around: DrafterContext) -> Drafter:
@@ -96,28 +81,6 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
     return CrossDrafter(inner, draft.tokenizer, target.tokenizer, stop_tokens(draft.model, draft.tokenizer))
 
 
-def _oracle(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.oracle import Oracle
-
-    rate = number(float, argument or "1", "oracle", "has no rate; write oracle:0.8, or oracle for 1")
-    return Oracle(around.answer, around.vocab_size, rate)
-
-
-def _early_exit(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.early_exit import EarlyExit
-    from sakiyomi.model_executor.early_exit import FirstLayers
-
-    count = number(int, argument, "early-exit", "names no layer; write early-exit:<layers to run>")
-    return EarlyExit(FirstLayers(around.packed, count))
-
-
-def _self_evicted(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.self_evicted import BUDGET, SelfEvicted
-
-    wanted = "names no number of pairs; write self-evicted:<pairs of a head>"
-    return SelfEvicted(around.packed, number(int, argument or str(BUDGET), "self-evicted", wanted))
-
-
 def _self_int8(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.model import ModelDrafter
 
@@ -129,79 +92,22 @@ def _self_int8(argument: str, around: DrafterContext) -> Drafter:
     return ModelDrafter(around.quantized("int8"), around.vocab_size, name="self-int8")
 
 
-def _lookup(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.lookup import MOST, PromptLookup
-
-    return PromptLookup(argument or MOST)
-
-
-def _suffix(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.core.fingerprint import tokenizer_digest
-    from sakiyomi.drafters.memory import MemoryFile
-    from sakiyomi.drafters.suffix import SuffixDrafter
-
-    if not argument:
-        return SuffixDrafter()
-    return SuffixDrafter(MemoryFile(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size))
-
-
-def _ngram(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.core.fingerprint import tokenizer_digest
-    from sakiyomi.drafters.ngram import NgramDrafter
-    from sakiyomi.drafters.ngram_file import read_tables
-
-    if not argument:
-        return NgramDrafter(around.vocab_size)
-    tables = read_tables(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size)
-    return NgramDrafter(around.vocab_size, tables)
-
-
-def _medusa(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.medusa import MedusaDrafter
-
-    return MedusaDrafter.load(argument, around.packed, allow_pickle=around.allow_pickle)
-
-
-def _eagle(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.eagle import EagleDrafter
-
-    return EagleDrafter.load(argument, around.packed, around.pack, allow_pickle=around.allow_pickle)
-
-
-def _block(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.block import BlockDrafter
-
-    return BlockDrafter.load(argument, around.packed, around.pack, allow_pickle=around.allow_pickle)
-
-
-def _mtp(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.mtp import MtpDrafter
-
-    return MtpDrafter.of(argument, around.target, around.packed, around.pack)
-
-
-def _assistant(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.assistant import AssistantDrafter
-
-    return AssistantDrafter.load(argument, around.packed)
-
-
-DRAFTERS: dict[str, Callable[[str, DrafterContext], Drafter]] = {
+DRAFTERS: dict[str, Maker] = {
     "model": _model,
-    "medusa": _medusa,
-    "eagle": _eagle,
-    "block": _block,
-    "mtp": _mtp,
-    "assistant": _assistant,
+    "medusa": _class("medusa", "MedusaDrafter"),
+    "eagle": _class("eagle", "EagleDrafter"),
+    "block": _class("block", "BlockDrafter"),
+    "mtp": _class("mtp", "MtpDrafter"),
+    "assistant": _class("assistant", "AssistantDrafter"),
     "self-int8": _self_int8,
-    "self-evicted": _self_evicted,
-    "early-exit": _early_exit,
-    "oracle": _oracle,
-    "prompt-lookup": _lookup,
-    "suffix": _suffix,
-    "ngram": _ngram,
+    "self-evicted": _class("self_evicted", "SelfEvicted"),
+    "early-exit": _class("early_exit", "EarlyExit"),
+    "oracle": _class("oracle", "Oracle"),
+    "prompt-lookup": _class("lookup", "PromptLookup"),
+    "suffix": _class("suffix", "SuffixDrafter"),
+    "ngram": _class("ngram", "NgramDrafter"),
 }
-"""What makes a drafter, from what is behind the colon of its spec."""
+"""What makes a drafter, by the name before the colon of its spec."""
 
 
 def parse_drafters(spec: Any) -> list[str | Drafter]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sakiyomi.cache.cross_attention import Source
     from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Context", "Drafter", "HiddenStates", "Rule", "tell_end", "tell_inherit"]
+__all__ = ["Context", "Drafter", "DrafterContext", "HiddenStates", "Rule", "tell_end", "tell_inherit"]
 
 logger = logging.getLogger("sakiyomi")
 
@@ -84,6 +84,36 @@ class HiddenStates:
 
     layers: tuple[int, ...]
     rows: Literal["last", "all"] = "last"
+
+
+def _unavailable(*_: Any) -> Any:
+    """In place of what the drafters that are made do not need."""
+    raise AssertionError("refused before")
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a drafter may be built from.
+
+    Attributes:
+        target: the loaded target (``sakiyomi.model_executor.loading.Loaded``).
+        packed: the target as it runs (``sakiyomi.model_executor.runner.ModelRunner``).
+        vocab_size: width of the target's logits.
+        load: loads another model by name with the settings of this LLM, on the device that is named.
+        pack: makes a model that ``load`` returned ready to run beside the target.
+        quantized: makes a second copy of the target with quantized weights, ready to run beside it.
+        answer: the target's own answer to a request (``drafters.oracle.Answer``).
+        allow_pickle: weights may be stored as pickle.
+    """
+
+    target: Any
+    packed: Any
+    vocab_size: int
+    load: Callable[[str, str | None], Any] = _unavailable
+    pack: Callable[[Any], Any] = _unavailable
+    quantized: Callable[[str], Any] = _unavailable
+    answer: Callable[[Context], Any] = _unavailable
+    allow_pickle: bool = False
 
 
 class Drafter(ABC):

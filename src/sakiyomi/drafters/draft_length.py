@@ -13,7 +13,6 @@ from sakiyomi.theory import marginal_gamma
 
 __all__ = [
     "AutoSize",
-    "BoundedSize",
     "Costs",
     "DraftLengthPolicy",
     "FixedSize",
@@ -209,25 +208,33 @@ class Heuristic:
 
 
 class FixedSize:
-    """Depth and nodes as the request says: a number, a schedule, or what pays.
+    """Depth and nodes as the request says: a number, a schedule, or as many as pay.
 
     Args:
         depth: levels, 0 to draft nothing; None: as many as pay.
         nodes: of the tree; None: as many as pay.
         chain: the draft is one path, so that there are as many nodes as levels.
+        bounded: no more than other requests in the same round can bear.
     """
 
     adapts: ClassVar[bool] = False
 
-    def __init__(self, depth: int | Heuristic | None, nodes: int | Heuristic | None, *, chain: bool) -> None:
-        self.depth, self.nodes, self.chain = depth, nodes, chain
+    def __init__(
+        self, depth: int | Heuristic | None, nodes: int | Heuristic | None, *, chain: bool, bounded: bool = False
+    ) -> None:
+        self.depth, self.nodes, self.chain, self.bounded = depth, nodes, chain, bounded
         self._gain = Throughput()
         self._always = Size(depth, depth) if chain and isinstance(depth, int) else None  # what no round changes
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``DraftLengthPolicy.next``."""
-        if self._always is not None:
-            return self._always
+        if not self.bounded:
+            return self._always or self._size(costs)
+        size, now = self._always or self._size(costs), costs()
+        depth, nodes = (now.depth, now.nodes) if now.batch == 1 else (now.bearable(),) * 2
+        return Size(min(size.depth, depth), min(size.nodes, nodes), size.worth)
+
+    def _size(self, costs: Callable[[], Costs]) -> Size:
         if self.chain:
             depth = _number(self.depth, MOST)
             return Size(depth, depth)
@@ -240,8 +247,6 @@ class FixedSize:
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
         """See ``DraftLengthPolicy.observe``."""
-        if self._always is not None:
-            return
         self._gain.add(accepted + 1, seconds)
         for dial in (self.depth, self.nodes):
             if isinstance(dial, Heuristic):
@@ -439,31 +444,6 @@ def _dial(value: int | str, kept: Heuristic | None) -> int | Heuristic | None:
     return Heuristic() if value == "heuristic" else None
 
 
-class BoundedSize:
-    """Another policy's sizes, as far as other requests in the same round can bear them.
-
-    Args:
-        policy: of the request.
-    """
-
-    adapts: ClassVar[bool] = False
-
-    def __init__(self, policy: DraftLengthPolicy) -> None:
-        self._policy = policy
-
-    def next(self, costs: Callable[[], Costs]) -> Size:
-        """See ``DraftLengthPolicy.next``."""
-        size, now = self._policy.next(costs), costs()
-        if now.batch == 1:
-            return Size(min(size.depth, now.depth), min(size.nodes, now.nodes), size.worth)
-        most = now.bearable()
-        return Size(min(size.depth, most), min(size.nodes, most), size.worth)
-
-    def observe(self, drafted: int, accepted: int, seconds: float) -> None:
-        """See ``DraftLengthPolicy.observe``."""
-        self._policy.observe(drafted, accepted, seconds)
-
-
 def make_policy(
     params: SamplingParams,
     depth: int | None = None,
@@ -481,12 +461,10 @@ def make_policy(
     """
     if params.gamma == "auto" and params.tree in ("auto", "chain") and params.nodes == "auto" and not params.choices:
         return AutoSize(params.builder != "chain", depth)
-    fixed = _fixed(params, kept or {})
-    return BoundedSize(fixed) if bounded else fixed
-
-
-def _fixed(params: SamplingParams, kept: Mapping[str, Heuristic]) -> FixedSize:
     if params.choices:
-        return FixedSize(max(map(len, params.choices)), len(params.choices), chain=False)
-    gamma, nodes = _dial(params.gamma, kept.get("gamma")), _dial(params.nodes, kept.get("nodes"))
-    return FixedSize(gamma, nodes, chain=params.builder == "chain")
+        paths = params.choices
+        return FixedSize(max(map(len, paths)), len(paths), chain=False, bounded=bounded)
+    gamma, nodes = (
+        _dial(value, (kept or {}).get(name)) for name, value in (("gamma", params.gamma), ("nodes", params.nodes))
+    )
+    return FixedSize(gamma, nodes, chain=params.builder == "chain", bounded=bounded)

@@ -40,6 +40,9 @@ class DraftTreeState:
         drawn: whether candidates are drawn rather than chosen: then none may be left out because of its token.
         slot: of the request in the model's cache.
         held: committed tokens whose keys and values were in that slot at the beginning.
+        lead: the first so many tokens of the text have no row in that slot.
+        given: hidden states of the target that the missing tokens read beside themselves, (missing, hidden); empty
+            where the model reads tokens alone.
         rows: candidates that the model has read, in the order of their rows in the cache.
         unread: candidates that the model reads in the next pass.
         listed: for each candidate that was read (-1: the last committed token) the number of its first child, and all
@@ -66,6 +69,8 @@ class DraftTreeState:
     _row_of: dict[int, int] = field(default_factory=dict)
     first: int = field(init=False)
     worth: TokenValue | None = field(init=False)
+    lead: int = 0
+    given: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def __post_init__(self) -> None:
         self.first = len(self.context.tokens)
@@ -74,7 +79,7 @@ class DraftTreeState:
     @property
     def columns(self) -> int:
         """Columns of the slot that are in use after the next pass."""
-        return self.first + len(self.rows) + len(self.unread)
+        return self.first - self.lead + len(self.rows) + len(self.unread)
 
     @property
     def missing(self) -> Sequence[int]:
@@ -91,11 +96,11 @@ class DraftTreeState:
         """The rows of the next pass: in the first pass the committed tokens that are missing, then one level each."""
         candidates, done = self.candidates, len(self.rows)
         if not candidates.levels:
-            return SequenceRows(self.slot, self.held, self.missing)
+            return SequenceRows(self.slot, self.held - self.lead, self.missing)
         rows = {candidate: row for row, candidate in enumerate((*self.rows, *self.unread))}
         parents = tuple(rows.get(candidates.parents[candidate], -1) for candidate in rows)
         tokens = [candidates.tokens[candidate] for candidate in self.unread]
-        return SequenceRows(self.slot, self.first + done, tokens, parents, done=done)
+        return SequenceRows(self.slot, self.first - self.lead + done, tokens, parents, done=done)
 
     def learn(self, tokens: Sequence[int]) -> list[int]:
         """Learn from what the target chose at every node that it reached.

@@ -8,15 +8,15 @@ a draft depends on the model: few are trained to predict tokens from their first
 
 from __future__ import annotations
 
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
-from sakiyomi.drafters.tree_reader import LevelDrafter
+from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.model_executor.early_exit import FirstLayers
 
 __all__ = ["EarlyExit"]
 
 
-class EarlyExit(LevelDrafter):
+class EarlyExit(TreeDrafter):
     """Drafts a tree or a chain with an early exit from the target, one pass of its first layers for each level.
 
     Args:
@@ -26,7 +26,16 @@ class EarlyExit(LevelDrafter):
     name = "early-exit"
 
     def __init__(self, model: FirstLayers) -> None:
-        super().__init__(model, model.vocab_size)
+        super().__init__(TreeReader(model, model.vocab_size))
+
+    @classmethod
+    def make(cls, argument: str, around: DrafterContext) -> EarlyExit:
+        """A drafter that runs so many layers.
+
+        Raises:
+            InputError, UnsupportedError: see ``FirstLayers``.
+        """
+        return cls(FirstLayers(around.packed, int(argument)))
 
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         memory = RequestMemory.of(context, self.name, self.model.vocab_size)

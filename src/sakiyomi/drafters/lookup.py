@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.guess_calibration import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree
 from sakiyomi.drafters.text_base import FLOOR, TextDrafter
@@ -114,6 +114,11 @@ class PromptLookup(TextDrafter):
                 f"instance prompt-lookup:{MOST}"
             )
         self.most = int(most)
+
+    @classmethod
+    def make(cls, argument: str, around: DrafterContext) -> PromptLookup:
+        """A drafter that looks for matches of up to so many tokens."""
+        return cls(argument or MOST)
 
     def reader(self, context: Context) -> LookupReader:
         """See ``TextDrafter.reader``."""

@@ -14,7 +14,7 @@ from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.learning import MOST, HeadLearner
 from sakiyomi.drafters.parallel_reader import ParallelReader
-from sakiyomi.drafters.tree_reader import LevelDrafter, TreeReader
+from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
@@ -48,7 +48,7 @@ class Seat:
     began: int = 0
 
 
-class ModelDrafter(LevelDrafter):
+class ModelDrafter(TreeDrafter):
     """Drafts a tree or a chain with a small causal LM, for all requests at once, one pass a level; see ``TreeReader``.
 
     Args:
@@ -69,11 +69,8 @@ class ModelDrafter(LevelDrafter):
         mask: int | None = None,
         learner: HeadLearner | None = None,
     ) -> None:
-        super().__init__(model, vocab_size)
-        self.learner = learner
-        if mask is not None:
-            self.reader = ParallelReader(model, vocab_size, mask)
-        self.name = name
+        super().__init__(TreeReader(model, vocab_size) if mask is None else ParallelReader(model, vocab_size, mask))
+        self.learner, self.name = learner, name
         self._vocab_size = vocab_size
         self._knows_all = model.vocab_size >= vocab_size  # the target's vocabulary may be padded further
         self._seats: dict[int, Seat] = {}
@@ -223,9 +220,7 @@ class ModelDrafter(LevelDrafter):
         tokens, first = context.tokens[: len(seat.held) + 1], seat.began
         if len(tokens) <= first:
             return
-        try:
-            self.model.cache.reserve(seat.slot, len(tokens))
-        except MemoryLimitError:
+        if not self.model.cache.has_room(seat.slot, len(tokens)):
             return
         held = self.model.cache.resume(seat.slot, max(first, len(tokens) - MOST) - 1)
         self.learner.learn(seat.slot, tokens, first, held)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sakiyomi.core.errors import InputError, MemoryLimitError
+from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
@@ -105,12 +105,8 @@ class NativeTrees:
         return passes
 
     def _reserve(self, states: Sequence[DraftTreeState], shapes: Sequence[Shape]) -> bool:
-        try:
-            for state, shape in zip(states, shapes, strict=True):
-                self._model.cache.reserve(state.slot, state.first + shape.rows)
-        except MemoryLimitError:
-            return False
-        return True
+        both = zip(states, shapes, strict=True)
+        return all(self._model.cache.has_room(state.slot, state.first + shape.rows) for state, shape in both)
 
     def _begin(self, session: int, sizes: Sequence[int], kernels: ctypes.CDLL) -> None:
         self._free()

@@ -15,7 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from sakiyomi.drafters.base import Context
+from sakiyomi.core.fingerprint import tokenizer_digest
+from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.guess_calibration import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree, grow
 from sakiyomi.drafters.text_base import FLOOR, TextDrafter
@@ -216,6 +217,16 @@ class NgramDrafter(TextDrafter):
 
     def __init__(self, vocab_size: int, tables: Tables | None = None) -> None:
         self._vocab_size, self._tables = vocab_size, tables
+
+    @classmethod
+    def make(cls, argument: str, around: DrafterContext) -> NgramDrafter:
+        """A drafter with the tables of this file; with the request's own counts where no file is given."""
+        from sakiyomi.drafters.ngram_file import read_tables
+
+        if not argument:
+            return cls(around.vocab_size)
+        tables = read_tables(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size)
+        return cls(around.vocab_size, tables)
 
     def reader(self, context: Context) -> NgramReader:
         """See ``TextDrafter.reader``."""

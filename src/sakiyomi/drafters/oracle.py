@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
-from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.drafters.base import Context, Drafter, DrafterContext
 
 __all__ = ["Answer", "Oracle"]
 
@@ -47,6 +47,11 @@ class Oracle(Drafter):
         self.rate, self._answer, self._vocab_size = rate, answer, vocab_size
         self._said = False
         self._known: OrderedDict[tuple[object, ...], list[int]] = OrderedDict()
+
+    @classmethod
+    def make(cls, argument: str, around: DrafterContext) -> Oracle:
+        """An oracle with this rate; 1 where none is given."""
+        return cls(around.answer, around.vocab_size, float(argument or "1"))
 
     @property
     def forward_seconds(self) -> float:

@@ -34,7 +34,6 @@ class ParallelReader(TreeReader):
         mask: token that stands for one to be guessed.
     """
 
-    state: type[SlotTree] = SlotTree
     one_pass = True
 
     def __init__(self, model: ModelRunner, vocab_size: int, mask: int) -> None:
@@ -52,7 +51,7 @@ class ParallelReader(TreeReader):
         room = self.model.max_context - len(context.tokens)
         if room < 1:
             return None
-        tree = self._slots.begin(context, name, sampler, min(gamma, room), kind=self.state)
+        tree = self._slots.begin(context, name, sampler, min(gamma, room))
         tree.candidates.depth = min(tree.candidates.depth, room)
         tree.slot, tree.held = slot, held
         return tree

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
-from sakiyomi.drafters.tree_reader import LevelDrafter
+from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.sparse_view import Excerpt
 
@@ -49,7 +49,7 @@ class _Seat(RequestMemory):
     pages: list[Tensor] = field(default_factory=list)
 
 
-class SelfEvicted(LevelDrafter):
+class SelfEvicted(TreeDrafter):
     """Drafts with the target on an excerpt of its cache.
 
     Args:
@@ -73,7 +73,12 @@ class SelfEvicted(LevelDrafter):
         except UnsupportedError as error:
             raise UnsupportedError(f"draft self-evicted: {error}, or another draft") from None
         self._target, self._budget = target, budget
-        super().__init__(Excerpt(target, budget + ROOM), target.vocab_size)
+        super().__init__(TreeReader(Excerpt(target, budget + ROOM), target.vocab_size))
+
+    @classmethod
+    def make(cls, argument: str, around: DrafterContext) -> SelfEvicted:
+        """A drafter with excerpts of so many pairs, ``BUDGET`` where no number is given."""
+        return cls(around.packed, int(argument or BUDGET))
 
     def end(self, context: Context) -> None:
         """Free the request's slot."""

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from heapq import nlargest
 
 from sakiyomi.core.errors import LoadError
+from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.automaton import ROOT, Cursor, SuffixAutomaton
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.copy_source import CopySource
 from sakiyomi.drafters.guess_calibration import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree, grow
@@ -180,6 +181,13 @@ class SuffixDrafter(TextDrafter):
         self._saved = -SAVE_SECONDS
         if memory is not None:
             self._shared = _automaton(memory)
+
+    @classmethod
+    def make(cls, argument: str, around: DrafterContext) -> SuffixDrafter:
+        """A drafter with this memory file; with none where no file is given."""
+        if not argument:
+            return cls()
+        return cls(MemoryFile(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size))
 
     def reader(self, context: Context) -> SuffixReader:
         """See ``TextDrafter.reader``."""

@@ -29,6 +29,11 @@ class Looking(Policy):
         """See ``scaled_queries``."""
         return scaled_queries(layer, queries, scaling)
 
+    def total(self, view: View, rows: int | None = None) -> Tensor:
+        """Attention that each pair gets from the last so many rows, all by default, and all query heads: (h, n)."""
+        parts = [seen.sum((1, 2)) for seen in self.looks(view, rows)]
+        return sum(parts[1:], parts[0])
+
     def looks(self, view: View, rows: int | None = None) -> Iterator[Tensor]:
         """Attention of the last so many rows, all by default, over all pairs: (h, g, some rows, n) float32 each."""
         assert view.observations is not None

@@ -265,11 +265,10 @@ class CrossDrafter(Drafter):
 
     def _translate(self, each: _Round, owed: bytes, draft: Draft) -> Translation:
         """The draft's text in tokens of the target, without the bytes that are committed already."""
-        side, context, translator = each.side, each.context, self._translator
+        context, chain = each.context, each.nodes <= each.depth
+        nodes, worth = (each.depth, None) if chain else (each.nodes, context.worth)
         ends = self._end in context.stop_ids
-        if each.nodes <= each.depth:
-            return translator.chain(side.tail, owed, draft, each.depth, ends=ends)
-        return translator.tree(side.tail, owed, draft, each.depth, each.nodes, ends=ends, worth=context.worth)
+        return self._translator.translate(each.side.tail, owed, draft, each.depth, nodes, ends=ends, worth=worth)
 
     def _alternative(self, each: _Round) -> Translation | None:
         """Another text, where the target's tokens contradict the first.

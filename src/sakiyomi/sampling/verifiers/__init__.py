@@ -9,24 +9,11 @@ from sakiyomi.sampling.verifiers.base import Rows, Verifier
 from sakiyomi.sampling.verifiers.block import BlockVerifier
 from sakiyomi.sampling.verifiers.coupled import CoupledVerifier
 from sakiyomi.sampling.verifiers.greedy import GreedyVerifier
-from sakiyomi.sampling.verifiers.ratio import RatioVerifier, residual
+from sakiyomi.sampling.verifiers.ratio import RatioVerifier
 from sakiyomi.sampling.verifiers.traversal import TraversalVerifier
 from sakiyomi.sampling.verifiers.typical import TypicalVerifier
 
-__all__ = [
-    "VERIFIERS",
-    "BlockVerifier",
-    "CoupledVerifier",
-    "GreedyVerifier",
-    "RatioVerifier",
-    "Rows",
-    "TraversalVerifier",
-    "TypicalVerifier",
-    "Verifier",
-    "check_fits",
-    "choose_verifier",
-    "residual",
-]
+__all__ = ["VERIFIERS", "Rows", "Verifier", "check_fits", "choose_verifier"]
 
 _RULES = GreedyVerifier(), RatioVerifier(), CoupledVerifier(), BlockVerifier(), TraversalVerifier(), TypicalVerifier()
 VERIFIERS: dict[str, Verifier] = {rule.name: rule for rule in _RULES}
