@@ -23,7 +23,7 @@ from sakiyomi.core.preflight import check_drafts
 from sakiyomi.train import taught
 from sakiyomi.train.acceptance import continuations, distinct_ngrams, speculate
 from sakiyomi.train.checkpoint import load_checkpoint
-from sakiyomi.train.config.language import DraftSizes
+from sakiyomi.train.commands import DraftSizes
 from sakiyomi.train.draft import train_draft
 from sakiyomi.train.expect import Speed, expected, given_speed, verdict
 from sakiyomi.train.labels import SoftLabels

@@ -18,7 +18,7 @@ from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
 from sakiyomi.drafters.eagle_heads.module import EagleOptions
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import Continuations
-from sakiyomi.train.config import EagleConfig
+from sakiyomi.train.commands import TrainEagle
 from sakiyomi.train.eagle import train_eagle
 from sakiyomi.train.eagle_unrolled import UnrolledHead, new_head
 from sakiyomi.train.guesses import CHAIN, DEPTH, measured
@@ -29,7 +29,7 @@ from toys import tiny_llama
 from train_toys import losses, stop_at, story_file, tiny_gpt2, tiny_target
 
 
-def eagle_config(folder: Path, target: Path, **changes: Any) -> EagleConfig:
+def eagle_config(folder: Path, target: Path, **changes: Any) -> TrainEagle:
     """Three steps on features of the head's own, and a budget of a few steps of the optimizer."""
     text = story_file(folder / "train.jsonl")
     valid = story_file(folder / "valid.jsonl", count=6, seed=1)
@@ -48,7 +48,7 @@ def eagle_config(folder: Path, target: Path, **changes: Any) -> EagleConfig:
         "compile": False,
         "threads": 1,
     }
-    return EagleConfig.of(**(settings | changes))
+    return TrainEagle.of(**(settings | changes))
 
 
 def some_head(model: Any, tokens: Tensor | None = None) -> tuple[UnrolledHead, EagleFile]:

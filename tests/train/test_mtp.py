@@ -18,7 +18,7 @@ from sakiyomi.drafters import heads_beside
 from sakiyomi.drafters.mtp_layer import make_mtp, new_mtp, read_mtp
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import Continuations
-from sakiyomi.train.config import MtpConfig
+from sakiyomi.train.commands import TrainMtp
 from sakiyomi.train.guesses import CHAIN, measured
 from sakiyomi.train.mtp import train_mtp
 from sakiyomi.train.mtp_head import MtpHead
@@ -29,7 +29,7 @@ from toys import tiny_llama
 from train_toys import losses, stop_at, stories, story_file, target_config, tiny_gpt2, tiny_target
 
 
-def mtp_config(folder: Path, target: Path, **changes: Any) -> MtpConfig:
+def mtp_config(folder: Path, target: Path, **changes: Any) -> TrainMtp:
     """Three steps on what the layer gave itself, and a budget of a few steps of the optimizer."""
     text = story_file(folder / "train.jsonl")
     valid = story_file(folder / "valid.jsonl", count=6, seed=1)
@@ -48,7 +48,7 @@ def mtp_config(folder: Path, target: Path, **changes: Any) -> MtpConfig:
         "compile": False,
         "threads": 1,
     }
-    return MtpConfig.of(**(settings | changes))
+    return TrainMtp.of(**(settings | changes))
 
 
 def head_of(folder: Path, target: Any, layers: int) -> MtpHead:

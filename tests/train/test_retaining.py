@@ -23,7 +23,7 @@ from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingSha
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.train import long_tasks
 from sakiyomi.train.answered import Answered, TaskRows, joined, read_answered
-from sakiyomi.train.config import RetainingConfig
+from sakiyomi.train.commands import TrainRetaining
 from sakiyomi.train.heads_loss import HeadsLoss, heads_loss, overlap
 from sakiyomi.train.long_tasks import Example, read_filler
 from sakiyomi.train.operations import LLAMA_8B, Shape, operations, paper_run, shape_of
@@ -34,7 +34,7 @@ from toys import tiny_tokenizer
 from train_toys import losses, question_file, stop_at, tiny_gpt2, tiny_target, wide_target
 
 
-def retaining_config(folder: Path, target: Path, **changes: Any) -> RetainingConfig:
+def retaining_config(folder: Path, target: Path, **changes: Any) -> TrainRetaining:
     """Heads of width 16 and a budget of a few steps."""
     settings: dict[str, Any] = {
         "out": str(folder / "retaining"),
@@ -49,7 +49,7 @@ def retaining_config(folder: Path, target: Path, **changes: Any) -> RetainingCon
         "threads": 1,
         "device": "cpu",
     }
-    return RetainingConfig.of(**(settings | changes))
+    return TrainRetaining.of(**(settings | changes))
 
 
 # ---------------------------------------------------------------- a run
@@ -100,7 +100,7 @@ def test_another_architecture_and_precision(
         note(self, layer, qkv)
 
     monkeypatch.setattr(HeadsLoss, "_note", noting)
-    monkeypatch.setattr("sakiyomi.train.config.base.multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr("sakiyomi.train.config.multiplies_bf16", lambda: multiplies)
     config = retaining_config(tmp_path, tiny_gpt2(tmp_path), queries="writing", labels="chances")
     summary = train_retaining(config)
     assert seen == {dtype}, "the target's passes"
@@ -162,7 +162,7 @@ def toy_loss(name: str = "llama", **changes: Any) -> tuple[HeadsLoss, RetainingH
     torch.manual_seed(2)
     heads = RetainingHeads(RetainingShape(Raw(model).widths, kv_heads_of(model), 5))
     settings = {"target": "x", "out": "x", "data": ("x",), "precision": "no"} | changes
-    return HeadsLoss(RetainingConfig.of(**settings), model, heads), heads, model
+    return HeadsLoss(TrainRetaining.of(**settings), model, heads), heads, model
 
 
 def batch_of(*rows: tuple[int, int]) -> dict[str, torch.Tensor]:

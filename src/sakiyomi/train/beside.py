@@ -16,8 +16,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.trained import Origin
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.answered import Answered, Questions, TaskRows, joined, parse_tasks, read_answered
-from sakiyomi.train.config import AnsweredConfig
-from sakiyomi.train.config.base import passes_on
+from sakiyomi.train.config import AnsweredConfig, passes_on
 from sakiyomi.train.data import check_shares, hold_back, parse_text
 from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.export import Result
@@ -55,7 +54,7 @@ class BesideTarget(Recipe[Settings]):
     def check(self) -> None:
         """See `Recipe`."""
         config = self.config
-        self.passes = passes_on(parse_device(config.device).type, config.precision)
+        self.passes = passes_on(parse_device(config.machine.device).type, config.machine.precision)
         self.files, self.tasks = [parse_text(spec) for spec in config.data], parse_tasks(config.tasks)
         check_shares("--data and --tasks", [*self.files, *self.tasks])
         self.valid = parse_valid(config.loop.valid)
@@ -71,7 +70,7 @@ class BesideTarget(Recipe[Settings]):
             InputError, LoadError: a file cannot be read or has too few prompts, or the rows are too short for a task.
         """
         config, longest = self.config, max(self.config.loop.row_tokens)
-        self.device = accelerator(config.device, self.passes).device
+        self.device = accelerator(config.machine.device, self.passes).device
         self.target, self.tokenizer = load_target(config.target, self.passes)
         nn.Module.to(self.target, self.device)
         self.check_target()

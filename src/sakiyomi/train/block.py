@@ -18,7 +18,7 @@ from sakiyomi.drafters.block_heads.formats import BlockFile, BlockOptions, usual
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.train.acceptance import Continuations
 from sakiyomi.train.block_head import BlockHead, new_block, rank_blocks
-from sakiyomi.train.config import BlockConfig
+from sakiyomi.train.commands import TrainBlock
 from sakiyomi.train.head_recipe import LayersRecipe
 from sakiyomi.train.losses import soft_loss
 from sakiyomi.train.masks import mask_token
@@ -27,12 +27,12 @@ from sakiyomi.train.recipe import train
 __all__ = ["train_block"]
 
 
-def train_block(config: BlockConfig, command: str = "") -> dict[str, Any]:
+def train_block(config: TrainBlock, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train block`, see `recipe.train`."""
     return train(_Block(config), command)
 
 
-class _Block(LayersRecipe[BlockConfig]):
+class _Block(LayersRecipe[TrainBlock]):
     """A few decoder layers learn to foretell a block of the target's tokens at once."""
 
     kind = "block"

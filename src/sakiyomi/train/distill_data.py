@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.llm import LLM
 from sakiyomi.model_executor.loading.model import parse_device
-from sakiyomi.train.config import DistillDataConfig
+from sakiyomi.train.commands import TrainDistillData
 from sakiyomi.train.counted import read_prompts
 from sakiyomi.train.data import Ids, encode_file, parse_texts
 from sakiyomi.train.labels import vocabulary
@@ -25,7 +25,7 @@ from sakiyomi.train.writing import writing
 __all__ = ["train_distill_data"]
 
 
-def load_writer(config: DistillDataConfig) -> tuple[LLM, PreTrainedModel]:
+def load_writer(config: TrainDistillData) -> tuple[LLM, PreTrainedModel]:
     """The engine that writes, and its model."""
     target, tokenizer = load_target(config.target)
     moved: Any = target
@@ -34,7 +34,7 @@ def load_writer(config: DistillDataConfig) -> tuple[LLM, PreTrainedModel]:
 
 
 def train_distill_data(
-    config: DistillDataConfig, command: str = "", writer: Callable[[str], Write] | None = None
+    config: TrainDistillData, command: str = "", writer: Callable[[str], Write] | None = None
 ) -> dict[str, Any]:
     """Run `sakiyomi train distill-data`.
 

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from sakiyomi.core.errors import LoadError
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import acceptance, distinct_ngrams
-from sakiyomi.train.config import DraftConfig
+from sakiyomi.train.commands import TrainDraft
 from sakiyomi.train.expect import Speed, expected, given_speed, measured_speed, told_by
 from sakiyomi.train.export import Result, model_folder, read_card, save
 from sakiyomi.train.guesses import MEASURING, measured, measured_on, worth
@@ -32,12 +32,12 @@ from sakiyomi.train.report import Reporter
 from sakiyomi.train.taught import Taught
 
 
-def train_draft(config: DraftConfig, command: str = "") -> dict[str, Any]:
+def train_draft(config: TrainDraft, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train draft`, see `recipe.train`."""
     return train((_ParallelDraft if config.parallel > 1 else _Draft)(config), command)
 
 
-class _Draft(Taught[DraftConfig]):
+class _Draft(Taught[TrainDraft]):
     """A small Llama learns the target's probabilities on text and on what the target writes."""
 
     def check_target(self) -> None:
@@ -150,7 +150,7 @@ class _ParallelDraft(_Draft):
         return {"measured_on": measured_on(self.config.target)}
 
 
-def _start(config: DraftConfig, vocab: int, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, dict[str, Any]]:
+def _start(config: TrainDraft, vocab: int, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, dict[str, Any]]:
     """The draft to start from, with what its card says.
 
     Raises:
@@ -180,7 +180,7 @@ def _sizes(draft: Any, target: Any) -> str:
     )
 
 
-def _speed(config: DraftConfig, reporter: Reporter) -> Speed:
+def _speed(config: TrainDraft, reporter: Reporter) -> Speed:
     """What a draft step costs, as given or as measured with the finished draft."""
     if config.cost != "measured":
         return given_speed(config.given_cost)

@@ -17,7 +17,7 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers, write_eagle
 from sakiyomi.drafters.eagle_heads.module import EagleOptions
-from sakiyomi.train.config import EagleConfig
+from sakiyomi.train.commands import TrainEagle
 from sakiyomi.train.eagle_unrolled import UnrolledHead, new_head
 from sakiyomi.train.head_recipe import LayersRecipe
 from sakiyomi.train.recipe import train
@@ -26,12 +26,12 @@ from sakiyomi.train.unrolled import UnrolledRecipe
 __all__ = ["train_eagle"]
 
 
-def train_eagle(config: EagleConfig, command: str = "") -> dict[str, Any]:
+def train_eagle(config: TrainEagle, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train eagle`, see `recipe.train`."""
     return train(_Eagle(config), command)
 
 
-class _Eagle(LayersRecipe[EagleConfig], UnrolledRecipe[EagleConfig]):
+class _Eagle(LayersRecipe[TrainEagle], UnrolledRecipe[TrainEagle]):
     """One decoder layer learns to foretell the target from its hidden states."""
 
     kind = "eagle"
@@ -73,7 +73,7 @@ class _Eagle(LayersRecipe[EagleConfig], UnrolledRecipe[EagleConfig]):
         return about, file.tensors
 
 
-def _frequent(config: EagleConfig, texts: list[list[Any]], vocab: int) -> Tensor | None:
+def _frequent(config: TrainEagle, texts: list[list[Any]], vocab: int) -> Tensor | None:
     """The most frequent tokens of the documents, ascending; None: all are proposed."""
     if not config.draft_vocab or config.draft_vocab == vocab:
         return None

@@ -85,7 +85,7 @@ class HeadRecipe(Taught[Settings]):
         self.head = self.make()
         self.states = TargetStates(self.target, self.reads)
         self.log = HeadLog(self.workers.log(Path(config.loop.out) / "steps.jsonl"), config.loop.resume)
-        rows = max(1, PIECE // config.loop.row_tokens[0])
+        rows = max(1, PIECE // config.loop.row)
         shares = config.step_decay ** torch.arange(self.positions_ahead)
         shares /= shares.sum()
 

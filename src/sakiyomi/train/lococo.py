@@ -17,8 +17,8 @@ from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingSh
 from sakiyomi.cache.policies.merging.formats import write_merging
 from sakiyomi.train.answered import split_rows
 from sakiyomi.train.beside import BesideTarget, as_written
+from sakiyomi.train.commands import TrainLococo
 from sakiyomi.train.compressed import Compressed, policy_of
-from sakiyomi.train.config import LococoConfig
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.loop import Loop, compiled_loss
 from sakiyomi.train.recipe import train
@@ -27,12 +27,12 @@ from sakiyomi.train.writing import writing
 __all__ = ["MergingLoss", "train_lococo"]
 
 
-def train_lococo(config: LococoConfig, command: str = "") -> dict[str, Any]:
+def train_lococo(config: TrainLococo, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train lococo`, see `recipe.train`."""
     return train(_Lococo(config), command)
 
 
-class _Lococo(BesideTarget[LococoConfig]):
+class _Lococo(BesideTarget[TrainLococo]):
     """Convolutions learn to merge what goes into what stays."""
 
     marked = True
@@ -107,7 +107,7 @@ class MergingLoss:
         convolutions: being trained; None: nothing is merged.
     """
 
-    def __init__(self, config: LococoConfig, passes: Compressed, convolutions: Convolutions | None) -> None:
+    def __init__(self, config: TrainLococo, passes: Compressed, convolutions: Convolutions | None) -> None:
         self._text_weight, self._first = config.text_weight, config.chunk_size
         self.passes, self._convolutions = passes, convolutions
         self._nats = compiled_loss(_nats, config.loop.compile, dynamic=True)

@@ -25,8 +25,8 @@ from sakiyomi.drafters.medusa_heads.tuned import FILE as TUNED
 from sakiyomi.engine.llm import LLM
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS
-from sakiyomi.train.config import MedusaConfig
-from sakiyomi.train.config.base import passes_on
+from sakiyomi.train.commands import TrainMedusa
+from sakiyomi.train.config import passes_on
 from sakiyomi.train.counted import read_counted
 from sakiyomi.train.data import Ids, hold_back, parse_texts
 from sakiyomi.train.evaluate import parse_valid
@@ -48,12 +48,12 @@ from sakiyomi.train.writing import writing
 __all__ = ["guess_loss", "train_medusa"]
 
 
-def train_medusa(config: MedusaConfig, command: str = "") -> dict[str, Any]:
+def train_medusa(config: TrainMedusa, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train medusa`, see `recipe.train`."""
     return train(_Medusa(config), command)
 
 
-class _Medusa(Recipe[MedusaConfig]):
+class _Medusa(Recipe[TrainMedusa]):
     """Heads learn the tokens behind the target's own, from the target's hidden states."""
 
     def check(self) -> None:
@@ -89,7 +89,7 @@ class _Medusa(Recipe[MedusaConfig]):
             compile_layers(target, config.loop.compile)
         self.joint = Joint(config, target, heads) if config.joint.joint else None
         self.hidden = HiddenStates(backbone, out, int(config.cache_gib * 2**30))
-        rows = partial(FixedRows, length=config.loop.row_tokens[0])
+        rows = partial(FixedRows, length=config.loop.row)
         self.log = HeadLog(self.workers.log(out / "heads.jsonl"), config.loop.resume)
 
         def batch_loss(_: nn.Module, rows: Tensor) -> Tensor:
@@ -171,27 +171,27 @@ class _Medusa(Recipe[MedusaConfig]):
         return Result(heads, config.layers, measures, loop.epochs(self.specs), more)
 
 
-def _device(config: MedusaConfig) -> tuple[torch.device, str]:
+def _device(config: TrainMedusa) -> tuple[torch.device, str]:
     """Where the run takes place, and the precision of its passes.
 
     Raises:
         InputError: there is no such device, or the precision is none of its own.
     """
-    device = parse_device(config.device)
-    if device.type == "cpu" and config.precision == "fp16":
+    device = parse_device(config.machine.device)
+    if device.type == "cpu" and config.machine.precision == "fp16":
         raise InputError("precision is 'fp16', for which a CPU has no passes; set --precision bf16, or no for float32")
-    passes = passes_on(device.type, config.precision)
+    passes = passes_on(device.type, config.machine.precision)
     return accelerator(str(device), passes).device, passes
 
 
-def _about(config: MedusaConfig, base: str) -> str:
+def _about(config: TrainMedusa, base: str) -> str:
     kind = "with heads over the vocabulary of their own" if config.own_head else "on the target's own head"
     blocks = "residual block" + "s" * (config.layers > 1)
     return f"{config.heads} Medusa heads of {config.layers} {blocks} {kind}, for {base}"
 
 
 def _held_out(
-    config: MedusaConfig, files: dict[Path, list[Ids]], valid: dict[str, list[Ids]]
+    config: TrainMedusa, files: dict[Path, list[Ids]], valid: dict[str, list[Ids]]
 ) -> dict[str, list[list[int]]]:
     """Prompts by name: of held-out files, or of documents that the training data then lacks."""
     if not valid:
@@ -213,7 +213,7 @@ def _held_out(
     return found
 
 
-def _check_length(config: MedusaConfig, path: Path, documents: Sequence[Ids]) -> None:
+def _check_length(config: TrainMedusa, path: Path, documents: Sequence[Ids]) -> None:
     counted = sum(int((document >= 0).sum()) for document in documents)
     if counted <= config.heads + 1:
         raise InputError(
@@ -236,7 +236,7 @@ def _answers(target: Any, tokenizer: Any, prompts: dict[str, list[list[int]]]) -
     return found
 
 
-def _optimizers(config: MedusaConfig, heads: MedusaHeads) -> Callable[[nn.Module], list[Optimizer]]:
+def _optimizers(config: TrainMedusa, heads: MedusaHeads) -> Callable[[nn.Module], list[Optimizer]]:
     def make(model: nn.Module) -> list[Optimizer]:
         own = {id(parameter) for parameter in heads.parameters()}
         others = [weight for weight in model.parameters() if weight.requires_grad and id(weight) not in own]

@@ -22,7 +22,7 @@ from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
 from sakiyomi.theory import expected_tree_tokens
-from sakiyomi.train.config import MedusaConfig
+from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.hidden import HiddenStates
 from sakiyomi.train.progress import Progress
 from sakiyomi.train.samples import whole_lines
@@ -132,10 +132,10 @@ def best_trees(ranks: Ranks) -> list[dict[str, Any]]:
     return found
 
 
-def throughput(config: MedusaConfig, progress: Progress, hidden: HiddenStates) -> dict[str, float] | None:
+def throughput(config: TrainMedusa, progress: Progress, hidden: HiddenStates) -> dict[str, float] | None:
     """Median milliseconds of a step and of the frozen target's part of it, where no row came from disk."""
     times = [after[2] - before[2] for before, after in itertools.pairwise(progress.losses)]
-    rows = config.loop.step_tokens // config.loop.row_tokens[0]
+    rows = config.loop.step_tokens // config.loop.row
     whole = [seconds for count, seconds in hidden.calls if count == rows]
     if config.joint.joint or hidden.found or not times or not whole:
         return None
@@ -144,7 +144,7 @@ def throughput(config: MedusaConfig, progress: Progress, hidden: HiddenStates) -
 
 
 def memory(
-    config: MedusaConfig, target: nn.Module, heads: MedusaHeads, adapters: int, device: torch.device
+    config: TrainMedusa, target: nn.Module, heads: MedusaHeads, adapters: int, device: torch.device
 ) -> dict[str, Any]:
     """What the run held at most, and what of it must be."""
     frozen = sum(weight.nbytes for weight in target.parameters())

@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import LoadError
 from sakiyomi.drafters.mtp_layer import MtpForm, make_mtp, new_mtp, read_mtp, write_mtp
-from sakiyomi.train.config import MtpConfig
+from sakiyomi.train.commands import TrainMtp
 from sakiyomi.train.mtp_head import MtpHead
 from sakiyomi.train.recipe import train
 from sakiyomi.train.unrolled import UnrolledRecipe
@@ -27,12 +27,12 @@ __all__ = ["train_mtp"]
 NEW = "new"
 
 
-def train_mtp(config: MtpConfig, command: str = "") -> dict[str, Any]:
+def train_mtp(config: TrainMtp, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train mtp`, see `recipe.train`."""
     return train(_Mtp(config), command)
 
 
-class _Mtp(UnrolledRecipe[MtpConfig]):
+class _Mtp(UnrolledRecipe[TrainMtp]):
     """One decoder layer of the target's kind learns to foretell the target from what its head reads."""
 
     kind = "mtp"

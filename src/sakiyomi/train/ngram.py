@@ -14,7 +14,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.files import whole_file
 from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.ngram_file import FileTables, tables_bytes
-from sakiyomi.train.config import NgramConfig
+from sakiyomi.train.commands import TrainNgram
 from sakiyomi.train.data import Ids, Library
 from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.report import Reporter
@@ -27,7 +27,7 @@ _FACTOR, _MASK = np.uint64(0x5851F42D4C957F2D), np.uint64((1 << 63) - 1)
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
-def train_ngram(config: NgramConfig, command: str = "") -> dict[str, Any]:
+def train_ngram(config: TrainNgram, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train ngram`.
 
     Args:
@@ -134,7 +134,7 @@ def _counted(runs: NDArray[np.uint64], tokens: Ids, least: int, keep: int) -> di
     }
 
 
-def _models(config: NgramConfig) -> tuple[Any, Any, int]:
+def _models(config: TrainNgram) -> tuple[Any, Any, int]:
     """The target as an engine without a draft, or None; its tokenizer; the width of its vocabulary."""
     if config.target:
         from sakiyomi.engine.llm import LLM
@@ -147,7 +147,7 @@ def _models(config: NgramConfig) -> tuple[Any, Any, int]:
     return None, tokenizer, len(tokenizer)
 
 
-def _held_out(config: NgramConfig, library: Library, texts: Sequence[Path]) -> Mapping[str, Sequence[Ids]]:
+def _held_out(config: TrainNgram, library: Library, texts: Sequence[Path]) -> Mapping[str, Sequence[Ids]]:
     if not config.target:
         return {}
     if not config.valid:
@@ -160,7 +160,7 @@ def _held_out(config: NgramConfig, library: Library, texts: Sequence[Path]) -> M
     return found
 
 
-def _samples(config: NgramConfig, llm: Any, documents: Sequence[Ids], reporter: Reporter) -> list[Ids]:
+def _samples(config: TrainNgram, llm: Any, documents: Sequence[Ids], reporter: Reporter) -> list[Ids]:
     """Beginnings of the text with what the target writes behind them; the beginnings are counted too."""
     from sakiyomi.train.samples import draw_prompts, sample_continuations
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sakiyomi.train.config import TextConfig, TextRunConfig
+from sakiyomi.train.config import TextOptions, TextRunConfig
 from sakiyomi.train.muon import Muon
 
 LAYER = re.compile(r"(^|\.)(layers|block)\.\d+$")
@@ -22,7 +22,7 @@ def text_optimizers(config: TextRunConfig) -> Callable[[nn.Module], list[Optimiz
     return partial(_optimizers, config.text)
 
 
-def _optimizers(config: TextConfig, model: nn.Module) -> list[Optimizer]:
+def _optimizers(config: TextOptions, model: nn.Module) -> list[Optimizer]:
     """Two optimizers over all parameters; each group keeps its peak learning rate under "peak"."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

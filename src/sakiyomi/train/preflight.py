@@ -52,7 +52,7 @@ def _check_same(config: RunConfig) -> None:
         raise InputError(
             f"the checkpoints in {config.loop.out} are those of another command or version; choose another --out"
         )
-    free = {flag.name for flag in config.flags() if flag.resume}
+    free = {flag.name for flag in config.flags() if flag.metadata["resume"]}
     for name, value in given.items():
         if name not in free and value != before[name]:
             raise InputError(

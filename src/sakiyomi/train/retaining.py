@@ -15,7 +15,7 @@ from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingSha
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.train.answered import Questions, split_rows
 from sakiyomi.train.beside import BesideTarget, as_written
-from sakiyomi.train.config import RetainingConfig
+from sakiyomi.train.commands import TrainRetaining
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.heads_loss import TOP, HeadsLoss, Measured
 from sakiyomi.train.loop import Loop, on_device
@@ -30,12 +30,12 @@ __all__ = ["train_retaining"]
 TIMED = 5  # steps that are timed beside plain passes, the first of which warms up
 
 
-def train_retaining(config: RetainingConfig, command: str = "") -> dict[str, Any]:
+def train_retaining(config: TrainRetaining, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train retaining`, see `recipe.train`."""
     return train(_Retaining(config), command)
 
 
-class _Retaining(BesideTarget[RetainingConfig]):
+class _Retaining(BesideTarget[TrainRetaining]):
     """Heads learn which keys and values the answers look at."""
 
     def check_target(self) -> None:
@@ -89,7 +89,7 @@ class _Retaining(BesideTarget[RetainingConfig]):
         return {name: self.loss.measure(batch) for name, batch in self.held_out.items()}
 
 
-def _about(config: RetainingConfig, shape: RetainingShape) -> str:
+def _about(config: TrainRetaining, shape: RetainingShape) -> str:
     aware = ", for prompts with the question in front" if config.query_aware else ""
     return f"Retaining heads (Locret) of width {shape.hidden} for the {shape.layers} layers of {config.target}{aware}"
 
@@ -98,7 +98,7 @@ def _about(config: RetainingConfig, shape: RetainingShape) -> str:
 
 
 def _throughput(
-    config: RetainingConfig, loop: Loop, loss: HeadsLoss, questions: Questions, target: Any, shape: RetainingShape
+    config: TrainRetaining, loop: Loop, loss: HeadsLoss, questions: Questions, target: Any, shape: RetainingShape
 ) -> dict[str, Any]:
     """Steps of the finished run beside the target's plain passes over their rows, and what an 8B target would take."""
     device, length = target.device, max(config.loop.row_tokens)

@@ -13,7 +13,7 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.train.config import RetrieverConfig
+from sakiyomi.train.commands import TrainRetriever
 from sakiyomi.train.evaluate import bits_per_character, encode_held_out, read_held_out
 from sakiyomi.train.export import Result, save
 from sakiyomi.train.llama import new_llama
@@ -37,12 +37,12 @@ NOTE_SCALE = 16.0
 TOKENIZER_DOCUMENTS = 600
 
 
-def train_retriever(config: RetrieverConfig, command: str = "") -> dict[str, Any]:
+def train_retriever(config: TrainRetriever, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train retriever`, see `recipe.train`."""
     return train(_Retriever(config), command)
 
 
-class _Retriever(TextRecipe[RetrieverConfig]):
+class _Retriever(TextRecipe[TrainRetriever]):
     """A small Llama learns to answer questions about facts in filler, and a little text beside them."""
 
     def read(self) -> None:
@@ -133,7 +133,7 @@ class _Retriever(TextRecipe[RetrieverConfig]):
         return found
 
 
-def explained(config: RetrieverConfig) -> str:
+def explained(config: TrainRetriever) -> str:
     """What the accuracies of the card are."""
     return (
         f"Accuracies are shares of {config.final_prompts} prompts, at depths spread evenly from the beginning to the "

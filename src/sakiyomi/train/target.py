@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.train.config import TargetConfig
+from sakiyomi.train.commands import TrainTarget
 from sakiyomi.train.data import TextSpec, encode_file, read_documents
 from sakiyomi.train.evaluate import bits_per_character, encode_held_out, read_held_out
 from sakiyomi.train.export import Result, save
@@ -25,12 +25,12 @@ from sakiyomi.train.tokenizer import load_tokenizer, own_tokenizer, train_tokeni
 FINAL_TOKENS = 65536
 
 
-def train_target(config: TargetConfig, command: str = "") -> dict[str, Any]:
+def train_target(config: TrainTarget, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train target`, see `recipe.train`."""
     return train(_Target(config), command)
 
 
-class _Target(TextRecipe[TargetConfig]):
+class _Target(TextRecipe[TrainTarget]):
     """A Llama with random weights learns the next token of text."""
 
     def read(self) -> None:
@@ -76,7 +76,7 @@ class _Target(TextRecipe[TargetConfig]):
         return {item.name: bits_per_character(model, item, tokens) for item in self.held_out}
 
 
-def load_or_train_tokenizer(config: TargetConfig, specs: Sequence[TextSpec]) -> PreTrainedTokenizerBase:
+def load_or_train_tokenizer(config: TrainTarget, specs: Sequence[TextSpec]) -> PreTrainedTokenizerBase:
     """The tokenizer of the run: the given folder, else the one below OUT (a resumed run), else a new one kept there.
 
     Raises:

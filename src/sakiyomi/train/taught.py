@@ -76,7 +76,7 @@ class Taught(TextRecipe[Settings]):
         self.held_out = {name: continuations(llm, some, new_tokens=new_tokens) for name, some in measured.items()}
         if config.text.passes == "no":
             target.float()
-        rows = partial(FixedRows, length=config.loop.row_tokens[0])
+        rows = partial(FixedRows, length=config.loop.row)
         self.mixture = mixture_of(self.sources, self.texts, rows, config.loop.seed)
 
 
@@ -120,9 +120,9 @@ def _check_positions(config: TaughtConfig, target: PreTrainedModel) -> int:
     positions = int(getattr(target.config.get_text_config(), "max_position_embeddings", 0) or POSITIONS)
     if positions <= PROMPT_TOKENS:
         raise InputError(f"target {config.target!r} has {positions} positions, expected more than {PROMPT_TOKENS}")
-    if config.loop.row_tokens[0] > positions:
+    if config.loop.row > positions:
         raise InputError(
-            f"row_tokens is {config.loop.row_tokens[0]}, target {config.target!r} has {positions} positions; "
+            f"row_tokens is {config.loop.row}, target {config.target!r} has {positions} positions; "
             "set --row-tokens to at most that"
         )
     tokens = config.sampling.sample_tokens
