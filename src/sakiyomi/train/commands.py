@@ -232,7 +232,7 @@ class TrainBlock(LayersConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_one_length(self.guesses)
+        self.check_one_length(self.guesses, "guesses ")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -230,11 +230,11 @@ class RunConfig(Settings):
         super().__post_init__()
         require(bool(self.loop.tokens) or self.loop.minutes > 0, "minutes", self.loop.minutes, "more than 0")
 
-    def check_one_length(self, longer_than: int = 0) -> None:
-        """Raise InputError unless all rows have one length, which is more than `longer_than` tokens."""
+    def check_one_length(self, longer_than: int = 0, what: str = "") -> None:
+        """Raise InputError unless all rows have one length, more than `longer_than` tokens; `what` goes before that."""
         rows = self.loop.row_tokens
         require(len(rows) == 1, "row_tokens", rows, "one length")
-        require(rows[0] > longer_than, "row_tokens", rows, f"more than {longer_than}")
+        require(rows[0] > longer_than, "row_tokens", rows, f"more than {what}{longer_than}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +316,7 @@ class UnrolledConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_one_length(self.unroll)
+        self.check_one_length(self.unroll, "unroll ")
 
 
 @dataclass(frozen=True, kw_only=True)
