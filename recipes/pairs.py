@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -181,7 +182,7 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
                 _loss(config, target),
                 task.rows,
                 lambda m: _losses(m, task, None),
-                optimizers=text_optimizers(part),
+                optimizers=partial(text_optimizers, part),
                 precision=part.text.passes,
             )
             if not loop.run():

@@ -21,9 +21,10 @@ from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 from sakiyomi.drafters.medusa_heads.ranks import LISTED, Ranks, rank_texts
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.theory import best_tree, expected_tree_tokens
+from sakiyomi.train.chats import chat_prompts, encode_chat
 from sakiyomi.train.checkpoint import checkpoints
 from sakiyomi.train.commands import TrainDistillData, TrainMedusa
-from sakiyomi.train.counted import chat_prompts, encode_chat, read_counted, token_ids
+from sakiyomi.train.counted import read_counted, token_ids
 from sakiyomi.train.distill_data import load_writer, train_distill_data
 from sakiyomi.train.hidden import HiddenStates
 from sakiyomi.train.losses import heads_loss
@@ -376,12 +377,12 @@ def test_data_that_is_too_short_or_without_turns_is_refused(tmp_path: Path) -> N
     target = tiny_target(tmp_path)
     short = tmp_path / "short.jsonl"
     short.write_text('{"tokens": [1, 2]}\n', encoding="utf-8")
-    with pytest.raises(InputError, match="2 tokens that count"):
+    with pytest.raises(InputError, match="3 tokens that count"):
         train_medusa(medusa_config(tmp_path, target, data=(str(short),)))
     silent = chat_file(tmp_path / "silent.jsonl", CHAT[:1])
     with pytest.raises(InputError, match="no assistant says anything"):
         train_medusa(medusa_config(tmp_path, target, data=(str(silent),)))
-    with pytest.raises(InputError, match="no held-out prompt"):
+    with pytest.raises(InputError, match="too few documents to hold some back"):
         train_medusa(
             medusa_config(tmp_path, target, data=(str(story_file(tmp_path / "few.jsonl", count=5)),), valid=())
         )

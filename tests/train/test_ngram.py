@@ -19,7 +19,7 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.ngram_file import FileTables, read_tables, tables_bytes
 from sakiyomi.train.commands import TrainNgram
-from sakiyomi.train.data import encode_file
+from sakiyomi.train.counted import Library
 from sakiyomi.train.ngram import count_tables, train_ngram
 from sakiyomi.train.ngram_worth import Bigrams
 from toys import tiny_tokenizer
@@ -91,9 +91,9 @@ def test_alpha_is_the_mean_overlap_over_held_out_prefixes(tmp_path: Path) -> Non
     found = summary["held_out"]["stories"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
-    grams = Bigrams(encode_file(tmp_path / "train.jsonl", tokenizer, 300), 300)
+    grams = Bigrams(Library(tokenizer, 300).documents(tmp_path / "train.jsonl"), 300)
     overlaps = {"unigram": [], "bigram": []}  # type: ignore[var-annotated]
-    for text in encode_file(tmp_path / "valid.jsonl", tokenizer, 300):
+    for text in Library(tokenizer, 300).documents(tmp_path / "valid.jsonl"):
         left = 100 - len(overlaps["unigram"])
         tokens = text[: min(left + 1, 127)].tolist()
         if len(tokens) < 2:
@@ -134,7 +134,7 @@ def test_tables_of_the_targets_own_text_know_it(tmp_path: Path) -> None:
     llm = LLM(given.target, draft=f"ngram:{given.out}", compile=False)
     # All samples began with so many tokens of a text.
     length = summary["tokens"] // 40 - 40
-    prompts = [text[:length].tolist() for text in encode_file(tmp_path / "train.jsonl", llm.tokenizer, 300)]
+    prompts = [text[:length].tolist() for text in Library(llm.tokenizer, 300).documents(tmp_path / "train.jsonl")]
     done = llm.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True, gamma=4))
     assert sum(out.stats.accepted for out in done) > 10 * len(done)
 

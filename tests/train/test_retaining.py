@@ -413,7 +413,7 @@ def test_some_records_are_kept_of_many(tmp_path: Path) -> None:
     [
         ('{"prompt": "x", "answer": "y"}\n{"prompt": \n', "line 2 is not JSON"),
         ('["x"]\n', "line 1 holds a list"),
-        ('{"question": "x"}\n', r"line 1 has neither .* expected one of them"),
+        ('{"question": "x"}\n', r"line 1 has no .* expected one of them"),
         ('{"prompt": "x", "answer": 3}\n', 'line 1 has a int as "answer"'),
         ('{"conversations": [{"from": "cat", "value": "x"}]}\n', "line 1 has a message from 'cat'"),
         ('{"tokens": [1, 999], "prompt": 1}\n', "the model knows 320"),

@@ -24,8 +24,6 @@ from sakiyomi.train.losses import soft_loss
 from sakiyomi.train.masks import mask_token
 from sakiyomi.train.recipe import train
 
-__all__ = ["train_block"]
-
 
 def train_block(config: TrainBlock, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train block`, see `recipe.train`."""
@@ -57,7 +55,7 @@ class _Block(LayersRecipe[TrainBlock]):
         self.sizes |= {"model_type": "qwen3", "num_hidden_layers": config.layers, "attention_bias": False}
         self.layers, self.positions_ahead = config.layers, config.guesses
 
-    def make(self) -> BlockHead:
+    def new_head(self) -> BlockHead:
         """See `HeadRecipe`."""
         return new_block(self.target, self.sizes, self.options, self.config.markov)
 

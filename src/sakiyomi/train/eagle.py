@@ -23,8 +23,6 @@ from sakiyomi.train.head_recipe import LayersRecipe
 from sakiyomi.train.recipe import train
 from sakiyomi.train.unrolled import UnrolledRecipe
 
-__all__ = ["train_eagle"]
-
 
 def train_eagle(config: TrainEagle, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train eagle`, see `recipe.train`."""
@@ -52,7 +50,7 @@ class _Eagle(LayersRecipe[TrainEagle], UnrolledRecipe[TrainEagle]):
             )
         self.options = EagleOptions(layers=self.reads, target_size=self.sizes["hidden_size"])
 
-    def make(self) -> UnrolledHead:
+    def new_head(self) -> UnrolledHead:
         """See `HeadRecipe`."""
         self.known = _frequent(self.config, self.texts, self.vocab)
         head = new_head(self.target, self.sizes, self.options, self.known)

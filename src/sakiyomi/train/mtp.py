@@ -22,8 +22,6 @@ from sakiyomi.train.mtp_head import MtpHead
 from sakiyomi.train.recipe import train
 from sakiyomi.train.unrolled import UnrolledRecipe
 
-__all__ = ["train_mtp"]
-
 NEW = "new"
 
 
@@ -59,7 +57,7 @@ class _Mtp(UnrolledRecipe[TrainMtp]):
                 raise
             return None
 
-    def make(self) -> MtpHead:
+    def new_head(self) -> MtpHead:
         """See `HeadRecipe`."""
         if self.begun is None:
             self.form, module = new_mtp(self.target)

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sakiyomi.train.config import TextOptions, TextRunConfig
+from sakiyomi.train.config import TextRunConfig
 from sakiyomi.train.muon import Muon
 
 LAYER = re.compile(r"(^|\.)(layers|block)\.\d+$")
 """Ends the name of a layer: Llama and Whisper have ``layers``, T5 has ``block``."""
 
 
-def text_optimizers(config: TextRunConfig) -> Callable[[nn.Module], list[Optimizer]]:
-    """What makes the optimizers of a whole model."""
-    return partial(_optimizers, config.text)
-
-
-def _optimizers(config: TextOptions, model: nn.Module) -> list[Optimizer]:
-    """Two optimizers over all parameters; each group keeps its peak learning rate under "peak"."""
+def text_optimizers(settings: TextRunConfig, model: nn.Module) -> list[Optimizer]:
+    """Muon and AdamW over all parameters of a whole model."""
+    config = settings.text
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     layers = [layer for name, layer in model.named_modules() if LAYER.search(name)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.checkpoint import checkpoints, load_checkpoint
 from sakiyomi.train.config import RunConfig
-from sakiyomi.train.data import read_documents
+from sakiyomi.train.data import read_records
 from sakiyomi.train.writing import writing
 
 
@@ -19,15 +19,15 @@ def check_run(config: RunConfig, files: Iterable[Path]) -> None:
 
     Args:
         config: its settings; the folder OUT is made.
-        files: all text that it will read. The first document of each is read, the rest when it is needed.
+        files: all text that it will read. The first record of each is read, the rest when it is needed.
 
     Raises:
         InputError: OUT is a file, holds checkpoints of an earlier run, or those of other settings with `resume`.
         LoadError: a file cannot be read, OUT cannot be written, or there is nothing to resume.
     """
     for path in dict.fromkeys(files):
-        with closing(read_documents(path)) as documents:
-            next(documents)
+        with closing(read_records(path)) as records:
+            next(records)
     out = Path(config.loop.out)
     if out.exists() and not out.is_dir():
         raise InputError(f"out is {config.loop.out!r}, which is a file; give a folder with --out")

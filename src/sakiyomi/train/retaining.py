@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from sakiyomi.cache.policies.retaining.formats import write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape, default_width
@@ -25,8 +26,6 @@ from sakiyomi.train.recipe import train
 from sakiyomi.train.retaining_labels import kv_heads_of
 from sakiyomi.train.writing import writing
 
-__all__ = ["train_retaining"]
-
 TIMED = 5  # steps that are timed beside plain passes, the first of which warms up
 
 
@@ -42,20 +41,25 @@ class _Retaining(BesideTarget[TrainRetaining]):
         """See `BesideTarget`."""
         self.kv_heads, self.widths = kv_heads_of(self.target), Raw(self.target).widths
 
-    def loop(self) -> Loop:
+    def make(self) -> nn.Module:
         """See `Recipe`."""
         config, text = self.config, self.target.config.get_text_config()
         activation = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None) or "silu"
         width = config.width or default_width(int(text.hidden_size))
         self.heads = RetainingHeads(RetainingShape(self.widths, self.kv_heads, width, str(activation))).to(self.device)
-        self.loss = HeadsLoss(config, self.target, self.heads)
-        return self.loop_of(self.heads, self.loss, self._values, clip_values=True)
+        self.heads_loss = HeadsLoss(config, self.target, self.heads)
+        self.loop_options = {"warmup_share": config.warmup_share, "clip_values": True}
+        return self.heads
+
+    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        """See `Recipe`."""
+        return self.heads_loss(batch)
 
     def hooks(self) -> AbstractContextManager[object]:
         """See `Recipe`."""
-        return self.loss.hooks()
+        return self.heads_loss.hooks()
 
-    def finish(self, loop: Loop) -> Result:
+    def finish(self) -> Result:
         """See `Recipe`."""
         config, folder, heads = self.config, model_folder(self.config), self.heads
         names = ("labels", "queries", "query_aware", "query_tokens", "smooth", "huber", "tasks", "seed")
@@ -66,8 +70,8 @@ class _Retaining(BesideTarget[TrainRetaining]):
             found = self._measured()
         overlaps = {name: one.overlap for name, one in found.items()}
         with writing(folder):
-            drawn = plot_overlaps(loop.progress, overlaps, folder / "overlap.png")
-        throughput = _throughput(config, loop, self.loss, self.questions, self.target, heads.shape)
+            drawn = plot_overlaps(self.loop.progress, overlaps, folder / "overlap.png")
+        throughput = _throughput(config, self.loop, self.heads_loss, self.questions, self.target, heads.shape)
         self.reporter.note(throughput["explained"])
         more = {
             "about": _about(config, heads.shape),
@@ -82,11 +86,12 @@ class _Retaining(BesideTarget[TrainRetaining]):
         measures = {name: one.values() for name, one in found.items()}
         return self.result(heads, heads.shape.layers, measures, more)
 
-    def _values(self) -> dict[str, dict[str, float]]:
+    def measures(self, model: Any) -> dict[str, dict[str, float]]:
+        """See `Recipe`."""
         return {name: one.values() for name, one in self._measured().items()}
 
     def _measured(self) -> dict[str, Measured]:
-        return {name: self.loss.measure(batch) for name, batch in self.held_out.items()}
+        return {name: self.heads_loss.measure(batch) for name, batch in self.held_out.items()}
 
 
 def _about(config: TrainRetaining, shape: RetainingShape) -> str:
