@@ -19,16 +19,15 @@ from transformers import GenerationConfig
 
 from held_out import Example, write_examples
 from sakiyomi.core.checkpoint import read_json
-from sakiyomi.train.checkpoint import checkpoints
+from sakiyomi.train.checkpoint import checkpoints, writing
 from sakiyomi.train.config import LoopOptions, TextRunConfig, check_sizes
 from sakiyomi.train.data import Ids
 from sakiyomi.train.export import Result, model_folder, write_card
 from sakiyomi.train.loop import BatchLoss, Loop, compiled_loss, on_device
 from sakiyomi.train.losses import distillation_loss, next_token_loss
 from sakiyomi.train.optim import text_optimizers
-from sakiyomi.train.preflight import check_run
+from sakiyomi.train.recipe import check_run
 from sakiyomi.train.settings import Group, require, setting
-from sakiyomi.train.writing import writing
 from scores import exact_match, word_error_rate
 from texts import read_texts, text_files
 

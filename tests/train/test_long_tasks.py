@@ -30,7 +30,7 @@ from sakiyomi.train.long_tasks import (
     hits,
     read_filler,
 )
-from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS, keys, repeated
+from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS, keys, repeated
 from sakiyomi.train.tokenizer import train_tokenizer
 from train_toys import stories
 

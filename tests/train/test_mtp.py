@@ -20,10 +20,9 @@ from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import Continuations
 from sakiyomi.train.commands import TrainMtp
 from sakiyomi.train.guesses import CHAIN, measured
-from sakiyomi.train.mtp import train_mtp
-from sakiyomi.train.mtp_head import MtpHead
+from sakiyomi.train.hidden import TargetStates
+from sakiyomi.train.mtp import MtpHead, train_mtp
 from sakiyomi.train.target import train_target
-from sakiyomi.train.target_states import TargetStates
 from sakiyomi.train.unrolled import rank_continuations
 from toys import tiny_llama
 from train_toys import losses, stop_at, stories, story_file, target_config, tiny_gpt2, tiny_target
@@ -85,7 +84,7 @@ def test_a_step_is_what_drafting_computes(name: str, tmp_path: Path, monkeypatch
     wanted = [guessed(toy, text, 3) for text in texts]
     assert [chain(head, toy, text) for text in texts] == wanted
     if name == "qwen3_5":
-        for module in ("unrolled", "mtp_head"):  # each token with its own state, or as its own neighbour
+        for module in ("unrolled", "mtp"):  # each token with its own state, or as its own neighbour
             with monkeypatch.context() as patch:
                 patch.setattr(f"sakiyomi.train.{module}.behind", lambda rows, count: rows)
                 assert [chain(head, toy, text) for text in texts] != wanted

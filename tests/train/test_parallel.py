@@ -20,8 +20,7 @@ from sakiyomi.train.acceptance import Continuations
 from sakiyomi.train.commands import TrainDraft
 from sakiyomi.train.draft import train_draft
 from sakiyomi.train.guesses import CHAIN, measured
-from sakiyomi.train.masks import mask_token
-from sakiyomi.train.parallel import MaskedRows, rank_parallel
+from sakiyomi.train.parallel import MaskedRows, mask_token, rank_parallel
 from toys import tiny_llama
 from train_toys import draft_config, losses, stop_at, tiny_target
 

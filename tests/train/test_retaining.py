@@ -26,10 +26,9 @@ from sakiyomi.train.answered import Answered, TaskRows, joined, read_answered
 from sakiyomi.train.commands import TrainRetaining
 from sakiyomi.train.heads_loss import HeadsLoss, heads_loss, overlap
 from sakiyomi.train.long_tasks import Example, read_filler
-from sakiyomi.train.operations import LLAMA_8B, Shape, operations, paper_run, shape_of
-from sakiyomi.train.retaining import train_retaining
+from sakiyomi.train.progress import Schedule
+from sakiyomi.train.retaining import LLAMA_8B, Shape, operations, paper_run, shape_of, train_retaining
 from sakiyomi.train.retaining_labels import kv_heads_of
-from sakiyomi.train.schedule import Schedule
 from toys import tiny_tokenizer
 from train_toys import losses, question_file, stop_at, tiny_gpt2, tiny_target, wide_target
 

@@ -21,7 +21,7 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.commands import TrainRetriever
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.long_tasks import TASKS
-from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS
+from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS
 from sakiyomi.train.loop import Loop
 from sakiyomi.train.retrieval_measures import ASKED, accuracy
 from sakiyomi.train.retrieval_rows import ANSWER, KNOWN, NOTHING, OTHER, WANTED, RetrievalRows

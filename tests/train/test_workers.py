@@ -23,7 +23,7 @@ from sakiyomi.train.answered import joined
 from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.medusa import train_medusa
-from sakiyomi.train.muon import Muon
+from sakiyomi.train.optim import Muon
 from sakiyomi.train.retrieval_rows import ANSWER, KNOWN
 from sakiyomi.train.retriever import answers_and_text
 from sakiyomi.train.target import train_target

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from sakiyomi.engine.llm import LLM
 from sakiyomi.model_executor.loading.model import parse_device
+from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainDistillData
 from sakiyomi.train.counted import Library
 from sakiyomi.train.data import parse_texts
@@ -18,7 +19,6 @@ from sakiyomi.train.labels import vocabulary
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.samples import Plan, Samples, Write, by, weights_digest
 from sakiyomi.train.taught import load_target
-from sakiyomi.train.writing import writing
 
 
 def load_writer(config: TrainDistillData) -> tuple[LLM, PreTrainedModel]:

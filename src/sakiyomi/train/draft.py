@@ -24,8 +24,7 @@ from sakiyomi.train.labels import SoftLabels, vocabulary
 from sakiyomi.train.llama import draft_sizes, new_llama
 from sakiyomi.train.loop import compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss
-from sakiyomi.train.masks import mask_token
-from sakiyomi.train.parallel import MaskedRows, rank_parallel
+from sakiyomi.train.parallel import MaskedRows, mask_token, rank_parallel
 from sakiyomi.train.recipe import train
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.taught import Taught

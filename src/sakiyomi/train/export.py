@@ -13,11 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sakiyomi.core.checkpoint import read_json
+from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.config import RunConfig
 from sakiyomi.train.llama import save_model
 from sakiyomi.train.plot import plot_losses
 from sakiyomi.train.progress import Progress
-from sakiyomi.train.writing import writing
 
 # The final loss of the card is a mean over the last steps: one step's loss depends on the rows it drew.
 LAST_STEPS = 50

@@ -17,12 +17,12 @@ from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingSh
 from sakiyomi.cache.policies.merging.formats import write_merging
 from sakiyomi.train.answered import split_rows
 from sakiyomi.train.beside import BesideTarget, as_written
+from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainLococo
 from sakiyomi.train.compressed import Compressed, policy_of
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.loop import compiled_loss
 from sakiyomi.train.recipe import train
-from sakiyomi.train.writing import writing
 
 
 def train_lococo(config: TrainLococo, command: str = "") -> dict[str, Any]:

@@ -24,6 +24,7 @@ from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.drafters.medusa_heads.tuned import FILE as TUNED
 from sakiyomi.engine.llm import LLM
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, Continuations, continuations
+from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.counted import Library
 from sakiyomi.train.data import TextSpec, parse_texts
@@ -38,7 +39,6 @@ from sakiyomi.train.plot import plot_heads
 from sakiyomi.train.recipe import Recipe, train
 from sakiyomi.train.rows import FixedRows, mixture_of
 from sakiyomi.train.taught import held_out_prompts, load_target
-from sakiyomi.train.writing import writing
 
 
 def train_medusa(config: TrainMedusa, command: str = "") -> dict[str, Any]:

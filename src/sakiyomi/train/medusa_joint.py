@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
+from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.losses import heads_loss
 from sakiyomi.train.workers import ALONE, Workers
-from sakiyomi.train.writing import writing
 
 __all__ = ["Joint", "guess_loss", "save_tuned"]
 

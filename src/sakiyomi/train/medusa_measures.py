@@ -22,11 +22,11 @@ from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.hidden import HiddenStates
 from sakiyomi.train.progress import Progress
 from sakiyomi.train.samples import whole_lines
-from sakiyomi.train.writing import writing
 
 BUDGETS = (4, 8, 16, 32, 64)
 """Nodes of the trees in the report."""

@@ -18,9 +18,8 @@ from sakiyomi.train.data import read_texts
 from sakiyomi.train.evaluate import bits_per_character, encode_held_out
 from sakiyomi.train.export import Result, save
 from sakiyomi.train.llama import new_llama
-from sakiyomi.train.long_tasks.facts import locker, needle, pair
+from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS, locker, needle, pair
 from sakiyomi.train.long_tasks.filler import NOISE, Filler, Texts
-from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS
 from sakiyomi.train.loop import compiled_loss
 from sakiyomi.train.recipe import TextRecipe, train
 from sakiyomi.train.retrieval_measures import ASKED, accuracy

@@ -22,11 +22,11 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.pieces import Pieces
 from sakiyomi.engine.llm import LLM
+from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.counted import LONGEST_PROMPT, token_ids
 from sakiyomi.train.data import Ids, TextSpec
+from sakiyomi.train.progress import LONGEST_STEP_SECONDS
 from sakiyomi.train.report import Reporter
-from sakiyomi.train.schedule import LONGEST_STEP_SECONDS
-from sakiyomi.train.writing import writing
 
 DIGEST_VALUES = 64
 

@@ -20,8 +20,8 @@ from sakiyomi.train.acceptance import Continuations
 from sakiyomi.train.config import UnrolledConfig
 from sakiyomi.train.guesses import DEPTH, rank_of
 from sakiyomi.train.head_recipe import HeadRecipe
+from sakiyomi.train.hidden import TargetStates
 from sakiyomi.train.losses import soft_loss
-from sakiyomi.train.target_states import TargetStates
 
 __all__ = ["Unrolled", "UnrolledRecipe", "attend", "behind", "rank_continuations"]
 

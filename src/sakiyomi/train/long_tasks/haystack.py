@@ -14,9 +14,8 @@ import numpy as np
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.long_tasks.example import Example, Fact, Task
-from sakiyomi.train.long_tasks.facts import NEEDLES, locker, needle, pair, question
+from sakiyomi.train.long_tasks.facts import NEEDLES, digits, keys, locker, needle, pair, question, repeated
 from sakiyomi.train.long_tasks.filler import NOISE, Filler, Supply
-from sakiyomi.train.long_tasks.keys import digits, keys, repeated
 
 __all__ = ["DensePairs", "MultiKey", "Needle", "Pairs", "scattered"]
 

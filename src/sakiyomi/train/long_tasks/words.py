@@ -11,8 +11,7 @@ import numpy as np
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.long_tasks.example import Example, Task
-from sakiyomi.train.long_tasks.facts import question
-from sakiyomi.train.long_tasks.keys import keys
+from sakiyomi.train.long_tasks.facts import keys, question
 
 __all__ = ["CommonWords"]
 
