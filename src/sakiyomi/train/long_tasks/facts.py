@@ -8,8 +8,6 @@ import numpy as np
 
 from sakiyomi.train.long_tasks.example import Fact
 
-__all__ = ["NEEDLES", "locker", "needle", "pair", "question"]
-
 NEEDLES = {"passkey": "pass key", "number": "long number"}
 """What is hidden, by task."""
 
@@ -38,15 +36,13 @@ def locker(key: str, value: str) -> Fact:
     return Fact(f"{opens} ", value, ".", f"Question: What opens the locker of the {key}?", cue=f"Answer: {opens}")
 
 
-def question(asked: str, cue: str) -> str:
+def question(fact: Fact) -> str:
     """What follows the context."""
-    return f"\n\n{asked}\n{cue}"
+    return f"\n\n{fact.asked}\n{fact.cue}"
 
 
 # ---------------------------------------------------------------- keys
 
-
-__all__ = ["ADJECTIVES", "NOUNS", "digits", "keys", "repeated"]
 
 ADJECTIVES = tuple(
     """
