@@ -6,7 +6,7 @@ the target's distributions there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from sakiyomi.drafters.head_model import make_decoder
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.train.acceptance import Continuations
 from sakiyomi.train.commands import TrainBlock
-from sakiyomi.train.guesses import rank_of
+from sakiyomi.train.guesses import ranked
 from sakiyomi.train.head_recipe import LayersRecipe
 from sakiyomi.train.hidden import TargetStates
 from sakiyomi.train.losses import soft_loss
@@ -108,9 +108,6 @@ class _Block(LayersRecipe[TrainBlock]):
 
 
 # ---------------------------------------------------------------- block head
-
-
-__all__ = ["BlockHead", "MarkovHead", "new_block", "rank_blocks"]
 
 
 class MarkovHead(nn.Module):
@@ -259,26 +256,14 @@ def new_block(target: Any, config: dict[str, Any], options: BlockOptions, rank: 
     return BlockHead(made, options, rank)
 
 
-@torch.inference_mode()
 def rank_blocks(head: BlockHead, states: TargetStates, texts: Continuations) -> Ranks:
-    """Where the target's own greedy tokens stand among the drafter's guesses.
+    """Where the target's own greedy tokens stand among the drafter's guesses."""
 
-    At a place whose token is committed, the k-th column is the rank of the token k + 1 places on.
-    """
-    found, guesses = [], head.options.guesses
-    training = head.training
-    head.eval()
-    for prompt, text in zip(texts.prompts, texts.greedy, strict=True):
-        if len(text) < 2:
-            continue
-        ids = torch.tensor([[*prompt, *text]])
+    def guess(ids: Tensor, first: int) -> Iterator[Tensor]:
         joined, _ = states(ids)
-        hidden = head(ids, joined, torch.arange(len(prompt), ids.shape[1] - 1))[0]
-        ranks = np.full((len(text) - 1, guesses), -1, np.int16)
-        for ahead in range(min(guesses, len(ranks))):
-            rows = len(ranks) - ahead
-            coming = ids[0, len(prompt) + ahead :]
-            ranks[:rows, ahead] = rank_of(head.logits(hidden[:rows, ahead], coming[:-1]), coming[1:], None)
-        found.append(ranks)
-    head.train(training)
-    return Ranks(found)
+        hidden = head(ids, joined, torch.arange(first, ids.shape[1] - 1))[0]
+        for ahead in range(hidden.shape[1]):
+            before = ids[0, first + ahead : -1]
+            yield head.logits(hidden[: len(before), ahead], before)
+
+    return ranked(head, texts, head.options.guesses, guess)

@@ -84,9 +84,6 @@ def _frequent(config: TrainEagle, texts: list[list[Any]], vocab: int) -> Tensor 
 # ---------------------------------------------------------------- eagle unrolled
 
 
-__all__ = ["UnrolledHead", "new_head"]
-
-
 class UnrolledHead(Unrolled):
     """The head's parts in the order in which they work.
 

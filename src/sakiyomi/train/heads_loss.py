@@ -25,8 +25,6 @@ from sakiyomi.train.commands import TrainRetaining
 from sakiyomi.train.loop import compiled_loss
 from sakiyomi.train.retaining_labels import attention_observed, largest_chances, largest_logits
 
-__all__ = ["TOP", "HeadsLoss", "Measured", "heads_loss", "overlap"]
-
 TOP = 0.1
 """Share of a prompt's tokens whose choice is compared, as the paper's training does."""
 Each = Callable[[int, Tensor, Tensor], None]

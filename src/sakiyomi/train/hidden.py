@@ -17,8 +17,6 @@ from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.model_executor.structural_copy import layer_list
 from sakiyomi.train.labels import chunks, row_keys
 
-__all__ = ["HiddenStates"]
-
 logger = logging.getLogger("sakiyomi")
 
 
@@ -100,9 +98,6 @@ class HiddenStates:
 
 
 # ---------------------------------------------------------------- target states
-
-
-__all__ = ["TargetStates", "layer_config"]
 
 
 class TargetStates:

@@ -22,8 +22,6 @@ from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.losses import heads_loss
 from sakiyomi.train.workers import ALONE, Workers
 
-__all__ = ["Joint", "guess_loss", "save_tuned"]
-
 PIECE = 512  # positions whose logits over the vocabulary are held at a time
 
 

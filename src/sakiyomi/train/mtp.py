@@ -92,8 +92,6 @@ class _Mtp(UnrolledRecipe[TrainMtp]):
 # ---------------------------------------------------------------- mtp head
 
 
-__all__ = ["MtpHead"]
-
 NAME = "sakiyomi_unrolled"
 """Attention of a step, by transformers' name for it."""
 STEPS = "sakiyomi_steps"

@@ -70,8 +70,6 @@ def copy_state(
 # ---------------------------------------------------------------- muon
 
 
-__all__ = ["Muon", "orthogonal"]
-
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 MOMENTUM = 0.95

@@ -149,8 +149,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 # ---------------------------------------------------------------- operations
 
 
-__all__ = ["GPU", "LLAMA_8B", "Shape", "operations", "paper_run", "shape_of"]
-
 GPU = 150e12
 """Operations a second: about half of an A100's or A800's peak in bf16, the rate of the paper's own 0.80 GPU-hours."""
 

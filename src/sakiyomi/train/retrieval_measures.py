@@ -11,8 +11,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from sakiyomi.train.long_tasks import TASKS, named
 from sakiyomi.train.long_tasks.filler import NOISE, Filler
 
-__all__ = ["ASKED", "accuracy"]
-
 ASKED = ("passkey", "number", "kv", "kv-dense", "multikey")
 """Tasks of one answer that stands in the text as it is."""
 

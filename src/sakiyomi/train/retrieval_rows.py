@@ -19,8 +19,6 @@ from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS, digits, keys, loc
 from sakiyomi.train.long_tasks.filler import NOISE, Supply, Texts
 from sakiyomi.train.rows import check_unchanged
 
-__all__ = ["ANSWER", "KNOWN", "OTHER", "WANTED", "RetrievalRows"]
-
 KINDS = ("passkey", "number", "kv", "kv-dense", "multikey", "recall", "copy", "text")
 SHORT_SHARES = (0.08, 0.10, 0.14, 0.08, 0.14, 0.36, 0.08, 0.02)
 LONG_SHARES = (0.08, 0.12, 0.18, 0.24, 0.18, 0.16, 0.02, 0.02)
