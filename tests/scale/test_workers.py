@@ -34,7 +34,7 @@ from sakiyomi.scale.questions import share
 from sakiyomi.scale.samples import _worker, train_distill_data
 from sakiyomi.scale.spread import spread
 from sakiyomi.scale.workers import WorkerPool
-from sakiyomi.train.config import DistillDataConfig
+from sakiyomi.train.commands import TrainDistillData
 from train_toys import story_file, tiny_target
 
 ray = pytest.importorskip("ray", reason="needs the extra scale")
@@ -167,7 +167,7 @@ def test_datasets_refuse_what_makes_no_sense(values: dict[str, Any], said: str) 
 def test_distillation_data_is_that_of_one_engine(nodes: Any, tmp_path: Path) -> None:
     """A worker is killed meanwhile; another model on a worker is refused."""
     story = story_file(tmp_path / "stories.jsonl")
-    config = DistillDataConfig.of(
+    config = TrainDistillData.of(
         out=str(tmp_path / "one.jsonl"), target=str(tiny_target(tmp_path)), data=(str(story),),
         samples=96, batch=4, tokens=24, device="cpu",
     )  # fmt: skip

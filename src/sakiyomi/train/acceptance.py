@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sakiyomi.engine.llm import LLM
-from sakiyomi.train.data import Ids
 from sakiyomi.train.samples import sample_continuations
 
 CHUNK_ROWS = 8
@@ -26,7 +25,7 @@ class Continuations:
     Attributes:
         prompts: token ids of each prompt.
         greedy: the target's greedy continuations.
-        sampled: its continuations at temperature 1.
+        sampled: its continuations at temperature 1; empty where they are not wanted.
         new_tokens: length limit of the continuations.
         ends: tokens that end one earlier.
     """
@@ -38,13 +37,16 @@ class Continuations:
     ends: frozenset[int]
 
 
-def continuations(llm: LLM, documents: Sequence[Ids], *, new_tokens: int = NEW_TOKENS) -> Continuations:
-    """Have the target continue the first `PROMPT_TOKENS` of each document."""
-    prompts = [document[:PROMPT_TOKENS].tolist() for document in documents]
-    greedy, sampled = (
-        sample_continuations(llm, prompts, new_tokens=new_tokens, temperature=temperature) for temperature in (0.0, 1.0)
-    )
-    return Continuations(prompts, greedy, sampled, new_tokens, llm.engine.stop_ids)
+def continuations(
+    llm: LLM, prompts: list[list[int]], *, new_tokens: int = NEW_TOKENS, sampled: bool = True
+) -> Continuations:
+    """Have the target continue prompts, by `new_tokens` as far as its positions allow that."""
+    new_tokens = min(new_tokens, llm.max_context - max(map(len, prompts)))
+    found = [
+        sample_continuations(llm, prompts, new_tokens=new_tokens, temperature=temperature)
+        for temperature in ((0.0, 1.0) if sampled else (0.0,))
+    ]
+    return Continuations(prompts, found[0], found[-1] if sampled else [], new_tokens, llm.engine.stop_ids)
 
 
 @torch.inference_mode()

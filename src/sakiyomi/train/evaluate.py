@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from sakiyomi.core.errors import InputError
-from sakiyomi.train.data import Encoder, Ids, encode_documents, read_documents
+from sakiyomi.train.counted import encode_texts
+from sakiyomi.train.data import Ids
 from sakiyomi.train.losses import next_token_loss
 
 ROW_TOKENS = 512
@@ -35,39 +34,9 @@ class HeldOut:
     characters: int
 
 
-def parse_valid(specs: Sequence[str]) -> dict[str, Path]:
-    """Held-out files by name, given as NAME=FILE.
-
-    Raises:
-        InputError: a name or a file is missing, or a name is given twice.
-    """
-    found: dict[str, Path] = {}
-    for spec in specs:
-        name, _, path = spec.partition("=")
-        if not name or not path:
-            raise InputError(f"valid is {spec!r}, expected NAME=FILE")
-        if name in found:
-            raise InputError(f"valid names {name!r} twice; give each file a name of its own")
-        found[name] = Path(path)
-    return found
-
-
-def read_held_out(path: Path) -> list[str]:
-    """The texts of a held-out file.
-
-    Raises:
-        InputError: it holds token ids.
-    """
-    documents = list(read_documents(path))
-    texts = [document for document in documents if isinstance(document, str)]
-    if len(texts) < len(documents):
-        raise InputError(f"held-out file {path} holds token ids, expected text: bits per character need characters")
-    return texts
-
-
-def encode_held_out(name: str, texts: Sequence[str], tokenizer: Encoder) -> HeldOut:
+def encode_held_out(name: str, texts: Sequence[str], tokenizer: Any) -> HeldOut:
     """Texts as the token stream that is measured."""
-    return HeldOut(name, np.concatenate(encode_documents(texts, tokenizer)), sum(map(len, texts)))
+    return HeldOut(name, np.concatenate(encode_texts(texts, tokenizer)), sum(map(len, texts)))
 
 
 @torch.inference_mode()

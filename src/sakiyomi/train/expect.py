@@ -13,7 +13,7 @@ from sakiyomi import theory
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.train.acceptance import Continuations
-from sakiyomi.train.config import DraftConfig
+from sakiyomi.train.commands import TrainDraft
 from sakiyomi.train.export import model_folder
 from sakiyomi.train.report import Reporter
 
@@ -47,7 +47,7 @@ def given_speed(cost: float) -> Speed:
     return Speed(cost, {1: 1.0}, "given by --cost, a pass over more tokens taken to cost as much as one")
 
 
-def measured_speed(config: DraftConfig, reporter: Reporter) -> Speed:
+def measured_speed(config: TrainDraft, reporter: Reporter) -> Speed:
     """Time target and draft as the engine runs them; what cannot run there has no cost, and the reason is kept."""
     from sakiyomi.engine import machine
     from sakiyomi.engine.llm import LLM
@@ -66,7 +66,7 @@ def measured_speed(config: DraftConfig, reporter: Reporter) -> Speed:
     return Speed(found["c"], found["v"], source)
 
 
-def told_by(config: DraftConfig, held_out: Mapping[str, Continuations], reporter: Reporter) -> dict[str, Any]:
+def told_by(config: TrainDraft, held_out: Mapping[str, Continuations], reporter: Reporter) -> dict[str, Any]:
     """Texts of held-out prompts, plain and with the draft by turns: the speed-up here, in words, and the next command.
 
     Returns:
@@ -103,7 +103,7 @@ def told_by(config: DraftConfig, held_out: Mapping[str, Continuations], reporter
     return {"measured": measured, "verdict": verdict(config, measured)}
 
 
-def verdict(config: DraftConfig, measured: Mapping[str, float]) -> str:
+def verdict(config: TrainDraft, measured: Mapping[str, float]) -> str:
     """What to expect of a draft on this machine, and what to type next."""
     figures = (
         f"{measured['plain_tokens_per_second']:.3g} tokens/s plain and {measured['tokens_per_second']:.3g} with the "

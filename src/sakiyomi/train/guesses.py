@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
@@ -16,8 +16,6 @@ from sakiyomi.drafters.medusa_heads.ranks import LISTED, Ranks
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.train.acceptance import Continuations
-
-__all__ = ["DEPTH", "MEASURING", "NODES", "measured", "measured_on", "rank_of", "worth"]
 
 DEPTH = 7
 """Draft tokens in a row that are looked at."""
@@ -40,14 +38,44 @@ def measured_on(target: str) -> str:
     )
 
 
-def rank_of(logits: Tensor, coming: Tensor, tokens: Tensor | None) -> np.ndarray:
-    """Rank of each coming token, ``LISTED`` for higher ones and for tokens that the head does not know.
+@torch.inference_mode()
+def ranked(
+    module: nn.Module,
+    texts: Continuations,
+    ahead: int,
+    guess: Callable[[Tensor, int], Iterable[Tensor]],
+    tokens: Tensor | None = None,
+) -> Ranks:
+    """Where the target's own greedy tokens stand among a module's guesses.
+
+    At a place whose token is committed, the k-th column is the rank of the token k + 1 places on, all tokens between
+    being those of the text.
 
     Args:
-        logits: (n, tokens) of the head.
-        coming: (n,) tokens of the target.
-        tokens: that the head knows, ascending; None: all.
+        module: in evaluation mode meanwhile.
+        texts: of the target.
+        ahead: tokens that are guessed behind each.
+        guess: gives logits for (1, T) ids and the place of the first one that the target wrote: for k = 0, 1, ... those
+            of the token k + 1 places behind each token from that one on, (places, tokens), as far as there is one.
+        tokens: that the module knows, ascending; None: all.
     """
+    found = []
+    training = module.training
+    module.eval()
+    for prompt, text in zip(texts.prompts, texts.greedy, strict=True):
+        if len(text) < 2:
+            continue
+        ids = torch.tensor([[*prompt, *text]])
+        ranks = np.full((len(text) - 1, ahead), -1, np.int16)
+        for k, logits in zip(range(min(ahead, len(ranks))), guess(ids, len(prompt)), strict=False):
+            ranks[: len(ranks) - k, k] = _rank_of(logits, ids[0, len(prompt) + 1 + k :], tokens)
+        found.append(ranks)
+    module.train(training)
+    return Ranks(found)
+
+
+def _rank_of(logits: Tensor, coming: Tensor, tokens: Tensor | None) -> np.ndarray:
+    """Rank of each coming token, ``LISTED`` for higher ones and for tokens that the head does not know."""
     known = torch.ones_like(coming, dtype=torch.bool)
     if tokens is not None:
         places = torch.searchsorted(tokens, coming).clamp_max(len(tokens) - 1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,10 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.files import whole_file
 from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.ngram_file import FileTables, tables_bytes
-from sakiyomi.train.config import NgramConfig
-from sakiyomi.train.data import Ids, Library
-from sakiyomi.train.evaluate import parse_valid
+from sakiyomi.train.commands import TrainNgram
+from sakiyomi.train.counted import Library, token_ids
+from sakiyomi.train.data import Ids, parse_valid
 from sakiyomi.train.report import Reporter
-
-__all__ = ["count_tables", "train_ngram"]
 
 HELD_BACK = 32
 SHORTEST = 32  # tokens of a held-out text
@@ -27,7 +26,7 @@ _FACTOR, _MASK = np.uint64(0x5851F42D4C957F2D), np.uint64((1 << 63) - 1)
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
-def train_ngram(config: NgramConfig, command: str = "") -> dict[str, Any]:
+def train_ngram(config: TrainNgram, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train ngram`.
 
     Args:
@@ -51,7 +50,9 @@ def train_ngram(config: NgramConfig, command: str = "") -> dict[str, Any]:
     held_out = _held_out(config, library, texts)
     documents = [document for path in texts for document in library.documents(path)]
     if config.samples:
-        documents = _samples(config, llm, documents, reporter)
+        room = llm.max_context - config.sample_tokens
+        pools = [library.prompts(path, room, "--sample-tokens", reporter.note) for path in texts]
+        documents = _samples(config, llm, [prompt for pool in pools for prompt in pool], reporter)
     reporter.note(f"counting {sum(map(len, documents))} tokens of {len(documents)} texts")
     tensors = count_tables(documents, config.order, vocab, least=config.least, keep=config.keep)
     about = {
@@ -134,7 +135,7 @@ def _counted(runs: NDArray[np.uint64], tokens: Ids, least: int, keep: int) -> di
     }
 
 
-def _models(config: NgramConfig) -> tuple[Any, Any, int]:
+def _models(config: TrainNgram) -> tuple[Any, Any, int]:
     """The target as an engine without a draft, or None; its tokenizer; the width of its vocabulary."""
     if config.target:
         from sakiyomi.engine.llm import LLM
@@ -147,21 +148,18 @@ def _models(config: NgramConfig) -> tuple[Any, Any, int]:
     return None, tokenizer, len(tokenizer)
 
 
-def _held_out(config: NgramConfig, library: Library, texts: Sequence[Path]) -> Mapping[str, Sequence[Ids]]:
+def _held_out(config: TrainNgram, library: Library, texts: Sequence[Path]) -> dict[str, list[Ids]]:
     if not config.target:
         return {}
     if not config.valid:
-        return {"held back": library.hold_back(texts, HELD_BACK, SHORTEST, config.seed)}
-    found = {}
-    for name, path in parse_valid(config.valid).items():
-        found[name] = [document for document in library.documents(path) if len(document) > SHORTEST]
-        if not found[name]:
-            raise InputError(f"held-out file {path} has no text of more than {SHORTEST} tokens; give longer ones")
-    return found
+        held = {"held back": library.hold_back(texts, HELD_BACK, SHORTEST, config.seed)}
+    else:
+        held = library.held_out(parse_valid(config.valid), texts, sys.maxsize, SHORTEST, config.seed)
+    return {name: [token_ids(document) for document in some] for name, some in held.items()}
 
 
-def _samples(config: NgramConfig, llm: Any, documents: Sequence[Ids], reporter: Reporter) -> list[Ids]:
-    """Beginnings of the text with what the target writes behind them; the beginnings are counted too."""
+def _samples(config: TrainNgram, llm: Any, pool: list[Ids], reporter: Reporter) -> list[Ids]:
+    """Prompts of the text with what the target writes behind them; the prompts are counted too."""
     from sakiyomi.train.samples import draw_prompts, sample_continuations
 
     rng = np.random.default_rng((config.seed, 0))
@@ -169,7 +167,7 @@ def _samples(config: NgramConfig, llm: Any, documents: Sequence[Ids], reporter: 
     batch = 64
     while len(found) < config.samples:
         count = min(batch, config.samples - len(found))
-        prompts = draw_prompts([list(documents)], np.ones(1), count, rng)
+        prompts = draw_prompts([pool], np.ones(1), count, rng)
         written = sample_continuations(
             llm, prompts, new_tokens=config.sample_tokens, temperature=config.temperature, seed=len(found)
         )

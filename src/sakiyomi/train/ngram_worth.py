@@ -16,8 +16,6 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.train.data import Ids
 from sakiyomi.train.report import Reporter
 
-__all__ = ["Bigrams", "worth"]
-
 LONGEST = 256  # tokens of one held-out text
 
 

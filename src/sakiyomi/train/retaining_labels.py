@@ -21,17 +21,6 @@ from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.attention import op
 
-__all__ = [
-    "Observe",
-    "attention_by",
-    "attention_logits",
-    "attention_observed",
-    "kv_heads_of",
-    "largest_chances",
-    "largest_logits",
-    "layer_shapes",
-]
-
 NAME = "sakiyomi_observed"
 ROWS = 512  # of queries at a time
 COLUMNS = 2048  # of keys at a time

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.train.long_tasks import TASKS
+from sakiyomi.train.long_tasks import TASKS, named
 from sakiyomi.train.long_tasks.filler import NOISE, Filler
-
-__all__ = ["ASKED", "accuracy"]
 
 ASKED = ("passkey", "number", "kv", "kv-dense", "multikey")
 """Tasks of one answer that stands in the text as it is."""
@@ -47,9 +44,7 @@ def accuracy(
         filler: of the tasks that have one.
         seed: of the prompts.
     """
-    made: Any = TASKS[task]
-    if any(field.name == "filler" for field in dataclasses.fields(made)):
-        made = dataclasses.replace(made, filler=filler)
+    made = TASKS[task] if TASKS[task].filler is None else named(task, filler)
     rows: list[tuple[list[int], int]] = []
     for number in range(prompts):
         depth = (number + 0.5) / prompts

@@ -22,14 +22,12 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.pieces import Pieces
 from sakiyomi.engine.llm import LLM
-from sakiyomi.train.counted import token_ids
+from sakiyomi.train.checkpoint import writing
+from sakiyomi.train.counted import LONGEST_PROMPT, token_ids
 from sakiyomi.train.data import Ids, TextSpec
+from sakiyomi.train.progress import LONGEST_STEP_SECONDS
 from sakiyomi.train.report import Reporter
-from sakiyomi.train.schedule import LONGEST_STEP_SECONDS
-from sakiyomi.train.writing import writing
 
-# The longest prompt of a sample.
-LONGEST_PROMPT = 96
 DIGEST_VALUES = 64
 
 
