@@ -1,16 +1,18 @@
-"""``sakiyomi bench``: side-by-side measurements on this machine, and models to measure on."""
+"""``sakiyomi bench``: side-by-side measurements on this machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.output import note, progress, say
 from sakiyomi.cli.rows import PlotOption, Started, measured, show
 from sakiyomi.core.errors import InputError
-from sakiyomi.core.memory import readable
-from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, InflateConfig, Note
+from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.locret.config import LocretConfig
 from sakiyomi.evaluation.bench.long.config import LongConfig
@@ -223,25 +225,6 @@ def card(config: CardConfig, output: JsonOption) -> None:
     output.emit(found)
 
 
-def inflate(config: InflateConfig, output: JsonOption) -> None:
-    """Write a larger model that computes what a small one does.
-
-    Real acceptance at a real size: new layers, heads and units are random inside and add nothing. It is checked before
-    it is there.
-
-    Example: sakiyomi bench inflate large-tales --params 134M
-    """
-    with progress("loading") as status:
-        from sakiyomi.evaluation.bench.inflate import inflate as run
-
-        found = run(config, status.update)
-    say(
-        f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "
-        f"{readable(found['bytes'])}, made in {found['seconds']:.0f} s",
-        f"  {found['layers']} layers, hidden size {found['hidden_size']}, {found['heads']} heads, {found['kv_heads']} "
-        f"key heads, {found['intermediate_size']} MLP units",
-        f"  checked in float32: logits differ by {found['largest_logit_difference']:.2g} at most, "
-        f"{found['equal_greedy_tokens']} of {found['equal_greedy_tokens']} greedy tokens are equal; random activations "
-        f"reach {found['random_to_real_activations']:.2f} of the real ones",
-    )
-    output.emit(found)
+def inflate(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Refuse the name that this command had before it left the package."""
+    raise InputError("bench inflate is now a script of the source repository: python benchmarks/inflate.py OUT_FOLDER")

@@ -12,7 +12,7 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
 
-__all__ = ["BenchConfig", "CardConfig", "InflateConfig", "Note", "silent"]
+__all__ = ["BenchConfig", "CardConfig", "Note", "silent"]
 
 Note = Callable[[str], None]
 """Receives lines of progress."""
@@ -188,25 +188,6 @@ class CardConfig:
 
     def __post_init__(self) -> None:
         at_least(self, count=1, max_new_tokens=1, repeats=1)
-
-
-@dataclass(frozen=True)
-class InflateConfig:
-    """A model to be made larger without a change of what it computes.
-
-    Attributes:
-        out: folder of the new model; it must not exist, or be empty.
-        params: about so many parameters: 134M, 500M, 1.5B.
-        target: the model to start from: a Llama (embedded name, folder or hub id), or the folder of a Pegasus or
-            Whisper. Its vocabulary stays as it is.
-        heads: Medusa heads, EAGLE head, block drafter and MTP layer of a Llama, which become as wide:
-            OUT_FOLDER/medusa, eagle, block, mtp. A folder, or one of each kind: medusa:tales-medusa+eagle:tales-eagle.
-    """
-
-    out: str = field(metadata={"argument": "OUT_FOLDER"})
-    params: str
-    target: str = DEFAULT
-    heads: str | None = None
 
 
 def silent(text: str) -> None:

@@ -14,7 +14,6 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.audit.engine_reference import EngineReference
 from sakiyomi.evaluation.audit.hf_reference import HFReference
 from sakiyomi.evaluation.bench.config import BenchConfig
-from sakiyomi.evaluation.bench.inflate import inflated
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.evaluation.bench.quality import Quality
 from sakiyomi.evaluation.bench.runner import Agreement
@@ -23,7 +22,7 @@ from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts", "rounding"]
+__all__ = ["WAYS", "NearTies", "Numbers", "Pair", "inflated", "random_llama", "random_prompts", "rounding"]
 
 MEDIUM = (768, 12, 12, 2048, 32000)  # of random_llama: 134M parameters
 MEASURED = 4  # texts on which a judge measures what rounding does
@@ -98,6 +97,12 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     table: list[list[int]] = torch.randint(vocab_size, (count, length), generator=generator).tolist()
     return table
+
+
+def inflated(*configs: Any) -> str | None:
+    """Says which of these models were inflated (``benchmarks/inflate.py``); None if all are as they were trained."""
+    notes = [note for config in configs if (note := getattr(config, "sakiyomi_inflated", None))]
+    return ", ".join(f"{note['from']} at {note['params'] / 1e6:.0f}M parameters" for note in notes) or None
 
 
 def rounding(llm: LLM) -> str | None:

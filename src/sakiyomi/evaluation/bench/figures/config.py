@@ -36,8 +36,7 @@ class ReportConfig:
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         heads: Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
         sizes: for sections sizes and medusa, further targets (again for each) beside the target as it is: checkpoints
-            of one family (folder or hub id; heads in FOLDER/medusa), or numbers of parameters (134M) to which target
-            and heads are inflated, a function-preserving expansion that stays in the folder. none: no others.
+            of one family (folder or hub id; heads in FOLDER/medusa).
         temperatures: for section temperature (again for each).
         models: for sections drafts and alphas a folder of models of one tokenizer: the largest is a target, the others
             its drafts; for section several its smaller models are further drafts of the pair's target.
@@ -68,7 +67,7 @@ class ReportConfig:
     target: str = DEFAULT
     draft: str = "auto"
     heads: str | None = None
-    sizes: tuple[str, ...] = ("60M", "134M")
+    sizes: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)
     models: str | None = None
     predictions: str | None = None

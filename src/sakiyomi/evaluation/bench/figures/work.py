@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,16 +15,15 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tokens import TokenNames
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import InflateConfig, Note
+from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.figures.pieces import Pieces
 from sakiyomi.evaluation.bench.frame import PairRow, generated
-from sakiyomi.evaluation.bench.inflate import inflate
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import race_notes
 from sakiyomi.evaluation.bench.runner import Lap, Standing
 
-COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters; anything else names a checkpoint
+COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters
 
 __all__ = ["Work", "lap", "line_of", "notes_of"]
 
@@ -118,28 +116,22 @@ class Work:
 
         Args:
             what: names the row.
-            size: "" is the target as it is; else the checkpoint of a family, or a number of parameters to which the
-                target is inflated: that model is written into the report's folder, and found there the next time.
+            size: "" is the target as it is; else the checkpoint of a model of its family.
 
         Raises:
             SakiyomiError: there is no such size of this target.
         """
-        config = self.config
-        heads = config.heads or MEDUSA_HEADS.get(config.target)
         if not size:
-            return self.row(what), heads
-        if not COUNT.fullmatch(size):
-            row, own_heads = self.row(what, target=size, draft=self.draft), Path(size).expanduser() / "medusa"
-            if row.pair.target.tokenizer.get_vocab() != self.pair.draft.tokenizer.get_vocab():
-                raise InputError(f"{size} has another tokenizer than the draft {self.draft}; give one of its family")
-            return row, str(own_heads) if own_heads.is_dir() else None
-        # Of another target, or with other heads, it is another model.
-        own = zlib.crc32(repr((config.target, heads)).encode())
-        folder = Path(config.out) / "models" / f"{size}-{own:08x}"
-        if not (folder / "config.json").is_file():
-            inflate(InflateConfig(str(folder), size, config.target, heads), self.note)
-        row = self.row(what, target=str(folder), draft=self.draft)
-        return row, str(folder / "medusa") if heads is not None else None
+            return self.row(what), self.config.heads or MEDUSA_HEADS.get(self.config.target)
+        if COUNT.fullmatch(size) and not Path(size).is_dir():
+            raise InputError(
+                f"size {size!r} is a number of parameters; expected a checkpoint. python benchmarks/inflate.py FOLDER "
+                f"--params {size} in the source repository writes a model of that size; give its FOLDER"
+            )
+        row, own_heads = self.row(what, target=size, draft=self.draft), Path(size).expanduser() / "medusa"
+        if row.pair.target.tokenizer.get_vocab() != self.pair.draft.tokenizer.get_vocab():
+            raise InputError(f"{size} has another tokenizer than the draft {self.draft}; give one of its family")
+        return row, str(own_heads) if own_heads.is_dir() else None
 
 
 def lap(way: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Lap:
