@@ -1,4 +1,4 @@
-"""A draft that goes on learning beside the same draft as it was trained, on the same texts one after the other."""
+"""A draft that learns while it is used, beside the same draft without, on the same texts one after the other."""
 
 from __future__ import annotations
 
