@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import Any
 
 from sakiyomi.cli.common import JsonOption
+from sakiyomi.cli.help import SectionsGroup
 from sakiyomi.cli.output import note, progress, say
 from sakiyomi.cli.rows import PlotOption, Started, measured, show
 from sakiyomi.core.errors import InputError
@@ -19,6 +18,16 @@ from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
 from sakiyomi.evaluation.bench.tasks.config import TasksConfig
 from sakiyomi.scale.cluster import WorkersOption
+
+
+class BenchGroup(SectionsGroup):
+    """The command with those below it; one that left the package says where it is."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click."""
+        if args[0] == "inflate":
+            raise InputError("bench inflate is now in the source repository: python benchmarks/inflate.py OUT_FOLDER")
+        return super().resolve_command(ctx, args)
 
 
 @dataclass(frozen=True)
@@ -223,8 +232,3 @@ def card(config: CardConfig, output: JsonOption) -> None:
         found = run(config, status.update)
     say(Path(found["page"]).read_text(encoding="utf-8"), f"written: {found['page']} and {found['json']}")
     output.emit(found)
-
-
-def inflate(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Refuse the name that this command had before it left the package."""
-    raise InputError("bench inflate is now a script of the source repository: python benchmarks/inflate.py OUT_FOLDER")
