@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from forward_clock import ForwardClock
 from random_models import Numbers, random_llama, random_prompts
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
-from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
+from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.runner import Lap, Standing, timed
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.session import DRAFT_SIZES

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import rows as script
+from forward_clock import ForwardClock
 from own_rows import bookkeeping as bookkeeping_row
 from own_rows import passes as passes_row
 from own_rows.exactness import RandomTrees
@@ -36,7 +37,7 @@ from sakiyomi.evaluation.bench import suites
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import NearTies
-from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
+from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.quality import Quality, own_logits, perplexity, their_logits
 from sakiyomi.evaluation.bench.report import Row, condition_line, of_race
 from sakiyomi.evaluation.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed

@@ -26,7 +26,6 @@ from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, our_lap, peer_lap
 from sakiyomi.evaluation.bench.models import WAYS
 from sakiyomi.evaluation.bench.report import Row, condition_line
-from sakiyomi.evaluation.bench.runner import Contender
 
 __all__ = ["card", "minute"]
 
@@ -91,11 +90,10 @@ def _measured(row: PairRow, llm: LLM, engines: Sequence[OtherEngine] = ()) -> Ra
     if llm.draft is not None:
         ours[f"sakiyomi, draft {llm.draft.name}"] = partial(our_lap, llm, pair.prompts, params)
     contenders = row.contenders(llm, ours, theirs)
-    load = Load("", [[prompt] for prompt in pair.prompts], config.max_new_tokens)
+    load = Load("", pair.prompts, config.max_new_tokens)
     with ExitStack() as stack:
         kind = config.quantize or dtype_name(llm.target.dtype)
-        for name, other in opened(row, kind, [load], stack, engines, ["plain"]).items():
-            contenders.append(Contender(name, partial(other.lap, load.batches, load.tokens), optional=True))
+        contenders += load.raced(opened(row, kind, [load], stack, engines, ["plain"]))
         if config.compile:
             row.note("recording passes")
             llm.wait(20.0)

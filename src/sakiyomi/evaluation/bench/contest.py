@@ -8,23 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
-from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.engines.process import EngineProcess
 from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, converted_folder, environments
-from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, our_lap
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, peer_lap
 from sakiyomi.evaluation.bench.models import WAYS, Pair
-from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.quality import their_logits
-from sakiyomi.evaluation.bench.runner import Contender, Lap, Outputs, timed
+from sakiyomi.evaluation.bench.runner import Contender, Outputs
 from sakiyomi.kernels.quantization import QUANTIZATIONS
 
 __all__ = ["Load", "Texts", "opened", "peers"]
@@ -39,42 +37,48 @@ class Load:
 
     Attributes:
         name: as it is shown.
-        batches: prompts that are given at once, one batch after the other.
-        tokens: new ones of each.
+        prompts: token ids.
+        tokens: new ones of each; 1: it is about reading the prompts, and speeds are of their tokens.
+        together: all prompts at once; otherwise one after the other.
     """
 
     name: str
-    batches: list[list[list[int]]]
+    prompts: list[list[int]]
     tokens: int
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        """In the order of the outputs."""
-        return list(chain.from_iterable(self.batches))
+    together: bool = False
 
     @property
     def reads(self) -> bool:
-        """It is about reading the prompts: speeds are of their tokens."""
+        """It is about reading the prompts."""
         return self.tokens == 1
 
-    def counted(self, lap: Lap) -> Lap:
-        """A lap with the tokens that this load is about."""
-        return replace(lap, tokens=sum(map(len, self.prompts))) if self.reads else lap
+    def counted(self, run: Run) -> Run:
+        """Laps with the tokens that this load is about."""
+        return (lambda: replace(run(), tokens=sum(map(len, self.prompts)))) if self.reads else run
+
+    def raced(self, others: Mapping[str, EngineProcess]) -> list[Contender]:
+        """Other engines that are there still, with this load."""
+        batches = [self.prompts] if self.together else [[prompt] for prompt in self.prompts]
+        return [
+            Contender(name, partial(other.lap, batches, self.tokens), optional=True)
+            for name, other in others.items()
+            if other.alive and not (self.reads and other.drafted)
+        ]
 
 
 def loads(row: PairRow) -> Iterator[Load]:
     """All that are measured."""
     pair, tokens = row.pair, row.config.max_new_tokens
-    yield Load("1 request", [[prompt] for prompt in _different(pair.prompts, ALONE)], tokens)
+    yield Load("1 request", _different(pair.prompts, ALONE), tokens)
     for size in TOGETHER:
-        yield Load(f"{size} requests", [_different(pair.prompts, size)], tokens)
+        yield Load(f"{size} requests", _different(pair.prompts, size), tokens, together=True)
     texts = row.config.texts()
     limit = getattr(pair.target.model.config.get_text_config(), "max_position_embeddings", PROMPT + 1)
     most = min(PROMPT, limit - 1)
     long = []
     for i in range(min(len(texts), ALONE)):
         ids = pair.target.tokenizer("\n".join(texts[i:] + texts[:i])).input_ids
-        long.append([list(islice(cycle(ids), most))])
+        long.append(list(islice(cycle(ids), most)))
     yield Load(f"prompt of {most} tokens", long, 1)
 
 
@@ -96,15 +100,6 @@ class Texts:
     model: Any
     load: Load
     _seen: dict[Outputs, dict[str, float]] = field(default_factory=dict)
-
-    def graded(self, contenders: Sequence[Contender]) -> list[Contender]:
-        """The contenders, the baseline first, with these figures in their laps."""
-
-        def run(contender: Contender) -> Lap:
-            lap = contender.run()
-            return self.load.counted(lap).more(**self.figures(lap.outputs))
-
-        return [replace(contender, run=partial(run, contender)) for contender in contenders]
 
     def figures(self, outputs: Outputs) -> dict[str, float]:
         """``agreement`` with the first outputs that were ever asked about; ``text_perplexity``, if they are texts."""
@@ -176,7 +171,7 @@ def opened(
         "gamma": row.config.gamma,
         "threads": torch.get_num_threads(),
         "context": max(len(prompt) + load.tokens for load in several for prompt in load.prompts),
-        "requests": max(len(batch) for load in several for batch in load.batches),
+        "requests": max(len(load.prompts) if load.together else 1 for load in several),
         "folder": str(converted_folder()),
     }
     found = {}
@@ -207,28 +202,20 @@ def _open(
 
 def _contenders(row: PairRow, llm: LLM, load: Load, others: Mapping[str, EngineProcess]) -> list[Contender]:
     """Transformers in the pair's dtype, the baseline; ours, plain and with its draft; the others."""
-    params = SamplingParams(max_new_tokens=load.tokens, gamma=row.config.gamma, ignore_eos=True)
+    more: dict[str, Any] = {"max_new_tokens": load.tokens, "ignore_eos": True}
+    prompts, together = load.prompts, load.together
     theirs: dict[str, Run] = {}
     if row.config.peers:
-        ways = WAYS if load.tokens > 1 and max(map(len, load.batches)) == 1 else WAYS[:1]
-        theirs = {f"transformers {way}": partial(_their_lap, row.pair.peer(way), load, params) for way in ways}
-    ours = {"sakiyomi plain": partial(_our_lap, EngineView(llm), load, params)}
+        ways = WAYS[:1] if load.reads or together else WAYS
+        peers = {f"transformers {way}": row.pair.peer(way) for way in ways}
+        params = row.params(**more)
+        theirs = {name: partial(peer_lap, peer, prompts, params, together=together) for name, peer in peers.items()}
+    ours = {"sakiyomi plain": row.run(EngineView(llm), prompts=prompts, together=together, **more)}
     if not load.reads:
-        ours["sakiyomi speculative"] = partial(_our_lap, llm, load, params)
-        ours["sakiyomi, gamma auto"] = partial(_our_lap, llm, load, replace(params, gamma="auto"))
-    contenders = row.contenders(llm, ours, theirs, load.prompts)
-    contenders += [
-        Contender(name, partial(other.lap, load.batches, load.tokens), optional=True)
-        for name, other in others.items()
-        if other.alive and not (load.reads and other.drafted)
+        ours["sakiyomi speculative"] = row.run(llm, prompts=prompts, together=together, **more)
+        ours["sakiyomi, gamma auto"] = row.run(llm, prompts=prompts, together=together, gamma="auto", **more)
+    texts = Texts(row.pair.target.model, load)
+    return [
+        replace(contender, run=load.counted(contender.run)).figured(lambda lap: texts.figures(lap.outputs))
+        for contender in (*row.contenders(llm, ours, theirs, prompts), *load.raced(others))
     ]
-    return Texts(row.pair.target.model, load).graded(contenders)
-
-
-def _their_lap(peer: Transformers, load: Load, params: SamplingParams) -> Lap:
-    return timed(lambda: [text for batch in load.batches for text in peer.generate_batch(batch, params)])
-
-
-def _our_lap(way: Any, load: Load, params: SamplingParams) -> Lap:
-    together = max(map(len, load.batches)) > 1
-    return our_lap(way, load.prompts, params, together=together)

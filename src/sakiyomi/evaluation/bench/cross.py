@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, counted_lap, declared
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.runner import Contender, Lap
+from sakiyomi.evaluation.bench.runner import Contender, Lap, figured
 from sakiyomi.model_executor.loading import same_tokenizer
 
 __all__ = ["cross"]
@@ -60,7 +59,7 @@ def cross(row: PairRow) -> Races:
         theirs = {f"transformers {name}": partial(counted_lap, peer, calls) for name, peer in peers.items()}
     decode = partial(pair.target.tokenizer.decode, skip_special_tokens=True)
     yield Race([
-        Contender(name, partial(_in_characters, run, decode), judge)
+        Contender(name, figured(run, partial(_characters, decode)), judge)
         for judge, some in ((pair.judge(llm), runs), (pair.judge(), theirs))
         for name, run in some.items()
     ])  # fmt: skip
@@ -83,7 +82,5 @@ def _aligned(drafter: Any, run: Run, prompts: int) -> Lap:
     return lap.more(alignment_ms=1000 * (drafter.alignment_seconds - before) / max(rounds, 1))
 
 
-def _in_characters(run: Run, decode: Callable[[Any], str]) -> Lap:
-    lap = run()
-    characters = sum(len(decode(list(text))) for text in lap.outputs)
-    return replace(lap, figures={"characters_per_second": characters / lap.seconds} | lap.figures)
+def _characters(decode: Callable[[Any], str], lap: Lap) -> dict[str, float]:
+    return {"characters_per_second": sum(len(decode(list(text))) for text in lap.outputs) / lap.seconds}

@@ -14,7 +14,7 @@ from sakiyomi.engine.machine import pass_seconds
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared
 from sakiyomi.evaluation.bench.meter import round_ms
-from sakiyomi.evaluation.bench.runner import Lap, Standing
+from sakiyomi.evaluation.bench.runner import Lap, Standing, figured
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.theory import expected_tokens
 
@@ -115,11 +115,10 @@ def selfdraft(row: PairRow) -> Races:
     ways: dict[str, Any] = {"plain": EngineView(llm)} | ({} if rounded else {"self-int8": llm})
     for count in sorted({min(max(1, round(share * layers)), layers - 1) for share in SHARES} - {0}):
         ways[f"early-exit:{count}"] = EngineView(llm, EarlyExit(FirstLayers(llm.target, count)))
-    yield Race({name: partial(_lap, row.run(way)) for name, way in ways.items()}, row.pair.judge(llm))
+    yield Race({name: figured(row.run(way), _draft_share) for name, way in ways.items()}, row.pair.judge(llm))
     return row.pair.settings(llm) | {"layers": layers, "prompts": len(row.pair.prompts)}
 
 
-def _lap(run: Run) -> Lap:
-    """With the share of a round that goes into drafting."""
-    lap = run()
-    return lap.more(draft_share=lap.figures["draft_ms"] / max(round_ms(lap.figures), 1e-9))
+def _draft_share(lap: Lap) -> dict[str, float]:
+    """The share of a round that goes into drafting."""
+    return {"draft_share": lap.figures["draft_ms"] / max(round_ms(lap.figures), 1e-9)}

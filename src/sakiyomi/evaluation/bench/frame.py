@@ -20,17 +20,16 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import Pair, rounding
-from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
+from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.quality import own_logits, their_logits
 from sakiyomi.evaluation.bench.report import Row, of_race
-from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, Standing, race, timed
+from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, Run, Standing, race, timed
 
 __all__ = ["PairRow", "Race", "Races", "Run", "counted_lap", "declared", "generated", "lengths", "our_lap", "peer_lap"]
 
 Prompts = Sequence[Sequence[int]]
 Calls = Iterable[tuple[Prompts, SamplingParams]]
 """Prompts that are given to an engine at once, and their parameters."""
-Run = Callable[[], Lap]
 
 
 @dataclass(frozen=True)
@@ -116,20 +115,25 @@ def our_lap(
     return lap.more(**meter.figures(), latency_seconds=statistics.median(result.stats.seconds for result in done))
 
 
-def peer_lap(peer: Transformers, prompts: Prompts, params: SamplingParams) -> Lap:
-    """The same with transformers: all prompts, one after the other."""
-    return timed(lambda: [peer.generate(prompt, params) for prompt in prompts])
+def peer_lap(peer: Transformers, prompts: Prompts, params: SamplingParams, *, together: bool = False) -> Lap:
+    """The same with transformers: all prompts, one after the other or all at once."""
+    batches = [prompts] if together else [[prompt] for prompt in prompts]
+    return timed(lambda: [text for batch in batches for text in peer.generate_batch(batch, params)])
 
 
 def counted_lap(peer: Transformers, calls: Iterable[tuple[Sequence[int], SamplingParams]]) -> Lap:
     """A lap of transformers over prompts with parameters of their own, with tau by a count of the target's forwards."""
     calls = list(calls)
-    with ForwardClock([peer.model]) as clock:
+    forwards: list[None] = []
+    hook = peer.model.register_forward_hook(lambda *_: forwards.append(None))
+    try:
         lap = timed(lambda: [peer.generate(prompt, params) for prompt, params in calls])
+    finally:
+        hook.remove()
     # As with ours, the first pass and the first token of a text are the prompt's. But with a draft model the first
     # forward over the prompt takes a draft along, so that no forward stands apart.
     first = 0 if peer.assistant is not None else len(calls)
-    return lap.more(tau=(lap.tokens - first) / max(clock.calls[0] - first, 1))
+    return lap.more(tau=(lap.tokens - first) / max(len(forwards) - first, 1))
 
 
 class PairRow:

@@ -9,9 +9,9 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.meter import round_ms
-from sakiyomi.evaluation.bench.runner import Lap
+from sakiyomi.evaluation.bench.runner import Lap, figured
 from sakiyomi.evaluation.tuning.candidates import available, made
 from sakiyomi.evaluation.tuning.config import PairConfig
 
@@ -41,17 +41,16 @@ def heads(row: PairRow) -> Races:
         for name, way in ways.items():
             row.note(f"trees of {NODES} nodes, {name}")
             tau = None if name == "plain" else _tree_tau(row, way, more)
-            runs[name] = partial(_lap, row.run(way, gamma="auto", **more), tau)
+            runs[name] = figured(row.run(way, gamma="auto", **more), partial(_figures, tau))
         row.warm(runs, llm)
         yield Race(runs, None if temperature else row.pair.judge(llm), f"T={temperature:g}")
     row.notes += [f"{spec} is left out: {said}" for spec, said in why.items()]
     return row.pair.settings(llm) | {"sizes": "auto", "prompts": len(row.pair.prompts)}
 
 
-def _lap(run: Run, tau: float | None) -> Lap:
-    """With tau of large trees, and the milliseconds of a whole round."""
-    lap = run()
-    return lap.more(round_ms=round_ms(lap.figures), **({} if tau is None else {"tau_16": tau}))
+def _figures(tau: float | None, lap: Lap) -> dict[str, float]:
+    """Milliseconds of a whole round, and tau of large trees."""
+    return {"round_ms": round_ms(lap.figures)} | ({} if tau is None else {"tau_16": tau})
 
 
 def _tree_tau(row: PairRow, way: EngineView, more: dict[str, Any]) -> float | None:

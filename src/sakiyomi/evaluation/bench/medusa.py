@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig
-from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, our_lap
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared, our_lap
 from sakiyomi.evaluation.bench.quality import own_logits
-from sakiyomi.evaluation.bench.runner import Lap
+from sakiyomi.evaluation.bench.runner import Lap, figured
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.typical import threshold
 
@@ -39,32 +39,28 @@ def medusa(row: PairRow) -> Races:
     assert llm.draft is not None and llm.draft.model is not None
     model = llm.draft.model
 
-    def model_bytes() -> int:
-        return (model.weights.bytes or 0) + sum(part.nbytes for part in (*model.cache.keys, *model.cache.values))
+    def own(lap: Lap) -> dict[str, float]:
+        """Megabytes beside the target: the weights of the draft model, and its keys and values."""
+        pairs = sum(part.nbytes for part in (*model.cache.keys, *model.cache.values))
+        return {"draft_mb": ((model.weights.bytes or 0) + pairs) / 1e6}
 
     merged = MergedDrafter([SuffixDrafter(), NgramDrafter(llm.vocab_size), drafter])
-    heads = drafter.guesser.bytes
-    ways: dict[str, tuple[Any, Callable[[], int]]] = {
-        "plain": (EngineView(llm), lambda: 0),
-        "draft model": (llm, model_bytes),
-        "medusa": (EngineView(llm, drafter), lambda: heads),
-        "medusa+suffix+ngram": (EngineView(llm, merged), lambda: heads),
+    heads = {"draft_mb": drafter.guesser.bytes / 1e6}
+    ways: dict[str, tuple[Any, Callable[[Lap], Mapping[str, float]]]] = {
+        "plain": (EngineView(llm), lambda lap: {"draft_mb": 0.0}),
+        "draft model": (llm, own),
+        "medusa": (EngineView(llm, drafter), lambda lap: heads),
+        "medusa+suffix+ngram": (EngineView(llm, merged), lambda lap: heads),
     }
     for temperature in TEMPERATURES:
         runs = {
-            name: partial(_lap, row.run(way, temperature=temperature, seed=7, gamma="auto"), size)
+            name: figured(row.run(way, temperature=temperature, seed=7, gamma="auto"), size)
             for name, (way, size) in ways.items()
         }
         row.warm(runs, llm)
         # Sampled text may differ at near-ties, too: it is not compared.
         yield Race(runs, None if temperature else row.pair.judge(llm), f"T={temperature:g}")
     return row.conditions(llm, gamma="auto", **_conditions(config, drafter))
-
-
-def _lap(run: Run, size: Callable[[], int]) -> Lap:
-    """With what the draft takes beside the target: its weights, and keys and values of its own."""
-    lap = run()
-    return lap.more(draft_mb=size() / 1e6)
 
 
 @declared(

@@ -14,7 +14,7 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, lengths, peer_lap
 from sakiyomi.evaluation.bench.models import WAYS
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing, timed
+from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing
 
 __all__ = ["batch", "dropin", "everybody", "fitting", "speculative", "stories", "sweep"]
 
@@ -146,8 +146,9 @@ def dropin(row: PairRow) -> Races:
         "custom_generate": ours,
     }
     runs: dict[str, Run] = {name: partial(peer_lap, way, pair.prompts, params) for name, way in ways.items()}
-    together = f"custom_generate, batch of {len(pair.prompts)}"
-    runs[together] = lambda: timed(lambda: ours.generate_batch(pair.prompts, params))
+    runs[f"custom_generate, batch of {len(pair.prompts)}"] = partial(
+        peer_lap, ours, pair.prompts, params, together=True
+    )
     yield Race(runs, pair.judge())
     graphs = {"gamma": config.gamma, "graphs": "traced" if config.compile else "eager"}
     return pair.names | pair.dtypes | graphs | lengths(config, pair.prompts)
