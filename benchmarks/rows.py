@@ -54,11 +54,9 @@ def _command(config: BenchConfig, picture: PlotOption, output: JsonOption) -> No
     """
 
     def start(note: Note) -> Started:
-        if picture.plot is not None:
-            plot.check(picture.plot)
         return suites.run(replace(config, rows=config.rows or (suites.ALL,)), note, ROWS), plot.draw
 
-    measured(start, output, picture.plot)
+    measured(start, output, picture)
 
 
 app = command(_command)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.help import SectionsGroup
 from sakiyomi.cli.output import note, progress, say
-from sakiyomi.cli.rows import PlotOption, Started, measured, show
+from sakiyomi.cli.rows import PlotFolderOption, PlotOption, Started, measured, show
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
@@ -30,23 +29,12 @@ class BenchGroup(SectionsGroup):
         return super().resolve_command(ctx, args)
 
 
-@dataclass(frozen=True)
-class PlotFolderOption:
-    """Where the pictures go.
-
-    Attributes:
-        plot: folder for pictures of the rows (needs matplotlib); made if it is not there.
-    """
-
-    plot: str | None = None
-
-
 def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     """Measure speed side by side.
 
-    Interleaved laps, medians, equal outputs checked in the same run. Of our own contenders: draft, score and rest in
-    ms a round; KV, keys and values of the largest pass; bw, what decoding passes of the target read, as a share of the
-    memory's measured speed.
+    Contenders run interleaved, figures are medians, and outputs are compared in the same run. Columns: draft, score and
+    rest are milliseconds per round; KV is the size of keys and values in the largest pass; bw is what the target's
+    decoding passes read, as a share of the memory's measured speed.
 
     Example: sakiyomi bench --model FOLDER --draft model:DRAFT_FOLDER
     """
@@ -54,13 +42,11 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     def start(note: Note) -> Started:
         from sakiyomi.evaluation.bench import plot, suites
 
-        if picture.plot is not None:
-            if config.rows and suites.TABLES.issuperset(config.rows):
-                raise InputError(f"plot has nothing to draw of {', '.join(config.rows)}; ask for another row too")
-            plot.check(picture.plot)
+        if picture.plot is not None and config.rows and suites.TABLES.issuperset(config.rows):
+            raise InputError(f"plot has nothing to draw of {', '.join(config.rows)}; ask for another row too")
         return suites.run(config, note), plot.draw
 
-    measured(start, output, picture.plot)
+    measured(start, output, picture)
 
 
 def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> None:
@@ -76,11 +62,9 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
         from sakiyomi.evaluation.bench.long import plot
         from sakiyomi.evaluation.bench.long.run import run
 
-        if pictures.plot is not None:
-            plot.check(pictures.plot)
         return run(config, note, pictures=pictures.plot), plot.draw
 
-    measured(start, output, pictures.plot)
+    measured(start, output, pictures)
 
 
 def spec(config: SpecConfig, shared: WorkersOption, picture: PlotOption, output: JsonOption) -> None:
@@ -98,21 +82,13 @@ def spec(config: SpecConfig, shared: WorkersOption, picture: PlotOption, output:
         from sakiyomi.evaluation.bench.spec.plot import draw
         from sakiyomi.evaluation.bench.spec.run import run
 
-        _check(picture)
         if shared.count is None:
             return run(config, note), draw
         from sakiyomi.scale.questions import share
 
         return run(config, note, share(shared)), draw
 
-    measured(start, output, picture.plot)
-
-
-def _check(picture: PlotOption) -> None:
-    from sakiyomi.evaluation.bench import plot
-
-    if picture.plot is not None:
-        plot.check(picture.plot)
+    measured(start, output, picture)
 
 
 def tasks(config: TasksConfig, picture: PlotOption, output: JsonOption) -> None:
@@ -128,10 +104,9 @@ def tasks(config: TasksConfig, picture: PlotOption, output: JsonOption) -> None:
         from sakiyomi.evaluation.bench.tasks.plot import draw
         from sakiyomi.evaluation.bench.tasks.run import run
 
-        _check(picture)
         return run(config, note), draw
 
-    measured(start, output, picture.plot)
+    measured(start, output, picture)
 
 
 def locret(config: LocretConfig, pictures: PlotFolderOption, output: JsonOption) -> None:
@@ -147,11 +122,9 @@ def locret(config: LocretConfig, pictures: PlotFolderOption, output: JsonOption)
         from sakiyomi.evaluation.bench.locret.run import run
         from sakiyomi.evaluation.bench.long import plot
 
-        if pictures.plot is not None:
-            plot.check(pictures.plot)
         return run(config, note, pictures=pictures.plot), plot.draw
 
-    measured(start, output, pictures.plot)
+    measured(start, output, pictures)
 
 
 def compare(config: CompareConfig, output: JsonOption) -> None:
@@ -183,7 +156,7 @@ def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
     from sakiyomi.evaluation.bench.spec.results import Results, join
     from sakiyomi.evaluation.bench.spec.table import rows
 
-    _check(picture)
+    picture.check()
     if config.out is not None and Path(config.out).expanduser().exists():
         raise InputError(f"out is {config.out!r}, which is there already; name a new file")
     joined = join([Results.read(path) for path in config.files])
@@ -191,7 +164,7 @@ def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
     if config.out is not None:
         joined.path = Path(config.out).expanduser()
         joined.write()
-    measured(lambda note: (tables, draw), output, picture.plot, doing="reading", conditions=joined.conditions)
+    measured(lambda note: (tables, draw), output, picture, doing="reading", conditions=joined.conditions)
 
 
 def report(config: ReportConfig, output: JsonOption) -> None:

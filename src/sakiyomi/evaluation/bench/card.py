@@ -30,12 +30,13 @@ from sakiyomi.evaluation.bench.report import Row, condition_line
 __all__ = ["card", "minute"]
 
 FORMAT = 1
+TITLE = "greedy, one prompt at a time, tokens/s"
 LAPS_UNTIL = 40.0
 """Seconds after which no further lap begins."""
 _SHOWN = ("name", "tokens_per_second", "low", "high", "ratio", "tau", "acceptance_rate", "kv_bytes", "equal")
 
 
-@declared("the one-minute table: greedy, one prompt at a time, tokens/s; --rows all for everything")
+@declared(f"the one-minute table: {TITLE}; --rows all for everything")
 def minute(row: PairRow) -> Races:
     """Greedy, one prompt at a time: transformers, and ours plain and with the draft, whichever kind it is."""
     row.note(f"loading {row.config.target}")
@@ -56,7 +57,7 @@ def card(config: CardConfig, note: Note) -> dict[str, Any]:
     note(f"loading {config.target}")
     llm = row.pair.llm(config.draft)
     engines = [engine for engine in ENGINES if engine.key == "llamacpp"]
-    table = declared("greedy, one prompt at a time, tokens/s")(partial(_measured, llm=llm, engines=engines))(row)
+    table = declared(TITLE)(partial(_measured, llm=llm, engines=engines))(row)
     target = row.pair.target
     found = {
         "format": FORMAT,
@@ -99,7 +100,7 @@ def _measured(row: PairRow, llm: LLM, engines: Sequence[OtherEngine] = ()) -> Ra
             llm.wait(20.0)
         yield Race(contenders, until=time.perf_counter() + LAPS_UNTIL)
     row.lines = [{name: line[name] for name in _SHOWN if name in line} for line in row.lines]
-    return pair.settings(llm) | {"gamma": "auto", "draft": config.draft, "prompts": len(pair.prompts)}
+    return row.conditions(llm, alone=True, gamma="auto", draft=config.draft)
 
 
 def _has_draft_model(config: BenchConfig) -> bool:
@@ -122,27 +123,24 @@ def _draft(spec: str, llm: LLM) -> dict[str, Any]:
 
 def _page(found: Mapping[str, Any], table: Row) -> str:
     """The page, in Markdown."""
-    machine_, model, draft = found["machine"], found["model"], found["draft"]
+    machine_, draft = found["machine"], found["draft"]
     size = f", {draft['parameters'] / 1e6:.4g}M parameters" if draft["parameters"] else ""
-    facts: dict[str, Any] = {
-        "model": f"{model['name']}, {model['class']}, {model['parameters'] / 1e6:.4g}M parameters",
-        "draft": f"{draft['spec']}, {' and '.join(draft['drafters']) or 'nothing is drafted'}{size}",
-        "processor": f"{machine_['processor']}, {machine_['cores']} cores, {machine_['threads']} threads",
-        "instruction sets": ", ".join(machine_["processor_features"]) or "none that matter here",
-        "memory": f"reads {machine_['bandwidth_bytes_per_second'] / 1e9:.3g} GB/s",
-        "devices": ", ".join(machine_["devices"]),
-        "versions": f"sakiyomi {machine_['sakiyomi']}, torch {machine_['torch']}, transformers "
-        f"{machine_['transformers']}, Python {machine_['python']}, {machine_['system']}",
-    }
-    lines = [f"# {model['name']} on {machine_['processor']}", ""]
-    lines += [f"- {name}: {text}" for name, text in facts.items()]
-    lines += ["", f"{table.title[:1].upper()}{table.title[1:]}:", "", *_table(table.table()), ""]
-    lines += [*(f"- {note}" for note in table.notes), f"- {condition_line(table.conditions)}", ""]
-    lines.append(
-        "`equal`: the text is that of the first line, token for token. `tau`: tokens committed in a pass of the"
+    notes = [*table.notes, condition_line(table.conditions)]
+    return (
+        Path(__file__)
+        .with_name("card.md")
+        .read_text(encoding="utf-8")
+        .format(
+            **found,
+            size=f"{found['model']['parameters'] / 1e6:.4g}M parameters",
+            drafters=f"{' and '.join(draft['drafters']) or 'nothing is drafted'}{size}",
+            features=", ".join(machine_["processor_features"]) or "none that matter here",
+            bandwidth=machine_["bandwidth_bytes_per_second"] / 1e9,
+            devices=", ".join(machine_["devices"]),
+            table="\n".join(_table(table.table())),
+            notes="\n".join(f"- {note}" for note in notes),
+        )
     )
-    lines.append("target. `acc`: share of the draft's tokens that were accepted.")
-    return "\n".join(lines) + "\n"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

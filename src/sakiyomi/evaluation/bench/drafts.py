@@ -116,7 +116,7 @@ def selfdraft(row: PairRow) -> Races:
     for count in sorted({min(max(1, round(share * layers)), layers - 1) for share in SHARES} - {0}):
         ways[f"early-exit:{count}"] = EngineView(llm, EarlyExit(FirstLayers(llm.target, count)))
     yield Race({name: figured(row.run(way), _draft_share) for name, way in ways.items()}, row.pair.judge(llm))
-    return row.pair.settings(llm) | {"layers": layers, "prompts": len(row.pair.prompts)}
+    return row.conditions(llm, alone=True, layers=layers)
 
 
 def _draft_share(lap: Lap) -> dict[str, float]:

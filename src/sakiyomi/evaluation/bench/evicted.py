@@ -47,7 +47,7 @@ def evicted(row: PairRow) -> Races:
                 name: partial(_lap, opened.enter_context(talk), prompt, params) for name, (talk, params) in ways.items()
             }
             yield Race(runs, pair.judge(llm, [prompt]), f"{length} tokens", partial(_line, length))
-    return pair.settings(llm) | {"draft": draft}
+    return row.conditions(llm, [text], alone=True, draft=draft)
 
 
 def _text(pair: Pair, tokens: int) -> list[int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.outputs import Generation, Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
@@ -231,10 +232,23 @@ class PairRow:
             run()
             llm.wait()
 
-    def conditions(self, llm: LLM, prompts: Prompts | None = None, **more: Any) -> dict[str, Any]:
-        """What has to be known of the row, after its laps; ``prompts``: others than the pair's."""
+    def conditions(
+        self, llm: LLM, prompts: Prompts | None = None, *, alone: bool = False, **more: Any
+    ) -> dict[str, Any]:
+        """What has to be known of the row, after its laps.
+
+        Args:
+            llm: our engine.
+            prompts: others than the pair's.
+            alone: the row is about the target, without a draft model.
+            more: further conditions.
+        """
         config, pair = self.config, self.pair
-        found: dict[str, Any] = {**pair.names, **pair.dtypes, "gamma": config.gamma, "rounding": rounding(llm)}
+        if alone:
+            found: dict[str, Any] = {"target": config.target, "dtype": dtype_name(llm.target.dtype)}
+        else:
+            found = {**pair.names, **pair.dtypes}
+        found |= {"gamma": config.gamma, "rounding": rounding(llm)}
         found["graphs"] = llm.target.mode if llm.target.recorded(config.gamma + 1) else "eager"
         return found | lengths(config, pair.prompts if prompts is None else prompts) | pair.quality.conditions | more
 

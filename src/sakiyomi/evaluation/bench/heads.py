@@ -45,7 +45,7 @@ def heads(row: PairRow) -> Races:
         row.warm(runs, llm)
         yield Race(runs, None if temperature else row.pair.judge(llm), f"T={temperature:g}")
     row.notes += [f"{spec} is left out: {said}" for spec, said in why.items()]
-    return row.pair.settings(llm) | {"sizes": "auto", "prompts": len(row.pair.prompts)}
+    return row.conditions(llm, alone=True, sizes="auto")
 
 
 def _figures(tau: float | None, lap: Lap) -> dict[str, float]:

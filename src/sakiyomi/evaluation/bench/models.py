@@ -104,16 +104,6 @@ class Pair:
         models = {"dtype": self.target.model, "draft_dtype": self.draft.model}
         return {name: dtype_name(model.dtype) for name, model in models.items()}
 
-    def settings(self, llm: LLM) -> dict[str, Any]:
-        """For the conditions of a target that drafts for itself: how an engine holds it, and what it is asked for."""
-        return {
-            "target": self.config.target,
-            "dtype": dtype_name(llm.target.dtype),
-            "rounding": rounding(llm),
-            "gamma": self.config.gamma,
-            "max_new_tokens": self.config.max_new_tokens,
-        }
-
 
 class NearTies:
     """Accepts outputs that are equal, or that part only where rounding decides (see ``hf_reference``).

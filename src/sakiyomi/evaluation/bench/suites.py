@@ -1,4 +1,4 @@
-"""The rows of ``sakiyomi bench``, by name. A new row is a function here or in a file of its own, and one line below."""
+"""The rows of ``sakiyomi bench``, by name. A new row is a function and its name below."""
 
 from __future__ import annotations
 
@@ -24,26 +24,12 @@ from sakiyomi.evaluation.bench.speed import batch, dropin, speculative, stories,
 
 __all__ = ["ROWS", "measure", "run"]
 
-Rows = Mapping[str, Callable[[PairRow], Row]]
-ROWS: dict[str, Callable[[PairRow], Row]] = {
-    "minute": minute,
-    "speculative": speculative,
-    "stories": stories,
-    "batch": batch,
-    "sweep": sweep,
-    "trees": trees,
-    "oracle": oracle,
-    "offload": offload,
-    "peers": peers,
-    "cross": cross,
-    "selfdraft": selfdraft,
-    "evicted": evicted,
-    "dropin": dropin,
-    "medusa": medusa,
-    "heads": heads,
-    "typical": typical,
-    "learning": learning,
-}
+Measure = Callable[[PairRow], Row]
+Rows = Mapping[str, Measure]
+_DECLARED: list[Measure] = [minute, speculative, stories, batch, sweep, trees, oracle, offload, peers, cross]
+_DECLARED += [selfdraft, evicted, dropin, medusa, heads, typical, learning]
+ROWS: dict[str, Measure] = {row.__name__: row for row in _DECLARED}
+"""Named as the functions are, in the order in which they run."""
 
 ALL = "all"
 """In the place of names of rows."""
