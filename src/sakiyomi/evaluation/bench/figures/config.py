@@ -11,11 +11,58 @@ from typing import Any
 from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig
-from sakiyomi.evaluation.bench.figures.articles import article
 
-__all__ = ["PICTURES", "ReportConfig"]
+__all__ = ["ARTICLES", "COMMON", "ReportConfig", "article", "articles_of"]
 
 PICTURES = ("png", "svg")
+
+
+@dataclass(frozen=True)
+class Article:
+    """An article whose figures the report makes from the reader's own models; ``docs/articles/`` has a page for each.
+
+    A new figure of an article is a section (``run.SECTIONS``) and its name here.
+
+    Attributes:
+        title: what it is about, and whose it is.
+        sections: of the report, in the order of its figures.
+    """
+
+    title: str
+    sections: tuple[str, ...]
+
+
+ARTICLES: dict[str, Article] = {
+    "ntt": Article(
+        "NTT Communications: assisted generation and token tree verification",
+        ("places", "sizes", "temperature", "ranks", "tree", "several"),
+    ),
+    "medusa": Article(
+        "Medusa: several heads in place of a draft model", ("medusa", "heads", "sparse", "threshold", "temperature")
+    ),
+    "theory": Article(
+        "The theory of speculative decoding, after Leviathan et al.",
+        ("formulas", "operations", "traffic", "alphas", "drafts", "expected", "rounds", "lossless"),
+    ),
+    "huggingface": Article("Hugging Face: assisted generation", ("batch", "oracle", "tasks", "temperature", "sizes")),
+    "locret": Article("Locret: retaining heads for long contexts", ("locret", "kept", "memory")),
+}
+
+
+def article(name: str) -> Article:
+    """The article of this name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in ARTICLES:
+        raise InputError(f"there is no article {name!r}; articles are {', '.join(ARTICLES)}")
+    return ARTICLES[name]
+
+
+def articles_of(section: str) -> list[str]:
+    """Names of the articles that have this figure."""
+    return [name for name, one in ARTICLES.items() if section in one.sections]
 
 
 @dataclass(frozen=True)
@@ -36,8 +83,7 @@ class ReportConfig:
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         heads: Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
         sizes: for sections sizes and medusa, further targets (again for each) beside the target as it is: checkpoints
-            of one family (folder or hub id; heads in FOLDER/medusa), or numbers of parameters (134M) to which target
-            and heads are inflated, a function-preserving expansion that stays in the folder. none: no others.
+            of one family, folder or hub id, with heads in FOLDER/medusa.
         temperatures: for section temperature (again for each).
         models: for sections drafts and alphas a folder of models of one tokenizer: the largest is a target, the others
             its drafts; for section several its smaller models are further drafts of the pair's target.
@@ -68,7 +114,7 @@ class ReportConfig:
     target: str = DEFAULT
     draft: str = "auto"
     heads: str | None = None
-    sizes: tuple[str, ...] = ("60M", "134M")
+    sizes: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)
     models: str | None = None
     predictions: str | None = None

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sakiyomi.evaluation.bench.figures.articles import articles_of
-from sakiyomi.evaluation.bench.figures.section import Section
+from sakiyomi.evaluation.bench.figures.config import articles_of
+from sakiyomi.evaluation.bench.pictures import Section
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
 __all__ = ["Shown", "page"]

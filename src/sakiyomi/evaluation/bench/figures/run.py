@@ -18,55 +18,43 @@ from sakiyomi.drafters.medusa_heads.backbone import check_heads
 from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import Note, silent
-from sakiyomi.evaluation.bench.figures.alphas import ALPHAS
-from sakiyomi.evaluation.bench.figures.articles import article
-from sakiyomi.evaluation.bench.figures.assisted import BATCH, ORACLE, TASKS
-from sakiyomi.evaluation.bench.figures.config import COMMON, ReportConfig
-from sakiyomi.evaluation.bench.figures.drafts import DRAFTS
-from sakiyomi.evaluation.bench.figures.formulas import EXPECTED, OPERATIONS
-from sakiyomi.evaluation.bench.figures.locret import KEPT, LOCRET
-from sakiyomi.evaluation.bench.figures.medusa import SPARSE, THRESHOLD
-from sakiyomi.evaluation.bench.figures.others import MEMORY, PREDICTED
+from sakiyomi.evaluation.bench.figures import alphas, commands, guesses, speeds, theory, trees
+from sakiyomi.evaluation.bench.figures.config import COMMON, ReportConfig, article
 from sakiyomi.evaluation.bench.figures.page import Shown, page
-from sakiyomi.evaluation.bench.figures.races import MEDUSA, SIZES, TEMPERATURE
-from sakiyomi.evaluation.bench.figures.ranks import HEADS, RANKS
-from sakiyomi.evaluation.bench.figures.rounds import PLACES, ROUNDS, TREE
-from sakiyomi.evaluation.bench.figures.section import THEMES, Section, picture
-from sakiyomi.evaluation.bench.figures.several import SEVERAL
-from sakiyomi.evaluation.bench.figures.theory import FORMULAS, LOSSLESS, TRAFFIC
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.plot import check
+from sakiyomi.evaluation.bench.pictures import THEMES, Section, picture
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.loading.families import read_config, text_config
 
 __all__ = ["SECTIONS", "run"]
 
 SECTIONS: dict[str, Section] = {
-    "places": PLACES,
-    "sizes": SIZES,
-    "temperature": TEMPERATURE,
-    "ranks": RANKS,
-    "drafts": DRAFTS,
-    "alphas": ALPHAS,
-    "medusa": MEDUSA,
-    "tree": TREE,
-    "several": SEVERAL,
-    "rounds": ROUNDS,
-    "expected": EXPECTED,
-    "formulas": FORMULAS,
-    "operations": OPERATIONS,
-    "traffic": TRAFFIC,
-    "lossless": LOSSLESS,
-    "heads": HEADS,
-    "sparse": SPARSE,
-    "threshold": THRESHOLD,
-    "oracle": ORACLE,
-    "batch": BATCH,
-    "tasks": TASKS,
-    "memory": MEMORY,
-    "locret": LOCRET,
-    "kept": KEPT,
-    "predicted": PREDICTED,
+    "places": trees.PLACES,
+    "sizes": speeds.SIZES,
+    "temperature": speeds.TEMPERATURE,
+    "ranks": guesses.RANKS,
+    "drafts": alphas.DRAFTS,
+    "alphas": alphas.ALPHAS,
+    "medusa": speeds.MEDUSA,
+    "tree": trees.TREE,
+    "several": speeds.SEVERAL,
+    "rounds": trees.ROUNDS,
+    "expected": theory.EXPECTED,
+    "formulas": theory.FORMULAS,
+    "operations": theory.OPERATIONS,
+    "traffic": theory.TRAFFIC,
+    "lossless": theory.LOSSLESS,
+    "heads": guesses.HEADS,
+    "sparse": guesses.SPARSE,
+    "threshold": guesses.THRESHOLD,
+    "oracle": commands.ORACLE,
+    "batch": commands.BATCH,
+    "tasks": commands.TASKS,
+    "memory": commands.MEMORY,
+    "locret": commands.LOCRET,
+    "kept": commands.KEPT,
+    "predicted": commands.PREDICTED,
 }
 
 
@@ -146,7 +134,7 @@ def _measured(name: str, work: Work) -> dict[str, Any]:
     section, config = SECTIONS[name], work.config
     work.note(f"{name}: {section.title}")
     if config.again:
-        work.pieces(name).forget()
+        work.forget(name)
     try:
         row = section.measure(work)
     except SakiyomiError as error:
