@@ -16,8 +16,8 @@ from sakiyomi.evaluation.bench.report import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["DARK", "LIGHT", "THEMES", "Lines", "Painter", "Panel", "Section", "Theme", "bars", "curves", "drawable"]
-__all__ += ["each", "grouped", "heat", "legend_once", "picture", "stack", "themed", "ticks"]
+__all__ = ["DARK", "LIGHT", "THEMES", "Figures", "Lines", "Painter", "Panel", "Theme", "bars", "curves", "drawable"]
+__all__ += ["grouped", "heat", "legend_once", "picture", "stack", "themed", "ticks"]
 
 DPI = 180
 MARKS = "os^DvPX"
@@ -74,26 +74,8 @@ Panel = Callable[[Any, Row, Theme], None]
 Height = float | Callable[[Row], float]
 
 
-@dataclass(frozen=True)
-class Section:
-    """A figure with what is measured for it.
-
-    Attributes:
-        title: above it.
-        text: what is shown, and how it is measured.
-        measure: gives the numbers as a row: everything that is drawn is in its lines. It is called with the report's
-            ``Work``.
-        paint: draws the row; matplotlib is set to the theme while it does.
-        alt: what is to be seen, in words, from the numbers.
-        reads: settings that it depends on beside the common ones.
-    """
-
-    title: str
-    text: str
-    measure: Callable[[Any], Row]
-    paint: Painter
-    alt: Callable[[Row], str]
-    reads: tuple[str, ...] = ()
+Figures = dict[str, tuple[Callable[[Any], Row], Painter]]
+"""Figures by name: what measures each, called with what the figures share, and what draws the row."""
 
 
 def themed(theme: Theme, salt: str) -> Any:
@@ -104,10 +86,10 @@ def themed(theme: Theme, salt: str) -> Any:
     return rc_context(theme.settings() | {"svg.fonttype": "none", "svg.hashsalt": salt})
 
 
-def picture(section: Section, row: Row, theme: Theme, kind: str = "png") -> bytes:
-    """The section as PNG or SVG; an SVG keeps its words as words and is the same for the same numbers."""
-    with themed(theme, section.title):
-        return drawn(section.paint(row, theme), kind, DPI)
+def picture(paint: Painter, row: Row, theme: Theme, kind: str = "png", salt: str = "") -> bytes:
+    """A row as PNG or SVG; an SVG keeps its words as words and is the same for the same numbers."""
+    with themed(theme, salt):
+        return drawn(paint(row, theme), kind, DPI)
 
 
 def stack(
@@ -263,18 +245,6 @@ def ticks(axes: Any, which: str, names: Iterable[str], *, shift: float = 0.0, **
     """Names along an axis in the place of numbers."""
     names = list(names)
     getattr(axes, f"set_{which}ticks")([at + shift for at in range(len(names))], names, **look)
-
-
-def each(lines: Iterable[Mapping[str, Any]], text: str, join: str = ", ", needs: str | None = None) -> str:
-    """Lines in words, for an ``alt``.
-
-    Args:
-        lines: of a row.
-        text: of each, with its figures in braces.
-        join: between them.
-        needs: a figure; lines that lack it are left out.
-    """
-    return join.join(text.format_map(line) for line in lines if needs is None or line.get(needs) is not None)
 
 
 def drawable(text: str) -> str:

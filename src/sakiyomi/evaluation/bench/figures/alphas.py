@@ -22,7 +22,7 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.figures.work import Logits, Work, lap, line_of, runner_rows
 from sakiyomi.evaluation.bench.models import NearTies
-from sakiyomi.evaluation.bench.pictures import Section, Theme, each, heat, stack
+from sakiyomi.evaluation.bench.pictures import Figures, Theme, heat, stack
 from sakiyomi.evaluation.bench.report import Row, race_notes
 from sakiyomi.evaluation.bench.runner import Spread
 from sakiyomi.evaluation.loading import load
@@ -30,7 +30,7 @@ from sakiyomi.evaluation.tuning.candidates import made
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.ngram import count_tables
 
-__all__ = ["ALPHAS", "DRAFTS", "ORDERS", "Minima", "family", "minima", "model_rows", "ngram_rows", "tables_of"]
+__all__ = ["FIGURES", "ORDERS", "Minima", "family", "minima", "model_rows", "ngram_rows", "tables_of"]
 
 TEMPERATURES = (0.0, 1.0)
 ORDERS = {"bigram": 2, "unigram": 1}
@@ -224,25 +224,6 @@ def _panel_alphas(temperature: float) -> Any:
     return panel
 
 
-ALPHAS = Section(
-    "Alpha of every draft for every target",
-    "By the definition: the mean over the places of a text of the sum of min(p, q) (corollary 3.6 of arXiv "
-    "2211.17192), on texts that the target writes at that temperature, with target and draft both at it. Every smaller "
-    "model of one tokenizer is a draft; encoder-decoders (T5) too. n-grams are counted in texts of the target, with "
-    "their own probabilities. In the numbers: acceptance of a draft that proposes its first guess, p of that guess.",
-    alphas,
-    stack(
-        *map(_panel_alphas, TEMPERATURES),
-        height=lambda row: 1.3 + 0.4 * len({line["target"] for line in row.lines}),
-    ),
-    lambda row: (
-        "Tables of targets by drafts, alpha at temperature 0 and at 1: "
-        f"{each(row.lines, '{draft} for {target} {T=0:.2f} and {T=1:.2f}', '; ')}."
-    ),
-    ("models",),
-)
-
-
 def drafts(work: Work) -> Row:
     """The configured target with its drafts, and a folder of models that share a tokenizer, if one is given."""
     config = work.config
@@ -361,31 +342,21 @@ def _panel_drafts(key: str, label: str, *, counted: bool = False) -> Any:
     return panel
 
 
-def _alt_drafts(row: Row) -> str:
-    text = "{name} for {target} alpha {alpha, T=0:.2f}, sampled {alpha, T=1:.2f} (counted {counted, T=0:.2f} and "
-    text += "{counted, T=1:.2f})"
-    said = [
-        text.format_map(line) + (f", {line['speed-up, T=0']:.2f} times plain" if line["speed-up, T=0"] else "")
-        for line in row.lines
-    ]
-    return f"Bars of alpha and of speed-up at temperature 0 and 1, by draft: {'; '.join(said)}."
-
-
-DRAFTS = Section(
-    "Alpha and speed-up by draft",
-    "A draft has to be right often and cost little. Bars of alpha: the mean of the sum of min(p, q) over the places of "
-    "a text of the target, its definition. Diamonds: accepted over judged tokens of chains of one length, by rejection "
-    "sampling (the ratio rule). n-grams propose their first guess, which is accepted with p of that guess, so that "
-    "what is counted of them is not their alpha. "
-    "Bigrams and unigrams are counted in texts that the target wrote with other seeds; the first layers of a target "
-    "are a draft without a second model. c in the table: a draft step in plain steps.",
-    drafts,
-    stack(
-        _panel_drafts("alpha", "alpha", counted=True),
-        _panel_drafts("speed-up", "speed-up over plain"),
-        height=lambda row: 0.9 + 0.3 * _places(row)[0][-1],
-        below=True,
+FIGURES: Figures = {
+    "alphas": (
+        alphas,
+        stack(
+            *map(_panel_alphas, TEMPERATURES),
+            height=lambda row: 1.3 + 0.4 * len({line["target"] for line in row.lines}),
+        ),
     ),
-    _alt_drafts,
-    ("models",),
-)
+    "drafts": (
+        drafts,
+        stack(
+            _panel_drafts("alpha", "alpha", counted=True),
+            _panel_drafts("speed-up", "speed-up over plain"),
+            height=lambda row: 0.9 + 0.3 * _places(row)[0][-1],
+            below=True,
+        ),
+    ),
+}

@@ -18,14 +18,13 @@ from sakiyomi.evaluation.bench.draw import plain_numbers
 from sakiyomi.evaluation.bench.figures.speeds import RACED
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.locret.config import LocretConfig
-from sakiyomi.evaluation.bench.locret.run import SYSTEMS
 from sakiyomi.evaluation.bench.locret.run import run as run_locret
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.plot import accuracy
 from sakiyomi.evaluation.bench.long.questions import source
 from sakiyomi.evaluation.bench.long.run import run as run_long
 from sakiyomi.evaluation.bench.long.systems import Ours
-from sakiyomi.evaluation.bench.pictures import Lines, Panel, Section, Theme, curves, each, grouped, stack
+from sakiyomi.evaluation.bench.pictures import Figures, Lines, Panel, Theme, curves, grouped, stack
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.speed import sweep
 from sakiyomi.evaluation.bench.tasks.config import KINDS, TasksConfig
@@ -34,7 +33,7 @@ from sakiyomi.evaluation.bench.tasks.run import run as run_tasks
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.search import tune
 
-__all__ = ["BATCH", "KEPT", "LOCRET", "MEMORY", "ORACLE", "PREDICTED", "TASKS"]
+__all__ = ["FIGURES"]
 
 SHORT = 48  # new tokens where up to 64 texts are written at once, or by twenty ways, so that the figures take minutes
 TEXTS = 4  # prompts for each of the others': half of them compare, and texts differ more than laps
@@ -81,36 +80,6 @@ def _rates(lines: Lines) -> Lines:
     return sorted((one for one in lines if one["gamma"] == lines[0]["gamma"]), key=lambda one: float(one["rate"]))
 
 
-ORACLE = Section(
-    "An assistant that knows the answer",
-    "The number of passes falls with the length of the draft, down to one a text: O(1) in place of O(n). Below, what "
-    "is left of it where the assistant is wrong at times.",
-    lambda work: oracle_row(work.row("oracle")),
-    stack(
-        curves(
-            "gamma",
-            {"passes": "passes of the target, all texts", "least": "the fewest possible"},
-            of=_sure,
-            legend="best",
-            xlabel="draft tokens a round, all right",
-            ylabel="passes",
-        ),
-        curves(
-            "rate",
-            {"ratio": "speed over plain", "expected": "tokens a pass, by theory"},
-            of=_rates,
-            legend="best",
-            xlabel="share of draft tokens that are right",
-            ylabel="times",
-        ),
-    ),
-    lambda row: (
-        "With an assistant that is always right and costs nothing, all texts take: "
-        f"{each(_sure(row.lines), 'gamma {gamma}: {passes} passes')}."
-    ),
-)
-
-
 def batch(work: Work) -> Row:
     """Requests at once, 1 to 64, plain and speculative."""
     tokens = min(SHORT, work.config.max_new_tokens)
@@ -123,22 +92,6 @@ def _panel_batch(axes: Any, row: Row, theme: Theme) -> None:
     curves("batch", ys, xscale="log", yscale="log", legend="best", **look)(axes, row, theme)
     axes.set_xticks([line["batch"] for line in row.lines], [str(line["batch"]) for line in row.lines])
     plain_numbers(axes)
-
-
-def _alt_batch(row: Row) -> str:
-    first, last = row.lines[0], row.lines[-1]
-    grown = last["plain_tokens_per_second"] / first["plain_tokens_per_second"]
-    return f"{last['batch']} requests at once have {grown:.1f} times the tokens per second of {first['batch']}, plain."
-
-
-BATCH = Section(
-    "Requests at once",
-    "Weights that are read once serve every request of a batch, so that tokens per second grow with it; a draft uses "
-    "the same rows, and is faster for small batches.",
-    batch,
-    stack(_panel_batch),
-    _alt_batch,
-)
 
 
 def tasks(work: Work) -> Row:
@@ -187,23 +140,6 @@ def _panel_task(name: str) -> Panel:
     return panel
 
 
-def _alt_tasks(row: Row) -> str:
-    best = [line for line in row.lines if line["name"].startswith("sakiyomi") and line["over_assisted"]]
-    said = each(best, "{task}, {way}, {name}: {over_assisted:.1f} times transformers' assisted", "; ")
-    return f"Bars of seconds an answer. {said or 'transformers was not measured'}."
-
-
-TASKS = Section(
-    "Time an answer, by task and by how the weights lie",
-    "Speech, summaries, translation, code, chat, in float32, bfloat16, 8 bits and with the weights on the disk. With "
-    "`--tasks` from the files of `sakiyomi bench tasks --json`; else this pair continues the report's own prompts.",
-    tasks,
-    _paint_tasks,
-    _alt_tasks,
-    ("tasks",),
-)
-
-
 def memory(work: Work) -> Row:
     """Right answers of some cache systems, by the bytes that they hold."""
     config = work.config
@@ -231,30 +167,12 @@ def _paint_memory(row: Row, theme: Theme) -> Any:
     return figure
 
 
-def _alt_memory(row: Row) -> str:
-    longest = max(line["length"] for line in row.lines)
-    own = [line for line in row.lines if line["length"] == longest and line.get("accuracy") is not None]
-    said = "; ".join(f"{_named(line)} {_held(line)}" for line in own)
-    return f"Right answers against memory of keys and values, of prompts of {longest} tokens: {said}."
-
-
 def _named(line: Any) -> str:
     return " ".join(filter(None, (line["name"], line.get("budget"))))
 
 
 def _held(line: Any) -> str:
     return f"{line['accuracy']:.0%} with {line['kv_bytes'] / 1e6:.2g} MB"
-
-
-MEMORY = Section(
-    "Accuracy against memory of the cache",
-    "Questions whose answer stands somewhere in a long prompt, answered by several cache systems at several budgets. "
-    "`sakiyomi bench long` measures more of this: other tasks, peak memory, growth, books, conversations.",
-    memory,
-    _paint_memory,
-    _alt_memory,
-    ("memory_target", "memory_lengths"),
-)
 
 
 def _asked(work: Work) -> LocretConfig:
@@ -284,26 +202,6 @@ def _panel_systems(key: str, scale: float, label: str, colour: int) -> Panel:
             axes.text(x, 0, line["state"], ha="center", va="bottom", fontsize=8)
 
     return panel
-
-
-def _alt_locret(row: Row) -> str:
-    said = (_held(line) if line["accuracy"] is not None else line["state"] for line in row.lines)
-    named = (f"{line['name']} {text}" for line, text in zip(row.lines, said, strict=True))
-    return f"Right answers and bytes of keys and values: {', '.join(named)}."
-
-
-LOCRET = Section(
-    "Memory and score by system",
-    f"{', '.join(SYSTEMS)}, each as published, an eighth of the context where there is a budget (`sakiyomi bench "
-    "locret` has all tables).",
-    locret,
-    stack(
-        _panel_systems("accuracy", 100, "right answers, %", 0),
-        _panel_systems("kv_bytes", 1e-6, "keys and values, MB", 1),
-    ),
-    _alt_locret,
-    ("memory_target", "memory_lengths"),
-)
 
 
 def kept(work: Work) -> Row:
@@ -343,24 +241,6 @@ def _spans(row: Row) -> list[list[float]]:
     """Where the answer stands, as shares of the text."""
     found: list[list[float]] = json.loads(row.conditions["answer"])
     return found
-
-
-def _alt_kept(row: Row) -> str:
-    cells = [int(begin * CELLS) for begin, _ in _spans(row)]
-    held = [max(line["kept"][cell] for line in row.lines) for cell in cells]
-    where = f"; where the answer stands the fullest head holds {100 * max(held):.0f} %" if held else ""
-    return f"A row for each of {len(row.lines)} heads, dark where pairs stayed{where}."
-
-
-KEPT = Section(
-    "What was kept of one question",
-    "Retaining heads score every pair once; of an eighth that stays, each head keeps other places. The answer stands "
-    "where the coloured line is.",
-    kept,
-    stack(_panel_kept, height=lambda row: 1.6 + 0.2 * len(row.lines)),
-    _alt_kept,
-    ("memory_target", "memory_lengths"),
-)
 
 
 def predicted(work: Work) -> Row:
@@ -421,20 +301,38 @@ def _panel_predicted(axes: Any, row: Row, theme: Theme) -> None:
     axes.set(xlim=(low, high), ylim=(low, high))
 
 
-def _alt_predicted(row: Row) -> str:
-    errors = [abs(line["error"]) for line in row.lines]
-    return (
-        f"Predicted against measured speed-up of {len(row.lines)} configurations, along the diagonal: off by "
-        f"{100 * statistics.median(errors):.1f} % in the median and {100 * max(errors):.0f} % at worst."
-    )
-
-
-PREDICTED = Section(
-    "Predicted against measured speed-up",
-    "Every drafter and length of `sakiyomi tune --all`: predicted from rounds on one half of the prompts, then "
-    "measured on the other half. On the diagonal a prediction is right.",
-    predicted,
-    stack(_panel_predicted, height=5.2, below=True),
-    _alt_predicted,
-    ("predictions",),
-)
+FIGURES: Figures = {
+    "oracle": (
+        lambda work: oracle_row(work.row("oracle")),
+        stack(
+            curves(
+                "gamma",
+                {"passes": "passes of the target, all texts", "least": "the fewest possible"},
+                of=_sure,
+                legend="best",
+                xlabel="draft tokens a round, all right",
+                ylabel="passes",
+            ),
+            curves(
+                "rate",
+                {"ratio": "speed over plain", "expected": "tokens a pass, by theory"},
+                of=_rates,
+                legend="best",
+                xlabel="share of draft tokens that are right",
+                ylabel="times",
+            ),
+        ),
+    ),
+    "batch": (batch, stack(_panel_batch)),
+    "tasks": (tasks, _paint_tasks),
+    "memory": (memory, _paint_memory),
+    "locret": (
+        locret,
+        stack(
+            _panel_systems("accuracy", 100, "right answers, %", 0),
+            _panel_systems("kv_bytes", 1e-6, "keys and values, MB", 1),
+        ),
+    ),
+    "kept": (kept, stack(_panel_kept, height=lambda row: 1.6 + 0.2 * len(row.lines))),
+    "predicted": (predicted, stack(_panel_predicted, height=5.2, below=True)),
+}

@@ -4,65 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig
 
-__all__ = ["ARTICLES", "COMMON", "ReportConfig", "article", "articles_of"]
+__all__ = ["COMMON", "ReportConfig", "article", "words"]
 
 PICTURES = ("png", "svg")
 
 
-@dataclass(frozen=True)
-class Article:
-    """An article whose figures the report makes from the reader's own models; ``docs/articles/`` has a page for each.
-
-    A new figure of an article is a section (``run.SECTIONS``) and its name here.
-
-    Attributes:
-        title: what it is about, and whose it is.
-        sections: of the report, in the order of its figures.
-    """
-
-    title: str
-    sections: tuple[str, ...]
+@cache
+def words() -> dict[str, dict[str, Any]]:
+    """Titles and texts of articles and sections, see ``figures.toml``; ``docs/articles/`` has a page each article."""
+    return tomllib.loads(Path(__file__).with_name("figures.toml").read_text(encoding="utf-8"))
 
 
-ARTICLES: dict[str, Article] = {
-    "ntt": Article(
-        "NTT Communications: assisted generation and token tree verification",
-        ("places", "sizes", "temperature", "ranks", "tree", "several"),
-    ),
-    "medusa": Article(
-        "Medusa: several heads in place of a draft model", ("medusa", "heads", "sparse", "threshold", "temperature")
-    ),
-    "theory": Article(
-        "The theory of speculative decoding, after Leviathan et al.",
-        ("formulas", "operations", "traffic", "alphas", "drafts", "expected", "rounds", "lossless"),
-    ),
-    "huggingface": Article("Hugging Face: assisted generation", ("batch", "oracle", "tasks", "temperature", "sizes")),
-    "locret": Article("Locret: retaining heads for long contexts", ("locret", "kept", "memory")),
-}
-
-
-def article(name: str) -> Article:
-    """The article of this name.
+def article(name: str) -> dict[str, Any]:
+    """Title and sections of an article, the sections in the order of its figures.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none of this name.
     """
-    if name not in ARTICLES:
-        raise InputError(f"there is no article {name!r}; articles are {', '.join(ARTICLES)}")
-    return ARTICLES[name]
-
-
-def articles_of(section: str) -> list[str]:
-    """Names of the articles that have this figure."""
-    return [name for name, one in ARTICLES.items() if section in one.sections]
+    known = words()["article"]
+    if name not in known:
+        raise InputError(f"there is no article {name!r}; articles are {', '.join(known)}")
+    return dict(known[name])
 
 
 @dataclass(frozen=True)
@@ -153,7 +126,7 @@ class ReportConfig:
     def wanted(self, known: Iterable[str]) -> tuple[str, ...]:
         """The sections that are asked for; ``known``: all of them."""
         if self.article is not None:
-            return article(self.article).sections
+            return tuple(article(self.article)["sections"])
         return self.sections or tuple(known)
 
     def asked(self, more: tuple[str, ...]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.trees import laid_out
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.medusa import EPSILONS, WARM, typical
-from sakiyomi.evaluation.bench.pictures import Lines, Section, Theme, curves, each, grouped, stack
+from sakiyomi.evaluation.bench.pictures import Figures, Lines, Theme, curves, grouped, stack
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.tuning.medusa_search import ranks_of
 from sakiyomi.kernels.batch import SequenceRows
@@ -24,7 +24,7 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.typical import threshold as limit
 
-__all__ = ["HEADS", "RANKS", "SPARSE", "THRESHOLD", "draft_ranks"]
+__all__ = ["FIGURES", "draft_ranks"]
 
 SHOWN = 10
 TEMPERATURES = (0.0, 1.0)
@@ -80,28 +80,6 @@ def _panel_ranks(axes: Any, row: Row, theme: Theme) -> None:
     axes.legend(handles=axes.lines, loc="center right")
 
 
-def _alt_ranks(row: Row) -> str:
-    first, second = row.lines[0], row.lines[1]
-    said = [
-        f"{100 * first[f'T={t:g}']:.0f} % and {100 * second[f'T={t:g}, up to here']:.0f} % at temperature {t:g}"
-        for t in TEMPERATURES
-    ]
-    return (
-        "Bars by rank with running totals: the target's token was the draft's first guess, or one of its first two, in "
-        f"{', in '.join(said)}; an article on another pair had about 70 % and 80 %."
-    )
-
-
-RANKS = Section(
-    "Rank of the target's token in the draft's list",
-    "The target writes by itself; the draft reads along, and at every place its list of tokens, the likeliest first, "
-    "is searched for the one that came. What stands at rank 2 is what a tree with two branches gains over a chain.",
-    ranks,
-    stack(_panel_ranks),
-    _alt_ranks,
-)
-
-
 def heads(work: Work) -> Row:
     """Accuracy of each head, and tokens a pass of the best trees of some sizes, counted on the same text."""
     drafter: MedusaDrafter = work.drafter(work.medusa)
@@ -145,29 +123,6 @@ def _panel_trees(axes: Any, row: Row, theme: Theme) -> None:
     axes.set_xticks([line["nodes"] for line in trees], [str(line["nodes"]) for line in trees])
     axes.minorticks_off()
     axes.set(xlabel="nodes of the best tree", ylabel="tokens a pass", ylim=(1, 1.15 * max(t["tau"] for t in trees)))
-
-
-def _alt_heads(row: Row) -> str:
-    own, trees = _heads(row.lines), _trees(row.lines)
-    return (
-        "Curves by head: the first guess was right in "
-        + ", ".join(f"{100 * line['top 1']:.0f} %" for line in own)
-        + f" of places for heads 1 to {len(own)}; the best trees have {trees[0]['tau']:.2f} tokens a pass with one "
-        f"node and {trees[-1]['tau']:.2f} with {trees[-1]['nodes']}."
-    )
-
-
-HEADS = Section(
-    "Accuracy of Medusa heads, and what trees make of it",
-    "Head k guesses the token k + 1 places on. Above: how often that token is among a head's first guesses, on what "
-    "the target writes greedily. Below: tokens that a pass commits with the best tree of so many nodes (chosen by the "
-    "product of these accuracies), counted round by round on the same text. Published heads of a 7B model have .56, "
-    ".32, .20 and .15 of first guesses right (Medusa's own release).",
-    heads,
-    stack(_panel_tops, _panel_trees, height=2.9),
-    _alt_heads,
-    ("heads",),
-)
 
 
 def threshold(work: Work) -> Row:
@@ -230,23 +185,6 @@ def _at_epsilons(axes: Any, row: Row) -> None:
 
 ALT = "{epsilon:g}: {tau:.2f} tokens a pass, distance {TV:.2f}, {taken:.0%} of first guesses taken"
 
-THRESHOLD = Section(
-    "Speed against the threshold of typical acceptance",
-    "A candidate token is taken where its probability is above the smaller of epsilon (Medusa's posterior_threshold) "
-    "and delta x exp(-entropy) (delta: posterior_alpha, here the root of epsilon). The higher the threshold, the "
-    "stricter: dashed, how many of the first head's first guesses are taken along one and the same text. Above, speed; "
-    "each threshold writes its own text there. Typical acceptance is lossy: the full curve below is the mean distance "
-    "(total variation, 0 to 1) between the distribution that a token came from and the target's own; lossless "
-    "acceptance of the same heads has none.",
-    threshold,
-    stack(_panel_speed, _panel_distance, height=2.6),
-    lambda row: (
-        "Speed and distance from the target's distribution by posterior_threshold: "
-        f"{each(row.lines, ALT, '; ', needs='epsilon')}."
-    ),
-    ("heads",),
-)
-
 
 def sparse(work: Work) -> Row:
     """The best tree of so many nodes, and how often each node was accepted when the text was replayed with it."""
@@ -297,26 +235,15 @@ def _panel_sparse(axes: Any, row: Row, theme: Theme) -> None:
     axes.set(xlim=(-1.1, deepest - 0.3), ylim=(most + 0.6, -1.6))
 
 
-def _alt_sparse(row: Row) -> str:
-    first = [f"{line['guess']}. {100 * line['accepted']:.0f} %" for line in row.lines if line["head"] == 1]
-    dead = sum(not line["accepted"] for line in row.lines)
-    return (
-        f"A tree of {len(row.lines)} nodes from left to right, a column each head, with the share of rounds in which a "
-        f"node was accepted: of the first head's guesses {', '.join(first)}; {dead} nodes never were. It has "
-        f"{row.conditions['tau']:.2f} tokens a pass."
-    )
-
-
-SPARSE = Section(
-    "The sparse tree, with acceptance by node",
-    "A full tree of each head's first guesses spends most of its nodes where nothing is accepted. This is the tree of "
-    "as many nodes with the most expected tokens: a node is the rank of a head's guess behind those above it. Beside "
-    "each: the share of rounds in which it was accepted, on the text that the target wrote greedily.",
-    sparse,
-    stack(
-        _panel_sparse,
-        height=lambda row: 1.0 + 0.24 * (1 + max(y for _, y in laid_out(row.lines).values())),
+FIGURES: Figures = {
+    "ranks": (ranks, stack(_panel_ranks)),
+    "heads": (heads, stack(_panel_tops, _panel_trees, height=2.9)),
+    "threshold": (threshold, stack(_panel_speed, _panel_distance, height=2.6)),
+    "sparse": (
+        sparse,
+        stack(
+            _panel_sparse,
+            height=lambda row: 1.0 + 0.24 * (1 + max(y for _, y in laid_out(row.lines).values())),
+        ),
     ),
-    _alt_sparse,
-    ("heads",),
-)
+}

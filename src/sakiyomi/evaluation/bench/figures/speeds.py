@@ -18,12 +18,12 @@ from sakiyomi.evaluation.bench.figures.alphas import family
 from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, race_piece
 from sakiyomi.evaluation.bench.frame import PairRow, peer_lap
 from sakiyomi.evaluation.bench.models import WAYS
-from sakiyomi.evaluation.bench.pictures import Section, Theme, bars, each, grouped, stack
+from sakiyomi.evaluation.bench.pictures import Figures, Theme, bars, grouped, stack
 from sakiyomi.evaluation.bench.report import Row, race_notes
 from sakiyomi.evaluation.bench.runner import Contender, Spread
 from sakiyomi.evaluation.loading import load
 
-__all__ = ["MEDUSA", "RACED", "SEVERAL", "SIZES", "TEMPERATURE", "GreedyDraft"]
+__all__ = ["FIGURES", "RACED", "GreedyDraft"]
 
 RACED = 2  # prompts of races with many contenders, so that an article's figures take minutes
 OURS: dict[str, dict[str, Any]] = {
@@ -104,22 +104,6 @@ def _panel_sizes(axes: Any, row: Row, theme: Theme) -> None:
     plain_numbers(axes)
 
 
-SIZES = Section(
-    "Time against model size",
-    "Greedy text of one pair, and with further targets of the same family (`--sizes FOLDER`). Transformers plain and "
-    "assisted at the same gamma; ours plain, with a chain of that gamma, with a chain and a tree whose size grows by 2 "
-    "after a wholly accepted draft and falls by 1 after any other, with the length chosen by measured costs (auto), "
-    "and with Medusa heads where there are any. Outputs are compared in the same run.",
-    sizes,
-    stack(_panel_sizes, height=3.8, below=True),
-    lambda row: (
-        "Time a token against the target's size, a line each way of generating; at "
-        f"{row.lines[-1]['size']}: {each(_largest(row), '{name} {ms_per_token:.1f} ms', needs='ms_per_token')}."
-    ),
-    ("sizes", "heads"),
-)
-
-
 def _largest(row: Row) -> list[Any]:
     return [line for line in row.lines if line["size"] == row.lines[-1]["size"]]
 
@@ -154,22 +138,6 @@ def _panel_medusa(axes: Any, row: Row, theme: Theme) -> None:
             text = f"{speed:.0f}" + (f"\n{line['ratio']:.2f}x" if at else "")
             axes.text(x, line["high"] + 0.02 * most, text, ha="center", va="bottom", fontsize=9)
     axes.set(xlabel="parameters of the target", ylabel="tokens/s; whiskers: all laps", ylim=(0, 1.2 * most))
-
-
-def _alt_medusa(row: Row) -> str:
-    said = each((line for line in row.lines if line["name"] == "Medusa"), "{ratio:.2f} times at {size}", needs="ratio")
-    return f"Bars of tokens a second, plain and with Medusa heads: {said or 'no speed that counts'}."
-
-
-MEDUSA = Section(
-    "Plain against Medusa heads, by size",
-    "Greedy text, one at a time, with trees of the fastest size here (gamma auto). Further targets (`--sizes FOLDER`) "
-    "have their own heads in FOLDER/medusa.",
-    medusa,
-    stack(_panel_medusa, below=True),
-    _alt_medusa,
-    ("sizes", "heads"),
-)
 
 
 class GreedyDraft:
@@ -281,31 +249,6 @@ def _panel_temperature(axes: Any, row: Row, theme: Theme) -> None:
     axes.set(xlabel="temperature", ylabel="ms a token", ylim=(0, None))
 
 
-def _alt_temperature(row: Row) -> str:
-    ways = ("sakiyomi", HEURISTIC, COMPARE, ASSISTED)
-    ratios = {way: [line["ratio"] for line in row.lines if line["name"] == way and line["ratio"]] for way in ways}
-    said = "; ".join(
-        f"{way} is {own[0]:.2f} times as fast as plain at the lowest temperature and {own[-1]:.2f} at the highest"
-        for way, own in ratios.items()
-        if own
-    )
-    return f"Time a token against temperature, a line each way of generating: {said}."
-
-
-TEMPERATURE = Section(
-    "Time against temperature",
-    "The hotter the text, the harder it is to guess. Ours drafts with the same temperature and noise as the target "
-    "(coupled sampling), and only as far as drafting saves time. Chain, +2/-1, ratio: rejection sampling with a draft "
-    "at the same temperature, whose length grows by 2 after a whole draft and falls by 1 after any other. Sample and "
-    "compare: the draft is greedy, the target samples, and equal tokens stay. All give the target's own distribution, "
-    "the draft alone apart. Each temperature is a race of its own: what all lines do together from one to the next is "
-    "the machine's.",
-    temperature,
-    stack(_panel_temperature, height=4.2, below=True),
-    _alt_temperature,
-    ("temperatures", "heads"),
-)
-
 NODES, DEPTH = 12, 4  # of every tree, so that a merged one is no larger than those of its parts
 
 
@@ -336,23 +279,16 @@ def _others(work: Work) -> list[str]:
     return found or ([f"early-exit:{half}"] if half else [])
 
 
-def _alt_several(row: Row) -> str:
-    fast = {line["name"]: f", {line['ratio']:.2f} times plain" if line["ratio"] else "" for line in row.lines}
-    said = "; ".join(f"{line['name']} {line['tau']:.2f} tokens a pass{fast[line['name']]}" for line in row.lines)
-    return f"Bars by draft, alone and merged in one tree: {said}."
-
-
-SEVERAL = Section(
-    "Several drafts in one tree",
-    "Several drafts propose, their trees are merged into one, and one pass of the target scores it (SpecInfer, arXiv "
-    "2305.09781): `--draft model:A+model:B`. Here every tree has as many nodes, alone and merged. The tokens a pass "
-    "that a second draft adds cost time: both draft one after the other on one processor.",
-    several,
-    stack(
-        bars("tau", label="tokens a target pass"),
-        bars("ratio", label="speed over plain", colour=1),
-        height=lambda row: 0.9 + 0.36 * len(row.lines),
+FIGURES: Figures = {
+    "sizes": (sizes, stack(_panel_sizes, height=3.8, below=True)),
+    "medusa": (medusa, stack(_panel_medusa, below=True)),
+    "temperature": (temperature, stack(_panel_temperature, height=4.2, below=True)),
+    "several": (
+        several,
+        stack(
+            bars("tau", label="tokens a target pass"),
+            bars("ratio", label="speed over plain", colour=1),
+            height=lambda row: 0.9 + 0.36 * len(row.lines),
+        ),
     ),
-    _alt_several,
-    ("models",),
-)
+}

@@ -12,13 +12,13 @@ from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.alphas import minima
 from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of
 from sakiyomi.evaluation.bench.meter import Meter
-from sakiyomi.evaluation.bench.pictures import Lines, Section, Theme, bars, curves, drawable, each, stack
+from sakiyomi.evaluation.bench.pictures import Figures, Lines, Theme, bars, curves, drawable, stack
 from sakiyomi.evaluation.bench.report import Row, race_notes
 from sakiyomi.evaluation.bench.runner import Lap, Spread
 from sakiyomi.sampling.verifiers.ratio import residual
 from sakiyomi.theory import acceptance, expected_tokens, memory_ratio, operations_ratio, round_speedup, speedup, traffic
 
-__all__ = ["EXPECTED", "FORMULAS", "LOSSLESS", "OPERATIONS", "TRAFFIC"]
+__all__ = ["FIGURES"]
 
 GAMMAS = (1, 2, 4, 8)
 RATES = (0.5, 0.7, 0.8, 0.9, 0.95)
@@ -68,27 +68,6 @@ def _panel_expected(axes: Any, row: Row, theme: Theme) -> None:
     axes.legend(loc="upper left")
 
 
-def _alt_expected(row: Row) -> str:
-    known = [abs(line["off by"]) for line in row.lines if line["name"] == "known rate"]
-    own = max((line for line in row.lines if line["name"] == "draft model"), key=lambda line: line["gamma"])
-    return (
-        f"Curves of tokens a pass against alpha for gamma {', '.join(map(str, GAMMAS))}, with measured points: drafts "
-        f"of known rate lie within {100 * max(known):.0f} % of them; the draft model at gamma {own['gamma']} has "
-        f"{own['tau']:.2f} tokens a pass where alpha {own['alpha']:.2f} gives {own['expected']:.2f}."
-    )
-
-
-EXPECTED = Section(
-    "Expected tokens a pass, by alpha and gamma",
-    "Curves: (1 - alpha^(gamma + 1)) / (1 - alpha), equation 1 of arXiv 2211.17192. Circles: drafts made from the "
-    "known answer with independent errors at a given rate, for which the formula holds but for chance. Stars: the "
-    "draft model, whose errors come in runs; at the same alpha it may keep more than the formula says.",
-    expected,
-    stack(_panel_expected, height=4.4),
-    _alt_expected,
-)
-
-
 def operations(work: Work) -> Row:
     """Speed-up, and operations a token, of chains of several lengths; with gamma 0 as the baseline."""
     engine = work.engine(work.draft)
@@ -107,50 +86,6 @@ def operations(work: Work) -> Row:
         lines.append(found | {"c": c, "passes alike": speedup(alpha, gamma, c)})
     conditions = work.conditions(c_hat=c_hat, **{"A/A": Spread.shown(standings)})
     return Row("operations", "speed-up and operations a token, by gamma", lines, conditions, race_notes(standings))
-
-
-def _alt_operations(row: Row) -> str:
-    seen = [line for line in row.lines if line["ratio"] is not None]
-    best = max(seen, key=lambda line: line["ratio"])
-    last = row.lines[-1]
-    return (
-        f"Above, the speed-up by gamma: most at gamma {best['gamma']}, {best['ratio']:.2f} times plain. Below, "
-        f"operations a token, which only grow: {best['operations']:.2f} times plain there and {last['operations']:.2f} "
-        f"times at gamma {last['gamma']}."
-    )
-
-
-OPERATIONS = Section(
-    "Wall time and operations",
-    "Speculation buys time with arithmetic: rejected tokens were computed for nothing. Above: measured speed-up of "
-    "greedy chains by their length, with what it would be if passes over more rows cost no more (theorem 3.8 of arXiv "
-    "2211.17192, with the measured alpha and c). Below: operations a committed token, (gamma c_hat + gamma + 1) / "
-    "tau, with the measured tau and c_hat the ratio of the models' parameters.",
-    operations,
-    stack(
-        curves(
-            "gamma",
-            {"ratio": "measured", "passes alike": ("if a pass cost the same for all rows", "--")},
-            of=lambda lines: [{"passes alike": None, **line} for line in lines],
-            level=1.0,
-            legend="lower right",
-            ylabel="speed-up over plain",
-            xlabel="gamma",
-            ylim=(0, None),
-        ),
-        curves(
-            "gamma",
-            {"operations": ""},
-            level=1.0,
-            first=1,
-            ylabel="operations a token, plain is 1",
-            xlabel="gamma",
-            ylim=(0, None),
-        ),
-        height=2.7,
-    ),
-    _alt_operations,
-)
 
 
 def formulas(work: Work) -> Row:
@@ -225,23 +160,6 @@ def _panel_formulas(axes: Any, row: Row, theme: Theme) -> None:
     axes.set(xlim=(0, 1.04), ylim=(len(row.lines), -0.9))
 
 
-FORMULAS = Section(
-    "Each formula, predicted and measured",
-    "One pair at temperature 1, chains of one length by rejection sampling. alpha is predicted by its definition, the "
-    "mean of the sum of min(p, q) over the places of a text, and measured as accepted over judged tokens; everything "
-    "below it is predicted from that alpha, gamma, c (time of a draft step in plain steps) and c_hat (parameters of "
-    "draft over target), equation 1 and theorems 3.8 and 3.11 of arXiv 2211.17192. Measured: tokens a pass, time "
-    "against plain laps, rows that target and draft computed a token, passes of the target a token. The speed-up "
-    "formula takes a pass over gamma + 1 rows to cost as much as one; the line below has what it costs here.",
-    formulas,
-    stack(_panel_formulas, height=lambda row: 0.9 + 0.75 * len(row.lines)),
-    lambda row: (
-        "Each formula with what it predicts and what was measured: "
-        f"{each(row.lines, '{name} {predicted:.3g}, measured {measured:.3g}', '; ')}."
-    ),
-)
-
-
 def traffic_of(work: Work) -> Row:
     """Bytes read a token by decoding passes: by the formula from alpha, and as the passes that ran read them."""
     target, draft = work.llm.target, work.drafter(work.draft).model
@@ -292,26 +210,6 @@ def _panel_traffic(axes: Any, row: Row, theme: Theme) -> None:
     axes.set_xticks(range(len(labels)), labels)
     axes.set(ylabel="MB read a token", title="left, hatched: predicted; right: counted")
     axes.grid(visible=False, axis="x")
-
-
-def _alt_traffic(row: Row) -> str:
-    said = [
-        f"gamma {line['gamma']}: {line['predicted'] / 1e6:.3g} predicted, {line['counted'] / 1e6:.3g} counted"
-        for line in row.lines
-    ]
-    return f"Bars of megabytes read a token: {'; '.join(said)}."
-
-
-TRAFFIC = Section(
-    "Memory traffic, predicted and counted",
-    "What decoding passes read a token of the text. Predicted from alpha (the sum of minima, temperature 0), gamma and "
-    "the sizes of weights and of keys and values in the middle of a text (section 3.4 of arXiv 2211.17192). Counted: "
-    "every pass of target and draft that ran, with its weights and the keys and values that it held. It counts bytes "
-    "that a pass has to read, what stays in a processor's caches too; it is no hardware counter.",
-    traffic_of,
-    stack(_panel_traffic, height=3.8, below=True),
-    _alt_traffic,
-)
 
 
 def output_of(p: np.ndarray, q: np.ndarray, rule: str) -> np.ndarray:
@@ -391,26 +289,41 @@ def _panel_parts(axes: Any, row: Row, theme: Theme) -> None:
     axes.legend(loc="lower right")
 
 
-def _alt_lossless(row: Row) -> str:
-    return (
-        "Bars of one place by token: the accepted part, min(p, q), and the recovered part end at p. Below, the largest "
-        "distance of the output from the target at any place, by rule: "
-        f"{each(NAMES(row.lines), '{name} {largest distance from p:.2g}')}."
-    )
-
-
-LOSSLESS = Section(
-    "Why nothing is lost: the proof, at every place of a text",
-    "A token comes by being drawn from the draft and accepted, min(p, q), or after a rejection from what q left of p; "
-    "both together are p (appendix A.1 of arXiv 2211.17192). Added up in closed form from the rows of this pair, at "
-    "every place of sampled texts, with the engine's own distribution of recovered tokens; the distance is half the "
-    "sum of |output - p|. Two wrong rules beside it show that the check can fail. That the engine's texts follow it is "
-    "tested by frequencies: `sakiyomi audit`.",
-    lossless,
-    stack(
-        _panel_parts,
-        bars("largest distance from p", label=DISTANCE, colour=None, of=NAMES, text=".2g"),
-        height=(lambda row: 1.2 + 0.42 * len(TOKENS(row.lines)), 1.8),
+FIGURES: Figures = {
+    "expected": (expected, stack(_panel_expected, height=4.4)),
+    "operations": (
+        operations,
+        stack(
+            curves(
+                "gamma",
+                {"ratio": "measured", "passes alike": ("if a pass cost the same for all rows", "--")},
+                of=lambda lines: [{"passes alike": None, **line} for line in lines],
+                level=1.0,
+                legend="lower right",
+                ylabel="speed-up over plain",
+                xlabel="gamma",
+                ylim=(0, None),
+            ),
+            curves(
+                "gamma",
+                {"operations": ""},
+                level=1.0,
+                first=1,
+                ylabel="operations a token, plain is 1",
+                xlabel="gamma",
+                ylim=(0, None),
+            ),
+            height=2.7,
+        ),
     ),
-    _alt_lossless,
-)
+    "formulas": (formulas, stack(_panel_formulas, height=lambda row: 0.9 + 0.75 * len(row.lines))),
+    "traffic": (traffic_of, stack(_panel_traffic, height=3.8, below=True)),
+    "lossless": (
+        lossless,
+        stack(
+            _panel_parts,
+            bars("largest distance from p", label=DISTANCE, colour=None, of=NAMES, text=".2g"),
+            height=(lambda row: 1.2 + 0.42 * len(TOKENS(row.lines)), 1.8),
+        ),
+    ),
+}

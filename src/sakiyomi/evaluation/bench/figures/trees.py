@@ -14,9 +14,9 @@ from sakiyomi.evaluation.bench.draw import NARROW, save
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.pictures import (
     LIGHT,
+    Figures,
     Lines,
     Panel,
-    Section,
     Theme,
     drawable,
     grouped,
@@ -27,7 +27,7 @@ from sakiyomi.evaluation.bench.pictures import (
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.predictions import Prediction, predictions
 
-__all__ = ["PLACES", "ROUNDS", "TREE", "draw", "laid_out", "place_lines", "tree_lines"]
+__all__ = ["FIGURES", "draw", "laid_out", "place_lines", "tree_lines"]
 
 TEMPERATURES = (0.0, 1.0)
 NODES, DEPTH = 12, 4
@@ -277,30 +277,6 @@ def _panel_series(at: int) -> Panel:
     return panel
 
 
-def _alt_rounds(row: Row) -> str:
-    shares = row.lines
-    said = []
-    for temperature in TEMPERATURES:
-        name = f"T={temperature:g}"
-        mean = sum(line["accepted"] * line[name] for line in shares)
-        said.append(
-            f"at temperature {temperature:g} {mean:.1f} of {len(shares) - 1} on average, all of them in "
-            f"{100 * shares[-1][name]:.0f} % of rounds and none in {100 * shares[0][name]:.0f} %"
-        )
-    return f"Bars: draft tokens that a round kept, {'; '.join(said)}. Below, the same round by round."
-
-
-ROUNDS = Section(
-    "Accepted tokens a round",
-    "Chains of one length. Bars: how many draft tokens a round kept. Dashes: what it would be if every place were "
-    "accepted with the same chance, independently, which the usual formula assumes; texts have easy and hard "
-    "stretches, so that rounds that keep all or nothing are more frequent. Below: the rounds as they came.",
-    rounds,
-    stack(_panel_shares, _panel_series(0), _panel_series(1), height=2.3),
-    _alt_rounds,
-)
-
-
 def tree(work: Work) -> Row:
     """The round of a first text that shows most: several branches, and something accepted."""
     engine = work.engine(work.draft)
@@ -320,27 +296,6 @@ def _off_first(traced: RoundTrace) -> int:
     return sum(traced.parents[node] in traced.parents[:node] for node in traced.path)
 
 
-def _alt_tree(row: Row) -> str:
-    path = [line["text"] for line in row.lines if line["state"] == "accepted"]
-    own = row.lines[-1]
-    return (
-        f"A tree of {len(row.lines) - 1} draft tokens from left to right, each with p, the target's probability, and "
-        f"q, the draft's; {len(path)} were accepted ({''.join(path)!r}), and the target's own token {own['text']!r} "
-        "follows. Below, the mask of the pass: each token sees itself and those on the way to it."
-    )
-
-
-TREE = Section(
-    "A draft tree of one round",
-    "One round of a greedy text: what the draft proposed, best first, and what one pass of the target made of it. "
-    "Below, which token of that pass sees which: branches share what is before them and know nothing of each other. "
-    "The same for any prompt: `sakiyomi tree PROMPT --plot FILE`.",
-    tree,
-    stack(paint_tree, paint_mask, height=(tree_height, mask_height)),
-    _alt_tree,
-)
-
-
 def places(work: Work) -> Row:
     """The target's predictions behind the last tokens of the first prompt."""
     found = predictions(work.llm.target, work.prompts[0], GUESSES)
@@ -350,20 +305,8 @@ def places(work: Work) -> Row:
     return Row("places", "what the target expects behind each token of a prompt", lines, conditions)
 
 
-def _alt_places(row: Row) -> str:
-    last = row.lines[-1]
-    (guess, prob), *_ = last["guesses"]
-    return (
-        f"A bar for each of {len(row.lines)} tokens of a prompt, in parts: the likeliest next tokens. Behind the last, "
-        f"{last['token']!r}, the target expects {guess!r} with probability {prob:.2f}."
-    )
-
-
-PLACES = Section(
-    "A prediction at every place",
-    "One pass over a prompt predicts the next token behind each of its tokens at once, and no prediction depends on "
-    "what stands after it. Generation uses the last one; verification of a draft uses all of them.",
-    places,
-    stack(paint_places, height=places_height),
-    _alt_places,
-)
+FIGURES: Figures = {
+    "rounds": (rounds, stack(_panel_shares, _panel_series(0), _panel_series(1), height=2.3)),
+    "tree": (tree, stack(paint_tree, paint_mask, height=(tree_height, mask_height))),
+    "places": (places, stack(paint_places, height=places_height)),
+}
