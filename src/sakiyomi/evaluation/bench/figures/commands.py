@@ -213,7 +213,7 @@ def kept(work: Work) -> Row:
         asked.target, "none", cache=asked.systems()["Locret"], kv_budget=budget, chunk_size=CHUNK, dtype=asked.dtype,
         device=asked.device, max_batch=1,
     )  # fmt: skip
-    question = source(asked.long(), llm.tokenizer).questions(length)[0]
+    question = source(asked.long(), llm.tokenizer)(length)[0]
     work.note(f"kept: a question of {len(question.tokens)} tokens")
     places = Ours(llm).answer(question.tokens, 1, kept=True).kept or []
     edges = np.linspace(0, len(question.tokens), CELLS + 1)

@@ -26,8 +26,7 @@ from sakiyomi.core.prompts import read_text
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.files import read_rows
-from sakiyomi.evaluation.bench.long.loader import Loader, caught
-from sakiyomi.evaluation.bench.long.systems import System
+from sakiyomi.evaluation.bench.long.systems import Loader, System, caught
 
 __all__ = ["Passage", "books", "compared", "followed", "passages", "read_books"]
 

@@ -1,38 +1,17 @@
-"""Questions from files of one's own, in the forms of three collections. Knows no model and no tokenizer.
-
-A new form is a function in a file of its own and a line in ``READERS``.
-"""
+"""Reads JSON files of one's own, each value checked."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = ["Item", "read_object", "read_rows", "require"]
-
-
-@dataclass(frozen=True)
-class Item:
-    """One question of a file.
-
-    Attributes:
-        task: that it belongs to.
-        prompt: text; long ones are cut in the middle later, when they are tokens.
-        answer_tokens: most that an answer may have.
-        score: of an answer, 0 to 1.
-    """
-
-    task: str
-    prompt: str
-    answer_tokens: int
-    score: Callable[[str], float]
+__all__ = ["read_object", "read_rows", "require"]
 
 
 def read_rows(path: Path, *, needs: Sequence[str]) -> Iterator[dict[str, Any]]:
