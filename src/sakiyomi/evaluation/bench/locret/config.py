@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.evaluation.bench.long.config import LongConfig
+from sakiyomi.evaluation.bench.long.config import LongConfig, LongSettings
 
 __all__ = ["OFFICIAL", "LocretConfig"]
 
@@ -18,48 +18,27 @@ EMBEDDED = {"retriever": "retriever-retaining", "tales": "tales-retaining"}
 OURS = "own"
 
 
-@dataclass(frozen=True)
-class LocretConfig:
+@dataclass(frozen=True, kw_only=True)
+class LocretConfig(LongSettings):
     """Which model, with which heads, on what.
 
     Attributes:
-        target: embedded name, folder or hub id.
         heads: retaining heads of the target: a folder, an embedded name, or official: those that were published for
             Phi-3-mini-128K or Llama-3.1-8B-instruct. Those of embedded models are known.
         lococo: folder of convolutions (`sakiyomi train lococo`) for the table of the combination; none without it.
         settings: paper, each system as published; or own, this package's defaults.
         budget: KV pairs (6000), or a share of the context (1/8), of systems that have one.
-        tasks: made tasks (again for each).
-        filler: file of texts that made tasks hide things in; see `bench long`.
-        questions: file of questions instead of made tasks.
-        format: of that file: leval, longbench or infinitebench.
-        lengths: tokens of a prompt (again for each).
-        count: prompts of each task, length and seed.
-        seeds: each makes its own prompts.
         chunk_size: tokens of a prompt that are processed at once; as published 3072 (Phi-3) and 1024 (Llama-3.1).
-        memory_limit: most bytes (24GiB) that a system's process may hold; one that needs more shows OOM.
-        memory: run each system in a process of its own and measure its peak.
-        dtype: auto (as stored), float32, bfloat16 or float16.
-        device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
     """
 
-    target: str = "retriever"
     heads: str | None = None
     lococo: str | None = None
     settings: str = "paper"
     budget: str = "1/8"
     tasks: tuple[str, ...] = ("passkey", "number", "kv", "multikey")
-    filler: str | None = None
-    questions: str | None = None
-    format: str | None = None
     lengths: tuple[str, ...] = ("4096",)
     count: int = 4
     seeds: tuple[str, ...] = ("0", "1")
-    chunk_size: int | None = None
-    memory_limit: str | None = None
-    memory: bool = True
-    dtype: str = "auto"
-    device: str = "auto"
 
     def __post_init__(self) -> None:
         if self.settings not in ("paper", OURS):
@@ -68,11 +47,8 @@ class LocretConfig:
 
     def long(self) -> LongConfig:
         """The settings as ``bench long`` takes them, with every system of the tables."""
-        common = ("target", "tasks", "filler", "questions", "format", "lengths", "count", "seeds", "chunk_size")
-        more = ("memory_limit", "memory", "dtype", "device")
-        systems = tuple(dict.fromkeys(self.systems().values()))
-        own = {name: getattr(self, name) for name in (*common, *more)}
-        return LongConfig(**own, systems=systems, budgets=(self.budget,))
+        shared = {field.name: getattr(self, field.name) for field in fields(LongSettings)}
+        return LongConfig(**shared, systems=tuple(dict.fromkeys(self.systems().values())), budgets=(self.budget,))
 
     def systems(self) -> dict[str, str]:
         """What the article calls each system, and its spec."""
