@@ -25,7 +25,7 @@ from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.machine import bandwidth, conditions, costs, describe, lacks
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.audit.engine_reference import EngineReference
+from sakiyomi.evaluation.audit.reference import EngineReference
 from sakiyomi.evaluation.bench import bookkeeping as bookkeeping_row
 from sakiyomi.evaluation.bench import compiling, suites
 from sakiyomi.evaluation.bench import passes as passes_row

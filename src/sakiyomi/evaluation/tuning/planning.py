@@ -15,7 +15,7 @@ from typing import Any
 from sakiyomi import theory
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
-from sakiyomi.evaluation.tuning.lines import between
+from sakiyomi.evaluation.tuning.predict import between
 from sakiyomi.theory.checks import cost
 
 __all__ = ["PlanConfig", "draw", "plan"]

@@ -17,9 +17,8 @@ from sakiyomi.evaluation.bench.drafts import oracle as oracle_row
 from sakiyomi.evaluation.bench.draw import plain_numbers
 from sakiyomi.evaluation.bench.figures.speeds import RACED
 from sakiyomi.evaluation.bench.figures.work import Work
-from sakiyomi.evaluation.bench.locret.config import LocretConfig
-from sakiyomi.evaluation.bench.locret.run import run as run_locret
-from sakiyomi.evaluation.bench.long.config import LongConfig
+from sakiyomi.evaluation.bench.long.config import LocretConfig, LongConfig
+from sakiyomi.evaluation.bench.long.locret import run as run_locret
 from sakiyomi.evaluation.bench.long.plot import accuracy
 from sakiyomi.evaluation.bench.long.questions import source
 from sakiyomi.evaluation.bench.long.run import run as run_long
@@ -28,7 +27,7 @@ from sakiyomi.evaluation.bench.pictures import Figures, Lines, Panel, Theme, cur
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.speed import sweep
 from sakiyomi.evaluation.bench.tasks.config import KINDS, TasksConfig
-from sakiyomi.evaluation.bench.tasks.plot import bars
+from sakiyomi.evaluation.bench.tasks.run import bars
 from sakiyomi.evaluation.bench.tasks.run import run as run_tasks
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.search import tune
