@@ -135,6 +135,7 @@ def curves(
     of: Callable[[Lines], Lines] = lambda lines: lines,
     by: str | None = None,
     level: float | None = None,
+    mark: float | None = None,
     legend: str | None = None,
     first: int = 0,
     stroke: str = "-",
@@ -148,6 +149,7 @@ def curves(
         of: chooses and sorts lines.
         by: draw one curve for each value of this key, of the only figure of ``ys``.
         level: where a faint line crosses the panel.
+        mark: where a dashed line stands upright.
         legend: its place.
         first: of the theme's colours.
         stroke: of curves without a style of their own; "": points alone.
@@ -168,6 +170,8 @@ def curves(
             curve(axes, own, x, y, style, color=colour, label=label or None, markersize=5)
         if level is not None:
             axes.axhline(level, color=theme.faint, linewidth=1)
+        if mark is not None:
+            axes.axvline(mark, color=theme.colours[1], linestyle="--", linewidth=1)
         axes.set(**look)
         if legend is not None:
             axes.legend(loc=legend)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sakiyomi.core.checks import at_least
+from sakiyomi.core.prompts import read_prompts
 from sakiyomi.evaluation.settings import TargetSettings
+from sakiyomi.evaluation.tuning.beginnings import beginnings
 
 __all__ = ["PairConfig", "TuneConfig"]
 
@@ -49,6 +51,14 @@ class PairConfig(TargetSettings):
 
     def __post_init__(self) -> None:
         at_least(self, count=2, prompt_tokens=1, max_new_tokens=8, temperature=0, finalists=1, seconds=1)
+
+    def texts(self) -> list[str]:
+        """The prompts.
+
+        Raises:
+            LoadError, InputError: the file cannot be read, or has none.
+        """
+        return beginnings(self.count) if self.prompts is None else read_prompts(self.prompts, self.count)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ or any draft at temperature 0) is accepted with p of that guess, which is anothe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.ngram import NgramDrafter, Tables
 from sakiyomi.drafters.ngram_file import FileTables
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.audit.reference import HFReference
 from sakiyomi.evaluation.bench.figures.work import Logits, Work, lap, line_of, runner_rows
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.pictures import Figures, Theme, heat, stack
 from sakiyomi.evaluation.bench.report import Row, race_notes
 from sakiyomi.evaluation.bench.runner import Spread
+from sakiyomi.evaluation.bench.tasks.peer import Peer
 from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.candidates import made
 from sakiyomi.model_executor.loading import load_model
@@ -65,7 +68,7 @@ def minima(
     """
     alphas, guesses = [], []
     for prompt, text in zip(prompts, texts, strict=True):
-        p, q = (_probs(model(prompt, text), temperature) for model in (target, draft))
+        p, q = (_probs(model(prompt, text).cpu(), temperature) for model in (target, draft))
         size = min(p.shape[1], q.shape[1])  # rows of padding at the end of a vocabulary
         p, q = p[:, :size], q[:, :size]
         alphas.append(torch.minimum(p, q).sum(1))
@@ -82,19 +85,16 @@ def _probs(logits: Tensor, temperature: float) -> Tensor:
 
 
 def model_rows(model: Any) -> Logits:
-    """Of a model as transformers runs it; of an encoder-decoder the prompt is the encoder's."""
+    """What a model expects as transformers runs it; of an encoder-decoder the prompt is the encoder's."""
+    if not model.config.is_encoder_decoder:
+        return HFReference(model).logits
 
+    @torch.no_grad()
     def rows(prompt: Sequence[int], text: Sequence[int]) -> Tensor:
-        with torch.no_grad():
-            if model.config.is_encoder_decoder:
-                start = [model.config.decoder_start_token_id]
-                asked = {"input_ids": prompt, "decoder_input_ids": [*start, *text[:-1]]}
-                first = 0
-            else:
-                asked, first = {"input_ids": [*prompt, *text[:-1]]}, len(prompt) - 1
-            tensors = {name: torch.tensor([ids], device=model.device) for name, ids in asked.items()}
-            found: Tensor = model(**tensors).logits[0, first:].float().cpu()
-            return found
+        ids = ([*prompt], [model.config.decoder_start_token_id, *text[:-1]])
+        given, begun = (torch.tensor([one], device=model.device) for one in ids)
+        found: Tensor = model(input_ids=given, decoder_input_ids=begun).logits[0].float()
+        return found
 
     return rows
 
@@ -192,17 +192,9 @@ def _of_target(work: Work, loaded: Any, smaller: Mapping[str, Any]) -> dict[str,
 
 def _written(loaded: Any, prompts: Sequence[list[int]], temperature: float, seed: int, config: Any) -> list[list[int]]:
     """What transformers makes of a model of any kind."""
-    model, texts = loaded.model, []
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(seed)
-        for prompt in prompts:
-            ids = torch.tensor([prompt], device=model.device)
-            made = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=config.max_new_tokens, pad_token_id=0, **how
-            )[0].tolist()
-            texts.append(made[1:] if model.config.is_encoder_decoder else made[len(prompt) :])
-    return texts
+    params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=temperature, top_k=0, seed=seed)
+    with torch.random.fork_rng():
+        return [Peer(loaded)(prompt, replace(params, seed=seed + at)) for at, prompt in enumerate(prompts)]
 
 
 def _panel_alphas(temperature: float) -> Any:

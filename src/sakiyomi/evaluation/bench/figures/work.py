@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sakiyomi.core.embedded import MEDUSA_HEADS
@@ -20,13 +19,13 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tokens import TokenNames
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.audit.reference import EngineReference
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.frame import PairRow, generated
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import race_notes
 from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
-from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Logits", "Work", "lap", "line_of", "race_piece", "runner_rows"]
@@ -215,13 +214,7 @@ def _line(text: bytes) -> dict[str, Any] | None:
 
 def runner_rows(model: ModelRunner) -> Logits:
     """What a model expects as our engine runs it."""
-
-    def rows(prompt: Sequence[int], text: Sequence[int]) -> Tensor:
-        ids = [*prompt, *text]
-        with torch.no_grad(), model.cache.lent(len(ids)) as slot:
-            return model.score([SequenceRows(slot, 0, ids)]).logits[len(prompt) - 1 : -1].float().cpu()
-
-    return rows
+    return EngineReference(model).logits
 
 
 def lap(way: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Lap:
