@@ -31,7 +31,7 @@ from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.machine import bandwidth, conditions, costs, describe, lacks
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.audit.engine_reference import EngineReference
+from sakiyomi.evaluation.audit.reference import EngineReference
 from sakiyomi.evaluation.bench import speed as speed_row
 from sakiyomi.evaluation.bench import suites
 from sakiyomi.evaluation.bench.config import BenchConfig

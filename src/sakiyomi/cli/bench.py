@@ -12,8 +12,7 @@ from sakiyomi.cli.rows import PlotFolderOption, PlotOption, Started, measured, s
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
-from sakiyomi.evaluation.bench.locret.config import LocretConfig
-from sakiyomi.evaluation.bench.long.config import LongConfig
+from sakiyomi.evaluation.bench.long.config import LocretConfig, LongConfig
 from sakiyomi.evaluation.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
 from sakiyomi.evaluation.bench.tasks.config import TasksConfig
 from sakiyomi.scale.cluster import WorkersOption
@@ -79,8 +78,8 @@ def spec(config: SpecConfig, shared: WorkersOption, picture: PlotOption, output:
     """
 
     def start(note: Note) -> Started:
-        from sakiyomi.evaluation.bench.spec.plot import draw
         from sakiyomi.evaluation.bench.spec.run import run
+        from sakiyomi.evaluation.bench.spec.table import draw
 
         if shared.count is None:
             return run(config, note), draw
@@ -101,8 +100,7 @@ def tasks(config: TasksConfig, picture: PlotOption, output: JsonOption) -> None:
     """
 
     def start(note: Note) -> Started:
-        from sakiyomi.evaluation.bench.tasks.plot import draw
-        from sakiyomi.evaluation.bench.tasks.run import run
+        from sakiyomi.evaluation.bench.tasks.run import draw, run
 
         return run(config, note), draw
 
@@ -119,8 +117,8 @@ def locret(config: LocretConfig, pictures: PlotFolderOption, output: JsonOption)
     """
 
     def start(note: Note) -> Started:
-        from sakiyomi.evaluation.bench.locret.run import run
         from sakiyomi.evaluation.bench.long import plot
+        from sakiyomi.evaluation.bench.long.locret import run
 
         return run(config, note, pictures=pictures.plot), plot.draw
 
@@ -152,9 +150,8 @@ def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
 
     Example: sakiyomi bench spec merge a.json b.json
     """
-    from sakiyomi.evaluation.bench.spec.plot import draw
     from sakiyomi.evaluation.bench.spec.results import Results, join
-    from sakiyomi.evaluation.bench.spec.table import rows
+    from sakiyomi.evaluation.bench.spec.table import draw, rows
 
     picture.check()
     if config.out is not None and Path(config.out).expanduser().exists():

@@ -9,8 +9,7 @@ from typing import Any
 
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.engine.llm import LLM
-from sakiyomi.evaluation.audit.engine_reference import EngineReference
-from sakiyomi.evaluation.audit.hf_reference import HFReference
+from sakiyomi.evaluation.audit.reference import EngineReference, HFReference
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.evaluation.bench.quality import Quality

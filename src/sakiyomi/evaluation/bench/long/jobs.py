@@ -1,11 +1,20 @@
-"""The work of one process for one system: answers and conversations, and what they cost. Jobs, records: JSON values.
+"""The work for one system: answers and conversations, and what they cost; here, or in a process of its own.
 
-Knows no file and no score: prompts come in as token ids, texts go out.
+Jobs and records are JSON values. In a process of its own the peak memory is the system's, and one that is killed ends
+no other: its jobs are a file, and so are the records, one a line, so that what it had done is there. Knows no score:
+prompts come in as token ids, texts go out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +23,9 @@ from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.memory import peak_bytes, readable, reset_peak, resident_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.long.books import books
-from sakiyomi.evaluation.bench.long.loader import Loader, caught
-from sakiyomi.evaluation.bench.long.systems import System
+from sakiyomi.evaluation.bench.long.systems import Loader, System, caught
 
-__all__ = ["KINDS", "Watch", "answers", "work"]
+__all__ = ["Watch", "answers", "apart", "work"]
 
 Job = Mapping[str, Any]
 Record = dict[str, Any]
@@ -113,7 +121,8 @@ def turns(job: Mapping[str, Any], make: Loader) -> Iterator[dict[str, Any]]:
         record: dict[str, Any] = {"length": batch["length"], "texts": [], "tokens": [], "kv": [], "resident": []}
         with caught(batch["length"]) as failed:
             make.release()  # what the conversation before had allocated would be there from the first turn on
-            llm: Any = make(system, batch["length"]).llm  # type: ignore[attr-defined]
+            running: Any = make(system, batch["length"])  # never one-shot, which keeps nothing between two prompts
+            llm = running.llm
             held: list[int] = []
             with llm.conversation() as conversation:
                 for turn in batch["turns"]:
@@ -134,3 +143,64 @@ def work(job: Job, make: Loader) -> Iterator[Record]:
     """Do a job; records come as they are ready."""
     make.release()  # what an earlier job had allocated would count as this one's
     yield from KINDS[job["kind"]](job, make)
+
+
+_JOBS, _RECORDS, _LOG = "jobs.json", "records.jsonl", "log.txt"
+_SHOWN = 300  # characters of what a process that failed said last
+
+
+def apart(jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The records of jobs, which run one after the other in one process.
+
+    Args:
+        jobs: see ``work``.
+        options: of ``Loader``.
+
+    Yields:
+        Records with ``job``, the place of the job in the list. A process that ends before its time gives a last one
+        that says so, of the job that it was at.
+    """
+    with tempfile.TemporaryDirectory(prefix="sakiyomi-long-") as name:
+        folder = Path(name)
+        (folder / _JOBS).write_text(json.dumps({"jobs": jobs, "options": options}), encoding="utf-8")
+        # The modules that are seen here, wherever this process was started and how.
+        seen = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        with (folder / _LOG).open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "sakiyomi.evaluation.bench.long.jobs", name], stdout=log, stderr=log, env=seen
+            )
+            try:
+                code = process.wait()
+            finally:  # Ctrl-C here
+                process.kill()
+                process.wait()
+        records = folder / _RECORDS
+        place = 0
+        for line in records.read_text(encoding="utf-8").splitlines() if records.is_file() else ():
+            record = json.loads(line)
+            if "begins" in record:
+                place = record["begins"]
+            else:
+                yield record
+        if code:
+            said = (folder / _LOG).read_text(errors="replace", encoding="utf-8").strip()[-_SHOWN:]
+            killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) if hasattr(signal, "SIGKILL") else False
+            text = "the system ended the process, as it does when memory is short" if killed else said
+            said = " ".join(text.split()) or f"exit code {code}"
+            yield {"job": place, "length": None, "error": said, "over": killed}
+
+
+def _main(folder: Path) -> None:
+    given = json.loads((folder / _JOBS).read_text(encoding="utf-8"))
+    make = Loader(given["options"], shared=False)
+    with (folder / _RECORDS).open("w", encoding="utf-8") as out:
+        for place, job in enumerate(given["jobs"]):
+            for record in ({"begins": place}, *({"job": place, **record} for record in work(job, make))):
+                out.write(json.dumps(record) + "\n")
+                out.flush()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # graphs may still be compiling in a thread, and nobody waits for what it would give

@@ -1,8 +1,13 @@
-"""Judges texts by the logits that transformers computes for them. Knows nothing of our engine, cache or kernels.
+"""Judges texts by the logits that transformers, or the engine's own passes, compute for them.
 
 Two correct programs may give different tokens at a near-tie, because a pass over five rows rounds differently than a
 pass over one. So a difference is judged by its gap: by how much the expected token leads the other one, compared with
-the noise that transformers itself shows when it computes the same logits in passes of other shapes.
+the noise that the reference itself shows when it computes the same logits in passes of other shapes.
+
+Transformers' reference knows nothing of our engine, cache or kernels. The engine's own is for quantized weights and
+evicting caches, which transformers does not have: it tells whether a drafted text is the one that the same weights
+write without a draft. It cannot tell how good the quantized weights are, nor find an error that all passes share:
+perplexity and ``ModelRunner.quantization`` do that.
 """
 
 from __future__ import annotations
@@ -17,10 +22,12 @@ from torch import Tensor
 
 from sakiyomi.core.hf_names import cache_argument, cache_of
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["Divergence", "HFReference", "Scores", "coupled_scores", "greedy_scores"]
+__all__ = ["Divergence", "EngineReference", "HFReference", "Scores", "coupled_scores", "greedy_scores"]
 
 TOLERANCE = 4.0
 """A gap above this many times the measured noise is no near-tie."""
@@ -181,3 +188,43 @@ class HFReference:
         # Both must be among the best: two equally bad tokens have a small gap too.
         gap = max(gap, first - float(row[expected]), first - float(row[got]))
         return Divergence(text, place, expected, got, gap, first - second, limit, defect=not gap <= limit)
+
+
+class EngineReference(HFReference):
+    """Judges texts by the logits of a ``ModelRunner``.
+
+    Args:
+        model: lends a slot of its cache, so that requests must not hold all of them.
+    """
+
+    model: ModelRunner
+
+    @torch.no_grad()
+    def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """(len(tokens), V) float32: row i predicts ``tokens[i]``; a pass from one eviction boundary to the next."""
+        return self._walk(prompt, tokens)
+
+    def _stepped(self, prompt: Sequence[int], tokens: Sequence[int], step: int) -> Tensor:
+        return self._walk(prompt, tokens, step)
+
+    def _walk(self, prompt: Sequence[int], tokens: Sequence[int], step: int | None = None) -> Tensor:
+        """Logits by passes of so many tokens behind the prompt; the cache evicts as it does in generation."""
+        ids, eviction = [*prompt, *tokens[:-1]], self.model.eviction
+        rows: list[Tensor] = []
+        with self.model.cache.lent(len(ids)) as slot:
+            eviction.begin(slot)
+            at = 0
+            while at < len(ids):
+                behind = step is not None and at >= len(prompt)
+                far = len(ids) if step is None else at + step if behind else len(prompt)
+                end = min(len(ids), far, eviction.boundary(slot, len(prompt)))
+                # Rows of a prompt may be computed otherwise; but behind it no row sees a part of the text only.
+                prompt_rows = at < len(prompt) or (not behind and eviction.sparse is None)
+                rows.append(self.model.score([SequenceRows(slot, at, ids[at:end], prompt=prompt_rows)]).logits.clone())
+                if eviction.needs_log_probs:
+                    eviction.add_prompt_log_probs(slot, rows[-1], ids, at, end)
+                at = end if behind else eviction.reread_from(slot, len(prompt), end)
+                rows[-1] = rows[-1][: len(rows[-1]) - (end - at)]
+                eviction.evict(slot, len(prompt), at)
+            eviction.end(slot)
+        return torch.cat(rows)[len(prompt) - 1 :].float()
