@@ -19,7 +19,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.engine.model_pool import ModelPool
 from sakiyomi.evaluation.audit.audit import AuditConfig, Auditor, AuditReport, Part, audit, put_together
-from sakiyomi.evaluation.audit.hf_reference import HFReference, coupled_scores, greedy_scores
+from sakiyomi.evaluation.audit.reference import HFReference, coupled_scores, greedy_scores
 from sakiyomi.evaluation.audit.report import SampledCheck
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.kernels.build import native

@@ -25,8 +25,14 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.config import AuditConfig, shape_name
 from sakiyomi.evaluation.audit.distribution import SampledTests
-from sakiyomi.evaluation.audit.engine_reference import EngineReference
-from sakiyomi.evaluation.audit.hf_reference import Divergence, HFReference, Scores, coupled_scores, greedy_scores
+from sakiyomi.evaluation.audit.reference import (
+    Divergence,
+    EngineReference,
+    HFReference,
+    Scores,
+    coupled_scores,
+    greedy_scores,
+)
 from sakiyomi.evaluation.audit.report import AuditReport, Check, SampledCheck, Texts
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.model_executor.loading import load_model

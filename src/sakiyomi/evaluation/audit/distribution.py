@@ -28,7 +28,7 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.engine.request import Request
 from sakiyomi.evaluation.audit.chi_square import Frequencies, rank
 from sakiyomi.evaluation.audit.config import AuditConfig, shape_name
-from sakiyomi.evaluation.audit.hf_reference import HFReference
+from sakiyomi.evaluation.audit.reference import HFReference
 from sakiyomi.evaluation.audit.replay import STATES, WIDTH, Listener, Narrow, Recording, TableModel, narrow
 from sakiyomi.evaluation.audit.report import AWAY, ODDS, POWER, SampledCheck, Texts
 from sakiyomi.sampling.sampler import Sampler

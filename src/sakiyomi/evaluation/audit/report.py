@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sakiyomi.evaluation.audit.chi_square import Fit
-from sakiyomi.evaluation.audit.hf_reference import Divergence
+from sakiyomi.evaluation.audit.reference import Divergence
 from sakiyomi.kernels.quantization import QuantizationReport
 
 __all__ = ["AuditReport", "Check", "SampledCheck", "Texts"]

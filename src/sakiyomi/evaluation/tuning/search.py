@@ -18,12 +18,10 @@ from sakiyomi.core.drops import Tau
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.prompts import read_prompts
 from sakiyomi.engine import machine
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.engine.tuned_profile import Profile, lasting, profile_path, write_profile
 from sakiyomi.evaluation.loading import load
-from sakiyomi.evaluation.tuning.beginnings import beginnings
 from sakiyomi.evaluation.tuning.calibrate import ALONE, BATCH, OVER, Calibration, Candidate, Gamma, Note, Prompts
 from sakiyomi.evaluation.tuning.candidates import available, made, named
 from sakiyomi.evaluation.tuning.config import PairConfig
@@ -52,7 +50,7 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     """
     began = time.monotonic()
     specs = named(config)
-    texts = beginnings(config.count) if config.prompts is None else read_prompts(config.prompts, config.count)
+    texts = config.texts()
     if len(texts) < 2:
         raise InputError("there is one prompt; give two or more: half of them are kept for the comparison")
     params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature)

@@ -14,12 +14,13 @@ import numpy as np
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.draw import COLOURS, MARK, NARROW, WIDTH, foot, need_matplotlib, panels, save
+from sakiyomi.evaluation.bench.pictures import drawable, legend_once
 from sakiyomi.evaluation.bench.report import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["accuracy", "check", "draw", "drawable", "kept_map"]
+__all__ = ["accuracy", "check", "draw", "kept_map"]
 
 MARKS = "os^vDPX*"
 HEIGHT = 4.6
@@ -135,7 +136,7 @@ def accuracy(row: Row, colours: Sequence[str] = COLOURS, *, stacked: bool = Fals
         _plain_ticks(axes.xaxis)
     for axes in parts if stacked else parts[:1]:
         axes.set_ylabel("right answers, percent")
-    _legend(figure, parts, below=stacked)
+    legend_once(figure, parts, below=stacked)
     return figure
 
 
@@ -228,7 +229,7 @@ def _turns(row: Row) -> Figure | None:
         axes.plot(series["tokens"], [size / 1e6 for size in series["kv"]], label=name + share, **styles[name])
     axes.set(xlabel="tokens of the conversation", ylabel="keys and values, MB", yscale="log")
     _plain_ticks(axes.yaxis)
-    _legend(figure, [axes])
+    legend_once(figure, [axes])
     return figure
 
 
@@ -248,18 +249,8 @@ def _books(row: Row) -> Figure | None:
             _point(axes, name, line, shown, scale * line[key], scale * spread if spread else None, styles)
         axes.set(xscale="log", xlabel=f"keys and values, MB {ASIDE}", ylabel=label, title=f"{longest} tokens")
         _plain_ticks(axes.xaxis)
-    _legend(figure, parts)
+    legend_once(figure, parts)
     return figure
-
-
-def _legend(figure: Figure, parts: Sequence[Any], *, below: bool = False) -> None:
-    """One for all panels, each name once."""
-    found: dict[str, Any] = {}
-    for axes in parts:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    place = {"loc": "outside lower center", "ncols": 2} if below else {"loc": "outside right center"}
-    figure.legend(list(found.values()), list(found.keys()), frameon=False, fontsize=8, **place)
 
 
 def kept_map(
@@ -338,12 +329,3 @@ def _extent(tokens: Sequence[str], shares: np.ndarray[Any, Any]) -> tuple[float,
 def _word(token: str, place: int) -> str:
     """A token for an axis, with where it stands."""
     return f"{drawable(token.strip()[:12]) or '·'} {place}"
-
-
-def drawable(text: str) -> str:
-    """Text for a picture: no line breaks, no formula between dollars, and no letter that the font does not have."""
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    known = get_font(findfont(FontProperties()))
-    shown = "".join(letter if known.get_char_index(ord(letter)) else "?" for letter in text)
-    return shown.replace("$", r"\$")

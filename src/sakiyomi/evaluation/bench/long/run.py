@@ -18,13 +18,11 @@ from sakiyomi.core.tokens import TokenNames
 from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.long.books import compared, passages, read_books
 from sakiyomi.evaluation.bench.long.config import LongConfig
-from sakiyomi.evaluation.bench.long.loader import Loader
+from sakiyomi.evaluation.bench.long.jobs import apart, work
 from sakiyomi.evaluation.bench.long.plot import kept_map
-from sakiyomi.evaluation.bench.long.process import apart
 from sakiyomi.evaluation.bench.long.questions import Question, made, source, tasks_of
-from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, System, systems
+from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, Loader, System, systems
 from sakiyomi.evaluation.bench.long.table import Perform, growth, reasons, table
-from sakiyomi.evaluation.bench.long.work import work
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
 

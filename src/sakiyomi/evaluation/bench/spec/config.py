@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sakiyomi.core.checks import at_least
-from sakiyomi.core.embedded import DEFAULT
+from sakiyomi.evaluation.settings import TargetSettings
 
 __all__ = ["CompareConfig", "MergeConfig", "SpecConfig"]
 
 
-@dataclass(frozen=True)
-class SpecConfig:
+@dataclass(frozen=True, kw_only=True)
+class SpecConfig(TargetSettings):
     """Which drafters, on what, and how often.
 
     Attributes:
-        target: embedded name (tales), folder in Hugging Face format, or hub id.
         draft: drafter to measure (again for each). By default all that the target can use here: prompt-lookup, suffix,
             ngram, its own first layers, itself in 8 bits, the draft model and Medusa heads that belong to it, suffix
             and draft model merged.
@@ -33,14 +32,11 @@ class SpecConfig:
         out: file for the results, a line for each question and drafter as soon as it is known. Results that an existing
             file holds are not measured again.
         against: an earlier file of results: say where tokens a pass have fallen since, on the questions of both.
-        dtype: auto (as stored), float32, bfloat16 or float16.
-        device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         quantize: int8 or int4: quantize the target's weights.
         exact: bit-equal answers for every drafter.
         compile: record decoding passes before they are measured; otherwise everything runs eagerly.
     """
 
-    target: str = DEFAULT
     draft: tuple[str, ...] = ()
     questions: str | None = None
     categories: tuple[str, ...] = ()
@@ -53,8 +49,6 @@ class SpecConfig:
     system: str = ""
     out: str | None = None
     against: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
     quantize: str | None = None
     exact: bool = False
     compile: bool = True

@@ -29,8 +29,17 @@ from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
-from sakiyomi.evaluation.bench.spec.questions import Question, chosen, digest, own_questions, read_questions
-from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results, differences
+from sakiyomi.evaluation.bench.spec.results import (
+    PLAIN,
+    Question,
+    Record,
+    Results,
+    chosen,
+    differences,
+    digest,
+    own_questions,
+    read_questions,
+)
 from sakiyomi.evaluation.bench.spec.table import rows, since
 from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.candidates import available, made

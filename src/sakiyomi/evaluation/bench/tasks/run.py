@@ -17,16 +17,16 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note, silent
+from sakiyomi.evaluation.bench.draw import BASELINE, COLOURS, WIDTH, foot, panels, save
 from sakiyomi.evaluation.bench.report import Row, race_notes
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race, timed
 from sakiyomi.evaluation.bench.tasks.config import WAYS, TasksConfig
-from sakiyomi.evaluation.bench.tasks.data import Question, read_questions
+from sakiyomi.evaluation.bench.tasks.data import Question, Score, read_questions, scorer
 from sakiyomi.evaluation.bench.tasks.peer import Peer, judged
-from sakiyomi.evaluation.bench.tasks.scores import Score, scorer
 from sakiyomi.model_executor.loading import Loaded, load_model, stop_tokens
 from sakiyomi.model_executor.runner import first_logits
 
-__all__ = ["run"]
+__all__ = ["bars", "draw", "run"]
 
 TITLE = "seconds an answer and tokens/s, one at a time; answers of equal weights compared"
 SEED = 0
@@ -278,3 +278,40 @@ def _plain(tokens: Sequence[int], tokenizer: Any) -> list[int]:
     """An answer's own tokens, without those that begin and end it."""
     special = set(tokenizer.all_special_ids)
     return [token for token in tokens if token not in special]
+
+
+def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> None:
+    """Draw every row that has lines.
+
+    Raises:
+        LoadError: the file cannot be written.
+    """
+    shown = [row for row in rows if row.lines]
+    if not shown:
+        return
+    figure, axes = panels(len(shown), 1, WIDTH, 3.2 * len(shown))
+    for place, row in zip(axes, shown, strict=True):
+        bars(place, row, (BASELINE, *COLOURS))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False, fontsize=8)
+    foot(figure, {**shown[0].conditions, **conditions})
+    save(figure, path)
+
+
+def bars(axes: Any, row: Row, colours: Sequence[str]) -> None:
+    """Seconds an answer by how the weights lie and by temperature, a bar a contender; its score stands in the table."""
+    places = list(dict.fromkeys(_place(line) for line in row.lines))
+    names = list(dict.fromkeys(line["name"] for line in row.lines))
+    width = 0.84 / len(names)
+    for number, name in enumerate(names):
+        found = {_place(line): line["seconds_per_answer"] or 0.0 for line in row.lines if line["name"] == name}
+        left = [place + (number - (len(names) - 1) / 2) * width for place in range(len(places))]
+        colour = colours[number % len(colours)]
+        axes.bar(left, [found.get(place, 0.0) for place in places], 0.92 * width, color=colour, label=name)
+    axes.set_xticks(range(len(places)), places)
+    axes.set(ylabel="seconds an answer", title=row.name)
+    axes.grid(visible=False, axis="x")
+
+
+def _place(line: Mapping[str, Any]) -> str:
+    heat = line["temperature"]
+    return f"{line['way']}, T {heat:g}" if heat else line["way"]
