@@ -104,3 +104,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         there = (page.parent / file).resolve() if file else page
         assert there.exists() or (there == GENERATED and page.parent == DOCS), file
         assert not place or there.suffix != ".md" or there == GENERATED or place in places(there), f"{file}#{place}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=named)
+def test_a_page_is_short(page: Path) -> None:
+    """At most 30 kB: longer pages are not read. The generated page of commands is no page that somebody writes."""
+    assert page == GENERATED or page.stat().st_size <= 30_000
