@@ -10,7 +10,7 @@ position are chosen.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,31 +19,18 @@ from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.guess_calibration import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree, grow
+from sakiyomi.drafters.ngram_file import WIDEST, Seen, read_tables
 from sakiyomi.drafters.text_base import FLOOR, TextDrafter
 
-__all__ = ["NgramDrafter", "NgramReader", "OnlineTables", "Tables", "run_number"]
+__all__ = ["NgramDrafter", "NgramReader", "OnlineTables", "Tables"]
 
 ORDER = 4
 SIBLINGS = 4
-WIDEST = 16  # tokens that compete under the rule "coupled"
 EDGES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # borders between kinds of guesses, by chance
 _MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
-_FACTOR, _MASK = 0x5851F42D4C957F2D, (1 << 63) - 1
 
 Place = tuple[tuple[int, ...], int]
 """The last tokens, and how many of them are guesses."""
-
-
-def run_number(run: Sequence[int]) -> int:
-    """A hash of 63 bits for a run of tokens; a collision only makes a guess worse."""
-    number = 0
-    for token in run:
-        number = (number * _FACTOR + token + 1) & _MASK
-    return number
-
-
-Seen = tuple[int, int, Sequence[int], Mapping[int, int]]
-"""How often a run was continued, by how many different tokens, the most frequent of them in order, and their counts."""
 
 
 class Tables(Protocol):
@@ -221,8 +208,6 @@ class NgramDrafter(TextDrafter):
     @classmethod
     def make(cls, argument: str, around: DrafterContext) -> NgramDrafter:
         """A drafter with the tables of this file; with the request's own counts where no file is given."""
-        from sakiyomi.drafters.ngram_file import read_tables
-
         if not argument:
             return cls(around.vocab_size)
         tables = read_tables(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size)

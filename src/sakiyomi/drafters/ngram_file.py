@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from sakiyomi.core.errors import LoadError
-from sakiyomi.drafters.ngram import WIDEST, Seen, run_number
 
-__all__ = ["FORMAT", "FileTables", "read_tables", "tables_bytes"]
+__all__ = ["FORMAT", "WIDEST", "FileTables", "Seen", "read_tables", "run_number", "tables_bytes"]
 
 FORMAT = "1"
+WIDEST = 16  # tokens that compete under the rule "coupled"
+_FACTOR, _MASK = 0x5851F42D4C957F2D, (1 << 63) - 1
 _PARTS = ("runs", "starts", "totals", "kinds", "tokens", "counts")
+
+Seen = tuple[int, int, Sequence[int], Mapping[int, int]]
+"""How often a run was continued, by how many different tokens, the most frequent of them in order, and their counts."""
+
+
+def run_number(run: Sequence[int]) -> int:
+    """A hash of 63 bits for a run of tokens; a collision only makes a guess worse."""
+    number = 0
+    for token in run:
+        number = (number * _FACTOR + token + 1) & _MASK
+    return number
 
 
 class FileTables:

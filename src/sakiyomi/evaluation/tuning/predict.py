@@ -12,10 +12,13 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sakiyomi.core.drops import ratio_error
-from sakiyomi.evaluation.tuning.watch import Round
 from sakiyomi.theory import positional_acceptance, round_speedup
+
+if TYPE_CHECKING:
+    from sakiyomi.evaluation.tuning.watch import Round
 
 __all__ = [
     "Chains",
@@ -51,7 +54,7 @@ BUCKETS = (0.0, 0.5, 0.8, 0.95, 1.0)
 """Borders of the drafter's own confidence."""
 Rows = Callable[[int], int]
 """Rows that a pass over so many tokens really has."""
-Texts = Sequence[Sequence[Round]]
+Texts = Sequence[Sequence["Round"]]
 
 
 def calm(rounds: Sequence[Round]) -> list[Round]:
