@@ -360,7 +360,7 @@ class Builder:
 
 # ---------------------------------------------------------------- which step an operator becomes, and what that reads
 
-Pair = tuple[Any, Any]  # a value of the graph, and what is known of it
+Pair = tuple[Any, Any]  # a value of the graph, and its constant or operand
 Order = Callable[[list[Any], list[Any]], Iterable[Pair] | None]
 
 
