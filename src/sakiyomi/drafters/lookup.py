@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last tokens where they stood before (Saxena 2023, "prompt lookup decoding").
+"""Prompt lookup: proposes what followed the last tokens earlier (Saxena 2023, "prompt lookup decoding").
 
-The longest match is taken, and of equally long ones the newest. All runs of up to ``most`` tokens are in hash tables
-that grow with the text, so that no round has to search it.
+The longest match is used, the newest of equally long ones. All runs of up to ``most`` tokens are in hash tables that
+grow with the text, so no round has to search it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LookupReader:
         text, after, runs, most = self.text, self._after, self._runs, self._most
         position = len(text)
         for token in tokens:
-            # A run is entered when its next token is known, so that the last run never finds itself.
+            # A run is entered when its next token is known, so the last run never finds itself.
             for table, run in zip(after, runs, strict=False):
                 table[run] = position
             digit = token + 1
@@ -79,7 +79,7 @@ class LookupReader:
         reached, ends = 1.0, context.stop_ids
         path: list[tuple[int, int]] = []
         for i in range(min(depth, context.nodes)):
-            # Where the match overlaps the end of the text, the text repeats itself, and so does the draft.
+            # If the match overlaps the end of the text, the text repeats itself, and so does the draft.
             token = text[place + i] if place + i < known else tokens[place + i - known]
             kind = min(length + i, most) + (most + 1 if i else 0)
             path.append((kind, token))

@@ -1,10 +1,10 @@
-"""Drafts from counts of n-grams: of the text so far, or of tables trained from text (see ``ngram_file``).
+"""Drafts from counts of n-grams, of the text so far or of trained tables (see ``ngram_file``).
 
-A token's chance is interpolated over all runs of last tokens, from the longest that was seen down to the empty one: the
-more different continuations a run had, the more weight goes to the next shorter one (Witten and Bell 1991, method C).
-These are the simplest drafts of Leviathan et al. 2023 (arXiv 2211.17192, section 4.1). Tokens are chosen, not drawn:
-point masses, which are lossless under every rule. Under "coupled" the tokens with the largest log q + noise of the
-position are chosen.
+A token's chance is interpolated over all runs of last tokens, from the longest known one down to the empty one. A run
+with more different continuations gives more weight to the next shorter one (Witten and Bell 1991, method C). These are
+the simplest drafts of Leviathan et al. 2023 (arXiv 2211.17192, section 4.1). Tokens are chosen, not drawn: point
+masses, which are lossless under every rule. Under "coupled" the tokens with the largest log q + noise of the position
+are chosen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trained n-gram tables in one safetensors file, which are searched as they are: loading builds no other structure.
+"""Trained n-gram tables in one safetensors file; look-ups search the file's arrays directly.
 
 Metadata: ``format``, ``order``, ``tokenizer`` (digest), ``vocab_size``, ``checksum``, and what they were trained on.
 For each n from 2 to the order, with runs of n - 1 tokens sorted by ``run_number``: ``runs.n`` (R) int64; ``starts.n``

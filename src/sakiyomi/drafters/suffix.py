@@ -1,9 +1,9 @@
-"""Drafts from a suffix automaton over prompt, output and, if wanted, the texts of earlier requests.
+"""Drafts from a suffix automaton of prompt, output and, optionally, the texts of earlier requests.
 
 Sources: SAM-Decoding (Hu et al. 2024, arXiv 2411.10666) for the automaton and the choice between this text and others
 by the length of the match; SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) for trees of the most frequent
-continuations whose size follows the match. Of several continuations the one that follows the place copied last comes
-first: see ``copy_source``. The chances are this text's own: see ``guess_calibration``.
+continuations whose size follows the match. The continuation that follows the place copied last comes first, see
+``copy_source``. Chances are calibrated on the request's own text, see ``guess_calibration``.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class SuffixReader:
         state, length, first, copied = place
         following = automaton.following[state]
         while not following and state > ROOT:
-            # It was seen at the end of the text only: take what followed a shorter run.
+            # The run was seen at the end of the text only: use a shorter one.
             state = automaton.links[state]
             following = automaton.following[state]
             length = min(length, automaton.lengths[state])
@@ -134,7 +134,7 @@ class SuffixReader:
             ranked = [(counts[behind] + 1.0, token, behind)]
             total = counts[behind] + 1.0
         elif len(following) <= WIDEST:
-            # The newest counts once more, and so comes first among equals.
+            # The newest counts once more, so it comes first among equals.
             ranked = [(counts[s] + (t == newest), t, s) for t, s in following.items()]
             total = sum(counts[s] for s in following.values()) + 1.0
             ranked = nlargest(SIBLINGS, ranked)

@@ -1,4 +1,4 @@
-"""What the drafters have in common that read nothing but the text: one reader for each request, kept up to date."""
+"""Base of drafters that read only the text: one reader for each request, kept up to date."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from sakiyomi.drafters.guessed_tree import GuessedTree
 __all__ = ["FLOOR", "Reader", "TextDrafter"]
 
 FLOOR = 0.04
-"""Tokens reached with a smaller chance are not proposed: it is about what one more row of a pass costs, in tokens."""
-CHUNK = 4096  # tokens that are read in one round, so that other requests do not wait long: some 20 ms
+"""Least chance of a proposed token: about the cost of one more row of a pass, in tokens."""
+CHUNK = 4096  # most tokens that are read in one round, about 20 ms, so that other requests do not wait long
 LONG = 64  # more tokens than these at once are a prompt
 
 
 class Reader(Protocol):
-    """Learns from one request's text, and proposes how it goes on."""
+    """Learns from one request's text, and guesses its continuation."""
 
     def read(self, tokens: Sequence[int]) -> None:
         """Learn the next tokens of the text."""
         ...
 
     def branch(self, head: Sequence[int]) -> None:
-        """Continue after ``head``, the beginning of what was read; what followed it is another text from now on."""
+        """Continue behind ``head``, the beginning of what was read; what followed it becomes another text."""
         ...
 
     def guess(self, context: Context, depth: int) -> GuessedTree:
@@ -69,7 +69,7 @@ class TextDrafter(Drafter):
         return drafts
 
     def inherit(self, context: Context, earlier: Context) -> None:
-        """See ``Drafter.inherit``: the reader goes on from the tokens that both requests begin with."""
+        """See ``Drafter.inherit``: the reader continues behind the tokens that both requests begin with."""
         text: _ReadText | None = earlier.memory.pop(self.name, None)
         if text is None:
             return
