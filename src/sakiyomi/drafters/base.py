@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -199,29 +198,25 @@ class Drafter(ABC):
 
 
 def tell_inherit(drafter: Drafter | None, context: Context, earlier: Context) -> None:
-    """Call ``inherit``. Errors are logged and not raised: the output does not depend on drafters."""
-    if drafter is not None:
-        with _logged(drafter, "inherit"):
-            drafter.inherit(context, earlier)
+    """Call ``inherit``, see ``_tell``."""
+    _tell(drafter, "inherit", context, earlier)
 
 
 def tell_states(drafter: Drafter | None, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
-    """Call ``observe``. Errors are logged and not raised: the output does not depend on drafters."""
-    if drafter is not None:
-        with _logged(drafter, "observe"):
-            drafter.observe(context, first, states)
+    """Call ``observe``, see ``_tell``."""
+    _tell(drafter, "observe", context, first, states)
 
 
 def tell_end(drafter: Drafter | None, context: Context) -> None:
-    """Call ``end``. Errors are logged and not raised: the output does not depend on drafters."""
-    if drafter is not None:
-        with _logged(drafter, "end"):
-            drafter.end(context)
+    """Call ``end``, see ``_tell``."""
+    _tell(drafter, "end", context)
 
 
-@contextmanager
-def _logged(drafter: Drafter, what: str) -> Iterator[None]:
+def _tell(drafter: Drafter | None, what: str, *about: Any) -> None:
+    """Call a method of a drafter. Errors are logged and not raised: the output does not depend on drafters."""
     try:
-        yield
+        if drafter is not None:
+            getattr(drafter, what)(*about)
     except Exception as error:
-        logger.warning("drafter %s failed in %s: %s: %s", drafter.name, what, type(error).__name__, error)
+        name = getattr(drafter, "name", None)
+        logger.warning("drafter %s failed in %s: %s: %s", name, what, type(error).__name__, error)

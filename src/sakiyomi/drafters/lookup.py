@@ -12,7 +12,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.guess_calibration import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree
-from sakiyomi.drafters.text_base import FLOOR, TextDrafter
+from sakiyomi.drafters.text_base import FLOOR, Reader, TextDrafter
 
 __all__ = ["MOST", "LookupReader", "PromptLookup"]
 
@@ -23,7 +23,7 @@ FIRST = (0.0, 0.22, 0.43, 0.56, 0.63, 0.72, 0.77, 0.80, 0.82, 0.84, 0.86, 0.88, 
 LATER = (0.0, 0.40, 0.52, 0.60, 0.66, 0.75, 0.79, 0.82, 0.85, 0.87, 0.88, 0.90, 0.92)
 
 
-class LookupReader:
+class LookupReader(Reader):
     """The runs of tokens in one text.
 
     Args:
@@ -36,7 +36,7 @@ class LookupReader:
         self._after: list[dict[int, int]] = [{} for _ in range(most)]  # place behind the newest run, by its number
         self._runs: list[int] = []  # numbers of the runs that end here: of the last token, of the last two, ...
         lengths = [min(length, len(FIRST) - 1) for length in range(most + 1)]
-        self._calibration = GuessCalibration([priors[length] for priors in (FIRST, LATER) for length in lengths])
+        self.calibration = GuessCalibration([priors[length] for priors in (FIRST, LATER) for length in lengths])
 
     def read(self, tokens: Sequence[int]) -> None:
         """See ``Reader.read``."""
@@ -69,8 +69,7 @@ class LookupReader:
 
     def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
-        calibration, text, most = self._calibration, self.text, self._most
-        calibration.learn(context.tokens)
+        calibration, text, most = self.calibration, self.text, self._most
         found = GuessedTree()
         length, place = self.match()
         if not length:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from sakiyomi.cache.prefix import alike
 from sakiyomi.core.text import profile
+from sakiyomi.core.tokens import TokenNames
 from sakiyomi.drafters.cross_tokenizer.borders import Borders, Cut
 
 __all__ = ["Continuation", "Lexicon", "Mirror", "continuation"]
@@ -148,21 +149,17 @@ class Lexicon:
 
     def _read(self) -> list[bytes]:
         """Bytes of every token: what it adds to a token before it, since alone it may lose its first space."""
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
         size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         anchor = self._anchor()
         texts = self._decode([[anchor, i] for i in range(size)])
-        before = self._decode([[anchor]])[0]
-        table = {character: value for value, character in bytes_to_unicode().items()}
+        before, names = self._decode([[anchor]])[0], TokenNames(self._tokenizer)
         pieces: list[bytes] = []
         for i, text in enumerate(texts):
             if i in self.special or not text.startswith(before):
                 pieces.append(b"")
-            elif i in self._byte_of:
-                pieces.append(bytes([self._byte_of[i]]))
-            elif _UNKNOWN in text:
-                pieces.append(_byte_level(self._tokenizer.convert_ids_to_tokens(i), table))
+            elif i in self._byte_of or _UNKNOWN in text:  # part of a character, or an unknown one
+                named, piece = names(i)
+                pieces.append(b"" if _UNKNOWN in named and named.encode() == piece else piece)
             else:
                 pieces.append(text[len(before) :].encode())
         return pieces
@@ -363,10 +360,3 @@ def whole_characters(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         return data[: error.start].decode()
-
-
-def _byte_level(piece: Any, table: Mapping[str, int]) -> bytes:
-    """Bytes of a byte-level piece (GPT-2's BPE) that is no whole text; none if it is something else."""
-    if not isinstance(piece, str) or any(character not in table for character in piece):
-        return b""
-    return bytes(table[character] for character in piece)
