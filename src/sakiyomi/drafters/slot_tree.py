@@ -1,8 +1,8 @@
 """Trees of drafts that come in one pass: each level is a slot, whose candidates do not depend on the path to it.
 
-So it is with Medusa's heads, block drafters and draft models that guess several tokens at once. The best tree is then
-the one whose nodes have the largest products of their slots' chances, and a heap finds it (DDTree, arXiv 2604.12989,
-section 3): the best path, then its next sibling and its first child, and so on.
+Medusa's heads, block drafters and draft models that guess several tokens at once make such drafts. The best tree has
+the nodes with the largest products of their slots' chances. A heap finds it (DDTree, arXiv 2604.12989, section 3): the
+best path first, then its next sibling and its first child, and so on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SlotTree(DraftTreeState):
     """The tree of one request, a level for each slot.
 
     Attributes:
-        levels: what turns the scores of each slot into chances.
+        levels: turns the scores of each slot into chances.
         width: most candidates of a place, where nodes are picked; None: as many as the builder wants.
     """
 
@@ -69,7 +69,7 @@ class SlotTree(DraftTreeState):
             self._read_levels(lambda level, places: (logits[level].expand(len(places), -1), None))
 
     def grow_by(self, slot: SlotLogits) -> None:
-        """Add all levels, where what a slot guesses depends on the candidates before it."""
+        """Add all levels, where the guesses of a slot depend on the candidates before it."""
         self._known = None
         self._read_levels(slot)
 
@@ -87,7 +87,7 @@ class SlotTree(DraftTreeState):
         super().read(place, logits, ranked)
 
     def chances(self, level: int, probs: Sequence[float | None], scores: Sequence[float]) -> list[float]:
-        """See ``DraftTreeState.chances``; the first candidate has the chance that the drafter claims, if it does."""
+        """See ``DraftTreeState.chances``; the first candidate has the chance that the drafter claims, if any."""
         found = super().chances(level, probs, scores)
         if self._trust is None:
             return found
@@ -149,7 +149,7 @@ class Slots:
 
     Args:
         count: tokens that are guessed in a pass.
-        ranks: acceptance of each slot's candidates by rank, before anything was seen.
+        ranks: initial acceptance of each slot's candidates by rank.
     """
 
     def __init__(self, count: int, ranks: Sequence[Sequence[float]] | None = None) -> None:
@@ -185,7 +185,7 @@ class Slots:
             name: of the drafter.
             sampler: of the request.
             gamma: depth wanted.
-            most: its largest depth, nodes, and candidates of a place, where sizes are a matter of what pays.
+            most: largest depth, nodes, and candidates of a place, where costs decide the size.
         """
         worth, drawn = context.worth, is_drawn(context)
         depth, nodes, width = min(gamma, self.count), context.nodes, None

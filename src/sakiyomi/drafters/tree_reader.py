@@ -1,6 +1,6 @@
-"""Trees of several requests that a model grows at once, one level a pass: draft models, and the target's first layers.
+"""Grows the trees of several requests together, one level a pass, with a draft model or the target's first layers.
 
-Knows rows of a cache and logits. Whose cache it is, and what becomes of its rows afterwards, is up to the drafter.
+Drafters decide which cache is used, and what happens to its rows afterwards.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from sakiyomi.sampling.sampler import Sampler
 __all__ = ["GrowingDrafter", "TreeDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
 
 DRAWN: dict[str, DraftKind] = {"chain": "chain", "static": "without_replacement", "choices": "without_replacement"}
-"""The kind of draft for each shape that is known before anything is drawn: only these are drawn for the ratio rule."""
-# How much sharper than the draft's own softmax its chances of acceptance are, before anything was seen
-# (benchmarks/log/trees.md).
+"""Kind of draft for each shape that is known in advance; only these are drawn for the ratio rule."""
+# Initial sharpness of acceptance compared to the draft's own softmax, by rule.
 SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
 
 
@@ -98,7 +97,7 @@ class TreeReader:
     def begin(
         self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
     ) -> DraftTreeState | None:
-        """A tree that has no level yet; None: the model's context is shorter than the target's, and ends here.
+        """A tree without a level; None: the model's context, shorter than the target's, ends here.
 
         Args:
             context: of the request.
@@ -116,7 +115,7 @@ class TreeReader:
         return self.state(context, sampler, name, candidates, builder, confidence, drawn, slot, held)
 
     def depth(self, context: Context, gamma: int) -> int:
-        """How deep a request's tree may become, `gamma` wanted; not positive where the model's context ends."""
+        """Most levels of a request's tree, `gamma` wanted; not positive where the model's context ends."""
         wanted = gamma if context.worth is None or is_drawn(context) else context.worth.depth
         return min(wanted, self.model.max_context - len(context.tokens))
 
