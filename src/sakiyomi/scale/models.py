@@ -28,7 +28,7 @@ from sakiyomi.scale.model_process import ModelDied, ModelProcess
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.fields import Strict
-from sakiyomi.server.forms import read_form
+from sakiyomi.server.transcriptions import read_form
 
 __all__ = ["ModelName", "ModelTable", "make_models_app"]
 

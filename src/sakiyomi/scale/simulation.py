@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import heapq
 import random
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 from sakiyomi.core.checks import at_least
@@ -401,20 +402,13 @@ def fewest(costs: Costs, load: Load, policy: str, first: float, pace: float) -> 
         None: `MOST` are too few.
     """
 
-    def enough(outcome: Outcome) -> bool:
-        return outcome.first_p95 <= first and outcome.whole_p95 <= first + pace * load.new
+    @cache
+    def outcome(count: int) -> Outcome:
+        return simulate(count, costs, load, policy)
 
-    low, high = 0, 1
-    found = simulate(high, costs, load, policy)
-    while not enough(found):
-        low, high = high, 2 * high
-        if high > MOST:
-            return None
-        found = simulate(high, costs, load, policy)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if enough(outcome := simulate(middle, costs, load, policy)):
-            high, found = middle, outcome
-        else:
-            low = middle
-    return found
+    def enough(count: int) -> bool:
+        found = outcome(count)
+        return found.first_p95 <= first and found.whole_p95 <= first + pace * load.new
+
+    high = next((2**i for i in range(MOST.bit_length()) if enough(2**i)), None)
+    return None if high is None else outcome(bisect_left(range(high), True, high // 2 + 1, key=enough))

@@ -22,9 +22,8 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.conversations import as_template_takes, ending_of, read_images, text_of
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.escapes import Matcher
-from sakiyomi.server.grammar import Constraint, Grammars
+from sakiyomi.server.grammar import Constraint, Grammars, Penalties
 from sakiyomi.server.jobs import Echo, Job, Reply
-from sakiyomi.server.processors import Penalties
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,

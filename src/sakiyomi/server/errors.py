@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
-from sakiyomi.server.arguments import KINDS
+from sakiyomi.server.fields import KINDS
 
 __all__ = [
     "AnthropicErrorReply", "ApiError", "ErrorReply", "api_error", "bad_request", "install", "is_anthropic", "reply_to",

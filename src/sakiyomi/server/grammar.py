@@ -20,7 +20,7 @@ from sakiyomi.server.pair_rules import GAP, PairRules
 from sakiyomi.server.schema import FunctionTool
 from sakiyomi.server.tools import MARKS, Pairs, ToolFormat
 
-__all__ = ["Constraint", "Grammars"]
+__all__ = ["Constraint", "Grammars", "Penalties"]
 
 # Without a limit a model that is unsure writes spaces for ever, and never breaks a rule.
 LAYOUT = {"whitespace_pattern": r"[ \n\t]{1,24}"}
@@ -79,6 +79,25 @@ class Constraint:
         taken = self._matcher.try_consume_tokens(rest) if rest else 0
         self._read += rest[:taken]
         return taken == len(rest)
+
+
+class Penalties:
+    """OpenAI's penalties: frequency x count + presence is taken from the logits of tokens written so far.
+
+    Args:
+        frequency: for each time.
+        presence: once.
+        prompt: how many tokens do not count: they were not written.
+    """
+
+    def __init__(self, frequency: float, presence: float, prompt: int) -> None:
+        self._frequency, self._presence, self._prompt = frequency, presence, prompt
+
+    def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
+        """See transformers' ``LogitsProcessor``: (1, length) and (1, V)."""
+        tokens, counts = torch.unique(history[0, self._prompt :], return_counts=True)
+        scores[0, tokens] -= self._frequency * counts.to(scores.dtype) + self._presence
+        return scores
 
 
 class Grammars:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sakiyomi.server.arguments import DEFINITIONS, kinds, resolved
 from sakiyomi.server.errors import bad_request
+from sakiyomi.server.fields import DEFINITIONS, kinds, resolved
 from sakiyomi.server.tools import Pairs
 
 __all__ = ["GAP", "PairRules"]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sakiyomi.core.text import profile
-from sakiyomi.server.arguments import value_of
 from sakiyomi.server.errors import bad_request
+from sakiyomi.server.fields import value_of
 from sakiyomi.server.schema import function
 
 __all__ = [
