@@ -23,12 +23,12 @@ KINDS = frozenset({"string", "null", "boolean", "number", "object", "array"})
 
 
 def _whole(value: Any) -> Any:
-    """To JSON 2.0 is a whole number like 2."""
+    """JSON schema counts 2.0 as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def whole_items(value: Any) -> Any:
-    """The same of a list's items."""
+    """The same for the items of a list."""
     return [*map(_whole, value)] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
@@ -37,7 +37,7 @@ def _kind(value: Any) -> str:
 
 
 def by_type(default: str = "") -> Discriminator:
-    """Objects told apart by their field ``type``, which is ``default`` where it is left out."""
+    """Tells objects apart by their field ``type``, by default ``default``."""
 
     def type_of(value: Any) -> str:
         if isinstance(value, BaseModel):
@@ -48,18 +48,18 @@ def by_type(default: str = "") -> Discriminator:
 
 
 BY_KIND = Discriminator(_kind)
-"""Values told apart by their kind in JSON: ``<string>``, ``<number>``, ``<object>``, ``<array>``."""
+"""Tells values apart by their JSON type: ``<string>``, ``<number>``, ``<object>``, ``<array>``."""
 BY_TYPE = by_type()
 
-WHOLE = BeforeValidator(_whole)  # stands behind the bounds: before them it would keep them out of the document
+WHOLE = BeforeValidator(_whole)  # after the bounds: before them it would hide them from the OpenAPI document
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE]
-# Long lists are checked natively, and up to the first item that is wrong.
+# Long lists are checked natively, up to the first wrong item.
 Ids = Annotated[
     list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, fail_fast=True), BeforeValidator(whole_items)
 ]
-Text = Annotated[str, Field(min_length=0)]  # that there is a bound has pydantic refuse what is no Unicode
+Text = Annotated[str, Field(min_length=0)]  # with a bound pydantic refuses lone surrogates
 ListOrText = Annotated[Annotated[Text, Tag("<string>")] | Annotated[T, Tag("<array>")], BY_KIND]
 """A text, or this kind of list."""
 ToolChoice = Annotated[
@@ -69,7 +69,7 @@ ToolChoice = Annotated[
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
-    """Put into a document that null is taken wherever a field may be left out."""
+    """Declare in the OpenAPI document that optional fields take null."""
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
         if name in required or {"type": "null"} in field.get("anyOf", [field]):
@@ -83,9 +83,9 @@ def _allow_null(schema: dict[str, Any]) -> None:
 
 
 class Strict(BaseModel):
-    """A body, or part of one: types as they are, no further field.
+    """A body, or part of one: strict types, no unknown fields.
 
-    A field that is null is one that was left out: clients write so whatever they do not ask for.
+    A field that is null counts as left out: clients send null for what they do not set.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_allow_null)
@@ -103,7 +103,7 @@ class Strict(BaseModel):
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a schema refers to in its root, itself where it refers to nothing."""
+    """The schema that a ``$ref`` names in its root, or the schema itself."""
     for _ in range(16):
         if not (isinstance(schema, Mapping) and str(schema.get("$ref", "")).startswith("#/")):
             break
@@ -115,7 +115,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """JSON's types that a value may have; whole numbers are numbers."""
+    """JSON types that a value may have; integers are numbers."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return KINDS
@@ -131,7 +131,7 @@ def kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def value_of(text: str, root: Mapping[str, Any], key: str) -> Any:
-    """The value of an argument: a text as it is where it can be nothing else, JSON where that fits."""
+    """The value of an argument: plain text if the schema allows only strings, JSON of an allowed type otherwise."""
     allowed = kinds(root.get("properties", {}).get(key), root)
     if allowed == {"string"}:
         return text
@@ -143,7 +143,7 @@ def value_of(text: str, root: Mapping[str, Any], key: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """JSON's type of a value; whole numbers are numbers."""
+    """JSON type of a value; integers are numbers."""
     if value is None:
         return "null"
     for kind, types in (("boolean", bool), ("number", (int, float)), ("object", dict), ("array", list)):
