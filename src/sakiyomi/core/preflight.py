@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sakiyomi.core.cache_specs import check_cache
-from sakiyomi.core.draft_specs import FORMS, head_names, model_spec, split_spec
+from sakiyomi.core.draft_specs import FORMS, ModelSpec, head_names, read_argument, split_spec
 from sakiyomi.core.dtypes import check_dtype
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
@@ -83,10 +83,9 @@ def check_drafts(draft: str | Sequence[Any] | None, **trust: bool) -> None:
     for spec in [draft] if isinstance(draft, str) else draft or ():
         for part in split_spec(spec) if isinstance(spec, str) else ():
             kind, _, argument = part.partition(":")
-            if kind in FORMS:
-                FORMS[kind].check(kind, argument)
-            if kind == "model":
-                check_target(model_spec(argument).name, **trust)
+            found = read_argument(kind, argument) if kind in FORMS else None
+            if isinstance(found, ModelSpec):
+                check_target(found.name, **trust)
 
 
 def check_prompts(prompts: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.draft_specs import FORMS, model_spec, number, split_spec
+from sakiyomi.core.draft_specs import ModelSpec, read_argument, split_spec
 from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
@@ -61,16 +61,16 @@ class DrafterContext:
     allow_pickle: bool = False
 
 
-def _model(argument: str, around: DrafterContext) -> Drafter:
+def _model(spec: ModelSpec, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
     from sakiyomi.drafters.learning import HeadLearner
     from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.model_executor.loading import check_cross_pair, check_pair, has_encoder, same_tokenizer, stop_tokens
 
-    (name, device, learn), target = model_spec(argument), around.target
+    (name, device, learn), target = spec, around.target
     if device is not None and has_encoder(target.model.config):
         raise UnsupportedError(
-            f"draft model:{argument} is to run on {device}; drafts of encoder-decoder models run where the target runs"
+            f"draft model:{name} is to run on {device}; drafts of encoder-decoder models run where the target runs"
         )
     draft = around.load(name, device)
     if same_tokenizer(target.tokenizer, draft.tokenizer) or has_encoder(target.model.config):
@@ -87,7 +87,7 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
         return ModelDrafter(packed, around.vocab_size, mask=mask, learner=learner)
     if learn:
         raise UnsupportedError(
-            f"draft model:{argument} is to go on learning, and has another tokenizer than the target: what that writes "
+            f"draft model:{name} is to go on learning, and has another tokenizer than the target: what that writes "
             "is other tokens; leave [learn=] out, or choose a draft of the same tokenizer"
         )
     check_cross_pair(target, draft)
@@ -96,29 +96,26 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
     return CrossDrafter(inner, draft.tokenizer, target.tokenizer, stop_tokens(draft.model, draft.tokenizer))
 
 
-def _oracle(argument: str, around: DrafterContext) -> Drafter:
+def _oracle(rate: float | None, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.oracle import Oracle
 
-    rate = number(float, argument or "1", "oracle", "has no rate; write oracle:0.8, or oracle for 1")
-    return Oracle(around.answer, around.vocab_size, rate)
+    return Oracle(around.answer, around.vocab_size, 1.0 if rate is None else rate)
 
 
-def _early_exit(argument: str, around: DrafterContext) -> Drafter:
+def _early_exit(layers: int, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.early_exit import EarlyExit
     from sakiyomi.model_executor.early_exit import FirstLayers
 
-    count = number(int, argument, "early-exit", "names no layer; write early-exit:<layers to run>")
-    return EarlyExit(FirstLayers(around.packed, count))
+    return EarlyExit(FirstLayers(around.packed, layers))
 
 
-def _self_evicted(argument: str, around: DrafterContext) -> Drafter:
+def _self_evicted(pairs: int | None, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.self_evicted import BUDGET, SelfEvicted
 
-    wanted = "names no number of pairs; write self-evicted:<pairs of a head>"
-    return SelfEvicted(around.packed, number(int, argument or str(BUDGET), "self-evicted", wanted))
+    return SelfEvicted(around.packed, BUDGET if pairs is None else pairs)
 
 
-def _self_int8(argument: str, around: DrafterContext) -> Drafter:
+def _self_int8(_: None, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.model import ModelDrafter
 
     if around.packed.weights.quantization is not None:
@@ -129,13 +126,13 @@ def _self_int8(argument: str, around: DrafterContext) -> Drafter:
     return ModelDrafter(around.quantized("int8"), around.vocab_size, name="self-int8")
 
 
-def _lookup(argument: str, around: DrafterContext) -> Drafter:
+def _lookup(argument: str | None, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.lookup import MOST, PromptLookup
 
     return PromptLookup(argument or MOST)
 
 
-def _suffix(argument: str, around: DrafterContext) -> Drafter:
+def _suffix(argument: str | None, around: DrafterContext) -> Drafter:
     from sakiyomi.core.fingerprint import tokenizer_digest
     from sakiyomi.drafters.memory import MemoryFile
     from sakiyomi.drafters.suffix import SuffixDrafter
@@ -145,7 +142,7 @@ def _suffix(argument: str, around: DrafterContext) -> Drafter:
     return SuffixDrafter(MemoryFile(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size))
 
 
-def _ngram(argument: str, around: DrafterContext) -> Drafter:
+def _ngram(argument: str | None, around: DrafterContext) -> Drafter:
     from sakiyomi.core.fingerprint import tokenizer_digest
     from sakiyomi.drafters.ngram import NgramDrafter
     from sakiyomi.drafters.ngram_file import read_tables
@@ -174,10 +171,10 @@ def _block(argument: str, around: DrafterContext) -> Drafter:
     return BlockDrafter.load(argument, around.packed, around.pack, allow_pickle=around.allow_pickle)
 
 
-def _mtp(argument: str, around: DrafterContext) -> Drafter:
+def _mtp(argument: str | None, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.mtp import MtpDrafter
 
-    return MtpDrafter.of(argument, around.target, around.packed, around.pack)
+    return MtpDrafter.of(argument or "", around.target, around.packed, around.pack)
 
 
 def _assistant(argument: str, around: DrafterContext) -> Drafter:
@@ -186,7 +183,7 @@ def _assistant(argument: str, around: DrafterContext) -> Drafter:
     return AssistantDrafter.load(argument, around.packed)
 
 
-DRAFTERS: dict[str, Callable[[str, DrafterContext], Drafter]] = {
+DRAFTERS: dict[str, Callable[[Any, DrafterContext], Drafter]] = {
     "model": _model,
     "medusa": _medusa,
     "eagle": _eagle,
@@ -276,8 +273,7 @@ def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
     kind, _, argument = spec.partition(":")
     if kind == "none":
         return None
-    FORMS[kind].check(kind, argument)
-    return DRAFTERS[kind](argument, around)
+    return DRAFTERS[kind](read_argument(kind, argument), around)
 
 
 def _rename(drafter: Drafter, taken: set[str]) -> None:
