@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from sakiyomi.core.errors import LoadError
+from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = ["cache_folder", "partial", "remove_leftovers", "sync", "whole_file"]
+__all__ = ["alone", "cache_folder", "partial", "remove_leftovers", "sync", "whole_file"]
 
 logger = logging.getLogger("sakiyomi")
 
@@ -43,7 +43,7 @@ def _default_folder(caches: str | None, home: str | None) -> Path:
         why = str(error)
     user = os.getuid() if hasattr(os, "getuid") else 0
     other = Path(tempfile.gettempdir()) / f"sakiyomi-{user}"
-    with suppress(OSError):  # whoever writes there says what is wrong with it
+    with suppress(OSError):  # the first write there raises what is wrong with it
         other.mkdir(mode=0o700, exist_ok=True)
         found = other.lstat()
         if hasattr(os, "getuid") and (found.st_uid != user or found.st_mode & 0o077 or not other.is_dir()):
@@ -97,6 +97,35 @@ def whole_file(path: Path, advice: str, *, private: bool = False) -> Iterator[Pa
     finally:
         with suppress(OSError):
             fresh.unlink(missing_ok=True)
+
+
+@contextmanager
+def alone(folder: Path, busy: str = "") -> Iterator[None]:
+    """Lock a folder against other processes that write there, where the system has such locks (Windows has none).
+
+    Args:
+        folder: that is there.
+        busy: the error where another process holds the lock; "": wait for it.
+
+    Raises:
+        InputError: another process holds the lock.
+    """
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except OSError as error:  # of another kind: a file system without locks
+            if busy and isinstance(error, BlockingIOError):
+                raise InputError(busy) from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def remove_leftovers(path: Path) -> None:

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.files import whole_file
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.files import alone, whole_file
 
 __all__ = ["Pieces"]
 
-LOCK = "lock"
 ADVICE = "make room, and run the same command again"
 
 
@@ -84,15 +83,7 @@ class Pieces:
         self.remove_leftovers()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = (self.folder / LOCK).open("w", encoding="utf-8")
         except OSError as error:
             raise LoadError(f"cannot write {self.folder}: {error.strerror or error}; choose another output") from None
-        with handle:
-            with contextlib.suppress(ImportError):  # Windows has none
-                import fcntl
-
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise InputError(f"another run writes {self.out}; wait for it, or choose another output") from None
+        with alone(self.folder, f"another run writes {self.out}; wait for it, or choose another output"):
             yield

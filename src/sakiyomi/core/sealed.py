@@ -11,10 +11,7 @@ A file is never half-written: it is written under another name and then moved. O
 from __future__ import annotations
 
 import json
-import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from typing import Any
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import whole_file
 
-__all__ = ["SealedKind", "alone"]
+__all__ = ["SealedKind"]
 
 
 @dataclass(frozen=True)
@@ -69,19 +66,3 @@ class SealedKind:
         rest = json.dumps(header).encode() + b"\n" + body
         with whole_file(path, "name another file", private=True) as fresh:
             fresh.write_bytes(self.magic + f"{self.version} {zlib.crc32(rest):08x}\n".encode() + rest)
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Lock the folder against other processes that write such a file there, where the system has such locks."""
-    handle = None
-    with suppress(ImportError, OSError):
-        import fcntl
-
-        handle = os.open(folder, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
