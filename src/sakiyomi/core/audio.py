@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = ["Audio"]
-
 Samples = NDArray[np.float32]
 _PAUSE = 0.2  # seconds
 CONVERT = "convert it, for instance: ffmpeg -i FILE -ac 1 -c:a pcm_s16le sound.wav"

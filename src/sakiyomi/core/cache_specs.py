@@ -13,11 +13,6 @@ from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.memory import parse_bytes
 
-__all__ = [
-    "CACHE_FORMS", "PAPER", "PATTERNS", "CachePart", "Kind", "budget_of", "check_cache", "parse_cache", "read_budget",
-    "without_place",
-]  # fmt: skip
-
 Kind = Literal["policy", "sparse", "merger", "packing", "offloaded"]
 PATTERNS = ("vertical-slash", "a-shape", "block-sparse", "auto")
 PAPER = "paper"

@@ -17,8 +17,6 @@ from sakiyomi.core.dtypes import STORED
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.memory import readable
 
-__all__ = ["LAYER", "Checkpoint", "Header", "read_checkpoint", "read_header", "read_json"]
-
 HEADS_FILE = "medusa_lm_head.safetensors"  # of a folder that holds Medusa heads
 RETAINING_FILE = "heads.safetensors"  # of one that holds retaining heads
 MERGING_FILE = "convolutions.safetensors"  # of one that holds merging convolutions

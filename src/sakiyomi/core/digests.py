@@ -28,21 +28,6 @@ from sakiyomi.core.files import whole_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "ALIGNED",
-    "KEY",
-    "Digests",
-    "data_digest",
-    "file_digest",
-    "json_digest",
-    "load_tensors",
-    "save_tensors",
-    "sealed",
-    "tensor_digest",
-    "tensor_digests",
-    "unsealed",
-]
-
 logger = logging.getLogger("sakiyomi")
 ALIGNED = 64  # bytes
 READERS = 4  # threads: more of them read a disk no faster

@@ -11,12 +11,6 @@ from sakiyomi.core.checkpoint import HEADS_FILE, read_checkpoint, read_header, r
 from sakiyomi.core.embedded import folder_of, is_embedded_name
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = [
-    "ASSISTANTS", "BLOCK_ARCHITECTURES", "BLOCK_KINDS", "EAGLE_ARCHITECTURE", "EAGLE_NORM", "FORMS", "MTP_ARCHITECTURE",
-    "SPECULATORS", "ModelSpec", "head_names", "is_block", "is_eagle", "is_first_eagle", "is_third_eagle", "model_spec",
-    "read_argument", "split_spec",
-]  # fmt: skip
-
 SPECULATORS = "speculators_model_type"
 """Key of a configuration by vLLM's speculators."""
 BLOCK_KINDS = ("dflash", "dflash2", "dspark")

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["FELL", "Tau", "TauWatch", "change", "fallen", "ratio_error"]
-
 FELL = 0.1
 """Share of tau whose loss is worth a word."""
 SURE = 3.0  # standard errors

@@ -9,22 +9,6 @@ from pathlib import Path
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = [
-    "BLOCK_DRAFTERS",
-    "DEFAULT",
-    "DRAFTS",
-    "EAGLE_HEADS",
-    "EMBEDDED",
-    "EMBEDDED_ROOT",
-    "FREE_DRAFT",
-    "HEADS",
-    "MEDUSA_HEADS",
-    "embedded",
-    "folder_of",
-    "in_package",
-    "is_embedded_name",
-]
-
 EMBEDDED = ("tales", "tales-draft", "retriever")
 """Names of models whose files are part of this version."""
 

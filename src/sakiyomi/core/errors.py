@@ -20,18 +20,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-__all__ = [
-    "DivergedError",
-    "DraftError",
-    "InputError",
-    "LoadError",
-    "MemoryLimitError",
-    "RemovedError",
-    "SakiyomiError",
-    "UnsupportedError",
-    "WorkerError",
-]
-
 
 class SakiyomiError(Exception):
     """Base of the tree: catch this one to catch everything that a user can cause.

@@ -16,8 +16,6 @@ import psutil
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = ["alone", "cache_folder", "partial", "remove_leftovers", "sync", "whole_file"]
-
 logger = logging.getLogger("sakiyomi")
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 import logging
 import re
 
-__all__ = ["leave_out_foreign_notes"]
-
 # torchao comes with transformers: kernels of another Python or GPU in its wheel do not load, and enums are registered
 # in a way that torch has given up. torch counts operations of Triton kernels, where there is Triton.
 _KNOWN = {

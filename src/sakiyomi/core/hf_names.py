@@ -6,8 +6,6 @@ import inspect
 from importlib.metadata import version
 from typing import Any
 
-__all__ = ["CACHE", "cache_argument", "cache_of"]
-
 OLD = "past_key_values"
 CACHE = "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24) else OLD
 """The argument's name in transformers' own classes."""

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["has_hooks", "hooks_of"]
-
 _IDLE = "transformers.utils.output_capturing"
 """Hooks that a call with ``output_hidden_states=True`` leaves behind, which do nothing in other calls."""
 

@@ -11,18 +11,6 @@ from pathlib import Path
 
 from sakiyomi.core.errors import InputError, MemoryLimitError
 
-__all__ = [
-    "available_bytes",
-    "no_memory",
-    "parse_bytes",
-    "peak_bytes",
-    "readable",
-    "require_bytes",
-    "reset_peak",
-    "resident_bytes",
-    "returned_when_freed",
-]
-
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -17,8 +17,6 @@ from sakiyomi.core.errors import InputError
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-__all__ = ["ACCEPTANCES", "QUANTIZATIONS", "TREES", "Acceptance", "SamplingParams"]
-
 Acceptance = Literal["auto", "ratio", "coupled", "block", "traversal", "typical"]
 ACCEPTANCES = ("auto", "ratio", "coupled", "block", "traversal", "typical")
 MOST_CHOICES = 1024  # nodes of a tree that is given as a list

@@ -20,8 +20,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from sakiyomi.core.errors import SakiyomiError, WorkerError
 
-__all__ = ["ONE", "PATIENCE", "Peers", "launched", "part", "parting", "start"]
-
 PATIENCE = timedelta(days=2)
 """Longest wait for another process: one that ends is noticed at once, one that measures or reads takes its time."""
 JOINING = timedelta(minutes=1)

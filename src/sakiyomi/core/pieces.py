@@ -16,8 +16,6 @@ from typing import Any
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import alone, whole_file
 
-__all__ = ["Pieces"]
-
 ADVICE = "make room, and run the same command again"
 
 

@@ -19,8 +19,6 @@ from sakiyomi.core.hub import check_known
 from sakiyomi.core.model_folder import check_folder, gguf_file, local_folder
 from sakiyomi.core.params import QUANTIZATIONS
 
-__all__ = ["check_drafts", "check_prompts", "check_settings", "check_target"]
-
 PUBLISHED = "official"
 """Heads that were published for a target, in the place of a folder."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")

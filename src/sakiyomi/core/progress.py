@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["progress"]
-
 _LONG = 500_000_000
 _EVERY = 20.0  # seconds between lines where there is no terminal
 _shown: list[Any] = []  # the spinner on the screen: a second one would write over it

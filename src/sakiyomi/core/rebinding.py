@@ -7,8 +7,6 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["global_names", "rebound"]
-
 
 def global_names(function: Callable[..., Any]) -> frozenset[str]:
     """Names of globals and attributes in the code of a function, which decorators may have wrapped."""

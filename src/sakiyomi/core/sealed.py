@@ -19,8 +19,6 @@ from typing import Any
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import whole_file
 
-__all__ = ["SealedKind"]
-
 
 @dataclass(frozen=True)
 class SealedKind:

@@ -21,8 +21,6 @@ from sakiyomi.core.files import whole_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BASE", "PICKLES", "Origin", "Trained", "read_config", "read_tensors", "trained_config", "write_trained"]
-
 logger = logging.getLogger("sakiyomi")
 BASE = "base_model_name_or_path"
 """Key of a configuration for the name of the target, as other tools have it."""

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DRAFT_KINDS", "Draft", "DraftKind", "Draw", "Rule", "TokenTree", "Verdict", "VerdictKind", "best_nodes"]
-
 DraftKind = Literal["chain", "iid", "without_replacement", "point_mass", "merged"]
 VerdictKind = Literal["recovered", "bonus", "plain"]
 Rule = Literal["greedy", "ratio", "coupled"]  # how a drafter should propose; several verifiers may share one

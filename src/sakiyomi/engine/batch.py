@@ -18,8 +18,6 @@ from sakiyomi.model_executor.features import PassOutput
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers.native import Case
 
-__all__ = ["Batch", "make_room", "score_alone"]
-
 
 @dataclass(eq=False)
 class Batch:

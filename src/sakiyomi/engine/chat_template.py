@@ -16,8 +16,6 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.core.messages import one_line
 
-__all__ = ["Content", "Dialogue", "Ending", "Exchange", "read_template"]
-
 WORDS = ("auto", "none")
 """What may be given instead of a template."""
 Content = str | list[dict[str, str]]

@@ -20,8 +20,6 @@ from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 from sakiyomi.model_executor.loading import Loaded
 from sakiyomi.model_executor.runner import ModelRunner, first_logits
 
-__all__ = ["Heard", "SourceInputProcessor", "hear", "token_source"]
-
 
 @dataclass(frozen=True, eq=False)
 class Heard:

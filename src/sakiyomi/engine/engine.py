@@ -36,8 +36,6 @@ from sakiyomi.model_executor.weights import is_shared
 from sakiyomi.sampling.verifiers import Rows
 from sakiyomi.sampling.verifiers.native import verify_all
 
-__all__ = ["Engine"]
-
 logger = logging.getLogger("sakiyomi")
 CHUNK = 512  # prompt tokens a pass
 

@@ -25,8 +25,6 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import DRAFT_SIZES
 from sakiyomi.model_executor.stages import is_cut
 
-__all__ = ["ModelPool", "answer", "wait"]
-
 
 class ModelPool:
     """Loads models with the options of one `LLM` and makes them ready to run.

@@ -11,8 +11,6 @@ from statistics import median
 
 from sakiyomi.drafters.draft_length import LOSS, Throughput
 
-__all__ = ["Pace"]
-
 SETTLED, FEWEST = 16, 6  # rounds of one request with drafts, after which they are compared; least of many requests
 LOOK_EVERY = 128  # rounds with drafts, after which one is plain, to be measured
 NEAR, NEAR_EVERY = 1.5, 24  # the same where drafting brings no more than so many times what plain decoding does

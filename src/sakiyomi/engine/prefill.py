@@ -19,8 +19,6 @@ from sakiyomi.model_executor.features import HEAD, PassOutput
 from sakiyomi.model_executor.image_prompts import read_images
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Prefill"]
-
 
 @dataclass(frozen=True, eq=False)
 class Prefill:

@@ -13,8 +13,6 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.engine import Engine
 
-__all__ = ["Prefixes"]
-
 
 class Prefixes:
     """Makes prefixes on an engine, and reads them from files; refuses those of other models.

@@ -24,8 +24,6 @@ from sakiyomi.sampling.rows import as_row
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows, Verifier
 
-__all__ = ["GIVEN", "Request", "RequestOptions", "RetainedSlot", "RoundVerdict"]
-
 GIVEN = "given"  # the source of tokens that were not drafted, but begun with
 SCORED_TOGETHER = 64  # rows of a prompt: each takes the vocabulary's size several times
 _LEAST = 1e-45  # float32 has no smaller probability; a logarithm of 0 would be no JSON

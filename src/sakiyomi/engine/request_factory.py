@@ -19,9 +19,6 @@ from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Verifier
 
-__all__ = ["RequestFactory", "SubmitOptions"]
-
-
 TOGETHER = 4
 """Draft tokens of "auto" where processes share a target."""
 

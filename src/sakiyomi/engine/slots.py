@@ -15,8 +15,6 @@ from sakiyomi.drafters.base import Drafter, tell_end, tell_inherit
 from sakiyomi.engine.request import Request, RetainedSlot
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["SlotManager"]
-
 RECENTLY = 0.5  # seconds for which an answer of the system about free memory is believed: asking is slow
 AWAITED = 64  # tokens, or a chunk of them, that are worth waiting for: fewer are read anew in one pass
 

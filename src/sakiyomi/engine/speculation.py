@@ -24,8 +24,6 @@ from sakiyomi.model_executor.features import HEAD, PassOutput
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
-__all__ = ["DraftBatch", "RoundClock", "SpeculationController"]
-
 logger = logging.getLogger("sakiyomi")
 SUDDEN = 1.5  # a round that takes so much longer than the one before is looked at
 

@@ -23,8 +23,6 @@ from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine import machine
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Profile", "find_profile", "lasting", "profile_path", "read_profile", "write_profile"]
-
 logger = logging.getLogger("sakiyomi")
 
 
