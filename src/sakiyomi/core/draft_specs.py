@@ -48,11 +48,6 @@ def is_block(config: Mapping[str, Any]) -> bool:
     return "dflash_config" in config or any(name in BLOCK_ARCHITECTURES for name in named)
 
 
-def is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a folder whose configuration is no block drafter's holds an EAGLE head in one of the forms."""
-    return is_third_eagle(config) or is_first_eagle(_tensor_names(folder))
-
-
 def is_third_eagle(config: Mapping[str, Any]) -> bool:
     """Whether a configuration that is no block drafter's is that of an EAGLE-3 head."""
     return SPECULATORS in config or EAGLE_ARCHITECTURE in (config.get("architectures") or ())
@@ -213,16 +208,19 @@ def _named(part: str) -> str:
         return part
     place = model_spec(part).name
     folder = folder_of(place)
-    if not (is_embedded_name(place) or folder.is_dir()):
-        return part
+    return f"{_kind_of(folder)}:{part}" if is_embedded_name(place) or folder.is_dir() else part
+
+
+def _kind_of(folder: Path) -> str:
+    """The name of the drafter whose files a folder holds; "model" where they are no other one's."""
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if is_block(config):
-        return f"block:{part}"
-    if is_eagle(folder, config):
-        return f"eagle:{part}"
+        return "block"
+    if is_third_eagle(config) or is_first_eagle(_tensor_names(folder)):
+        return "eagle"
     if MTP_ARCHITECTURE in (config.get("architectures") or ()):
-        return f"mtp:{part}"
+        return "mtp"
     if config.get("model_type") in ASSISTANTS:
-        return f"assistant:{part}"
+        return "assistant"
     medusa = (folder / HEADS_FILE).is_file() or config.get("model_type") == "medusa" or "medusa_num_heads" in config
-    return f"medusa:{part}" if medusa else f"model:{part}"
+    return "medusa" if medusa else "model"

@@ -16,18 +16,11 @@ _KNOWN = {
 }
 
 
-class _Known(logging.Filter):
-    def __init__(self, pattern: str) -> None:
-        super().__init__()
-        self._pattern = re.compile(pattern)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self._pattern.match(record.getMessage()) is None
+def _stays(record: logging.LogRecord) -> bool:
+    return re.match(_KNOWN[record.name], record.getMessage()) is None
 
 
 def leave_out_foreign_notes() -> None:
-    """Have these lines left out from now on; called before the libraries are imported, more than once if need be."""
-    for name, pattern in _KNOWN.items():
-        logger = logging.getLogger(name)
-        if not any(isinstance(each, _Known) for each in logger.filters):
-            logger.addFilter(_Known(pattern))
+    """Leave these lines out from now on. Call it before the libraries are imported; more calls change nothing."""
+    for name in _KNOWN:
+        logging.getLogger(name).addFilter(_stays)
