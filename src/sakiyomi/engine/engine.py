@@ -21,7 +21,7 @@ from sakiyomi.core.threads import govern_threads
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Drafter
-from sakiyomi.engine.batch import Batch, make_room, score_alone
+from sakiyomi.engine.batch import Part, cases, drafted_part, make_room, score
 from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.prefill import Prefill
@@ -161,13 +161,9 @@ class Engine:
             self.settle()
             steps = self._admit()
             reading = any(r.cached < r.prompt_tokens for r in self._running)
-            chunk = self._prefill.next_chunk(self._running, steps) if reading else Batch()
-            if chunk.requests:
+            if reading and (chunk := self._prefill.next_chunk(self._running, steps)):
                 began, last = self.target.forward_seconds, not self._prefill.needs_all_rows(chunk)
-                try:
-                    output = self.target.score(chunk.rows, last=last)
-                except Exception as error:
-                    output = score_alone(self.target, chunk, error, steps, last=last)
+                chunk, output = score(self.target, chunk, steps, last=last)
                 complete, output = self._prefill.take(chunk, output, self._running, steps, began, whole=not last)
                 steps += self._decide(complete, output)
 
@@ -184,19 +180,18 @@ class Engine:
                     self._retire()
                     return steps + native
                 drafted = self._speculation.propose(requests, depths)  # draft
-                batch = Batch.of_drafts(requests, drafted.drafts)
-                steps += make_room(batch, self.target.cache, self._speculation.check)
-                try:
-                    output = self.target.score(batch.rows)  # score
-                except Exception as error:
-                    output = score_alone(self.target, batch, error, steps)
-                clock.scored(batch.requests, drafted)
-                lengths = [len(request.tokens) for request in batch.requests]
-                steps += self._decide(batch, output)  # verify, commit
-                kept = [len(r.tokens) - n - 1 for r, n in zip(batch.requests, lengths, strict=True)]
-                depths = [draft.tree.depth for draft in batch.drafts]
-                rows = sum([len(rows.tokens) for rows in batch.rows])
-                self._speculation.observe(batch.requests, depths, kept, rows, drafted, clock)
+                drawn = zip(requests, drafted.drafts, strict=True)
+                parts = [drafted_part(request, draft) for request, draft in drawn]
+                parts = make_room(parts, self.target.cache, self._speculation.check, steps)
+                parts, output = score(self.target, parts, steps)  # score
+                requests = [part.request for part in parts]
+                clock.scored(requests, drafted)
+                lengths = [len(request.tokens) for request in requests]
+                steps += self._decide(parts, output)  # verify, commit
+                kept = [len(r.tokens) - n - 1 for r, n in zip(requests, lengths, strict=True)]
+                depths = [part.draft.tree.depth for part in parts]
+                rows = sum([len(part.rows.tokens) for part in parts])
+                self._speculation.observe(requests, depths, kept, rows, drafted, clock)
 
             self._retire()
             return steps
@@ -269,16 +264,16 @@ class Engine:
 
     # ------------------------------------------------------------ one round
 
-    def _decide(self, batch: Batch, output: PassOutput) -> list[Step]:
+    def _decide(self, parts: Sequence[Part], output: PassOutput) -> list[Step]:
         """Verify each request's draft and commit what was accepted; an error of its own options ends a request alone.
 
         Args:
-            batch: a round, or prompts that are read to their end, with empty drafts.
+            parts: of a round, or of prompts that are read to their end, with empty drafts.
             output: of all their rows.
         """
         steps = []
-        cases = batch.cases()
-        for request, case, verdict in zip(batch.requests, cases, verify_all(cases, output.whole), strict=True):
+        judged = cases(parts)
+        for (request, _, _), case, verdict in zip(parts, judged, verify_all(judged, output.whole), strict=True):
             try:
                 draft, here = case.draft, slice(case.row, case.row + len(case.draft.tree.tokens) + 1)
                 rows = Rows(output.whole, case.sampler, case.position, draft.tree, request.tokens, here)

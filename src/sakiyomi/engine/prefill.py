@@ -11,7 +11,7 @@ from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.memory import no_memory
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.tree import Draft
-from sakiyomi.engine.batch import Batch
+from sakiyomi.engine.batch import Part
 from sakiyomi.engine.request import Request
 from sakiyomi.engine.slots import SlotManager
 from sakiyomi.kernels.batch import SequenceRows
@@ -40,14 +40,15 @@ class Prefill:
     give_states: Callable[[Request, PassOutput, int, slice], None]
     exact: bool
 
-    def next_chunk(self, running: Sequence[Request], steps: list[Step]) -> Batch:
+    def next_chunk(self, running: Sequence[Request], steps: list[Step]) -> list[Part]:
         """The next chunks of prompts that share a pass.
 
         Args:
             running: requests with a slot, in the order of their turns.
             steps: get the last steps of requests for which there is no memory.
         """
-        batch, budget = Batch(), self.chunk_size
+        parts: list[Part] = []
+        budget = self.chunk_size
         for request in running:
             if request.prefilled or request.over or self.slots.waits(request):
                 continue
@@ -55,7 +56,7 @@ class Prefill:
                 continue
             unread = min(request.prompt_tokens, request.boundary) - request.cached
             count = min(self.chunk_size, unread)
-            if batch.requests and (count > budget or self.exact):
+            if parts and (count > budget or self.exact):
                 break
             assert request.slot is not None
             try:
@@ -64,9 +65,10 @@ class Prefill:
                 steps.append(request.fail(error))
                 continue
             tokens = request.tokens[request.cached : request.cached + count]
-            batch.add(request, Draft.empty(), SequenceRows(request.slot, request.cached, tokens, prompt=True))
+            rows = SequenceRows(request.slot, request.cached, tokens, prompt=True)
+            parts.append(Part(request, Draft.empty(), rows))
             budget -= count
-        return batch
+        return parts
 
     def _read_images(self, request: Request, steps: list[Step]) -> bool:
         """Read a prompt's images, if it has any, and all tokens but the last; whether there was memory for them."""
@@ -80,18 +82,26 @@ class Prefill:
                 return False
         return True
 
-    def needs_all_rows(self, batch: Batch) -> bool:
+    def needs_all_rows(self, parts: Sequence[Part]) -> bool:
         """Whether logits of all rows of these chunks are wanted, and not of the last ones alone."""
-        wanted = any(r.wants_prompt_logprobs or r.states is not None for r in batch.requests)
+        requests = [part.request for part in parts]
+        wanted = any(r.wants_prompt_logprobs or r.states is not None for r in requests)
         return wanted or self.target.eviction.needs_log_probs
 
     def take(
-        self, batch: Batch, output: PassOutput, running: list[Request], steps: list[Step], began: float, *, whole: bool
-    ) -> tuple[Batch, PassOutput]:
+        self,
+        parts: Sequence[Part],
+        output: PassOutput,
+        running: list[Request],
+        steps: list[Step],
+        began: float,
+        *,
+        whole: bool,
+    ) -> tuple[list[Part], PassOutput]:
         """Count what was read, and give the prompts that are read to their end, with the logits behind them.
 
         Args:
-            batch: what was read.
+            parts: what was read.
             output: of the pass, of the last row of each request or of all.
             running: all requests; one whose prompt goes on takes its next turn behind the others.
             steps: get the last steps of requests for which there is no memory.
@@ -103,9 +113,10 @@ class Prefill:
             request.stats.prefill_seconds += spent
         eviction = self.target.eviction
         if whole:
-            output = self._learn(batch, output, steps)
-        complete, ends, last, row = Batch(), [], [], 0
-        for i, (request, rows) in enumerate(zip(batch.requests, batch.rows, strict=True)):
+            output = self._learn(parts, output, steps)
+        complete, ends, last, row = [], [], [], 0
+        for i, part in enumerate(parts):
+            request, _, rows = part
             at = slice(row, row + len(rows.tokens))
             row = at.stop
             if request.over:
@@ -116,7 +127,7 @@ class Prefill:
             if request.place is None or not request.place.beginning:
                 request.cached = eviction.reread_from(request.slot, request.prompt_tokens, request.cached)
             if request.prefilled:
-                complete.add(request, Draft.empty(), rows)
+                complete.append(part)
                 ends.append(i)
                 last.append(at.stop - 1)
                 continue
@@ -128,10 +139,10 @@ class Prefill:
         features = {layer: states[ends if layer == HEAD else last] for layer, states in output.features.items()}
         return complete, PassOutput(output.logits[ends], features)
 
-    def _learn(self, batch: Batch, output: PassOutput, steps: list[Step]) -> PassOutput:
+    def _learn(self, parts: Sequence[Part], output: PassOutput, steps: list[Step]) -> PassOutput:
         """Tell requests and eviction policy how likely the prompts' tokens were; what is left are the last rows."""
         ends, first = [], 0
-        for request, rows in zip(batch.requests, batch.rows, strict=True):
+        for request, _, rows in parts:
             assert request.slot is not None
             count, at = len(rows.tokens), rows.length
             logits = output.logits[first : first + count]
