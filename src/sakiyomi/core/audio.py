@@ -97,22 +97,22 @@ class Audio:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Length of the sound."""
         return len(self.samples) / self.sampling_rate
 
     def resampled(self, rate: int) -> Audio:
-        """The same sound with so many samples a second: band-limited interpolation by a windowed sinc."""
+        """The sound at another sampling rate, by band-limited interpolation with a windowed sinc."""
         if rate == self.sampling_rate:
             return self
         return replace(self, samples=_resample(self.samples, self.sampling_rate, rate), sampling_rate=rate)
 
     def split(self, seconds: float, *, at_silences: bool = False) -> list[Audio]:
-        """Parts of so many seconds, the last one shorter.
+        """Parts of `seconds` each, the last one shorter.
 
         Args:
             seconds: of a part, at most.
-            at_silences: cut in the middle of the quietest fifth of a second in the last half of each part, so that no
-                word is cut where somebody pauses.
+            at_silences: cut in the middle of the quietest fifth of a second in the last half of each part: in pauses
+                between words.
         """
         count = int(seconds * self.sampling_rate)
         if count < 1:

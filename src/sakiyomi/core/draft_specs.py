@@ -1,4 +1,4 @@
-"""What ``draft=`` says, read with the standard library alone: names of drafters, and what is behind their colon."""
+"""Parses ``draft=`` with the standard library alone: names of drafters, and what follows their colon."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class ModelSpec(NamedTuple):
     Attributes:
         name: of the model.
         device: it runs on; None: the target's.
-        learn: "": it does not go on learning; "on": it does, in a file in the cache folder; else that file.
+        learn: "": the model does not learn while it drafts; "on": it does, and keeps what it learns in a file in the
+            cache folder; else the path of that file.
     """
 
     name: str

@@ -76,7 +76,7 @@ def folder_of(name: str) -> Path:
 
 
 def in_package(folder: Path) -> bool:
-    """Whether a folder is part of the installed package, where nothing is written: it may be anybody's."""
+    """Whether a folder is part of the installed package, where nothing is written: other users may share it."""
     return EMBEDDED_ROOT in folder.resolve().parents
 
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, also where the machine loses its power, and where caches are."""
+"""Atomic writes of files, which survive a power failure; locks of folders; the cache folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _default_folder(caches: str | None, home: str | None) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Have the content of a file, or the names in a folder, on the disk."""
+    """Flush the content of a file, or the entries of a folder, to the disk."""
     if os.name == "nt" and path.is_dir():
         return  # folders cannot be opened there
     handle = os.open(path, os.O_RDONLY)
@@ -63,7 +63,7 @@ def sync(path: Path) -> None:
 
 
 def partial(path: Path) -> Path:
-    """Where this process writes what is to be at the path when it is whole."""
+    """A temporary name beside a path; the file is moved to the path when it is complete."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
 
 
@@ -127,7 +127,7 @@ def alone(folder: Path, busy: str = "") -> Iterator[None]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what writers of this file left when they were killed."""
+    """Remove temporary files of this path whose process is gone."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         process = leftover.name.removeprefix(f".{path.name}.").split(".")[0]
         if process.isdigit() and not psutil.pid_exists(int(process)):

@@ -1,5 +1,6 @@
-"""Lines that other libraries log when they are imported, of what their own makers have to mend: nobody here can act on
-them, and they would stand on stderr before the first text. Every other line of these libraries stays.
+"""Log lines of other libraries that a user cannot act on, written to stderr when these libraries are imported.
+
+They are filtered out. Every other line of these libraries stays.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import logging
 import re
 
 # torchao comes with transformers: kernels of another Python or GPU in its wheel do not load, and enums are registered
-# in a way that torch has given up. torch counts operations of Triton kernels, where there is Triton.
+# in a way that torch has deprecated. torch counts operations of Triton kernels, where there is Triton.
 _KNOWN = {
     "torchao": r"Failed to load .*\.so: ",
     "torch.utils._pytree": r"<enum '\w+'> is an Enum subclass and is now natively supported",

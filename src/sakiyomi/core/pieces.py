@@ -1,7 +1,8 @@
-"""A file of JSON lines made in pieces, each of which is whole or not there.
+"""A file of JSON lines made in pieces, each of which is complete or absent.
 
-A piece is written under its number into a folder beside the file, under another name first: one that is made twice is
-there once, a run that was killed is gone on with by making what is missing, and the file has the order of the numbers.
+A piece is written to a temporary name and then moved to its number in a folder beside the file. So a piece that is made
+twice exists once, a run that was killed is resumed by making the missing pieces, and the file has the order of the
+numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Names, paths and words in settings, refused before torch is imported: seconds earlier than where models are loaded.
+"""Checks of names, paths and words in settings before torch is imported: an error comes seconds earlier.
 
-Commands and servers call ``check_settings`` with all their settings. It only looks; what it lets pass may still be
-refused by those who load it, in the same words.
+Commands and servers call ``check_settings`` with all their settings. It loads nothing. What it accepts may still be
+refused, in the same words, where models are loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
     Raises:
         InputError: a word that has no meaning.
-        LoadError: a file or folder that is missing or damaged, or a hub id that nobody knows.
+        LoadError: a file or folder that is missing or damaged, or an unknown hub id.
     """
     check_dtype(settings.get("dtype", "auto"))
     if not _DEVICE.fullmatch(device := str(settings.get("device", "auto"))):

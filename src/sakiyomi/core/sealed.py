@@ -1,8 +1,8 @@
-"""Private files of what users wrote, or of what follows from it: whole, checked, and shared by several processes.
+"""Private files with users' texts or what was derived from them: atomic, with a checksum, shared by processes.
 
     8 bytes    magic
     a line     format version, and the checksum of all that follows
-    a line     JSON, whatever the kind of file says of itself
+    a line     JSON, the header
     bytes      its content
 
 A file is never half-written: it is written under another name and then moved. Only its owner may read it.
@@ -35,7 +35,7 @@ class SealedKind:
     name: str
 
     def read(self, path: Path) -> tuple[dict[str, Any], bytes]:
-        """What a file says of itself, and its content.
+        """Header and content of a file.
 
         Raises:
             LoadError: it cannot be read, is of another kind or format version, or is damaged.

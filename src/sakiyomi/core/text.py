@@ -26,7 +26,7 @@ _WINDOW = 24
 _CONTEXT = 16
 """Tokens of a prompt that its continuation is decoded behind, if there is text in them."""
 _LONGEST_RUN = 64
-"""Byte tokens in a row after which whole characters are given although the run goes on, see ``_Pieces._close``."""
+"""Byte tokens in a row after which whole characters are given although the run has not ended, see ``_close``."""
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class Draw(NamedTuple):
 
     Attributes:
         node: the node, drawn as a child of its parent.
-        drafter: name of who proposed it.
+        drafter: name of the drafter that proposed it.
         row: row of ``Draft.probs`` with the distribution it was drawn from; None: it was chosen, not drawn (a point
             mass), which is always safe to say and only lowers the acceptance.
         prob: the drafter's probability of the token, for traces; None where it has none.
@@ -280,7 +280,7 @@ class Draft:
                 raise ValueError(f"the draw of node {draw.node} names row {draw.row} of {rows} rows of probabilities")
             drawn.add(draw.node)
         if len(drawn) != len(self):
-            raise ValueError(f"nodes {sorted(set(range(len(self))) - drawn)} have no draw; say who proposed each")
+            raise ValueError(f"nodes {sorted(set(range(len(self))) - drawn)} have no draw; give each node a Draw")
         if self.kind == "point_mass" and any(draw.row is not None for draw in self.draws):
             raise ValueError("a draft of point masses names rows of probabilities; a drawn one is of another kind")
         if self.kind == "chain" and len(self.draws) > len(self):

@@ -23,7 +23,7 @@ from sakiyomi.model_executor.runner import ModelRunner, first_logits
 
 @dataclass(frozen=True, eq=False)
 class Heard:
-    """A sound as the encoder takes it, with what is known of it, see ``Audio``."""
+    """Features of a sound for the encoder, with its language and task, see ``Audio``."""
 
     features: Tensor
     language: str | None
@@ -31,7 +31,7 @@ class Heard:
 
 
 def hear(audio: Audio, extractor: Any, frames: int) -> Heard:
-    """Features of a sound; in any thread.
+    """Features of a sound; may be called in any thread.
 
     Args:
         audio: no longer than the encoder's window.

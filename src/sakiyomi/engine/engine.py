@@ -52,10 +52,11 @@ class Engine:
         max_context: most tokens of prompt and output together.
         chunk_size: prompt tokens in one pass; long prompts are taken in chunks between rounds.
         exact: prompts are computed alone, so that a request's numbers do not depend on its company.
-        strict: a drafter that raises or proposes nonsense ends the request; else the request goes on without it.
-        settle: called when no request runs: the time to take something faster into use.
-        depth: length of the chains that are drafted where a request leaves gamma, tree and nodes to "auto"; None: what
-            pays is weighed anew in every round.
+        strict: a drafter that raises or returns an invalid draft ends the request; else the request continues without
+            speculation.
+        settle: called while no request is running; swaps in faster passes that have finished building.
+        depth: fixed chain length for requests with gamma, tree and nodes "auto". None: choose a length every round from
+            measured costs.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Engine:
             return steps
 
     def complete(self, requests: Iterable[Request]) -> list[Generation]:
-        """Run rounds until these requests are over; what is not by then, because of an error, is removed.
+        """Run rounds until these requests are over. Requests that an error leaves unfinished are removed.
 
         Args:
             requests: as ``submit`` gives them; they may be submitted while this is iterated over.
@@ -242,7 +243,7 @@ class Engine:
             return Prefix(place.held, text, recipe, tensors)
 
     def reusable(self) -> list[tuple[object, Sequence[int], int]]:
-        """Texts that a new request can go on from: who holds each, its tokens, and how many of them are in the cache.
+        """Texts that a new request can continue: the holder of each, its tokens, and how many of them are in the cache.
 
         Raises:
             UnsupportedError: pairs are evicted: what stays of a text depends on its end.
@@ -257,7 +258,7 @@ class Engine:
         return next((r for r in (*self._running, *self._waiting) if r.id == request), None)
 
     def settle(self) -> None:
-        """Take into use what has become ready in the background; does nothing while requests run."""
+        """Swap in what has finished building in the background; does nothing while requests run."""
         with self._lock:
             if not self._running:
                 self._settle()
@@ -303,7 +304,7 @@ class Engine:
             eviction.add_log_probs(request.slot, neg_log_prob(rows.raw[list(nodes)], tokens))
 
     def _evict(self, request: Request) -> None:
-        """Where this is an eviction boundary, drop what the cache is not to hold; say where the next one is."""
+        """At an eviction boundary, drop what the policy evicts; set the request's next boundary."""
         assert request.slot is not None
         eviction = self.target.eviction
         eviction.evict(request.slot, request.prompt_tokens, request.cached)
@@ -312,11 +313,11 @@ class Engine:
     # ------------------------------------------------------------ coming and going
 
     def _admit(self) -> list[Step]:
-        """Give slots to waiting requests; the last steps of those for which there is no memory."""
+        """Give slots to waiting requests. Returns the last steps of those for which there is no memory."""
         steps: list[Step] = []
         while self._waiting and len(self._running) < self.target.cache.max_slots:
             request = self._waiting.popleft()
-            request.began = time.perf_counter()  # waiting is not its time
+            request.began = time.perf_counter()  # waiting does not count
             try:
                 self._slots.seat(request)
             except MemoryLimitError as error:  # of a prefix; others would be refused before

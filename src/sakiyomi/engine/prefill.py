@@ -1,4 +1,4 @@
-"""Reading prompts: which chunks come next, and what becomes of a pass over them."""
+"""Reads prompts in chunks: which chunks come next, and what is done with the output of their pass."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ class Prefill:
         Args:
             parts: what was read.
             output: of the pass, of the last row of each request or of all.
-            running: all requests; one whose prompt goes on takes its next turn behind the others.
+            running: all requests; one with more of its prompt to read moves behind the others.
             steps: get the last steps of requests for which there is no memory.
             began: seconds that the target had spent before.
             whole: the output is of all rows.
         """
         spent = self.target.forward_seconds - began
-        for request in running:  # the others stand still meanwhile
+        for request in running:  # the others wait meanwhile
             request.stats.prefill_seconds += spent
         eviction = self.target.eviction
         if whole:
@@ -133,7 +133,7 @@ class Prefill:
                 continue
             self.evict(request)
             self.slots.keep_border(request)
-            running.remove(request)  # the others' turn, so that a long prompt does not hold up short ones
+            running.remove(request)  # so that a long prompt does not hold up short ones
             running.append(request)
         self.slots.share()
         features = {layer: states[ends if layer == HEAD else last] for layer, states in output.features.items()}

@@ -18,7 +18,7 @@ class Prefixes:
     """Makes prefixes on an engine, and reads them from files; refuses those of other models.
 
     Args:
-        engine: reads them and goes on from them.
+        engine: reads them and continues them.
         cache, kv_budget: how its target's cache is kept, as of ``LLM``.
     """
 
