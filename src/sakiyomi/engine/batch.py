@@ -35,8 +35,7 @@ class Part(NamedTuple):
 
 def drafted_part(request: Request, draft: Draft) -> Part:
     """A decoding round: the request's last token and the nodes of its tree."""
-    slot, tree = request.slot, draft.tree
-    assert slot is not None
+    slot, tree = request.seat, draft.tree
     parents = None if tree.is_chain else (-1, *(parent + 1 for parent in tree.parents))
     return Part(request, draft, SequenceRows(slot, request.cached, (request.tokens[-1], *tree.tokens), parents))
 
@@ -66,10 +65,9 @@ def make_room(
         The parts of the requests that do not end.
     """
     for request, draft, _ in parts:
-        assert request.slot is not None
         try:
             check(request)
-            cache.reserve(request.slot, request.cached + len(draft.tree.tokens) + 1)
+            cache.reserve(request.seat, request.cached + len(draft.tree.tokens) + 1)
         except (DraftError, MemoryLimitError) as error:
             steps.append(request.fail(error))
     return [part for part in parts if not part.request.over]

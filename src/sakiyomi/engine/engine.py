@@ -293,22 +293,20 @@ class Engine:
 
     def _keep(self, request: Request, draft: Draft, verdict: Verdict, rows: Rows) -> None:
         """Of the pass keep the last token's pair and those of the accepted path."""
-        assert request.slot is not None
         eviction = self.target.eviction
         nodes = (0, *(node + 1 for node in verdict.path))
         if request.decoding:  # else the rows are the prompt's, kept already
-            eviction.commit(request.slot, request.cached, nodes)
+            eviction.commit(request.seat, request.cached, nodes)
             request.cached += len(nodes)
         if eviction.needs_log_probs:
             tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
-            eviction.add_log_probs(request.slot, neg_log_prob(rows.raw[list(nodes)], tokens))
+            eviction.add_log_probs(request.seat, neg_log_prob(rows.raw[list(nodes)], tokens))
 
     def _evict(self, request: Request) -> None:
         """At an eviction boundary, drop what the policy evicts; set the request's next boundary."""
-        assert request.slot is not None
         eviction = self.target.eviction
-        eviction.evict(request.slot, request.prompt_tokens, request.cached)
-        request.boundary = eviction.boundary(request.slot, request.prompt_tokens)
+        eviction.evict(request.seat, request.prompt_tokens, request.cached)
+        request.boundary = eviction.boundary(request.seat, request.prompt_tokens)
 
     # ------------------------------------------------------------ coming and going
 

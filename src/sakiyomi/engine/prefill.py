@@ -58,14 +58,13 @@ class Prefill:
             count = min(self.chunk_size, unread)
             if parts and (count > budget or self.exact):
                 break
-            assert request.slot is not None
             try:
-                self.target.make_room(request.slot, request.cached + count, request.context.source)
+                self.target.make_room(request.seat, request.cached + count, request.context.source)
             except MemoryLimitError as error:
                 steps.append(request.fail(error))
                 continue
             tokens = request.tokens[request.cached : request.cached + count]
-            rows = SequenceRows(request.slot, request.cached, tokens, prompt=True)
+            rows = SequenceRows(request.seat, request.cached, tokens, prompt=True)
             parts.append(Part(request, Draft.empty(), rows))
             budget -= count
         return parts
@@ -74,9 +73,8 @@ class Prefill:
         """Read a prompt's images, if it has any, and all tokens but the last; whether there was memory for them."""
         source = request.context.source
         if source is not None and self.target.weights.encoder is None:
-            assert request.slot is not None
             try:
-                request.cached = read_images(self.target, request.slot, source.inputs)
+                request.cached = read_images(self.target, request.seat, source.inputs)
             except MemoryLimitError as error:
                 steps.append(request.fail(error))
                 return False
@@ -122,10 +120,9 @@ class Prefill:
             if request.over:
                 continue
             self.give_states(request, output, rows.length, at)
-            assert request.slot is not None
             request.cached += len(rows.tokens)
             if request.place is None or not request.place.beginning:
-                request.cached = eviction.reread_from(request.slot, request.prompt_tokens, request.cached)
+                request.cached = eviction.reread_from(request.seat, request.prompt_tokens, request.cached)
             if request.prefilled:
                 complete.append(part)
                 ends.append(i)
@@ -143,7 +140,6 @@ class Prefill:
         """Tell requests and eviction policy how likely the prompts' tokens were; what is left are the last rows."""
         ends, first = [], 0
         for request, _, rows in parts:
-            assert request.slot is not None
             count, at = len(rows.tokens), rows.length
             logits = output.logits[first : first + count]
             try:
@@ -152,7 +148,7 @@ class Prefill:
                 if request.states is not None:
                     request.states.append(output.features[HEAD][first : first + count].float().sum(0))
                 if self.target.eviction.needs_log_probs:
-                    self.target.eviction.add_prompt_log_probs(request.slot, logits, request.tokens, at, at + count)
+                    self.target.eviction.add_prompt_log_probs(request.seat, logits, request.tokens, at, at + count)
             except Exception as error:
                 reason = no_memory(error)
                 if reason is None:

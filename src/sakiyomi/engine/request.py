@@ -161,6 +161,12 @@ class Request:
         return self.context.id
 
     @property
+    def seat(self) -> int:
+        """The slot of a request that is not waiting."""
+        assert self.slot is not None, "it waits"
+        return self.slot
+
+    @property
     def tokens(self) -> list[int]:
         """Prompt and output."""
         return self.context.tokens

@@ -127,8 +127,7 @@ class SlotManager:
             return  # the rows of its last chunk round otherwise than in a chunk that is longer
         count = len(prefix.tokens)
         if count < request.prompt_tokens and request.tokens[:count] == prefix.tokens:
-            assert request.slot is not None
-            self._eviction.restore(request.slot, count, prefix.tensors)
+            self._eviction.restore(request.seat, count, prefix.tensors)
             request.cached = request.stats.reused = count
             request.base = count if self._eviction.chunked else 0
 
@@ -222,9 +221,8 @@ class SlotManager:
         """Copy the first tokens of another slot to a request, if they are enough and there is storage."""
         if count - request.cached < LEAST:
             return
-        assert request.slot is not None
         try:
-            self._eviction.fork(request.slot, slot, request.cached, count)
+            self._eviction.fork(request.seat, slot, request.cached, count)
         except MemoryLimitError:
             return  # its own next chunk finds none either, and ends it
         except BaseException:
@@ -232,7 +230,7 @@ class SlotManager:
             raise
         request.stats.reused += count - request.cached
         request.cached = count
-        request.boundary = self._eviction.boundary(request.slot, request.prompt_tokens)
+        request.boundary = self._eviction.boundary(request.seat, request.prompt_tokens)
 
     def _read_once(self, request: Request) -> int:
         """How many tokens of a prompt every longer prompt with the same beginning reads and keeps in the same way."""
@@ -247,9 +245,8 @@ class SlotManager:
         place, at = request.place, request.cached
         if place is None or place.beginning or self._cache.dropped is None or not self._eviction.chunked:
             return
-        assert request.slot is not None
-        if at <= self._read_once(request) < at + self._chunk_size and self._eviction.lendable(request.slot, at) == at:
-            place.border = Prefix(request.tokens[:at], "", {}, self._eviction.snapshot(request.slot, at))
+        if at <= self._read_once(request) < at + self._chunk_size and self._eviction.lendable(request.seat, at) == at:
+            place.border = Prefix(request.tokens[:at], "", {}, self._eviction.snapshot(request.seat, at))
 
     # ------------------------------------------------------------ at the end
 

@@ -154,8 +154,7 @@ class SpeculationController:
                 if depth and request.policy.adapts and not self._worth_reading(context, left, len(asking)):
                     depth = 0
                 if depth:
-                    assert request.slot is not None
-                    context.slot, context.nodes = request.slot, nodes
+                    context.slot, context.nodes = request.seat, nodes
                     context.worth = worth.within(room) if worth is not None else None
             depths.append(min(depth, room) if depth else 0)
         return depths
