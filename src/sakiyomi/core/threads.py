@@ -15,8 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["ThreadGovernor", "govern_threads"]
-
 CALLS = 8  # parallel pieces of a trial; each takes about ten microseconds
 LONG = 2e-3  # seconds of a trial from which on a thread must have waited for its processor
 EVERY, SELDOM = 0.25, 8.0  # seconds between trials, and at most between those that try more threads in vain
