@@ -112,9 +112,9 @@ def worth(target: str, draft: str, texts: dict[str, Continuations], compile: boo
         for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             params: dict[str, Any] = {"max_new_tokens": some.new_tokens, "temperature": temperature, "seed": 1}
             tree = SamplingParams(**params, gamma=DEPTH, tree="best-first", nodes=NODES)
-            values[f"tree_tau_{kind}"] = _lap(llm, prompts, tree).tau
+            values[f"tree_tau_{kind}"] = run_texts(llm, prompts, tree).tau
             laps = [
-                tuple(_lap(way, prompts, SamplingParams(**params)).tokens_per_second for way in (plain, llm))
+                tuple(run_texts(way, prompts, SamplingParams(**params)).tokens_per_second for way in (plain, llm))
                 for _ in range(LAPS + 1)
             ]
             values[f"speedup_{kind}"] = statistics.median(ours / own for own, ours in laps[1:])
@@ -122,6 +122,6 @@ def worth(target: str, draft: str, texts: dict[str, Continuations], compile: boo
     return found
 
 
-def _lap(way: Any, prompts: Sequence[list[int]], params: SamplingParams) -> Stats:
+def run_texts(way: Any, prompts: Sequence[list[int]], params: SamplingParams) -> Stats:
     """One prompt after the other."""
     return Stats.total(way.generate([prompt], params)[0].stats for prompt in prompts)
