@@ -26,7 +26,7 @@ from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.commands import DraftSizes
 from sakiyomi.train.draft import train_draft
 from sakiyomi.train.expect import Speed, expected, given_speed, verdict
-from sakiyomi.train.labels import SoftLabels
+from sakiyomi.train.hidden import SoftLabels
 from sakiyomi.train.llama import draft_sizes, new_llama
 from sakiyomi.train.losses import distillation_loss, next_token_loss
 from sakiyomi.train.samples import sample_continuations

@@ -20,9 +20,8 @@ from transformers.models.llama.modeling_llama import rotate_half
 from sakiyomi.drafters.block_heads.formats import BlockFile, BlockOptions, usual_layers, write_block
 from sakiyomi.drafters.head_model import make_decoder
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import Continuations, ranked
 from sakiyomi.train.commands import TrainBlock
-from sakiyomi.train.guesses import ranked
 from sakiyomi.train.head_recipe import LayersRecipe
 from sakiyomi.train.hidden import TargetStates
 from sakiyomi.train.losses import soft_loss

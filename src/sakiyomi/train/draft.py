@@ -15,12 +15,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from sakiyomi.core.errors import LoadError
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.train.acceptance import acceptance, distinct_ngrams
+from sakiyomi.train.acceptance import MEASURING, acceptance, distinct_ngrams, measured, measured_on, worth
 from sakiyomi.train.commands import TrainDraft
 from sakiyomi.train.expect import expected, given_speed, measured_speed
 from sakiyomi.train.export import Result, model_folder, read_card, save
-from sakiyomi.train.guesses import MEASURING, measured, measured_on, worth
-from sakiyomi.train.labels import SoftLabels, vocabulary
+from sakiyomi.train.hidden import SoftLabels, vocabulary
 from sakiyomi.train.llama import draft_sizes, new_llama
 from sakiyomi.train.loop import compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss

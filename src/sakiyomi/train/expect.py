@@ -12,11 +12,10 @@ from sakiyomi import theory
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import Continuations, run_texts
 from sakiyomi.train.commands import TrainDraft
 from sakiyomi.train.export import model_folder
-from sakiyomi.train.guesses import run_texts
-from sakiyomi.train.report import Reporter
+from sakiyomi.train.progress import Reporter
 
 # Passes over more tokens are not timed.
 LONGEST_GAMMA = 15

@@ -32,8 +32,7 @@ from sakiyomi.train.config import MachineOptions, RunConfig, passes_on
 from sakiyomi.train.data import TextSpec
 from sakiyomi.train.llama import grow
 from sakiyomi.train.optim import LAYER, copy_state, set_scale
-from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Progress, Schedule
-from sakiyomi.train.report import Reporter
+from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Progress, Reporter, Schedule
 from sakiyomi.train.rows import Batches, Mixture
 from sakiyomi.train.workers import ALONE, Workers
 

@@ -22,7 +22,7 @@ from sakiyomi.train.data import TextSpec, parse_texts, parse_valid, read_records
 from sakiyomi.train.export import Result, write_card
 from sakiyomi.train.loop import Loop
 from sakiyomi.train.optim import text_optimizers
-from sakiyomi.train.report import Reporter
+from sakiyomi.train.progress import Reporter
 from sakiyomi.train.rows import Batches
 from sakiyomi.train.workers import ALONE, Workers, started
 
