@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,12 @@ class HiddenStates:
             return self._compute(ids)
         keys = row_keys(ids)
         missing = [index for index, key in enumerate(keys) if key not in self._places]
-        fresh = self._compute(ids[missing]) if missing else None
+        fresh = dict(zip(missing, self._compute(ids[missing]), strict=True)) if missing else {}
         self.found += len(ids) - len(missing)
-        rows: list[Tensor | None] = [None] * len(ids)
-        if fresh is not None:
-            for index, row in zip(missing, fresh, strict=True):
-                rows[index] = row
-                self._keep(keys[index], row)
-        like = fresh[0] if fresh is not None else None
-        return torch.stack([row if row is not None else self._read(keys[i], ids, like) for i, row in enumerate(rows)])
+        for index, row in fresh.items():
+            self._keep(keys[index], row)
+        dtype = fresh[missing[0]].dtype if missing else self._backbone.weight.dtype
+        return torch.stack([fresh[i] if i in fresh else self._read(key, ids, dtype) for i, key in enumerate(keys)])
 
     def close(self) -> None:
         """Give the disk space back."""
@@ -89,12 +87,11 @@ class HiddenStates:
         if written == size:
             self._places[key] = place
 
-    def _read(self, key: bytes, ids: Tensor, like: Tensor | None) -> Tensor:
+    def _read(self, key: bytes, ids: Tensor, dtype: torch.dtype) -> Tensor:
         assert self._file is not None
         width = int(self._backbone.weight.shape[1])
         content = bytearray(os.pread(self._file.fileno(), ids.shape[1] * width * 2, self._places[key]))
         row = torch.frombuffer(content, dtype=torch.int16).view(torch.bfloat16).view(ids.shape[1], width)
-        dtype = like.dtype if like is not None else self._backbone.weight.dtype
         return row.to(ids.device, dtype)
 
 
@@ -153,6 +150,25 @@ class TargetStates:
             return torch.softmax(logits.float(), -1), torch.ones(len(last), dtype=torch.bool)
         known = torch.isin(logits.argmax(-1), tokens)
         return torch.softmax(logits[:, tokens].float(), -1), known
+
+
+@torch.no_grad()
+def begin_as(made: Any, target: Any, tokens: Tensor | None = None) -> Any:
+    """Give a new head the target's embedding, head over the vocabulary and, where it has one like its own, last norm.
+
+    Args:
+        made: the head as a causal LM, changed in place.
+        target: a causal LM.
+        tokens: that the head knows; None: all.
+    """
+    made.float()
+    # The target's own, in its dtype.
+    made.model.embed_tokens = nn.Embedding.from_pretrained(target.get_input_embeddings().weight.detach())
+    out = target.get_output_embeddings().weight.float()
+    made.lm_head.weight.copy_(out if tokens is None else out[tokens])
+    with suppress(AttributeError, RuntimeError):  # of other names, or another kind
+        made.model.norm.weight.copy_(target.base_model.norm.weight)
+    return made
 
 
 def layer_config(target: Any, *, kv_heads: int = 0, intermediate: int = 0) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from sakiyomi.engine import machine
 from sakiyomi.engine.llm import LLM
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.train.commands import TrainNgram
-from sakiyomi.train.counted import Library, token_ids
+from sakiyomi.train.counted import LONGEST_PROMPT, Library, token_ids
 from sakiyomi.train.data import Ids, parse_valid
 from sakiyomi.train.progress import Reporter
 from sakiyomi.train.samples import draw_prompts, sample_continuations
@@ -57,7 +57,7 @@ def train_ngram(config: TrainNgram, command: str = "") -> dict[str, Any]:
     held_out = _held_out(config, library, texts)
     documents = [document for path in texts for document in library.documents(path)]
     if config.samples:
-        room = llm.max_context - config.sample_tokens
+        room = max(llm.max_context - config.sample_tokens, LONGEST_PROMPT)
         pools = [library.prompts(path, room, "--sample-tokens", reporter.note) for path in texts]
         documents = _samples(config, llm, [prompt for pool in pools for prompt in pool], reporter)
     reporter.note(f"counting {sum(map(len, documents))} tokens of {len(documents)} texts")
