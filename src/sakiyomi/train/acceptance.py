@@ -156,7 +156,7 @@ DEPTH = 7
 NODES = 16
 """Of the trees that are measured."""
 CHAIN = 4  # as in the measures of draft models
-LAPS = 2
+RUNS = 2
 PROMPTS = 4
 """Of each file, for what is measured with the engine."""
 MEASURING = "measuring tau and speed with the engine"
@@ -247,11 +247,11 @@ def worth(target: str, draft: str, texts: dict[str, Continuations], compile: boo
             params: dict[str, Any] = {"max_new_tokens": some.new_tokens, "temperature": temperature, "seed": 1}
             tree = SamplingParams(**params, gamma=DEPTH, tree="best-first", nodes=NODES)
             values[f"tree_tau_{kind}"] = run_texts(llm, prompts, tree).tau
-            laps = [
+            runs = [
                 tuple(run_texts(way, prompts, SamplingParams(**params)).tokens_per_second for way in (plain, llm))
-                for _ in range(LAPS + 1)
+                for _ in range(RUNS + 1)
             ]
-            values[f"speedup_{kind}"] = statistics.median(ours / own for own, ours in laps[1:])
+            values[f"speedup_{kind}"] = statistics.median(ours / own for own, ours in runs[1:])
         found[name] = values
     return found
 

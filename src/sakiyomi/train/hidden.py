@@ -99,7 +99,7 @@ class HiddenStates:
 
 
 class TargetStates:
-    """What a target's layers give for whole texts, computed on the way and kept by nobody.
+    """What a target's layers give for whole texts, computed when they are needed and not kept.
 
     Args:
         target: a frozen causal LM.
@@ -204,7 +204,7 @@ def layer_config(target: Any, *, kv_heads: int = 0, intermediate: int = 0) -> di
 # ---------------------------------------------------------------- labels
 
 
-# Rows of one pass of the target: one shape whatever is missing, as a compiled model compiles anew for each other shape.
+# Rows of one pass of the target: always one shape, because a compiled model compiles anew for each other shape.
 CHUNK_ROWS = 4
 
 

@@ -187,7 +187,7 @@ class Loop:
 
     @property
     def row_tokens(self) -> tuple[int, ...]:
-        """Row lengths that are used by turns now: all, or that of the stage."""
+        """Row lengths that are used in turn now: all, or that of the stage."""
         if not self._stages:
             return self.config.row_tokens
         ends = list(accumulate(self._stages))

@@ -14,7 +14,7 @@ TOPS = 5  # first guesses in which a label is looked for
 # Logits that `heads_loss` holds at a time, in numbers: 4 MiB in float32, which stays in the caches of a CPU.
 LOGITS_AT_ONCE = 1 << 20
 SMALLEST_NUMBER = 1e-37  # of float32, about: a probability that is 0 would have an infinite loss
-# Mass below this is noise of float32 sums; its logarithm must not reach the loss.
+# Mass below this is noise of float32 sums; its logarithm must not become part of the loss.
 SMALLEST_MASS = 1e-6
 
 
@@ -62,7 +62,7 @@ def heads_loss(
     """Weighted cross-entropy of several heads, without ever holding the logits of more than a piece of the positions.
 
     Their gradient is computed with the loss, piece by piece, as there is no second use for them: the memory is that of
-    the features, whatever the vocabulary.
+    the features and does not depend on the vocabulary.
 
     Args:
         features: (K, n, H) what each head's head over the vocabulary reads.

@@ -34,7 +34,7 @@ SHOWN = 5  # first guesses whose accuracy is reported
 
 
 class HeadLog:
-    """The means of each head at every step, a line each in a file that a resumed run goes on with.
+    """The means of each head at every step, a line each in a file that a resumed run continues.
 
     A line has ``step``, ``loss`` (K) in nats and, where it is known, ``top`` (K, 5): the share of places whose token
     was among a head's first 1, 2, ... 5 guesses.

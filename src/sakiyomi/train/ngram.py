@@ -91,7 +91,7 @@ def train_ngram(config: TrainNgram, command: str = "") -> dict[str, Any]:
 def count_tables(
     documents: Sequence[Ids], order: int, vocab: int, *, least: int = 2, keep: int = 8
 ) -> dict[str, NDArray[Any]]:
-    """The tensors of ``drafters.ngram_file``; no n-gram reaches from one document into the next.
+    """The tensors of ``drafters.ngram_file``; no n-gram spans two documents.
 
     Args:
         documents: token ids.

@@ -167,7 +167,7 @@ def parted_pass(model: LlamaForCausalLM, ids: Tensor, end: int) -> tuple[Tensor,
 def notes(hidden: Tensor, roles: Tensor, divisors: Tensor) -> Tensor:
     """How well a token of a value says whether a question in front has asked for it; a loss in nats.
 
-    It says so along a direction that is fixed, the alternating one: whoever reads the states can learn it.
+    It says so along a fixed direction, the alternating one, so that a method that reads the states can learn it.
 
     Args:
         hidden: (B, T, H) what the last layer reads.

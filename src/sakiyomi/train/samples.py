@@ -61,7 +61,7 @@ class Plan:
         batch: written at a time.
         temperatures: of the batches in turn.
         seed: of prompts and samples.
-        keep: take the file as it is: what was trained on it goes on.
+        keep: take the file as it is, because a run that was trained on it is resumed.
     """
 
     path: Path
