@@ -151,8 +151,8 @@ def test_the_page_of_commands_is_current() -> None:
         (["bench", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
         (["bench", "--dtype", "int3"], 2, "dtype is 'int3'"),
         (["bench", "--prompts", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
-        (["bench", "--rows", "compiling", "--no-compile"], 2, "compile is off"),
         (["bench", "--rows", "peers", "--no-peers"], 2, "peers is off"),
+        (["bench", "--rows", "passes"], 2, "python benchmarks/rows.py --rows passes"),
         (["audit", "--count", "0"], 2, "count is 0"),
         (["demo", "--gamma", "0"], 2, "gamma is 0"),
         (["demo", "--draft", "none"], 2, "draft model"),
@@ -687,7 +687,7 @@ def test_a_card_is_a_page_and_a_file(models: Path, tmp_path: Path) -> None:
     ]
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines.values())
     assert lines["sakiyomi, draft model"]["tau"] >= 1  # the draft is as large as the target: it may not pay
-    assert any("llama.cpp is left out" in note for note in value["row"]["notes"])
+    assert any("llama.cpp plain, float32 is left out" in note for note in value["row"]["notes"])
     page = out.with_suffix(".md").read_text(encoding="utf-8")
     assert "instruction sets" in page and "| sakiyomi plain |" in page and page in result.stdout
     written = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))

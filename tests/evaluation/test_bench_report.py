@@ -192,7 +192,7 @@ def test_alphas_of_encoder_decoders(toys: ReportConfig, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_sizes_of_a_family_that_cannot_be_inflated(tmp_path: Path) -> None:
+def test_sizes_of_a_family(tmp_path: Path) -> None:
     """OPT: its own checkpoints are measured, sizes that there are not are skipped with a line each."""
     tokenizer = tiny_tokenizer()
     for name, layers in (("large", 3), ("small", 2), ("draft", 1)):
@@ -219,6 +219,7 @@ def test_sizes_of_a_family_that_cannot_be_inflated(tmp_path: Path) -> None:
     assert {line["name"] for line in row.lines} == {"transformers plain", "transformers assisted", *OURS}
     assert sum("is left out" in note for note in row.notes) == 3
     assert any("another tokenizer" in note for note in row.notes)
+    assert any("python benchmarks/inflate.py FOLDER --params 134M" in note for note in row.notes)
     assert all(line["equal"] for line in row.lines)
 
 

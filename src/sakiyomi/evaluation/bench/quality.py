@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +90,7 @@ class Quality:
     def grade(self, contenders: Sequence[Contender], logits: Logits) -> list[Contender]:
         """Contenders of one model's weights, with ``perplexity`` and ``match`` among the figures of their laps."""
         constant = {"perplexity": perplexity(logits, self.chunks)} if self.chunks else {}
-
-        def graded(contender: Contender) -> Contender:
-            def run() -> Any:
-                lap = contender.run()
-                return replace(lap, figures=lap.figures | constant | self.matches(lap.outputs))
-
-            return replace(contender, run=run)
-
-        return [graded(contender) for contender in contenders]
+        return [contender.figured(lambda lap: constant | self.matches(lap.outputs)) for contender in contenders]
 
     def matches(self, outputs: Sequence[Sequence[int]]) -> dict[str, float]:
         """Share of the texts with a reference that begin with it, spaces before them aside; nothing without one.

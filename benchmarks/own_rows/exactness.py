@@ -1,21 +1,22 @@
-"""What ``exact=True`` costs, and whether it keeps its word."""
+"""What ``exact=True`` costs, and whether all texts are equal with it."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters import Context
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig
-from sakiyomi.evaluation.bench.frame import PairRow
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.models import Pair
-from sakiyomi.evaluation.bench.report import Row, unclaimed
-from sakiyomi.evaluation.bench.runner import Standing
+from sakiyomi.evaluation.bench.runner import Spread, Standing
 
 __all__ = ["RandomTrees", "exact"]
 
@@ -57,48 +58,45 @@ def ways(config: BenchConfig) -> list[Way]:
     ]
 
 
-def exact(pairs: PairRow) -> Row:
+@declared("exact=True against exact=False, tokens/s")
+def exact(pairs: PairRow) -> Races:
     """Speed with and without; equality of all texts over drafters, gammas, trees and batch; greedy and coupled."""
-    lines, notes = [], []
     config = pairs.config
     for way in ways(config):
-        row = pairs.changed(f"exact, {way.name} in {way.dtype}", dtype=way.dtype)
+        where = f"{way.name} in {way.dtype}"
+        row = pairs.changed(f"exact, {where}", dtype=way.dtype)
         draft = None if way.drafted else "none"
         free, bound = row.llm(draft, **way.options), row.llm(draft, exact=True, **way.options)
-        standings = row.race({"free": row.run(free), "exact": row.run(bound)})
-        row.note("comparing texts")
-        equal, different = _word_kept(row.pair, bound, way)
-        lines.append(_line(way, standings, bound.target.sizes, equal, different))
-        notes += [f"{way.name}, {way.dtype}: {text}" for text in unclaimed(standings)]
+        yield Race({"free": row.run(free), "exact": row.run(bound)}, where=where, lines=partial(_line, way, row, bound))
         del free, bound
-    conditions = {
-        **row.pair.names,
+    return {
+        **pairs.pair.names,
         "quantize": config.quantize,
         "gamma": config.gamma,
         "prompts": config.count,
         "max_new_tokens": config.max_new_tokens,
-        "repeats": config.repeats,
         "compared": "no draft, the draft model and random trees; gamma 1, 2, 4 and 7; batch 1 and all; greedy, coupled",
     }
-    return Row("exact", "exact=True against exact=False, tokens/s", lines, conditions, notes)
 
 
-def _line(
-    way: Way, standings: Sequence[Standing], sizes: Sequence[int], equal: int, different: list[str]
-) -> dict[str, Any]:
-    free, bound = (standing.to_dict() for standing in standings)
-    ratio = bound["ratio"]
-    return {
+def _line(way: Way, row: PairRow, bound: LLM, standings: Sequence[Standing]) -> list[dict[str, Any]]:
+    row.note("comparing texts")
+    equal, different = _word_kept(row.pair, bound, way)
+    free, held = (standing.to_dict() for standing in standings)
+    ratio = held["ratio"]
+    line = {
         "name": way.name,
         "dtype": way.dtype,
         "free": free["tokens_per_second"],
-        "exact": bound["tokens_per_second"] if not different else None,
+        "exact": held["tokens_per_second"] if not different else None,
         "cost_percent": 100 * (1 / ratio - 1) if ratio and not different else None,
-        "row_counts": " ".join(map(str, sizes)),
+        "A/A": Spread.shown(standings),
+        "row_counts": " ".join(map(str, bound.target.sizes)),
         "runs_compared": equal + len(different),
         "equal_tokens": not different,
         "different": "; ".join(different),
     }
+    return [line]
 
 
 def _word_kept(pair: Pair, bound: Any, way: Way) -> tuple[int, list[str]]:
@@ -179,7 +177,7 @@ class RandomTrees:
             first = len(nodes)
             nodes += children
             parents += [parent] * len(children)
-            # The branch that goes on is the right one where it is known, else any.
+            # The next level hangs from the right branch where it is known, else from any.
             parent = first + (children.index(rest[depth]) if known else self._random.randrange(len(children)))
         draws = tuple(Draw(node, self.name, None) for node in range(len(nodes)))
         return Draft(TokenTree(tuple(nodes), tuple(parents)), "point_mass", draws, None)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from forward_clock import ForwardClock
+from random_models import Numbers, random_llama, random_prompts
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.llm import LLM
-from sakiyomi.evaluation.bench.frame import PairRow
-from sakiyomi.evaluation.bench.models import Numbers, random_llama, random_prompts
-from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
-from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
+from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.runner import Lap, Standing, timed
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.session import DRAFT_SIZES
@@ -31,7 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def bookkeeping(row: PairRow) -> Row:
+@declared("milliseconds a round outside forwards (median of runs)")
+def bookkeeping(row: PairRow) -> Races:
     """Milliseconds a round, ours and transformers', for drafts that are all rejected and all accepted."""
     config = row.config
     target = random_llama(64, 2, 4, 128, VOCAB, torch.float32, device=config.device)
@@ -40,13 +42,12 @@ def bookkeeping(row: PairRow) -> Row:
         "the target itself": target,
     }
     prompt = random_prompts(1, config.prompt_tokens, VOCAB)[0]
-    lines = []
     for name, draft in drafts.items():
         row.note(f"draft {name}")
         llm = LLM((target, Numbers()), draft=ModelDrafter(build_runner(draft, first_sizes=DRAFT_SIZES), VOCAB))
         # Both recorded, as in use: an eager forward leaves nothing of the bookkeeping's own code in the caches.
         llm.generate([prompt], SamplingParams(max_new_tokens=8, gamma=config.gamma, ignore_eos=True))
-        compiled = llm.wait()
+        recorded = llm.wait()
         peer = Transformers(target, draft, config.gamma)
         for case, options in CASES.items():
             params = SamplingParams(
@@ -55,33 +56,25 @@ def bookkeeping(row: PairRow) -> Row:
             runs = {"ours": partial(_ours, llm, prompt, params)}
             if config.peers and case != "coupled":
                 runs["transformers"] = partial(_theirs, peer, prompt, params)
-            lines.append(_line(case, name, *row.race(runs, where=f"draft {name}, {case}")))
-    conditions = {
+            yield Race(runs, where=f"draft {name}, {case}", lines=partial(_line, case, name))
+    return {
         "models": "random, 2 and 1 layers, standard deviation of logits 3",
         "vocabulary": VOCAB,
         "batch": 1,
         "gamma": config.gamma,
         "dtype": "float32",
-        "compiled": compiled,
+        "recorded": recorded,
         "prompt_tokens": config.prompt_tokens,
         "max_new_tokens": config.max_new_tokens,
-        "repeats": config.repeats,
     }
-    return Row("bookkeeping", "milliseconds a round outside forwards (median of laps)", lines, conditions)
 
 
-def _line(case: str, draft: str, ours: Standing, theirs: Standing | None = None) -> dict[str, Any]:
+def _line(case: str, draft: str, standings: Sequence[Standing]) -> list[dict[str, Any]]:
+    ours, *others = standings
     values = [lap.figures["ms"] for lap in ours.laps]
-    return {
-        "sampling": case,
-        "draft": draft,
-        "ours_ms": statistics.median(values),
-        "low": min(values),
-        "high": max(values),
-        "transformers_ms": theirs and theirs.median("ms"),
-        "rounds": ours.median("rounds"),
-        "tau": ours.median("tau"),
-    }
+    line = {"sampling": case, "draft": draft, "ours_ms": statistics.median(values)}
+    line |= {"low": min(values), "high": max(values), "transformers_ms": others[0].median("ms") if others else None}
+    return [line | {"rounds": ours.median("rounds"), "tau": ours.median("tau")}]
 
 
 def _ours(llm: Any, prompt: list[int], params: SamplingParams) -> Lap:

@@ -1,39 +1,66 @@
 """A larger model that computes exactly what a trained small one does: real acceptance at the cost of a real size.
 
+    python benchmarks/inflate.py large-tales --params 134M
+    python benchmarks/inflate.py large-tales --params 134M --heads medusa:tales-medusa
+
 The residual stream becomes ``factor`` copies of the small one, so that its mean square, and with it every norm, stays
 as it was, in any dtype. The gains of the norms are zero for all copies but the first: the columns that read the others
 are random and see zeros. New heads and new MLP units have random weights inside and zeros where they would write; so
-have new layers. What is random stays below what is real, in weights and in activations: whoever rounds a row to 8 bits
-rounds its real part as in the small model.
+have new layers. What is random stays below what is real, in weights and in activations: rounding a row to 8 bits rounds
+its real part as in the small model.
 """
 
 from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from inflate_heads import Wider, read_wider
+from inflate_seq import EncoderDecoder, is_encoder_decoder
+from inflating import NEW_TOKENS, Inflatable, fresh_folder
+from sakiyomi.cli.common import JsonOption
+from sakiyomi.cli.output import progress, say
+from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
-from sakiyomi.core.memory import available_bytes, require_bytes
+from sakiyomi.core.memory import available_bytes, readable, require_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
-from sakiyomi.evaluation.bench.config import InflateConfig, Note
-from sakiyomi.evaluation.bench.inflate_heads import Wider, read_wider
-from sakiyomi.evaluation.bench.inflate_seq import EncoderDecoder, is_encoder_decoder
-from sakiyomi.evaluation.bench.inflating import NEW_TOKENS, Inflatable, fresh_folder
+from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.model_executor.loading import load_model
+from scripts import command, run
 
-__all__ = ["Llama", "inflate", "inflated", "parse_count"]
+__all__ = ["InflateConfig", "Llama", "app", "inflate", "parse_count"]
 
 TEXT_TOKENS = 256
 TOLERANCE = 1e-3
 """Largest difference of a logit in float32; sums in another order make about 1e-5."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+
+
+@dataclass(frozen=True)
+class InflateConfig:
+    """A model to be made larger without a change of what it computes.
+
+    Attributes:
+        out: folder of the new model; it must not exist, or be empty.
+        params: about so many parameters: 134M, 500M, 1.5B.
+        target: the model to start from: a Llama (embedded name, folder or hub id), or the folder of a Pegasus or
+            Whisper. Its vocabulary stays as it is.
+        heads: Medusa heads, EAGLE head, block drafter and MTP layer of a Llama, which become as wide:
+            OUT_FOLDER/medusa, eagle, block, mtp. A folder, or one of each kind: medusa:tales-medusa+eagle:tales-eagle.
+    """
+
+    out: str = field(metadata={"argument": "OUT_FOLDER"})
+    params: str
+    target: str = DEFAULT
+    heads: str | None = None
 
 
 class Llama(Inflatable):
@@ -150,12 +177,6 @@ def inflate(config: InflateConfig, note: Note) -> dict[str, Any]:
     }
 
 
-def inflated(*configs: Any) -> str | None:
-    """What a report has to say of these models' configurations; None if all are as they were trained."""
-    notes = [note for config in configs if (note := getattr(config, "sakiyomi_inflated", None))]
-    return ", ".join(f"{note['from']} at {note['params'] / 1e6:.0f}M parameters" for note in notes) or None
-
-
 def parse_count(text: str) -> int:
     """A number of parameters: "134M", "1.5B", "500000".
 
@@ -166,3 +187,31 @@ def parse_count(text: str) -> int:
     if not match or not float(match[1]):
         raise InputError(f"params is {text!r}; expected a number of parameters such as 134M, 500M or 1.5B")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _command(config: InflateConfig, output: JsonOption) -> None:
+    """Write a larger model that computes what a small one does.
+
+    Real acceptance at a real size: new layers, heads and units are random inside and add nothing. The new model is
+    compared with the small one before it is written.
+
+    Example: python benchmarks/inflate.py large-tales --params 134M
+    """
+    with progress("loading") as status:
+        found = inflate(config, status.update)
+    say(
+        f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "
+        f"{readable(found['bytes'])}, made in {found['seconds']:.0f} s",
+        f"  {found['layers']} layers, hidden size {found['hidden_size']}, {found['heads']} heads, {found['kv_heads']} "
+        f"key heads, {found['intermediate_size']} MLP units",
+        f"  checked in float32: logits differ by {found['largest_logit_difference']:.2g} at most, "
+        f"{found['equal_greedy_tokens']} of {found['equal_greedy_tokens']} greedy tokens are equal; random activations "
+        f"reach {found['random_to_real_activations']:.2f} of the real ones",
+    )
+    output.emit(found)
+
+
+app = command(_command)
+
+if __name__ == "__main__":
+    run(app)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from sakiyomi.core.tree import Draft, DraftKind, Verdict
-from sakiyomi.evaluation.bench.frame import PairRow
-from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Spread
+from sakiyomi.engine.llm import LLM
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
+from sakiyomi.evaluation.bench.runner import Spread, Standing
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 from sakiyomi.sampling.verifiers.base import Rule, Verifier, draft_rows
@@ -50,24 +52,22 @@ class _Both(Verifier):
         return VERIFIERS["ratio"].verify(draft, rows, noise)
 
 
-def block(row: PairRow) -> Row:
-    """Sampled text at temperature 1, without a seed, one prompt at a time; both rules take turns at each gamma.
+@declared("sampled at temperature 1: tokens a target pass and tokens/s, ratio rule and block verification")
+def block(row: PairRow) -> Races:
+    """Sampled text at temperature 1, without a seed, one prompt at a time; both rules run interleaved at each gamma.
 
     ``paired``: expected tokens a pass of block verification over those of the ratio rule on the very same chains.
     """
     llm = row.llm()
-    lines = [_line(row, llm, gamma) for gamma in GAMMAS]
-    conditions = row.conditions(llm, gamma=", ".join(map(str, GAMMAS)), laps=row.config.repeats, temperature=1.0)
-    conditions.pop("perplexity_of", None)
-    worst = min(line["paired"] for line in lines)
-    notes = [f"block verification keeps {'no fewer' if worst >= 1.0 else 'FEWER'} tokens at every gamma"]
-    title = "sampled at temperature 1: tokens a target pass and tokens/s, ratio rule and block verification"
-    return Row("block", title, lines, conditions, notes)
+    for gamma in GAMMAS:
+        runs = {rule: row.run(llm, temperature=1.0, gamma=gamma, acceptance=rule) for rule in RULES}
+        yield Race(runs, where=f"gamma {gamma}", lines=partial(_line, row, llm, gamma))
+    worst = min(line["paired"] for line in row.lines)
+    row.notes.append(f"block verification keeps {'no fewer' if worst >= 1.0 else 'FEWER'} tokens at every gamma")
+    return row.conditions(llm, gamma=", ".join(map(str, GAMMAS)), temperature=1.0)
 
 
-def _line(row: PairRow, llm: Any, gamma: int) -> dict[str, Any]:
-    runs = {rule: row.run(llm, temperature=1.0, gamma=gamma, acceptance=rule) for rule in RULES}
-    standings = row.race(runs, where=f"gamma {gamma}")
+def _line(row: PairRow, llm: LLM, gamma: int, standings: Sequence[Standing]) -> list[dict[str, Any]]:
     both = _Both()
     for _ in range(row.config.repeats):
         for prompt in row.pair.prompts:
@@ -81,9 +81,5 @@ def _line(row: PairRow, llm: Any, gamma: int) -> dict[str, Any]:
         line[f"{standing.name}_tokens_per_second"] = statistics.median(standing.speeds)
     rounds = max(both.rounds, 1)
     expected = {rule: 1.0 + kept / rounds for rule, kept in both.kept.items()}
-    return line | {
-        "paired": expected["block"] / expected["ratio"],
-        "rounds": both.rounds,
-        "speed": standings[1].ratio,
-        "A/A": Spread.shown(standings),
-    }
+    line["paired"] = expected["block"] / expected["ratio"]
+    return [line | {"rounds": both.rounds, "speed": standings[1].ratio, "A/A": Spread.shown(standings)}]

@@ -10,11 +10,10 @@ the file as it was.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
-from typing import Any
 
 from torch import Tensor
 
@@ -23,12 +22,11 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.frame import PairRow, Run, counted_lap, generated
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, counted_lap, declared, generated
 from sakiyomi.evaluation.bench.models import Pair, rounding
-from sakiyomi.evaluation.bench.report import Row, joined
 from sakiyomi.evaluation.bench.runner import Contender, Judge, same_tokens
 
-__all__ = ["Given", "Task", "by_part", "given", "given_tasks", "lookup", "own_tasks", "sentences"]
+__all__ = ["Given", "Task", "given", "given_tasks", "lookup", "own_tasks", "sentences"]
 __all__ += ["task_conditions", "task_run"]
 
 DRAFTERS = ("prompt-lookup", "suffix", "ngram")
@@ -70,27 +68,18 @@ class Task:
     params: SamplingParams
 
 
-def lookup(row: PairRow) -> Row:
+@declared("greedy, one prompt at a time, tokens/s")
+def lookup(row: PairRow) -> Races:
     """Own plain, prompt-lookup, suffix and ngram against prompt lookup of transformers, for each kind of text."""
     pair, llm = row.pair, row.llm("none")
     kinds: dict[str, tuple[list[Task], Judge]] = {"stories": (own_tasks(row), pair.judge(llm))}
     kinds |= {kind: (given_tasks(row, llm, kind), same_tokens) for kind in ("summary", "edit")}
-    title = "greedy, one prompt at a time, tokens/s"
-    parts = {
-        kind: row.row(title, row.race(_contenders(pair, llm, tasks, judge), where=kind), **task_conditions(tasks))
-        for kind, (tasks, judge) in kinds.items()
-    }
     conditions = {"target": row.config.target, "dtype": dtype_name(llm.target.dtype), "gamma": row.config.gamma}
     conditions |= {"rounding": rounding(llm), "graphs": llm.target.mode}
-    return joined("lookup", title, parts, **conditions, laps=row.config.repeats, **by_part(parts))
-
-
-def by_part(parts: Mapping[str, Row]) -> dict[str, str]:
-    """The conditions of each part in words."""
-    return {
-        part: ", ".join(f"{name} {value}" for name, value in row.conditions.items() if name != "laps")
-        for part, row in parts.items()
-    }
+    for kind, (tasks, judge) in kinds.items():
+        yield Race(_contenders(pair, llm, tasks, judge), where=kind)
+        conditions[kind] = task_conditions(tasks)
+    return conditions
 
 
 def _contenders(pair: Pair, llm: LLM, tasks: Sequence[Task], judge: Judge) -> list[Contender]:
@@ -157,12 +146,8 @@ def _edits() -> list[tuple[str, str]]:
     return found
 
 
-def task_conditions(tasks: Sequence[Task]) -> dict[str, Any]:
+def task_conditions(tasks: Sequence[Task]) -> str:
     """Lengths, for the conditions."""
     prompts = [len(task.prompt) for task in tasks]
     lengths = [task.params.max_new_tokens for task in tasks]
-    return {
-        "prompts": len(tasks),
-        "prompt_tokens": f"{min(prompts)}-{max(prompts)}",
-        "new_tokens": f"{min(lengths)}-{max(lengths)}",
-    }
+    return f"{len(tasks)} prompts of {min(prompts)}-{max(prompts)} tokens, {min(lengths)}-{max(lengths)} new tokens"

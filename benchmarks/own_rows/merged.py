@@ -11,24 +11,14 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
+from own_rows.lookup import Task, given, given_tasks, own_tasks, sentences, task_conditions, task_run
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.frame import PairRow
-from sakiyomi.evaluation.bench.lookup import (
-    Task,
-    by_part,
-    given,
-    given_tasks,
-    own_tasks,
-    sentences,
-    task_conditions,
-    task_run,
-)
-from sakiyomi.evaluation.bench.report import Row, joined
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.runner import Standing, same_tokens
 from sakiyomi.sampling.sampler import Sampler
 
@@ -48,7 +38,8 @@ class Unaided(ModelDrafter):
         return Sampler(replace(context.params, logits_processors=()), self._vocab_size)
 
 
-def merged(row: PairRow) -> Row:
+@declared("greedy, one prompt at a time, tokens/s")
+def merged(row: PairRow) -> Races:
     """Plain, the draft model, suffix, and both merged, on the texts of row lookup; sizes are chosen by "auto"."""
     llm = row.llm()
     kinds: dict[str, Any] = {"stories": (own_tasks(row), row.pair.judge(llm))}
@@ -56,8 +47,7 @@ def merged(row: PairRow) -> Row:
     for kind, taken in MIXED.items():
         row.note(f"writing the texts of {kind}")
         kinds[kind] = (_mixed(row, EngineView(llm), taken), same_tokens)
-    title = "greedy, one prompt at a time, tokens/s"
-    parts = {}
+    conditions: dict[str, Any] = {"target": row.config.target, "draft": row.config.draft_model, "sizes": "auto"}
     for kind, (tasks, judge) in kinds.items():
         free = [Task(task.prompt, replace(task.params, gamma="auto")) for task in tasks]
         assert llm.draft is not None and llm.draft.model is not None
@@ -68,11 +58,10 @@ def merged(row: PairRow) -> Row:
             "suffix": EngineView(llm, SuffixDrafter()),
             "suffix+model": EngineView(llm, MergedDrafter([SuffixDrafter(), model])),
         }
-        standings = row.race({name: task_run(way, free) for name, way in ways.items()}, judge, where=kind)
-        parts[kind] = row.row(title, standings, notes=[_verdict(standings)], **task_conditions(free))
-    conditions: dict[str, Any] = {"target": row.config.target, "draft": row.config.draft_model, "sizes": "auto"}
-    conditions |= by_part(parts) | {"graphs": llm.target.mode, "laps": row.config.repeats}
-    return joined("merged", title, parts, **conditions)
+        standings = yield Race({name: task_run(way, free) for name, way in ways.items()}, judge, kind)
+        row.notes.append(f"{kind}: {_verdict(standings)}")
+        conditions[kind] = task_conditions(free)
+    return conditions | {"graphs": llm.target.mode}
 
 
 def _mixed(row: PairRow, target: EngineView, taken: int) -> list[Task]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inflating import Random, gain, inflated_tensor
 from sakiyomi.core.draft_specs import split_spec
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, UnsupportedError
@@ -24,7 +25,6 @@ from sakiyomi.drafters.medusa_heads.backbone import check_heads
 from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.drafters.mtp_layer import read_mtp, write_mtp
-from sakiyomi.evaluation.bench.inflating import Random, gain, inflated_tensor
 
 __all__ = ["Wider", "read_wider"]
 

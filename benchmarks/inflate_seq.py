@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from inflating import NEW_TOKENS, Inflatable
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.prompts import STORIES
-from sakiyomi.evaluation.bench.inflating import NEW_TOKENS, Inflatable
 from sakiyomi.model_executor.loading.families import read_config
 
 __all__ = ["EncoderDecoder", "is_encoder_decoder", "positions"]

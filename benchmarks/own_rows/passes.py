@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from random_models import MEDIUM, Numbers, described, random_llama
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.machine import bandwidth
 from sakiyomi.evaluation.bench.frame import PairRow
-from sakiyomi.evaluation.bench.models import MEDIUM, Numbers, described, random_llama
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
