@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sakiyomi.core.drops import ratio_error
+from sakiyomi.evaluation.tuning.lines import between
 from sakiyomi.evaluation.tuning.watch import Round
 from sakiyomi.theory import positional_acceptance, round_speedup
 
@@ -22,7 +22,6 @@ __all__ = [
     "Curve",
     "Expected",
     "RoundCosts",
-    "between",
     "by_chance",
     "by_place",
     "by_rank",
@@ -30,20 +29,6 @@ __all__ = [
     "usual",
     "weighed",
 ]
-
-
-def between(points: Sequence[tuple[int, float]], at: int) -> float:
-    """The value at a place: straight lines between the points, beyond the ends on as there.
-
-    Args:
-        points: (place, value), ascending, at least one.
-        at: a place.
-    """
-    if len(points) == 1:
-        return points[0][1]
-    index = min(max(bisect_left(points, (at,)), 1), len(points) - 1)
-    (low, a), (high, b) = points[index - 1], points[index]
-    return a + (b - a) * (at - low) / (high - low)
 
 
 SURE = 0.02  # share of the readings

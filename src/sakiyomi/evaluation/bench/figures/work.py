@@ -30,7 +30,7 @@ from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Logits", "Work", "lap", "line_of", "race_piece", "runner_rows"]
 
-COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters; anything else names a checkpoint
+COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters
 Logits = Callable[[Sequence[int], Sequence[int]], Tensor]
 """(prompt, text) -> (tokens of the text, V): what a model expects at each token of the text, before it came."""
 
@@ -138,9 +138,10 @@ class Work:
         """
         if not size:
             return self.row(what), self.config.heads or MEDUSA_HEADS.get(self.config.target)
-        if COUNT.fullmatch(size):
+        if COUNT.fullmatch(size) and not Path(size).is_dir():
             raise InputError(
-                f"sizes is {size!r}; give the folder of a model (benchmarks/inflate.py writes larger ones)"
+                f"size {size!r} is a number of parameters; expected a checkpoint. python benchmarks/inflate.py FOLDER "
+                f"--params {size} in the source repository writes a model of that size; give its FOLDER"
             )
         row, heads = self.row(what, target=size, draft=self.draft), Path(size).expanduser() / "medusa"
         if row.pair.target.tokenizer.get_vocab() != self.pair.draft.tokenizer.get_vocab():
