@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.evaluation.bench.draw import (
-    BAR,
-    BASELINE,
-    FOOT,
-    MARK,
-    WIDTH,
-    blank,
-    bordered,
-    foot,
-    need_matplotlib,
-    save,
-    small,
-)
-from sakiyomi.evaluation.bench.pictures import LIGHT, Lines, Panel, Theme, curves
+from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, need_matplotlib, small
+from sakiyomi.evaluation.bench.pictures import Lines, Panel, Theme, curves, drawing
 from sakiyomi.evaluation.bench.report import Row
 
 __all__ = ["check", "draw"]
@@ -47,7 +36,7 @@ def check(path: str) -> None:
 
 
 def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> bool:
-    """Draw the rows that have something to draw, one below the other; conditions of all of them stand at the top.
+    """Draw the rows that have something to draw, one below the other; conditions of all of them stand below.
 
     Returns:
         False where none has; nothing is written then.
@@ -55,20 +44,20 @@ def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> bool:
     Raises:
         LoadError: the file cannot be written.
     """
-    drawn = [(row, panels) for row in rows if (panels := _panels(row))]
-    if not drawn:
-        return False
-    heights = [4.2 if len(panels) > 1 else 1.5 + 0.42 * len(row.lines) for row, panels in drawn]
-    figure = blank(WIDTH, sum(heights) + 0.3)
-    figure.suptitle(small(conditions), **FOOT)
-    parts = figure.subfigures(len(drawn), 1, height_ratios=heights, squeeze=False)
-    for part, (row, panels) in zip(parts[:, 0], drawn, strict=True):
-        part.suptitle(f"{row.name}: {row.title}", fontsize=11)
-        for axes, panel in zip(bordered(part.subplots(1, len(panels), squeeze=False)[0]), panels, strict=True):
-            panel(axes, row, LIGHT)
-        foot(part, row.conditions)
-    save(figure, path)
-    return True
+    parts = [
+        (panel if at else partial(_titled, panel), row, 0.7 + 0.42 * len(row.lines) if panel is _bars else 3.6)
+        for row in rows
+        for at, panel in enumerate(_panels(row))
+    ]
+    if parts:
+        drawing(path, parts, conditions)
+    return bool(parts)
+
+
+def _titled(panel: Panel, axes: Any, row: Row, theme: Theme) -> None:
+    """A row's first panel, below its title and conditions."""
+    axes.set_title(f"{row.name}: {row.title}\n{small(row.conditions)}", fontsize=9)
+    panel(axes, row, theme)
 
 
 def _panels(row: Row) -> Sequence[Panel]:
