@@ -115,7 +115,7 @@ def _numbered(note: Note, place: str, text: str) -> None:
 
 
 def _measured(name: str, work: Work) -> dict[str, Any]:
-    """Everything that has to be known of a section later, as JSON values."""
+    """A section's numbers with its settings, command and machine, as JSON values."""
     section, config = SECTIONS[name], work.config
     work.note(f"{name}: {section.title}")
     if config.again:

@@ -1,4 +1,4 @@
-"""What the sections of a report share: the pair, loaded once, drafters beside the target, laps, and kept pieces."""
+"""What the sections of a report share: the pair, drafters beside the target, timed runs, and pieces that are kept."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Work:
         return PairRow(what, config, self.note, None if changed else self.pair)
 
     def conditions(self, **more: Any) -> dict[str, Any]:
-        """What has to be known of a section about the pair, after its laps."""
+        """Conditions of a section about the pair, after its runs."""
         found = {**self.pair.names, **self.pair.dtypes, "graphs": self.llm.target.mode}
         return found | self.laps() | more
 

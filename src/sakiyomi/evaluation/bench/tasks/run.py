@@ -117,7 +117,7 @@ class _Task:
     pairs: Mapping[str, _Pair]
 
     def row(self) -> Row:
-        """Every way at every temperature, and what has to be known of them."""
+        """Every way at every temperature, with their conditions."""
         lines: list[dict[str, Any]] = []
         notes: list[str] = []
         for way, pair in self.pairs.items():
