@@ -101,7 +101,7 @@ def put_together(
 ) -> AuditReport:
     """Have the parts of an audit done, and put them together.
 
-    Differences are judged by the noise of all texts, whoever measured it.
+    Differences are judged by the noise of all texts, whichever part measured it.
 
     Args:
         do: results of parts, in their order.

@@ -18,21 +18,8 @@ from sakiyomi.evaluation.bench.report import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "DARK",
-    "LIGHT",
-    "THEMES",
-    "Figures",
-    "Lines",
-    "Painter",
-    "Panel",
-    "Theme",
-    "bars",
-    "curves",
-    "drawable",
-    "drawing",
-]
-__all__ += ["grouped", "heat", "legend_once", "picture", "stack", "themed", "ticks"]
+__all__ = ["DARK", "LIGHT", "MARKS", "THEMES", "Figures", "Lines", "Painter", "Panel", "Theme", "bars", "curves"]
+__all__ += ["drawable", "drawing", "grouped", "heat", "legend_once", "picture", "stack", "themed", "ticks"]
 
 DPI = 180
 MARKS = "os^DvPX"

@@ -26,7 +26,7 @@ LONGEST = 1024
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is known of a pair and a machine.
+    """Numbers of a pair and a machine.
 
     Attributes:
         alpha: acceptance of the first draft token, again for the second, ...; the last holds for all behind it.

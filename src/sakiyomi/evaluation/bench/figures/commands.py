@@ -160,10 +160,9 @@ def memory(work: Work) -> Row:
 
 
 def _paint_memory(row: Row, theme: Theme) -> Any:
-    figure = accuracy(row, theme.colours, stacked=True)
-    if figure is None:
+    if not (panels := accuracy(row)):
         raise InputError("no system answered; nothing can be drawn")
-    return figure
+    return stack(*panels, height=3.4, below=True)(row, theme)
 
 
 def _named(line: Any) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.audio import Audio
-from sakiyomi.core.errors import LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
@@ -20,6 +20,7 @@ from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.pictures import Theme, drawing, grouped
 from sakiyomi.evaluation.bench.report import Row, race_notes
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race, timed
+from sakiyomi.evaluation.bench.study import attempted
 from sakiyomi.evaluation.bench.tasks.config import WAYS, TasksConfig
 from sakiyomi.evaluation.bench.tasks.data import Question, Score, read_questions, scorer
 from sakiyomi.evaluation.bench.tasks.peer import Peer, judged
@@ -49,14 +50,10 @@ def run(config: TasksConfig, note: Note = silent) -> Iterator[Row]:
         read_questions(kind, path, config.names(), config.count, language=config.language, seconds=HEARD)
     pairs = {way: _Pair(config, draft, way) for way in config.ways}
 
-    def rows() -> Iterator[Row]:
-        for kind, path in config.files().items():
-            try:
-                yield _Task(config, note, kind, path, scores[kind], pairs).row()
-            except SakiyomiError as error:
-                yield Row(kind, TITLE, [], error=error.message)
-
-    return rows()
+    return (
+        attempted(kind, TITLE, _Task(config, note, kind, path, scores[kind], pairs).row)
+        for kind, path in config.files().items()
+    )
 
 
 class _Pair:
@@ -120,7 +117,7 @@ class _Task:
     pairs: Mapping[str, _Pair]
 
     def row(self) -> Row:
-        """Every way at every temperature, and what has to be known of them."""
+        """Every way at every temperature, with their conditions."""
         lines: list[dict[str, Any]] = []
         notes: list[str] = []
         for way, pair in self.pairs.items():
