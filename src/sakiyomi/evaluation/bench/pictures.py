@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.evaluation.bench.draw import NARROW, blank, bordered, curve, drawn
+from sakiyomi.evaluation.bench.draw import NARROW, WIDTH, blank, bordered, curve, drawn, foot, save
 from sakiyomi.evaluation.bench.report import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["DARK", "LIGHT", "THEMES", "Figures", "Lines", "Painter", "Panel", "Theme", "bars", "curves", "drawable"]
-__all__ += ["grouped", "heat", "legend_once", "picture", "stack", "themed", "ticks"]
+__all__ = ["DARK", "LIGHT", "MARKS", "THEMES", "Figures", "Lines", "Painter", "Panel", "Theme", "bars", "curves"]
+__all__ += ["drawable", "drawing", "grouped", "heat", "legend_once", "picture", "stack", "themed", "ticks"]
 
 DPI = 180
 MARKS = "os^DvPX"
@@ -116,6 +118,42 @@ def stack(
         return figure
 
     return paint
+
+
+def drawing(
+    path: str | Path,
+    parts: Sequence[tuple[Panel, Row, Height]],
+    conditions: Mapping[str, Any] | None = None,
+    *,
+    width: float = WIDTH,
+    legend: bool = False,
+) -> None:
+    """Write panels, each about a row of its own, into one light picture.
+
+    Args:
+        path: ends in .png or .svg.
+        parts: panel, row and inches, from top to bottom.
+        conditions: stand below; None: none do.
+        width: inches.
+        legend: one legend for all panels stands above them.
+
+    Raises:
+        LoadError: the file cannot be written.
+    """
+    panels = [partial(_on, panel, row) for panel, row, _ in parts]
+    inches = [height(row) if callable(height) else height for _, row, height in parts]
+    with themed(LIGHT, "plot"):
+        figure = stack(*panels, height=inches, width=width)(parts[0][1], LIGHT)
+        if legend:
+            legend_once(figure, figure.axes, loc="outside upper center", ncols=4)
+        if conditions is not None:
+            foot(figure, conditions)
+        save(figure, path)
+
+
+def _on(panel: Panel, row: Row, axes: Any, _: Row, theme: Theme) -> None:
+    """A panel about a row of its own."""
+    panel(axes, row, theme)
 
 
 def legend_once(figure: Figure, panels: Sequence[Any], *, below: bool = False, **look: Any) -> None:

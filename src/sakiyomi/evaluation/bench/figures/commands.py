@@ -27,8 +27,8 @@ from sakiyomi.evaluation.bench.pictures import Figures, Lines, Panel, Theme, cur
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.speed import sweep
 from sakiyomi.evaluation.bench.tasks.config import KINDS, TasksConfig
-from sakiyomi.evaluation.bench.tasks.run import bars
 from sakiyomi.evaluation.bench.tasks.run import run as run_tasks
+from sakiyomi.evaluation.bench.tasks.run import seconds
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.search import tune
 
@@ -134,7 +134,7 @@ def _paint_tasks(row: Row, theme: Theme) -> Any:
 
 def _panel_task(name: str) -> Panel:
     def panel(axes: Any, row: Row, theme: Theme) -> None:
-        bars(axes, Row(name, "", [line for line in row.lines if line["task"] == name]), theme.colours)
+        seconds(axes, Row(name, "", [line for line in row.lines if line["task"] == name]), theme)
 
     return panel
 
@@ -160,10 +160,9 @@ def memory(work: Work) -> Row:
 
 
 def _paint_memory(row: Row, theme: Theme) -> Any:
-    figure = accuracy(row, theme.colours, stacked=True)
-    if figure is None:
+    if not (panels := accuracy(row)):
         raise InputError("no system answered; nothing can be drawn")
-    return figure
+    return stack(*panels, height=3.4, below=True)(row, theme)
 
 
 def _named(line: Any) -> str:

@@ -69,7 +69,7 @@ class ReportConfig:
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         gamma: draft tokens a round, where it is not "auto" or what the section varies.
-        repeats: measured laps; one lap before them warms up.
+        repeats: measured runs; one run before them warms up.
         max_new_tokens: new tokens of each text; of sections batch and tasks, which race many, 48 at most.
         prompt_tokens: prompts are cut to this many tokens.
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
