@@ -25,8 +25,7 @@ from sakiyomi import InputError
 from sakiyomi.core.errors import LoadError
 from sakiyomi.evaluation.audit.audit import AuditConfig, audit
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
-from sakiyomi.evaluation.bench.spec.results import chosen, own_questions
-from sakiyomi.evaluation.bench.spec.results import Results
+from sakiyomi.evaluation.bench.spec.results import Results, chosen, own_questions
 from sakiyomi.evaluation.bench.spec.run import run as run_spec
 from sakiyomi.scale import audits
 from sakiyomi.scale.cluster import Count, WorkersOption, check_room, check_version, connected
