@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import sakiyomi.evaluation.audit.engine_reference
+import sakiyomi.evaluation.audit.reference
 from architectures import VOCAB, model_of, prompt
 from drafters import Scripted, texts_of
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
@@ -237,7 +237,7 @@ def test_the_audit_reads_the_prompt_likewise(tmp_path: Any, monkeypatch: pytest.
         def __init__(self, *args: Any, **values: Any) -> None:
             super().__init__(*args, **{**values, "prompt": True})
 
-    monkeypatch.setattr(sakiyomi.evaluation.audit.engine_reference, "SequenceRows", AllPrompt)
+    monkeypatch.setattr(sakiyomi.evaluation.audit.reference, "SequenceRows", AllPrompt)
     assert audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options).noise > 1
 
 

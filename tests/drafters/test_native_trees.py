@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from random_models import random_llama
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.draft_length import Costs, TokenValue
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.evaluation.bench.models import random_llama
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.sampling.rng import RequestNoise

@@ -1,6 +1,6 @@
-"""What is asked of a bounded cache before there is a model: policy, budget, chunks, quantization, sparse prompts.
+"""Options of a bounded cache: policy, budget, chunks, quantization, sparse prompts.
 
-``EvictionPlan`` holds the options; given the shapes of a model's layers it says how many columns each head needs.
+``EvictionPlan`` holds the options. Given the shapes of a model's layers it computes how many columns each head needs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Capacity:
         limits: of each layer the columns that each head ever has at once, see ``SlotCache``; None: any number.
         packed: where quantized columns lie; None: none are quantized.
         budgets: of each layer the pairs of each head that stay at an eviction boundary; empty without a policy.
-        tail: tokens, the last ones of a prompt, that the policy may treat as such: what is evicted before them is the
-            same for all prompts that begin alike.
+        tail: last tokens of a prompt that the policy may treat specially; what is evicted before them is the same for
+            all prompts with the same beginning.
     """
 
     limits: Sequence[Sequence[int]] | None = None
@@ -47,12 +47,12 @@ class EvictionPlan:
     """Options of a cache that is kept within a budget, or quantized, or both.
 
     Attributes:
-        policy: says what is worth keeping; None: everything is.
+        policy: says which pairs stay; None: all.
         budget: pairs of a head that stay at an eviction boundary, on average over layers and heads; or bytes of a
-            whole request, with what comes between two boundaries. None without a policy.
+            whole request, including the tokens between two boundaries. None without a policy.
         chunk: most tokens of a prompt between two boundaries.
         packing: how pairs are quantized; None: they are not.
-        sparse: says which pairs rows of prompts look at; None: at all.
+        sparse: says which pairs rows of prompts attend to; None: all.
 
     Raises:
         InputError: the budget is neither, or the policy does not go with quantized keys, or these not with it.
@@ -98,7 +98,7 @@ class EvictionPlan:
 
     @property
     def observer(self) -> Policy | None:
-        """The policy, if rows of passes leave something behind for it."""
+        """The policy, if passes store observations for it."""
         return self.policy if self.policy is not None and self.policy.needs_queries else None
 
     def check_model(self, name: str, shapes: Sequence[LayerShape], *, has_encoder: bool) -> None:

@@ -1,8 +1,7 @@
-"""What the attention layers of a model project: queries, keys and values before norms and rotary embedding.
+"""Records the projections of a model's attention layers: queries, keys and values before norms and rotary embedding.
 
-Which modules do that is found by the names that transformers' models use, or by a small pass. Listening works on a
-model as transformers runs it and on one whose layers are packed, eagerly and in compiled graphs (see
-``model_executor.features``).
+The modules that project are found by the names that transformers' models use, or by a small pass. Listening works on a
+model as transformers runs it and on one whose layers are packed.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ def find_projections(model: Any) -> list[tuple[str, ...]]:
     """
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"{type(model).__name__} has an encoder; retaining heads are for models that go on with their prompt"
-        )
+        raise UnsupportedError(f"{type(model).__name__} has an encoder; retaining heads need a decoder-only model")
     layers = int(config.num_hidden_layers)
     found = _named(model) or _watched(model)
     widths = [tuple(out_features(model.get_submodule(name)) for name in names) for names in found]
@@ -126,7 +123,7 @@ class Raw:
 
     Args:
         model: a causal LM, as transformers has it or with packed layers.
-        then: told of every layer's projections when they are there; nothing is kept then.
+        then: called with each layer's projections; they are not kept in ``read`` then.
         names: what `find_projections` gave for it; None: they are looked for.
 
     Attributes:
@@ -143,7 +140,7 @@ class Raw:
         self.widths = tuple(sum(map(out_features, layer)) for layer in self._modules)
         self._then = then
         self.read: list[Tensor | None] = [None] * len(self.names)
-        # Of each layer what has come of the pass at work.
+        # What each layer has projected so far in the running pass.
         self._parts: list[list[Tensor | None]] = [[None] * len(layer) for layer in self.names]
         self._hooks: list[Any] = []
 
@@ -166,8 +163,8 @@ class Raw:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for layer, parts in enumerate(self._parts):
-            self.read[layer], self._parts[layer] = None, [None] * len(parts)
+        self.read = [None] * len(self.names)
+        self._parts = [[None] * len(layer) for layer in self.names]
 
     def _noting(self, layer: int, place: int) -> Callable[[nn.Module, Any, Tensor], None]:
         def note(module: nn.Module, inputs: Any, given: Tensor) -> None:
@@ -177,8 +174,7 @@ class Raw:
             if len(there) < len(parts):
                 return
             whole = there[0] if len(there) == 1 else torch.cat(there, 1)
-            for i in range(len(parts)):
-                parts[i] = None
+            self._parts[layer] = [None] * len(parts)
             if self._then is not None:
                 self._then(layer, whole)
             else:
