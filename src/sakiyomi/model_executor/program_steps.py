@@ -1,4 +1,4 @@
-"""The steps of a program: what becomes of each operator in a traced pass.
+"""Translates the operators of a traced pass into the steps of a program.
 
 Operators that the kernels have are theirs; all others are torch's, called by name (``torch_steps.py``).
 """
@@ -50,7 +50,7 @@ _ALIKE = (
 
 
 class _OfPositions:
-    """What follows from positions alone, which torch computes."""
+    """A value that follows from positions alone, which torch computes."""
 
 
 class _KeptRows:
