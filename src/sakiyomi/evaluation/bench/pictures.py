@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["DARK", "LIGHT", "MARKS", "THEMES", "Figures", "Lines", "Painter", "Panel", "Theme", "bars", "curves"]
-__all__ += ["drawable", "drawing", "grouped", "heat", "legend_once", "picture", "stack", "themed", "ticks"]
+__all__ += ["drawable", "drawing", "grouped", "having", "heat", "legend_once", "picture", "stack", "themed", "ticks"]
 
 DPI = 180
 MARKS = "os^DvPX"
@@ -225,19 +225,18 @@ def bars(
     Args:
         key: of the value.
         label: below the axis.
-        name: key of the name.
         colour: of the theme's; None: the first bar has the third one, the others the second.
-        of: chooses lines.
+        of: key of the names; lines that have none are left out.
         text: how a value is written.
     """
 
     def panel(axes: Any, row: Row, theme: Theme) -> None:
-        lines = row.lines if of is None else of(row.lines)
+        lines = having(row.lines, of)
         for at, line in enumerate(lines):
             value = line[key] or 0.0
             axes.barh(at, value, height=0.6, color=theme.colours[(2 if not at else 1) if colour is None else colour])
             axes.text(value, at, f" {value:{text}}", va="center", fontsize=9)
-        axes.set_yticks(range(len(lines)), [line[name].replace("+", "\n+ ") for line in lines], fontsize=8)
+        axes.set_yticks(range(len(lines)), [line[of].replace("+", "\n+ ") for line in lines], fontsize=8)
         axes.set(ylim=(len(lines) - 0.4, -0.6), xlabel=label)
         axes.margins(x=0.12)
         axes.grid(visible=False, axis="y")
@@ -287,6 +286,11 @@ def ticks(axes: Any, which: str, names: Iterable[str], *, shift: float = 0.0, **
     """Names along an axis in the place of numbers."""
     names = list(names)
     getattr(axes, f"set_{which}ticks")([at + shift for at in range(len(names))], names, **look)
+
+
+def having(lines: Lines, key: str, *, wanted: bool = True) -> list[Any]:
+    """Lines that have a figure, or those that have not: of a row whose lines are about two things."""
+    return [line for line in lines if (key in line) is wanted]
 
 
 def drawable(text: str) -> str:
