@@ -126,7 +126,7 @@ class TreeReader:
         tree for which memory runs out stays as it is.
         """
         began, inside, passes = time.perf_counter(), self.model.forward_seconds, self.passes
-        grown = self._grow_natively(states)
+        grown = self._native.grow(states, self.besides)
         self.passes += grown or 0
         active = [state for state in states if self._has_room(state)] if grown is None else []
         while active:
@@ -146,10 +146,6 @@ class TreeReader:
     def took(self, passes: int, besides: float) -> None:
         """So many passes took so many seconds outside the model."""
         self.besides = running_mean(self.besides, besides / passes)
-
-    def _grow_natively(self, states: Sequence[DraftTreeState]) -> int | None:
-        """See ``NativeTrees.grow``."""
-        return self._native.grow(states, self.besides)
 
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         """Logits (rows, V of the model) of a pass over these segments of the trees."""
