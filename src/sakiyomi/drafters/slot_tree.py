@@ -13,15 +13,12 @@ from heapq import heappop, heappush
 
 from torch import Tensor
 
-from sakiyomi.core.errors import InputError
-from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.tree import DraftKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.beside import Beside
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.head_model import over_vocabulary
-from sakiyomi.drafters.tree_reader import SHARPNESS, GrowingDrafter, TreeReader, begin_tree, is_drawn, kind_of
+from sakiyomi.drafters.tree_reader import SHARPNESS, GrowingDrafter, TreeReader, begin_tree, is_drawn
 from sakiyomi.drafters.trees import BestFirst
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
@@ -165,16 +162,6 @@ class Slots:
             for rule, sharpness in SHARPNESS.items()
         }
 
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``tree_reader.kind_of``.
-
-        Raises:
-            InputError: a tree was asked for that is deeper than there are slots.
-        """
-        if (levels := max(map(len, params.choices), default=0)) > self.count:
-            raise InputError(f"tree has {levels} levels, and this draft guesses {self.count} tokens")
-        return kind_of(params)
-
     def begin(
         self,
         context: Context,
@@ -216,11 +203,7 @@ class OnePassDrafter(GrowingDrafter):
     one_pass = True
 
     def __init__(self, runner: Beside, slots: Slots) -> None:
-        self._runner, self._slots = runner, slots
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``Slots.kind_for``."""
-        return self._slots.kind_for(params)
+        self._runner, self._slots, self.levels = runner, slots, slots.count
 
     @property
     def passes(self) -> int:
@@ -246,14 +229,11 @@ class ParallelReader(TreeReader):
     """
 
     one_pass = True
+    levels = MASKS
 
     def __init__(self, model: ModelRunner, vocab_size: int, mask: int) -> None:
         super().__init__(model, vocab_size)
         self._mask, self._slots = mask, Slots(MASKS)
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``Slots.kind_for``."""
-        return self._slots.kind_for(params)
 
     def begin(
         self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
