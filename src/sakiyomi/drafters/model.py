@@ -107,8 +107,7 @@ class ModelDrafter(TreeDrafter):
         if seat is not None:
             sampler = self._sampler(destination)
             self._sit(
-                destination,
-                Seat(seat.slot, seat.held, sampler, seat.sure, source=destination.source, began=seat.began),
+                destination, Seat(seat.slot, seat.held, sampler, seat.sure, source=destination.source, began=seat.began)
             )
             self.rewind(destination, length)
 

@@ -163,12 +163,7 @@ class Slots:
         }
 
     def begin(
-        self,
-        context: Context,
-        name: str,
-        sampler: Sampler,
-        gamma: int,
-        most: tuple[int, int, int] | None = None,
+        self, context: Context, name: str, sampler: Sampler, gamma: int, most: tuple[int, int, int] | None = None
     ) -> SlotTree:
         """A tree without a level.
 
