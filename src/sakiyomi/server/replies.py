@@ -286,7 +286,7 @@ class CompletionStyle(ChoiceStyle):
         }
 
     def _name(self, token: int) -> str:
-        """Text of a token, or its bytes if it is part of a character, as OpenAI has it: names are keys, and must differ."""
+        """Text of a token; its bytes if it is part of a character, as in OpenAI: names are keys, and must differ."""
         text, data = self._names(token)
         return "bytes:" + "".join(f"\\x{value:02x}" for value in data) if "\ufffd" in text else text
 
