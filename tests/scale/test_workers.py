@@ -25,8 +25,7 @@ from sakiyomi import InputError
 from sakiyomi.core.errors import LoadError
 from sakiyomi.evaluation.audit.audit import AuditConfig, audit
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
-from sakiyomi.evaluation.bench.spec.questions import chosen, own_questions
-from sakiyomi.evaluation.bench.spec.results import Results
+from sakiyomi.evaluation.bench.spec.results import Results, chosen, own_questions
 from sakiyomi.evaluation.bench.spec.run import run as run_spec
 from sakiyomi.scale import audits
 from sakiyomi.scale.cluster import Count, WorkersOption, check_room, check_version, connected
@@ -34,7 +33,7 @@ from sakiyomi.scale.questions import share
 from sakiyomi.scale.samples import _worker, train_distill_data
 from sakiyomi.scale.spread import spread
 from sakiyomi.scale.workers import WorkerPool
-from sakiyomi.train.config import DistillDataConfig
+from sakiyomi.train.commands import TrainDistillData
 from train_toys import story_file, tiny_target
 
 ray = pytest.importorskip("ray", reason="needs the extra scale")
@@ -167,7 +166,7 @@ def test_datasets_refuse_what_makes_no_sense(values: dict[str, Any], said: str) 
 def test_distillation_data_is_that_of_one_engine(nodes: Any, tmp_path: Path) -> None:
     """A worker is killed meanwhile; another model on a worker is refused."""
     story = story_file(tmp_path / "stories.jsonl")
-    config = DistillDataConfig.of(
+    config = TrainDistillData.of(
         out=str(tmp_path / "one.jsonl"), target=str(tiny_target(tmp_path)), data=(str(story),),
         samples=96, batch=4, tokens=24, device="cpu",
     )  # fmt: skip

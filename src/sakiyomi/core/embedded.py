@@ -9,22 +9,6 @@ from pathlib import Path
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = [
-    "BLOCK_DRAFTERS",
-    "DEFAULT",
-    "DRAFTS",
-    "EAGLE_HEADS",
-    "EMBEDDED",
-    "EMBEDDED_ROOT",
-    "FREE_DRAFT",
-    "HEADS",
-    "MEDUSA_HEADS",
-    "embedded",
-    "folder_of",
-    "in_package",
-    "is_embedded_name",
-]
-
 EMBEDDED = ("tales", "tales-draft", "retriever")
 """Names of models whose files are part of this version."""
 
@@ -92,7 +76,7 @@ def folder_of(name: str) -> Path:
 
 
 def in_package(folder: Path) -> bool:
-    """Whether a folder is part of the installed package, where nothing is written: it may be anybody's."""
+    """Whether a folder is part of the installed package, where nothing is written: other users may share it."""
     return EMBEDDED_ROOT in folder.resolve().parents
 
 

@@ -13,8 +13,6 @@ from sakiyomi.core.messages import one_line
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImagePrompt", "decode_image"]
-
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Those of OpenAI's API; of a GIF the first picture is taken."""
 

@@ -16,11 +16,6 @@ from sakiyomi.core.draft_specs import BLOCK_ARCHITECTURES, EAGLE_ARCHITECTURE, M
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = [
-    "PACKED_FILE", "STAGES", "TOKENIZER_REMEDY", "check_folder", "check_tokenizer", "gguf_file", "local_folder",
-    "looks_like_hub_id", "raw_config",
-]  # fmt: skip
-
 PACKED_FILE = "sakiyomi.json"
 """Of a folder that holds a packed copy of a model."""
 STAGES = "stages.json"

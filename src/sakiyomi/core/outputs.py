@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
-__all__ = ["FinishReason", "Generation", "PromptToken", "RoundTrace", "Stats", "Status", "Step", "TokenTrace"]
-
 FinishReason = Literal["stop", "length"]
 Status = Literal["accepted", "recovered", "bonus", "plain"]
 SHOWN = 60  # characters of a text that stand for it

@@ -12,8 +12,6 @@ import json
 import sys
 from typing import Any
 
-__all__ = ["CHARACTERS", "MEMORY", "SECONDS", "read_pdf"]
-
 SECONDS, MEMORY, CHARACTERS = 30, 1 << 30, 1 << 22
 """What a file may take: seconds of a processor, bytes of memory, characters of text."""
 

@@ -1,4 +1,4 @@
-"""Processes that work together: started by the first of them, or by torchrun; one that ends is one error."""
+"""Processes of one job, started by the first of them or by torchrun. If one ends, the others raise one error."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from sakiyomi.core.errors import SakiyomiError, WorkerError
-
-__all__ = ["ONE", "PATIENCE", "Peers", "launched", "part", "parting", "start"]
 
 PATIENCE = timedelta(days=2)
 """Longest wait for another process: one that ends is noticed at once, one that measures or reads takes its time."""
@@ -49,7 +47,7 @@ class Peers:
     said: Connection | None = None
 
     def greet(self, advice: str) -> None:
-        """Wait until the processes that this one has started say the same: they are about to connect.
+        """Wait until the processes that this one has started are about to connect, too.
 
         Raises:
             WorkerError: one has ended before; see ``ended``.
@@ -66,7 +64,7 @@ class Peers:
                 raise self.ended(advice, there or "")
 
     def ended(self, advice: str, heard: str = "") -> WorkerError:
-        """What there is to say when another process does not answer any more.
+        """The error to raise when another process does not answer any more.
 
         Args:
             advice: what to do.
@@ -99,9 +97,10 @@ ONE = Peers()
 
 
 def launched() -> Peers | None:
-    """What torchrun says in the environment, which then says it no more: other libraries would act on it, too.
+    """The peers that torchrun names in the environment.
 
-    Where somebody has connected the processes already, as Ray's TorchTrainer does, they stay so.
+    Its variables are removed: other libraries would act on them, too. Processes that are connected already, as Ray's
+    TorchTrainer does it, stay connected.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         return None
@@ -141,12 +140,12 @@ _partings: list[Callable[[], object]] = []
 
 
 def parting(say: Callable[[], object]) -> None:
-    """Have something said to other processes before this one ends by ``part``; said twice, it must do nothing."""
+    """Register a call that ``part`` makes, to tell other processes something; a second call must do nothing."""
     _partings.append(say)
 
 
 def part() -> None:
-    """Say it: the process is about to end without Python's own way of ending."""
+    """Make the calls of ``parting``: the process is about to end without Python's clean-up."""
     for say in _partings:
         say()
 

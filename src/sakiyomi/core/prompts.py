@@ -12,8 +12,6 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = ["STORIES", "judging_text", "read_prompts", "read_references", "read_text"]
-
 JUDGED = 512  # tokens on which a quantization is judged
 
 STORIES = (

@@ -2,7 +2,8 @@
 
 Threads that share every small piece of a pass wait for the slowest of them. Where another program has one of their
 processors, each of the hundred pieces of a pass may wait for that program's turn to end: on two busy processors two
-threads were a hundred times slower than one (docs/log.md). So it is measured, a few times a second, what a piece takes.
+threads were a hundred times slower than one (benchmarks/log/passes-cpu.md). So the time of a piece is
+measured a few times a second.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-__all__ = ["ThreadGovernor", "govern_threads"]
 
 CALLS = 8  # parallel pieces of a trial; each takes about ten microseconds
 LONG = 2e-3  # seconds of a trial from which on a thread must have waited for its processor

@@ -13,8 +13,6 @@ from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.request import Request, RetainedSlot
 
-__all__ = ["Conversation"]
-
 
 class Conversation:
     """Successive requests, each with its whole prompt, in one slot of the cache; see ``LLM.conversation``.

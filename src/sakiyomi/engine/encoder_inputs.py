@@ -9,23 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.encoder_defaults import default_processors
 from sakiyomi.engine.inputs import TokenizedPrompt, prompt_tokens, with_ids
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 from sakiyomi.model_executor.loading import Loaded
 from sakiyomi.model_executor.runner import ModelRunner, first_logits
 
-__all__ = ["Heard", "SourceInputProcessor", "hear", "token_source"]
-
 
 @dataclass(frozen=True, eq=False)
 class Heard:
-    """A sound as the encoder takes it, with what is known of it, see ``Audio``."""
+    """Features of a sound for the encoder, with its language and task, see ``Audio``."""
 
     features: Tensor
     language: str | None
@@ -33,7 +31,7 @@ class Heard:
 
 
 def hear(audio: Audio, extractor: Any, frames: int) -> Heard:
-    """Features of a sound; in any thread.
+    """Features of a sound; may be called in any thread.
 
     Args:
         audio: no longer than the encoder's window.
@@ -75,7 +73,8 @@ class SourceInputProcessor:
     """
 
     def __init__(self, loaded: Loaded, target: ModelRunner, max_context: int) -> None:
-        self._config, self._settings = loaded.model.config, copy.deepcopy(loaded.model.generation_config)
+        self._model, self._config = loaded.model, loaded.model.config
+        self._settings = copy.deepcopy(loaded.model.generation_config)
         self._family: Family = family_of(self._config)
         self._limit = self._family.source_positions(self._config)
         self._tokenizer, self._extractor = loaded.tokenizer, loaded.extractor
@@ -93,11 +92,33 @@ class SourceInputProcessor:
                 "least one new one; raise max_context"
             )
         last = min(len(tokens) + params.max_new_tokens, self._max_context)
-        ids = source.inputs.get("input_ids")
-        processors = default_processors(self._settings, len(tokens), last, ids, no_end=params.ignore_eos)
+        processors = self._processors(len(tokens), last, source.inputs.get("input_ids"), no_end=params.ignore_eos)
         params = with_ids(params, self._tokenizer)
         params = replace(params, logits_processors=(*processors, *params.logits_processors))
         return TokenizedPrompt(tokens, params, source)
+
+    def _processors(self, begin: int, last: int, source: Tensor | None, *, no_end: bool) -> list[LogitsProcessor]:
+        """Those that transformers' ``generate`` makes of the generation settings, without sampling and guidance.
+
+        Args:
+            begin: number of tokens that the decoder begins with.
+            last: most tokens of the decoder, those included.
+            source: (1, n) the encoder's tokens; None: it has none.
+            no_end: end tokens do not end the text, so that none is forced or suppressed.
+        """
+        settings = copy.deepcopy(self._settings)
+        settings.update(do_sample=False, guidance_scale=None, renormalize_logits=False, watermarking_config=None)
+        settings.max_length = last
+        end, unused = settings.eos_token_id, []
+        settings._eos_token_tensor = torch.tensor(end if isinstance(end, list) else [end]) if end is not None else None
+        if source is None:
+            unused += ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"]
+        if no_end:
+            unused += ["min_length", "min_new_tokens", "forced_eos_token_id"]
+        if end is None:
+            unused.append("exponential_decay_length_penalty")
+        settings.update(**dict.fromkeys(unused))
+        return [*self._model._get_logits_processor(settings, begin, source)]
 
     # ------------------------------------------------------------ sources
 

@@ -13,8 +13,6 @@ from sakiyomi.engine.inputs import TextInputProcessor, TokenizedPrompt, prompt_t
 from sakiyomi.model_executor.loading.model import Loaded
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["ImageInputProcessor"]
-
 
 class ImageInputProcessor(TextInputProcessor):
     """Prompts of models that read text and images.

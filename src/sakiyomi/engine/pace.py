@@ -1,7 +1,7 @@
-"""What rounds really bring, drafted and plain, so that nothing is drafted where plain decoding is faster.
+"""Measured speed of rounds with and without drafts, so that nothing is drafted where plain decoding is faster.
 
-Predictions weigh passes; a round of many requests spends much of its time outside of them. So rounds are timed as a
-whole, by how many requests they have, across requests: what the last request has shown, the next one starts from.
+Predictions cover passes only, and a round of many requests spends much of its time outside of them. So whole rounds are
+timed, by the number of their requests. The measurements are kept when requests end: the next request starts from them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections import deque
 from statistics import median
 
 from sakiyomi.drafters.draft_length import LOSS, Throughput
-
-__all__ = ["Pace"]
 
 SETTLED, FEWEST = 16, 6  # rounds of one request with drafts, after which they are compared; least of many requests
 LOOK_EVERY = 128  # rounds with drafts, after which one is plain, to be measured
@@ -23,7 +21,7 @@ CLOSE, DOUBTS = 0.9, 3  # a loss no larger than this may be one of few rounds: s
 
 
 class Pace:
-    """Of rounds with about as many requests.
+    """Measurements of rounds with about the same number of requests.
 
     Args:
         requests: how many. One alone has a policy of its own that decides when to rest: the next one's text may be

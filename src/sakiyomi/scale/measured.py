@@ -129,7 +129,7 @@ def measure(llm: LLM, plain: LLM, load: Load) -> Costs:
         )
     slots = llm.target.cache.max_slots
     batches = tuple(sorted({min(2**i, slots) for i in range(slots.bit_length() + 1)}))
-    llm.wait(batches=True)
+    llm.wait()
     found = {
         which: [_rounds(of, load, batch) for batch in batches] for which, of in (("drafted", llm), ("plain", plain))
     }

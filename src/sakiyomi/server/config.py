@@ -44,9 +44,8 @@ class ServerConfig:
             by default. Needs the extra events.
         kv_events_replay: address (tcp://*:5558) where routers can ask for earlier messages again.
         kv_events_topic: topic of these messages; llm-d expects kv@HOST:PORT@MODEL.
-        warm_up: which passes to record before listening: those for one request (one), those for full batches too (all),
-            or none. The rest are recorded when they are first needed; on a CPU one trace serves all. Kernels are
-            compiled at the first start on a machine.
+        warm_up: record a pass before listening (one), or when it is first needed (none). Kernels are compiled at the
+            first start on a machine.
         log_format: text, or json (one object per line).
         log_prompts: write prompts and replies to the log.
     """
@@ -86,8 +85,8 @@ class ServerConfig:
                 raise InputError(f"{name} is {seconds}; expected seconds above 0")
         if self.log_format not in ("text", "json"):
             raise InputError(f"log_format is {self.log_format!r}; it is text or json")
-        if self.warm_up not in ("one", "all", "none"):
-            raise InputError(f"warm_up is {self.warm_up!r}; it is one, all or none")
+        if self.warm_up not in ("one", "none"):
+            raise InputError(f"warm_up is {self.warm_up!r}; it is one or none")
         if not all(key and key == key.strip() and key.isascii() and key.isprintable() for key in self.keys):
             raise InputError(
                 "api_key cannot be sent in a header; expected printable ASCII characters without spaces around them, "

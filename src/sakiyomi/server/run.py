@@ -168,7 +168,7 @@ def _listen(config: ServerConfig) -> socket.socket:
 def warm_up(llm: LLM, config: ServerConfig) -> None:
     """Record the passes that ``config.warm_up`` names; takes a while."""
     if config.warm_up != "none":
-        llm.wait(batches=config.warm_up == "all")
+        llm.wait()
         llm.record()
 
 
