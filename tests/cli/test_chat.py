@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 
 from sakiyomi import LLM, InputError, LoadError, SamplingParams
 from sakiyomi.cli import app
-from sakiyomi.cli.commands import obey
-from sakiyomi.cli.lines import Lines
-from sakiyomi.cli.talk import Chat
+from sakiyomi.cli.chat import obey
+from sakiyomi.cli.talk import Chat, Lines
 from sakiyomi.engine.chat_template import Dialogue
 from toys import save_model, tiny_llama, tiny_tokenizer
 from warm import warm

@@ -1,6 +1,6 @@
-"""The contract of a cache of keys and values: the shape of a layer, the views of a slot, what others may ask of it.
+"""The interface of a cache of keys and values: the shape of a layer, views of a slot, and the operations for readers.
 
-``slots.py`` has the cache itself; whoever only reads it (policies, quantized storage, rotations) knows this file alone.
+``slots.py`` has the cache itself. Policies, quantized storage and rotations, which only read it, import only this file.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Alibi(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer keeps, and how far its rows see.
+    """Sizes of one attention layer's keys and values, and the positions that its rows attend to.
 
     Attributes:
         heads: of keys and values.
         key_dim, value_dim: sizes of a key and of a value.
         device: of the layer.
-        window: positions that a row sees, itself among them; 0: all before it.
-        chunk: a row sees its own chunk of so many positions alone; 0: there are no chunks.
+        window: positions that a row attends to, including its own; 0: all before it.
+        chunk: a row attends only to its own chunk of so many positions; 0: there are no chunks.
         sinks: (query heads,) float32, a score of each head that takes part in its softmax and belongs to no key; None:
             there are none.
         alibi: what is added to scores by the positions of keys; None: nothing is.
         tied: values are the keys themselves, and stored once.
-        source: the layer before this one whose keys and values its rows see, and which stores them; None: its own.
+        source: the earlier layer whose keys and values its rows attend to; None: its own.
     """
 
     heads: int
@@ -139,7 +139,7 @@ class Part(NamedTuple):
 
 
 class KVCache(Protocol):
-    """What policies, quantized storage and rotations ask of a cache."""
+    """The operations that policies, quantized storage and rotations use."""
 
     @property
     def shapes(self) -> Sequence[LayerShape]:
@@ -152,4 +152,4 @@ class KVCache(Protocol):
         """A slot's keys and values in one layer, grouped by heads that have dropped equally many pairs."""
 
     def renew(self) -> None:
-        """Have whoever keeps pointers to the storage renew them before the next pass."""
+        """Have pointers to the storage renewed before the next pass."""

@@ -77,7 +77,7 @@ def page(version: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """The page docs/models.md, without the end of its last line: model types by their result, the commonest first."""
     types: dict[str, list[str]] = {}
     for row in rows:
-        types.setdefault(described(row).replace("|", "/"), []).append(f"`{row['type']}`")
+        types.setdefault(described(row).replace("|", "/"), []).append(row["type"])
     cells = [f"| {text} | {', '.join(types[text])} |" for text in sorted(types, key=lambda text: -len(types[text]))]
     head = HEAD.format(transformers=version, counts=counted(rows))
     return "\n".join([head, "| result | model types |", "|---|---|", *cells])

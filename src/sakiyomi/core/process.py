@@ -9,10 +9,9 @@ import sys
 import threading
 
 TORCH_STATE = threading.RLock()
-"""Held while something changes torch's default dtype, or puts back what it found.
+"""Held while something changes torch's default dtype, as transformers does while it builds a model.
 
-transformers sets the dtype while it builds a model; dynamo, when it has compiled, sets the one that was there when it
-began. A model that is loaded while another thread compiles would get parameters of the wrong dtype.
+A model that another thread loads meanwhile would get parameters of the wrong dtype.
 """
 
 _SOFT = 1  # omp_pause_soft: what the program has set stays

@@ -1,7 +1,7 @@
-"""Trees of drafts whose tokens come in one pass: behind the text stand masks, each of which guesses a token.
+"""Trees of draft models that guess several tokens in one pass, at masks behind the text.
 
-PARD (arXiv 2504.18583): a draft model that was trained so reads the tokens that it lacks and some masks, and gives at
-the last token the first guess, at the first mask the second, and so on. Masks leave nothing in its cache.
+PARD (arXiv 2504.18583): a model trained for it reads the missing tokens and some masks. The last token gives the first
+guess, the first mask the second, and so on. Masks leave nothing in the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sakiyomi.sampling.sampler import Sampler
 __all__ = ["MOST", "ParallelReader"]
 
 MOST = 16
-"""Tokens of a pass at most: published drafts were trained for 8."""
+"""Most tokens of a pass; published drafts were trained for 8."""
 
 
 class ParallelReader(TreeReader):
@@ -34,7 +34,6 @@ class ParallelReader(TreeReader):
         mask: token that stands for one to be guessed.
     """
 
-    state: type[SlotTree] = SlotTree
     one_pass = True
 
     def __init__(self, model: ModelRunner, vocab_size: int, mask: int) -> None:
@@ -52,7 +51,7 @@ class ParallelReader(TreeReader):
         room = self.model.max_context - len(context.tokens)
         if room < 1:
             return None
-        tree = self._slots.begin(context, name, sampler, min(gamma, room), kind=self.state)
+        tree = self._slots.begin(context, name, sampler, min(gamma, room))
         tree.candidates.depth = min(tree.candidates.depth, room)
         tree.slot, tree.held = slot, held
         return tree

@@ -1,8 +1,8 @@
 """Trees of drafts that come in one pass: each level is a slot, whose candidates do not depend on the path to it.
 
-So it is with Medusa's heads, block drafters and draft models that guess several tokens at once. The best tree is then
-the one whose nodes have the largest products of their slots' chances, and a heap finds it (DDTree, arXiv 2604.12989,
-section 3): the best path, then its next sibling and its first child, and so on.
+Medusa's heads, block drafters and draft models that guess several tokens at once make such drafts. The best tree has
+the nodes with the largest products of their slots' chances. A heap finds it (DDTree, arXiv 2604.12989, section 3): the
+best path first, then its next sibling and its first child, and so on.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import DraftKind
 from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.beside import Beside
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
-from sakiyomi.drafters.tree_reader import SHARPNESS, begin_tree, is_drawn, kind_of
+from sakiyomi.drafters.tree_reader import SHARPNESS, GrowingDrafter, begin_tree, is_drawn, kind_of
 from sakiyomi.drafters.trees import BestFirst
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["SlotLogits", "SlotTree", "Slots"]
+__all__ = ["OnePassDrafter", "SlotLogits", "SlotTree", "Slots"]
 
 SlotLogits = Callable[[int, Sequence[int]], tuple[Tensor, Sequence[float] | None]]
 """From a slot and the candidates before it to logits, (places, V), and how likely guesses are to be accepted there."""
@@ -36,7 +37,7 @@ class SlotTree(DraftTreeState):
     """The tree of one request, a level for each slot.
 
     Attributes:
-        levels: what turns the scores of each slot into chances.
+        levels: turns the scores of each slot into chances.
         width: most candidates of a place, where nodes are picked; None: as many as the builder wants.
     """
 
@@ -49,7 +50,7 @@ class SlotTree(DraftTreeState):
     @property
     def columns(self) -> int:
         """See ``DraftTreeState.columns``: in the one pass stand masks for all levels but the first."""
-        return self.first + self.candidates.depth - 1
+        return self.first - self.lead + self.candidates.depth - 1
 
     def confidence_at(self, level: int) -> Confidence:
         """See ``DraftTreeState.confidence_at``."""
@@ -68,7 +69,7 @@ class SlotTree(DraftTreeState):
             self._read_levels(lambda level, places: (logits[level].expand(len(places), -1), None))
 
     def grow_by(self, slot: SlotLogits) -> None:
-        """Add all levels, where what a slot guesses depends on the candidates before it."""
+        """Add all levels, where the guesses of a slot depend on the candidates before it."""
         self._known = None
         self._read_levels(slot)
 
@@ -86,7 +87,7 @@ class SlotTree(DraftTreeState):
         super().read(place, logits, ranked)
 
     def chances(self, level: int, probs: Sequence[float | None], scores: Sequence[float]) -> list[float]:
-        """See ``DraftTreeState.chances``; the first candidate has the chance that the drafter claims, if it does."""
+        """See ``DraftTreeState.chances``; the first candidate has the chance that the drafter claims, if any."""
         found = super().chances(level, probs, scores)
         if self._trust is None:
             return found
@@ -148,7 +149,7 @@ class Slots:
 
     Args:
         count: tokens that are guessed in a pass.
-        ranks: acceptance of each slot's candidates by rank, before anything was seen.
+        ranks: initial acceptance of each slot's candidates by rank.
     """
 
     def __init__(self, count: int, ranks: Sequence[Sequence[float]] | None = None) -> None:
@@ -176,7 +177,6 @@ class Slots:
         sampler: Sampler,
         gamma: int,
         most: tuple[int, int, int] | None = None,
-        kind: type[SlotTree] = SlotTree,
     ) -> SlotTree:
         """A tree without a level.
 
@@ -185,8 +185,7 @@ class Slots:
             name: of the drafter.
             sampler: of the request.
             gamma: depth wanted.
-            most: its largest depth, nodes, and candidates of a place, where sizes are a matter of what pays.
-            kind: of tree.
+            most: largest depth, nodes, and candidates of a place, where costs decide the size.
         """
         worth, drawn = context.worth, is_drawn(context)
         depth, nodes, width = min(gamma, self.count), context.nodes, None
@@ -196,6 +195,34 @@ class Slots:
                 depth, nodes, width = min(depth, most[0]), min(nodes, most[1]), most[2]
         levels = self.confidence[context.rule]
         candidates, builder = begin_tree(context, depth, nodes, lambda: [level.ranks for level in levels[:depth]])
-        tree = kind(context, sampler, name, candidates, builder, levels[0], drawn, context.slot, 0)
+        tree = SlotTree(context, sampler, name, candidates, builder, levels[0], drawn, context.slot, 0)
         tree.levels, tree.width = levels, width
         return tree
+
+
+class OnePassDrafter(GrowingDrafter):
+    """Drafts with guesses that come in one pass for all requests.
+
+    Args:
+        runner: makes the passes, and counts them and their seconds.
+        slots: of the guesses.
+    """
+
+    one_pass = True
+
+    def __init__(self, runner: Beside, slots: Slots) -> None:
+        self._runner, self._slots = runner, slots
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``Slots.kind_for``."""
+        return self._slots.kind_for(params)
+
+    @property
+    def passes(self) -> int:
+        """See ``Drafter.passes``."""
+        return self._runner.passes
+
+    @property
+    def forward_seconds(self) -> float:
+        """See ``Drafter.forward_seconds``."""
+        return self._runner.seconds

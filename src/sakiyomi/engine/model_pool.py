@@ -22,7 +22,6 @@ from sakiyomi.kernels.build import builder
 from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder
 from sakiyomi.model_executor.positions import rope_limit
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.session import DRAFT_SIZES
 from sakiyomi.model_executor.stages import is_cut
 
 
@@ -102,7 +101,7 @@ class ModelPool:
         """Make a loaded model ready to run beside the target."""
         limit = rope_limit(loaded.model.config.get_text_config())  # beyond it a draft model proposes nothing
         wanted = None if self._max_context is None else min(self._max_context, limit)
-        packed = self._pack(loaded, quantize, first_sizes=DRAFT_SIZES, max_context=wanted)
+        packed = self._pack(loaded, quantize, max_context=wanted)
         self.models.append(packed)
         return packed
 
@@ -154,20 +153,19 @@ class ModelPool:
     def record(self) -> bool:
         """Save recordings of the models that can have one and have none. Returns whether all of them are recorded."""
         for packed, record in list(self._unrecorded):
-            packed.record(packed.first_sizes)
+            packed.record()
             if packed.weights.packed is not None and packed.recorded() and record(packed):
                 self._unrecorded.remove((packed, record))
         return not self._unrecorded
 
 
-def wait(engine: Engine, models: Sequence[ModelRunner], timeout: float | None = None, *, batches: bool = False) -> None:
+def wait(engine: Engine, models: Sequence[ModelRunner], timeout: float | None = None) -> None:
     """Wait for kernels that are compiled in the background, and record passes in advance.
 
     Args:
         engine: runs the models.
         models: whose passes are recorded.
         timeout: seconds at most; None: as long as it takes.
-        batches: also record the larger passes of many requests at once.
     """
     end = None if timeout is None else time.monotonic() + timeout
 
@@ -178,10 +176,8 @@ def wait(engine: Engine, models: Sequence[ModelRunner], timeout: float | None = 
         builder().join(left())
         engine.settle()
     for model in models:
-        for size in model.sizes if batches else model.first_sizes:
-            if left() == 0.0:
-                break
-            model.record((size,))
+        if left() != 0.0:
+            model.record()
 
 
 def answer(own: Engine, context: Context) -> tuple[list[int], float] | None:

@@ -1,8 +1,8 @@
 r"""Reads a text by the tokens of a model, with every spelling that JSON has for a string.
 
 A parser of llguidance knows one spelling of each character: ``é``, ``/``, ``\n``. A model may write ``\u00e9`` and
-``\/`` as well. So the parser is given what the model means: an escape in a JSON string reaches it as the one spelling
-it knows. Names, ``const``, ``enum``, ``pattern`` and lengths then hold for characters, as JSON Schema says.
+``\/`` as well. So the parser is given what the model means: each escape in a JSON string is replaced by the spelling
+that it knows. Names, ``const``, ``enum``, ``pattern`` and lengths then hold for characters, as JSON Schema says.
 
 Two parsers follow the text. The first has the grammar. The second has its outline, in which every value is any JSON
 value in any spelling, and reads the text as it is written: it says where in the text a JSON string is.
@@ -119,7 +119,7 @@ class Matcher:
         return found or (self._outline.get_error() if self._outline.is_error() else "")
 
     def deep_copy(self) -> Matcher:
-        """The same place, to go on from by itself."""
+        """A copy, which continues independently."""
         other = object.__new__(Matcher)
         other._vocabulary, other._begun, other._steps = self._vocabulary, self._begun, list(self._steps)
         other._parser, other._outline = self._parser.deep_copy(), self._outline.deep_copy()
@@ -135,7 +135,7 @@ class Matcher:
     def validate_tokens(self, tokens: Sequence[int]) -> int:
         """How many of these tokens the grammar allows here."""
         count = self.try_consume_tokens(tokens)
-        # A parser takes no end behind a text that cannot go on.
+        # A parser accepts no end token after a text that cannot be continued.
         ended = tokens[count : count + 1] and tokens[count] in self._vocabulary.ends and self._parser.is_accepting()
         self.rollback(count)
         return count + bool(ended)
@@ -201,7 +201,7 @@ class Matcher:
         return bool(parser.validate_tokens(self._vocabulary.spelled(text)) == len(text))
 
     def _fits(self, text: bytes, begun: bytes, known: dict[tuple[bytes, bytes], bool]) -> bool:
-        """Whether the text may go on by what is meant, and a begun escape may then become a character."""
+        """Whether the text may continue with what is meant, and a begun escape may become an allowed character."""
         if not begun:
             return self._reads(self._parser, text)
         if (found := known.get((text, begun))) is None:

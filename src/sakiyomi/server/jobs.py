@@ -1,6 +1,6 @@
-"""One sample of one prompt on its way through the server: what was asked, its state, and what a round gave to it.
+"""A job: one sample of one prompt, with its request, its state and the steps that it gets.
 
-Knows neither the thread that runs rounds (``worker.py``) nor the figures that are kept of it (``metrics.py``).
+The thread that runs jobs is in ``worker.py``, their figures in ``metrics.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from sakiyomi.core.outputs import RoundTrace, Stats, Step
@@ -23,30 +23,21 @@ if TYPE_CHECKING:
     from sakiyomi.engine.encoder_inputs import Heard
     from sakiyomi.server.tools import Schemas, ToolFormat
 
-__all__ = ["Call", "Echo", "Event", "Job", "JobState", "Reply"]
+__all__ = ["Call", "Echo", "Event", "Job", "Reply"]
 
 
-class JobState(Enum):
-    """Where a sample is. It waits for a slot of the cache, runs in it, and has left it."""
-
-    WAITING = auto()
-    RUNNING = auto()
-    LEFT = auto()
-
-
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """What is in the text of a reply besides text.
 
     Attributes:
         tools: how calls are written; None: there are none.
         schemas: of the arguments of the tools that may be called, by name.
         reasoning: whether the text begins inside thoughts; None: thoughts are not told apart.
-        begun: the prompt ends inside the reply, and the text goes on with it.
+        begun: the prompt ends inside the reply, which the text continues.
     """
 
     tools: ToolFormat | None = None
-    schemas: Schemas = field(default_factory=dict)
+    schemas: Schemas = MappingProxyType({})
     reasoning: bool | None = None
     begun: bool = False
 
@@ -69,7 +60,7 @@ class Job:
 
     Attributes:
         prompt: its tokens.
-        params: how to go on.
+        params: of sampling.
         key: of its randomness, as in ``LLM.generate``: (prompt,) or (prompt, sample).
         drafted: whether to speculate.
         asks: the drafters that are asked, by name; None: all that are there.
@@ -89,7 +80,7 @@ class Job:
         unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
         states: takes sums of the prompt's hidden states, see ``Request``; None: they are not wanted.
         source: images in the prompt, as the model reads them; None: there are none.
-        heard: a sound in the place of a prompt, whose tokens are known when it is submitted; None: there is none.
+        heard: a sound in place of a prompt; its tokens are known once it is submitted. None: no sound.
         given: tokens that its text begins with, as another server has written them.
     """
 
@@ -109,7 +100,7 @@ class Job:
     client: str = ""
     over: bool = False
     reason: str = ""
-    reply: Reply = Reply()
+    reply: Reply = field(default_factory=Reply)
     echo: Echo | None = None
     unwritten: bool = False
     states: list[Tensor] | None = None
@@ -117,18 +108,21 @@ class Job:
     heard: Heard | None = None
     given: Sequence[int] = ()
 
+    # Both follow from the engine's request alone, so that no count of them can drift.
     @property
-    def state(self) -> JobState:
-        """Follows from the engine's request alone, so that no count of states can drift."""
-        request = self.request
-        if self.over or (request is not None and request.over):
-            return JobState.LEFT
-        return JobState.RUNNING if request is not None and request.slot is not None else JobState.WAITING
+    def runs(self) -> bool:
+        """Whether it has a slot of the cache."""
+        return self.request is not None and not self.request.over and not self.over and self.request.slot is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a slot."""
+        return not self.over and (self.request is None or not (self.request.over or self.runs))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a round gave to one sample.
+    """The step of one job in one round.
 
     Attributes:
         job: the sample.

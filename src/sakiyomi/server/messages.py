@@ -11,7 +11,7 @@ from pydantic import Field, Tag
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.fields import BY_TYPE, Count, ListOrText, Strict, Text
 from sakiyomi.server.replies import Piece, Style
-from sakiyomi.server.schema import ChatRequest, Speculation, ToolName, read_as
+from sakiyomi.server.schema import ChatRequest, Speculation, ToolName, function, joined, read_as
 from sakiyomi.server.stream import event
 
 __all__ = ["CountRequest", "MessagesRequest", "MessagesStyle"]
@@ -135,7 +135,7 @@ class CountRequest(Cached):
         """
         messages: list[dict[str, Any]] = []
         if self.system is not None:
-            messages.append({"role": "system", "content": _text(self.system)})
+            messages.append({"role": "system", "content": joined(self.system)})
         for number, turn in enumerate(self.messages):
             messages += _messages(turn, f"messages[{number}].content")
         if self.messages[-1].role == "assistant":
@@ -147,14 +147,10 @@ class CountRequest(Cached):
             values["chat_template_kwargs"] = {"enable_thinking": False}
         if self.tools:
             values["tools"] = [
-                {
-                    "type": "function",
-                    "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
-                }
-                for tool in self.tools
+                function(tool.name, description=tool.description, parameters=tool.input_schema) for tool in self.tools
             ]
         if (choice := self.tool_choice) is not None:
-            named = {"type": "function", "function": {"name": choice.name or ""}}
+            named = function(choice.name or "")
             values["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
             values["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         return read_as(ChatRequest, values, NAMES | _names_of_tools(self.tools or ()))
@@ -215,13 +211,13 @@ def _messages(turn: Turn, place: str) -> list[dict[str, Any]]:
         {
             "role": "tool",
             "tool_call_id": block.tool_use_id,
-            "content": ("error: " if block.is_error else "") + _text(block.content),
+            "content": ("error: " if block.is_error else "") + joined(block.content),
         }
         for block in turn.content
         if isinstance(block, ToolResult)
     ]
     calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json.dumps(block.input)}}
+        {"id": block.id, **function(block.name, arguments=json.dumps(block.input))}
         for block in turn.content
         if isinstance(block, ToolUse)
     ]
@@ -239,10 +235,6 @@ def _names_of_tools(tools: Sequence[Tool]) -> dict[str, str]:
     return {
         f"tools[{i}].{old}": f"tools[{i}].{new}".rstrip(".") for i, _ in enumerate(tools) for old, new in names.items()
     }
-
-
-def _text(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
 class MessagesStyle(Style):
@@ -286,7 +278,7 @@ class MessagesStyle(Style):
             self._open = "tool_use"
             yield from self._close()
 
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
         """Why it ended, and the figures."""
         yield from self._close()
         yield _event("message_delta", delta=_end(self._last), usage=_usage(figures))

@@ -5,8 +5,6 @@ A ``Sample`` reads the steps of one choice; a ``Style`` puts what it read into t
 
 from __future__ import annotations
 
-import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +16,12 @@ from torch import Tensor
 from sakiyomi.core.outputs import PromptToken, Stats, Step, TokenTrace
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tokens import TokenNames
-from sakiyomi.server.channels import ChannelReader
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Event, Job
-from sakiyomi.server.reasoning import ReasoningReader
-from sakiyomi.server.relay import Names
+from sakiyomi.server.relay import Names, Relay
+from sakiyomi.server.schema import Ask, StreamOptions
 from sakiyomi.server.stream import DONE, event
+from sakiyomi.server.thoughts import ChannelReader, ReasoningReader
 from sakiyomi.server.tools import ToolReader, shown
 
 __all__ = ["ChatStyle", "CompletionStyle", "Piece", "Sample", "Style", "usage"]
@@ -76,56 +74,55 @@ class Sample:
         ids: gives ids of calls.
     """
 
-    def __init__(self, job: Job, names: TokenNames, tokenizer: Any, ids: Names = secrets.token_hex) -> None:
+    def __init__(self, job: Job, names: TokenNames, tokenizer: Any, ids: Names) -> None:
         self._job, self._names = job, names
         self._begun = False
         told = job.traced or job.params.logprobs is not None
         self._texts = TextStream(tokenizer, job.params.stop, before=job.prompt) if told else None
-        reply = job.reply
-        self._reasoning = ReasoningReader(opened=reply.reasoning) if reply.reasoning is not None else None
-        self._channels: ChannelReader | None = None
-        self._tools: ToolReader | None = None
-        if reply.tools is not None and reply.tools.channels:
-            self._channels = ChannelReader(ids, reply.schemas, begun=reply.begun)
-        elif reply.tools is not None:
-            self._tools = ToolReader(reply.tools, ids, reply.schemas, begun=reply.begun)
+        form, schemas, reasoning, begun = job.reply
+        self._channels = self._tools = self._reasoning = None
+        if form is not None and form.channels:
+            self._channels = ChannelReader(ids, schemas, begun=begun)
+        elif form is not None:
+            self._tools = ToolReader(form, ids, schemas, begun=begun)
+        if reasoning is not None and self._channels is None:
+            self._reasoning = ReasoningReader(opened=reasoning)
+        self._thoughts_apart, self._called = reasoning is not None, False
         # Marks of calls that are special tokens are in no usual text.
-        marks = shown(reply.tools.marks, tokenizer) if reply.tools is not None else None
+        marks = shown(form.marks, tokenizer) if form is not None else None
         self._marked = TextStream(tokenizer, job.params.stop, marks, job.prompt) if marks else None
 
     def read(self, event: Event) -> Piece:
         """One step."""
-        step = event.step
+        step, request = event.step, self._job.request
         piece = Piece(self._job.index, step.text, list(step.trace), step.finish_reason)
         if not self._begun:
             self._begun = True
             if self._job.echo is not None:
                 piece.echo, piece.places = self._job.echo.text, list(self._job.echo.places)
-            piece.prompt = [] if self._job.request is None else self._job.request.prompt_logprobs
-        if step.finish_reason is not None and self._job.request is not None:
-            piece.stop = self._job.request.text.matched
+            piece.prompt = [] if request is None else request.prompt_logprobs
+        over = step.finish_reason is not None
+        if over and request is not None:
+            piece.stop = request.text.matched
         if self._job.unwritten:
             piece.text, piece.tokens, piece.finish_reason = "", [], "length"
             if self._job.states:
                 piece.mean = torch.stack(self._job.states).sum(0) / len(self._job.prompt)
             return piece
-        text, over = step.text, step.finish_reason is not None
         if (marked := self._marked) is not None:
-            text = "" if marked.stopped else marked.push(step.token_ids)[0]
-            text += marked.finish() if over else ""
+            piece.text = "" if marked.stopped else marked.push(step.token_ids)[0]
+            piece.text += marked.finish() if over else ""
         if self._channels is not None:
-            piece.thoughts, piece.text, piece.calls = self._channels.push(text, over)
-            if self._reasoning is None:  # which is how thoughts were asked for in the text
+            piece.thoughts, piece.text, piece.calls = self._channels.push(piece.text, over)
+            if not self._thoughts_apart:
                 piece.thoughts, piece.text = "", piece.thoughts + piece.text
-            if step.finish_reason == "stop" and self._channels.calls:
-                piece.finish_reason = "tool_calls"
-        elif self._reasoning is not None:
-            piece.thoughts, text = self._reasoning.push(text, over)
-            piece.text = text
+        if self._reasoning is not None:
+            piece.thoughts, piece.text = self._reasoning.push(piece.text, over)
         if self._tools is not None:
-            piece.text, piece.calls = self._tools.push(text, over)
-            if step.finish_reason == "stop" and self._tools.calls:
-                piece.finish_reason = "tool_calls"
+            piece.text, piece.calls = self._tools.push(piece.text, over)
+        self._called = self._called or bool(piece.calls)
+        if step.finish_reason == "stop" and self._called:
+            piece.finish_reason = "tool_calls"
         if self._texts is not None:
             read = self._tokens(step, self._texts)
             before = 0 if self._job.echo is None else len(self._job.echo.text)
@@ -164,30 +161,20 @@ class Style(ABC):
     Args:
         model: as clients call it.
         names: texts of tokens.
-        logprobs, prompt_logprobs, traced: what a choice has besides text.
-        usage: that chunks have a field for it.
-        ids: gives its ids.
-        created: when it was asked for; None: now.
+        body: what was asked for.
+        relay: gives ids and the time.
+
+    Attributes:
+        figures: which events have figures.
     """
 
     prefix = ""
 
-    def __init__(
-        self,
-        model: str,
-        names: TokenNames,
-        *,
-        logprobs: bool,
-        prompt_logprobs: bool = False,
-        traced: bool = False,
-        usage: bool = False,
-        ids: Names = secrets.token_hex,
-        created: int | None = None,
-    ) -> None:
-        self._names, self._logprobs, self._traced, self._usage = names, logprobs, traced, usage
-        self._prompt_logprobs = prompt_logprobs
-        self._ids = ids
-        self._head = {"id": self.prefix + ids(12), "created": created or int(time.time()), "model": model}
+    def __init__(self, model: str, names: TokenNames, body: Ask, relay: Relay) -> None:
+        self._names, self._wanted = names, body
+        self.figures = body.stream_options or StreamOptions()
+        self._ids = relay.names("reply")
+        self._head = {"id": self.prefix + self._ids(12), "created": relay.created, "model": model}
 
     @abstractmethod
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any] | str:
@@ -198,8 +185,8 @@ class Style(ABC):
         """The events of a step, the first one of its choice or a later one; with figures so far if they are wanted."""
 
     @abstractmethod
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
-        """The last events of a stream; ``told``: the figures are wanted."""
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
+        """The last events of a stream."""
 
     def failure(self, error: ApiError) -> bytes:
         """What ends a stream that has begun."""
@@ -214,7 +201,7 @@ class ChoiceStyle(Style):
     def chunk(self, piece: Piece, first: bool, figures: dict[str, Any] | None = None) -> dict[str, Any]:
         """An event of a stream; the first one of a choice says who speaks."""
         choice = self._choice(piece) | self._delta(piece, first)
-        usage = {"usage": figures} if self._usage else {}
+        usage = {"usage": figures} if self.figures != StreamOptions() else {}
         return {**self._head, "object": self.chunk_name, "choices": [choice]} | usage
 
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
@@ -226,19 +213,19 @@ class ChoiceStyle(Style):
         """The events of a step; ``figures`` so far, if they are wanted in every event."""
         yield event(self.chunk(piece, first, figures))
 
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
-        """The last events of a stream; ``told``: one has the figures alone."""
-        if told:
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
+        """The last events of a stream; one has the figures alone, where they are wanted."""
+        if self.figures.include_usage:
             yield event({**self._head, "object": self.chunk_name, "choices": [], "usage": figures})
         yield DONE
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         found: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
-        if self._logprobs:
+        if self._wanted.alternatives is not None:
             found["logprobs"] = self._chances(piece)
-        if self._traced:
+        if self._wanted.trace:
             found["trace"] = piece.trace
-        if self._prompt_logprobs and piece.prompt:
+        if self._wanted.prompt_logprobs is not None and piece.prompt:
             found["prompt_logprobs"] = list(map(self._prompt_token, piece.prompt))
         return found
 
@@ -311,7 +298,7 @@ class ChatStyle(ChoiceStyle):
         """The reply at once; the prompt, which its choices share, is beside them, as in vLLM."""
         found = super().whole(pieces, figures)
         scored = [choice.pop("prompt_logprobs", None) for choice in found["choices"]]
-        return found | ({"prompt_logprobs": scored[0]} if self._prompt_logprobs else {})
+        return found | ({"prompt_logprobs": scored[0]} if self._wanted.prompt_logprobs is not None else {})
 
     def _delta(self, piece: Piece, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, Tag
 
 from sakiyomi.server.errors import ApiError, bad_request
-from sakiyomi.server.fields import BY_KIND, Count, ListOrText, Strict, Text, by_type
+from sakiyomi.server.fields import Count, ListOrText, Strict, Text, ToolChoice, by_type
 from sakiyomi.server.replies import Piece, Style
-from sakiyomi.server.schema import Arguments, ChatRequest, Common, ToolName, read_as
+from sakiyomi.server.schema import Arguments, ChatRequest, Common, ToolName, function, joined, read_as
 from sakiyomi.server.stream import event
 
 __all__ = ["ResponsesRequest", "ResponsesStyle"]
@@ -119,14 +119,7 @@ class ResponsesRequest(Common):
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("<string>")]
-            | Annotated[ResponseChoice, Tag("<object>")],
-            BY_KIND,
-        ]
-        | None
-    ) = None
+    tool_choice: ToolChoice[ResponseChoice] | None = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
@@ -154,14 +147,9 @@ class ResponsesRequest(Common):
             **self.model_dump(include={*Common.model_fields}),
         }
         if self.tools:
-            values["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-                for tool in self.tools
-            ]
-        choice = self.tool_choice
-        if choice is not None:
-            named = isinstance(choice, ResponseChoice)
-            values["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
+            values["tools"] = [function(**tool.model_dump(exclude={"type"}, exclude_none=True)) for tool in self.tools]
+        if (choice := self.tool_choice) is not None:
+            values["tool_choice"] = choice if isinstance(choice, str) else function(choice.name)
         if self.text is not None and (wanted := self.text.format) is not None:
             values["response_format"] = {"type": wanted.type}
             if (wanted.schema_ is None) == (wanted.type == "json_schema"):
@@ -182,19 +170,14 @@ class ResponsesRequest(Common):
 def _add(messages: list[dict[str, Any]], item: InputMessage | FunctionCall | FunctionOutput) -> None:
     """Put an item behind the messages; calls stand in the message of the assistant that made them."""
     if isinstance(item, FunctionOutput):
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
     elif isinstance(item, InputMessage):
-        messages.append({"role": item.role, "content": _text(item.content)})
+        messages.append({"role": item.role, "content": joined(item.content)})
     else:
-        function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
+        call = {"id": item.call_id, **function(item.name, arguments=item.arguments)}
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         messages[-1].setdefault("tool_calls", []).append(call)
-
-
-def _text(content: str | list[InputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ResponsesStyle(Style):
@@ -245,7 +228,7 @@ class ResponsesStyle(Style):
             )
             yield self._event("response.output_item.done", output_index=at, item=item)
 
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
         """The text as a whole, and the response."""
         text, calls = self._so_far.text, list(map(_call, self._so_far.calls))
         output = calls
@@ -282,34 +265,29 @@ class ResponsesStyle(Style):
     def _response(
         self, piece: Piece | None, output: list[dict[str, Any]], figures: dict[str, Any] | None
     ) -> dict[str, Any]:
-        asked = self._asked
-        tools = [tool.model_dump() for tool in asked.tools or ()]
-        choice = asked.tool_choice.model_dump() if isinstance(asked.tool_choice, ResponseChoice) else asked.tool_choice
+        asked, status = self._asked, _status(piece)
+        own = {"temperature", "top_p", "user", "instructions", "max_output_tokens", "parallel_tool_calls"}
+        given = asked.model_dump(include=own | {"tools", "tool_choice", "metadata"})
         return {
             "id": self._head["id"],
             "object": "response",
             "created_at": self._head["created"],
             "completed_at": None if piece is None else int(time.time()),
-            "status": _status(piece),
+            "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if _status(piece) == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._head["model"],
             "output": output,
-            "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "temperature": asked.temperature,
             "text": {"format": {"type": "text"}} if asked.text is None else asked.text.model_dump(by_alias=True),
-            "tool_choice": choice or "auto",
-            "tools": tools,
-            "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": None if figures is None else _usage(figures),
-            "user": asked.user,
+            **given,
+            "metadata": asked.metadata or {},
+            "tools": given["tools"] or [],
+            "tool_choice": given["tool_choice"] or "auto",
         }
 
 

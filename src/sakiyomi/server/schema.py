@@ -33,6 +33,7 @@ from sakiyomi.server.fields import (
     Strict,
     Text,
     TokenId,
+    ToolChoice,
     whole_items,
 )
 
@@ -55,6 +56,8 @@ __all__ = [
     "TokenizeRequest",
     "ToolCall",
     "ToolName",
+    "function",
+    "joined",
     "read_as",
 ]
 
@@ -105,6 +108,12 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
+T = TypeVar("T")
+AutoOr = Annotated[
+    Annotated[T, Tag("<number>")] | Annotated[Literal["auto", "heuristic", "heuristic-kept"], Tag("<string>")], BY_KIND
+]
+
+
 class Speculation(Strict):
     """How this request speculates; its text does not depend on it.
 
@@ -112,17 +121,9 @@ class Speculation(Strict):
     """
 
     drafter: str = "auto"
-    gamma: Annotated[
-        Annotated[int, Field(ge=1, le=256), WHOLE, Tag("<number>")]
-        | Annotated[Literal["auto", "heuristic", "heuristic-kept"], Tag("<string>")],
-        BY_KIND,
-    ] = "auto"
+    gamma: AutoOr[Annotated[int, Field(ge=1, le=256), WHOLE]] = "auto"
     tree: Literal["auto", "chain", "best-first", "ddtree", "dynamic", "static"] = "auto"
-    nodes: Annotated[
-        Annotated[int, Field(ge=1, le=1024), WHOLE, Tag("<number>")]
-        | Annotated[Literal["auto", "heuristic", "heuristic-kept"], Tag("<string>")],
-        BY_KIND,
-    ] = "auto"
+    nodes: AutoOr[Annotated[int, Field(ge=1, le=1024), WHOLE]] = "auto"
 
 
 class JsonSchema(Strict):
@@ -198,12 +199,27 @@ class Ask(Common):
 
     _names: dict[str, str] = PrivateAttr(default_factory=dict)
 
+    @property
+    def alternatives(self) -> int | None:
+        """How many other tokens are wanted beside each, with their log probabilities; None: no log probabilities."""
+        raise NotImplementedError
+
     def named(self, error: ApiError) -> ApiError:
         """The same error by the names that the client's interface has for the fields of this one."""
         return error.renamed(self._names)
 
 
 Body = TypeVar("Body", bound=BaseModel)
+
+
+def function(name: str, **more: Any) -> dict[str, Any]:
+    """A function as chat completions write it: a tool, a choice of one, or, beside an id, a call."""
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def joined(content: str | list[Any]) -> str:
+    """A text, or the texts of its parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def read_as(kind: type[Body], values: dict[str, Any], names: dict[str, str] | None = None) -> Body:
@@ -237,6 +253,11 @@ class CompletionRequest(Ask):
     echo: bool = Field(False, description="The prompt, too, with its log probabilities if they are asked for.")
     add_special_tokens: Literal[True] = True
     best_of: Literal[1] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """See ``Ask``."""
+        return self.logprobs
 
 
 class EmbeddingsRequest(Strict):
@@ -311,7 +332,7 @@ class Ending(Strict):
         True, description="False: the prompt ends with the last message; by default so with continue_final_message."
     )
     continue_final_message: bool = Field(
-        False, description="The last message is a reply that has begun, and what is written goes on with it."
+        False, description="The last message is the beginning of a reply, which the new text continues."
     )
 
 
@@ -372,13 +393,7 @@ class ChatRequest(Ask, Ending):
     echo: Literal[False] = False
     add_special_tokens: Literal[False] = False
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedChoice, Tag("<object>")],
-            BY_KIND,
-        ]
-        | None
-    ) = None
+    tool_choice: ToolChoice[NamedChoice] | None = None
     parallel_tool_calls: bool = True
     reasoning_format: Literal["auto", "none", "deepseek"] = Field(
         "auto", description="none: thoughts stay in the text; otherwise they are reasoning_content."
@@ -386,3 +401,8 @@ class ChatRequest(Ask, Ending):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="As in vLLM: further arguments of the chat template, for instance enable_thinking."
     )
+
+    @property
+    def alternatives(self) -> int | None:
+        """See ``Ask``."""
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -9,6 +9,7 @@ import io
 import re
 import wave
 from collections.abc import Callable, Iterator, Sequence
+from email.message import Message
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,7 +19,6 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.engine.encoder_inputs import Heard, hear
 from sakiyomi.server.bodies import BodyReader
 from sakiyomi.server.errors import ApiError, bad_request
-from sakiyomi.server.forms import read_form
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.replies import Piece, Style
 from sakiyomi.server.schema import CompletionRequest, read_as
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
 __all__ = [
-    "Transcription", "TranscriptionForm", "TranscriptionStyle", "heard", "read_transcription", "sound_jobs", "spoken",
+    "Transcription", "TranscriptionForm", "TranscriptionStyle", "heard", "read_form",
+    "read_transcription", "sound_jobs", "spoken",
 ]  # fmt: skip
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+MOST_PARTS = 64  # of a form
+FORM = "send a form: curl -F file=@speech.wav -F model=whisper URL"
 RATE = 48000 * 2  # samples a second of a sound, all channels together, beyond which it counts as longer
 
 
@@ -67,6 +70,37 @@ class Transcription:
         form = self.form
         values = {"model": form.model, "prompt": "", "temperature": form.temperature, "seed": form.seed}
         return CompletionRequest.model_validate(values | {"stream": form.stream, "max_tokens": None})
+
+
+def read_form(body: bytes, content_type: str) -> dict[str, list[bytes]]:
+    """The values of each name, in their order.
+
+    Raises:
+        ApiError: it is no such body, or a broken one.
+    """
+    header = Message()
+    header["content-type"] = content_type
+    boundary = header.get_param("boundary")
+    if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str) or not boundary.isascii():
+        raise bad_request(f"the body is {content_type[:60]!r}; expected multipart/form-data with a boundary; {FORM}")
+    first, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode())
+    if first or not parts or not parts[-1].startswith(b"--"):
+        raise bad_request(f"the form does not begin or end with its boundary; {FORM}")
+    if len(parts) > MOST_PARTS:
+        raise bad_request(f"the form has {len(parts)} parts; {MOST_PARTS} are taken")
+    found: dict[str, list[bytes]] = {}
+    for part in parts[:-1]:
+        head, divider, value = part.partition(b"\r\n\r\n")
+        about = Message()
+        for line in head.decode("utf-8", "replace").split("\r\n"):
+            key, _, text = line.partition(":")
+            if key.strip().lower() == "content-disposition":
+                about["content-disposition"] = text.strip()
+        name = about.get_param("name", header="content-disposition")
+        if not divider or not isinstance(name, str):
+            raise bad_request(f"a part of the form has no name; {FORM}")
+        found.setdefault(name, []).append(value)
+    return found
 
 
 def read_transcription(body: bytes, content_type: str, task: str) -> Transcription:
@@ -139,7 +173,7 @@ def sound_jobs(bodies: BodyReader, limit: int, parts: Sequence[Heard], body: Com
     """
     bodies.check_model(body.model)
     return [
-        Job([], bodies.params(body, [], limit, None, None), (i,), bodies.drafter is not None, index=i, heard=part)
+        Job([], bodies.params(body, [], limit, None), (i,), bodies.drafter is not None, index=i, heard=part)
         for i, part in enumerate(parts)
     ]
 
@@ -220,7 +254,7 @@ class TranscriptionStyle(Style):
                 return
             self._sent += 1
 
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
         """The whole text."""
         text = "".join(self._texts).strip()
         yield event({"type": "transcript.text.done", "text": text, "usage": self._used()})

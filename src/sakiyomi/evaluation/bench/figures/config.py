@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig
-from sakiyomi.evaluation.bench.figures.articles import article
 
-__all__ = ["PICTURES", "ReportConfig"]
+__all__ = ["COMMON", "ReportConfig", "article", "words"]
 
 PICTURES = ("png", "svg")
+
+
+@cache
+def words() -> dict[str, dict[str, Any]]:
+    """Titles and texts of articles and sections, see ``figures.toml``; ``docs/articles/`` has a page each article."""
+    return tomllib.loads(Path(__file__).with_name("figures.toml").read_text(encoding="utf-8"))
+
+
+def article(name: str) -> dict[str, Any]:
+    """Title and sections of an article, the sections in the order of its figures.
+
+    Raises:
+        InputError: there is none of this name.
+    """
+    known = words()["article"]
+    if name not in known:
+        raise InputError(f"there is no article {name!r}; articles are {', '.join(known)}")
+    return dict(known[name])
 
 
 @dataclass(frozen=True)
@@ -36,8 +56,7 @@ class ReportConfig:
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         heads: Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
         sizes: for sections sizes and medusa, further targets (again for each) beside the target as it is: checkpoints
-            of one family (folder or hub id; heads in FOLDER/medusa), or numbers of parameters (134M) to which target
-            and heads are inflated, a function-preserving expansion that stays in the folder. none: no others.
+            of one family, folder or hub id, with heads in FOLDER/medusa.
         temperatures: for section temperature (again for each).
         models: for sections drafts and alphas a folder of models of one tokenizer: the largest is a target, the others
             its drafts; for section several its smaller models are further drafts of the pair's target.
@@ -50,7 +69,7 @@ class ReportConfig:
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         gamma: draft tokens a round, where it is not "auto" or what the section varies.
-        repeats: measured laps; one lap before them warms up.
+        repeats: measured runs; one run before them warms up.
         max_new_tokens: new tokens of each text; of sections batch and tasks, which race many, 48 at most.
         prompt_tokens: prompts are cut to this many tokens.
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
@@ -68,7 +87,7 @@ class ReportConfig:
     target: str = DEFAULT
     draft: str = "auto"
     heads: str | None = None
-    sizes: tuple[str, ...] = ("60M", "134M")
+    sizes: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)
     models: str | None = None
     predictions: str | None = None
@@ -107,7 +126,7 @@ class ReportConfig:
     def wanted(self, known: Iterable[str]) -> tuple[str, ...]:
         """The sections that are asked for; ``known``: all of them."""
         if self.article is not None:
-            return article(self.article).sections
+            return tuple(article(self.article)["sections"])
         return self.sections or tuple(known)
 
     def asked(self, more: tuple[str, ...]) -> dict[str, Any]:
