@@ -102,7 +102,7 @@ def alone(folder: Path, busy: str = "") -> Iterator[None]:
     """Lock a folder against other processes that write there, where the system has such locks (Windows has none).
 
     Args:
-        folder: that is there.
+        folder: an existing one.
         busy: the error where another process holds the lock; "": wait for it.
 
     Raises:

@@ -173,7 +173,7 @@ class Dialogue:
             try:
                 _parse(path)
             except LoadError:
-                raise LoadError(f"{str(path)!r} is there and holds no messages; choose another name") from None
+                raise LoadError(f"{str(path)!r} exists and holds no messages; choose another name") from None
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
         if not path.parent.is_dir():
             raise LoadError(f"the messages cannot be written to {str(path)!r}: there is no folder {str(path.parent)!r}")

@@ -229,7 +229,7 @@ class Engine:
         return [request.generation() for request in taken]
 
     def remove(self, request: int) -> Request | None:
-        """End a request, whatever its state, and free its place at once; None if it is not known (any more)."""
+        """End a waiting or running request and free its slot; None if there is no such request (any more)."""
         with self._lock:
             found = self.find(request)
             if found is not None:

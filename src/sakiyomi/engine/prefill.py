@@ -52,14 +52,15 @@ class Prefill:
         for request in running:
             if request.prefilled or request.over or self.slots.waits(request):
                 continue
-            if not (request.cached or self._read_images(request, steps)):
-                continue
-            unread = min(request.prompt_tokens, request.boundary) - request.cached
-            count = min(self.chunk_size, unread)
-            if parts and (count > budget or self.exact):
-                break
+            source = request.context.source
             try:
-                self.target.make_room(request.seat, request.cached + count, request.context.source)
+                if source is not None and self.target.weights.encoder is None and not request.cached:
+                    # The images, and all tokens but the last.
+                    request.cached = read_images(self.target, request.seat, source.inputs)
+                count = min(self.chunk_size, min(request.prompt_tokens, request.boundary) - request.cached)
+                if parts and (count > budget or self.exact):
+                    break
+                self.target.make_room(request.seat, request.cached + count, source)
             except MemoryLimitError as error:
                 steps.append(request.fail(error))
                 continue
@@ -68,17 +69,6 @@ class Prefill:
             parts.append(Part(request, Draft.empty(), rows))
             budget -= count
         return parts
-
-    def _read_images(self, request: Request, steps: list[Step]) -> bool:
-        """Read a prompt's images, if it has any, and all tokens but the last; whether there was memory for them."""
-        source = request.context.source
-        if source is not None and self.target.weights.encoder is None:
-            try:
-                request.cached = read_images(self.target, request.seat, source.inputs)
-            except MemoryLimitError as error:
-                steps.append(request.fail(error))
-                return False
-        return True
 
     def needs_all_rows(self, parts: Sequence[Part]) -> bool:
         """Whether logits of all rows of these chunks are wanted, and not of the last ones alone."""

@@ -183,7 +183,7 @@ class Request:
 
     @property
     def decoding(self) -> bool:
-        """Whether the first new token is there, so that passes are rounds."""
+        """Whether the first new token is committed, so that passes are rounds."""
         return len(self.tokens) > self.prompt_tokens
 
     @property
@@ -249,7 +249,7 @@ class Request:
         return self._take(tokens, entries, text, reason)
 
     def commit_round(self, found: RoundVerdict, drafter: str) -> Step:
-        """The same of a round that the kernels have run, with a draft of `drafter`."""
+        """As ``commit``, for a round that the kernels ran with a draft of `drafter`."""
         tokens, used, reason, text = found.tokens, found.used, found.reason, ""
         if self.live:
             text, stopped = self.text.push(tokens[:used])

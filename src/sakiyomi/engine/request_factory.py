@@ -28,7 +28,7 @@ class SubmitOptions(RequestOptions, total=False):
 
     Attributes:
         key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
-        drafted: False: nothing is drafted for it, whatever is for others.
+        drafted: False: the request runs without drafts.
         asks: of several drafters that are merged, those that are asked for it, by name; None: all of them.
         bounded: draft lengths that its parameters fix get shorter where others in the same round would wait for them.
         live: text is wanted with every step, not only with the last one.

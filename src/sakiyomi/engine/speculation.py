@@ -113,7 +113,7 @@ class SpeculationController:
         self._paces: dict[int, Pace] = {}  # by requests, the same for all that make a pass of the same rows
         self._timed: set[int] = set()
         self._overhead, self._step = 1e-4, 0.0
-        self._scores: tuple[int, Callable[[int], float]] | None = None  # as of which readings, and by rows
+        self._scores: tuple[int, Callable[[int], float]] | None = None  # version of the clock, and seconds by rows
         self._read: set[int] = set()  # requests whose text the drafter has
         self._reading = 0.0  # seconds that it takes for a token of such a text
         self._made = sum(model.clock.made for model in self._models)
@@ -178,7 +178,14 @@ class SpeculationController:
             requests: of the round.
             depths: see ``depths``. A request that repeats a given text has the next tokens of that text as its draft.
         """
-        drafted = self._draft(requests, depths)
+        drafter, drafted = self.drafter, DraftBatch([Draft.empty()] * len(requests))
+        if drafter is not None and any(depths):
+            seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
+            drafts = self._propose(drafter, requests, depths)
+            passes = drafter.passes - passes or max((draft.tree.depth for draft in drafts), default=0)
+            catching_up = drafter.prefill_seconds - catching_up
+            seconds = drafter.forward_seconds - seconds - catching_up
+            drafted = DraftBatch(drafts, seconds, catching_up, passes, asked=True)
         if not any(request.repeats for request in requests):
             return drafted
         found = zip(requests, drafted.drafts, strict=True)
@@ -190,17 +197,6 @@ class SpeculationController:
         begun = len(request.output)
         most = max(0, min(_room(request), self.target.sizes[-1] - 1))
         return Draft.chain(request.context.given[begun : begun + most], GIVEN)
-
-    def _draft(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftBatch:
-        """What the drafter proposes."""
-        drafter = self.drafter
-        if drafter is None or not any(depths):
-            return DraftBatch([Draft.empty()] * len(requests))
-        seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
-        drafts = self._propose(drafter, requests, depths)
-        passes = drafter.passes - passes or max((draft.tree.depth for draft in drafts), default=0)
-        catching_up = drafter.prefill_seconds - catching_up
-        return DraftBatch(drafts, drafter.forward_seconds - seconds - catching_up, catching_up, passes, asked=True)
 
     def check(self, request: Request) -> None:
         """With ``strict``, raise the drafter's error for this request.

@@ -6,7 +6,7 @@ Each text is a request that ends with its prompt: it is scheduled like others, a
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.server.bodies import BodyReader
@@ -79,11 +79,3 @@ class EmbeddingsStyle(Style):
         if self._packed:
             return base64.b64encode(piece.mean.cpu().numpy().astype("<f4").tobytes()).decode()
         return list(piece.mean.tolist())
-
-    def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
-        """Nothing: vectors come at once."""
-        return iter(())
-
-    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
-        """Nothing."""
-        return iter(())

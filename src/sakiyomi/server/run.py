@@ -1,4 +1,4 @@
-"""Listening, and stopping in good order."""
+"""Listens for connections, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Work", "check", "serve", "serve_app", "uvicorn_config", "warm_up"]
 
 logger = logging.getLogger("sakiyomi.server")
-BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
-LAST = 2.0  # seconds for the last words to clients whose requests were cut
+BACKLOG = 2048  # connections that wait to be accepted, as in uvicorn
+LAST = 2.0  # seconds to send errors to clients whose requests were ended
 
 
 class _Listener(uvicorn.Server):
@@ -54,7 +54,7 @@ class _Listener(uvicorn.Server):
 
 
 class Work(Protocol):
-    """What is under way behind an application; see ``Worker``."""
+    """The running requests of an application; see ``Worker``."""
 
     @property
     def load(self) -> int:
@@ -126,7 +126,7 @@ def _protocol(config: ServerConfig) -> type[asyncio.Protocol]:
 
 
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
-    """How uvicorn is to run an application."""
+    """Uvicorn's settings for an application."""
     return uvicorn.Config(
         app,
         http=_protocol(config),
@@ -135,16 +135,16 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=int(config.shutdown_timeout + LAST) + 1,
         lifespan="on",
-        ws="none",  # there are none, and it would tell to install something for them
+        ws="none",  # none are used, and uvicorn would warn about a missing package
     )
 
 
 def check(config: ServerConfig) -> None:
-    """Refuse now what would be refused when the model is loaded, which takes a while.
+    """Check the settings before the model is loaded, which takes a while.
 
     Raises:
-        InputError: an address is taken, or none of this machine's.
-        LoadError: the chat template cannot be read, or what events need is not installed.
+        InputError: an address is in use, or not of this machine.
+        LoadError: the chat template cannot be read, or packages for events are missing.
     """
     read_template(config.chat_template)
     if config.kv_events is not None:
@@ -157,7 +157,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
-        listener.listen(BACKLOG)  # two may be bound to one address, but only one listens
+        listener.listen(BACKLOG)  # two sockets may be bound to one address, but only one can listen
     except OSError as error:
         listener.close()
         advice = "; choose another --port, 0 for a free one" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
@@ -176,12 +176,12 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
     """Serve a model; see ``listen``.
 
     Args:
-        llm: nobody else may generate with it meanwhile.
-        config: where and how.
-        listening: called with the address when clients may come.
+        llm: used by this server alone.
+        config: of the server.
+        listening: called with the address when clients can connect.
 
     Raises:
-        InputError: the address is taken, or none of this machine's.
+        InputError: the address is in use, or not of this machine.
     """
     server = Server(llm, config)
     serve_app(make_app(server), server.worker, config, listening=listening)
@@ -190,11 +190,11 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
 def serve_app(
     app: ASGIApp, work: Work | None, config: ServerConfig, *, listening: Callable[[str], None] = lambda url: None
 ) -> None:
-    """The same of an application.
+    """Serve an application.
 
     Args:
-        app: what answers.
-        work: that is under way behind it; None: nothing has to be told that the end comes.
+        app: answers the requests.
+        work: its running requests, to be drained at the end; None: they end by themselves.
         config, listening: see ``serve``.
 
     Raises:
@@ -205,7 +205,7 @@ def serve_app(
     host = f"[{config.host}]" if ":" in config.host else config.host
     if config.api_key is None and not config.is_local:
         logger.warning("listening at %s without an api_key: anyone who can connect to it can use the model", host)
-    # uvicorn sends itself the signal again when all is done; it has been obeyed by then.
+    # uvicorn raises the signal again after its shutdown; ignore it then.
     before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
         listening(f"http://{host}:{port}")
