@@ -43,6 +43,16 @@ class Question:
     ahead: tuple[int, ...] | None = None
     spans: tuple[tuple[int, int], ...] = ()
 
+    def asked(self, query_first: bool = False, *, later: bool = False) -> dict[str, Any]:
+        """What a system is given, as JSON values.
+
+        Args:
+            query_first: the question stands in front of the text too.
+            later: it is a later turn of a conversation: a begin token belongs to the first alone.
+        """
+        tokens = self.ahead if query_first and self.ahead is not None else self.tokens
+        return {"tokens": tokens[1:] if later else tokens, "answer_tokens": self.answer_tokens}
+
 
 Source = Callable[[int], list[Question]]
 """Prompts of at most so many tokens, the same ones at every call."""
