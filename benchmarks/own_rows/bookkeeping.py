@@ -18,7 +18,6 @@ from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.runner import Lap, Standing, timed
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.model_executor.session import DRAFT_SIZES
 
 __all__ = ["bookkeeping"]
 
@@ -44,7 +43,7 @@ def bookkeeping(row: PairRow) -> Races:
     prompt = random_prompts(1, config.prompt_tokens, VOCAB)[0]
     for name, draft in drafts.items():
         row.note(f"draft {name}")
-        llm = LLM((target, Numbers()), draft=ModelDrafter(build_runner(draft, first_sizes=DRAFT_SIZES), VOCAB))
+        llm = LLM((target, Numbers()), draft=ModelDrafter(build_runner(draft), VOCAB))
         # Both recorded, as in use: an eager forward leaves nothing of the bookkeeping's own code in the caches.
         llm.generate([prompt], SamplingParams(max_new_tokens=8, gamma=config.gamma, ignore_eos=True))
         recorded = llm.wait()

@@ -19,7 +19,6 @@ from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Spread, Standing
 from sakiyomi.evaluation.bench.speed import fitting
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.model_executor.session import DRAFT_SIZES
 
 __all__ = ["coverage", "never_slower", "useless"]
 
@@ -115,5 +114,5 @@ def _wrong_draft(pair: Pair, max_slots: int) -> ModelDrafter:
     head.weight = torch.nn.Parameter(head.weight.detach().roll(1, 0).clone(), requires_grad=False)
     model.config.tie_word_embeddings = False
     compile: bool | str = "auto" if pair.config.compile else False
-    packed = build_runner(model, max_slots=max_slots, compile=compile, first_sizes=DRAFT_SIZES)
+    packed = build_runner(model, max_slots=max_slots, compile=compile)
     return ModelDrafter(packed, int(pair.target.model.get_output_embeddings().out_features))

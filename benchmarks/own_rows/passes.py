@@ -39,7 +39,7 @@ def passes(row: PairRow) -> Row:
     for name, quantize in WEIGHTS.items():
         row.note(f"{name}, packing and recording passes")
         try:
-            targets[name] = random_target(model, ROWS, compile=config.compile, quantize=quantize)
+            targets[name] = random_target(model, compile=config.compile, quantize=quantize)
         except UnsupportedError as error:
             notes.append(f"{name}: {error}")
     slots = {name: target.cache.take() for name, target in targets.items()}
@@ -109,7 +109,7 @@ def scoring(row: PairRow) -> Row:
     model = random_llama(*MEDIUM, torch.bfloat16, positions=ROOM, device=config.device)
     shapes = {count: best_tree(RANKS, count, DEPTH) for count in NODES}
     most = max(len(_leaves(shape)) for shape in shapes.values())
-    target = random_target(model, (8, 16, 32, 64), compile=config.compile, max_batch=most)
+    target = random_target(model, compile=config.compile, max_batch=most)
     slots = [target.cache.take() for _ in range(most)]
     target.cache.reserve(slots[-1], ROOM)
     passes: dict[tuple[int, int, str], tuple[ModelRunner, Sequence[SequenceRows]]] = {}
@@ -165,12 +165,11 @@ IN_A_LAP = 3
 """Passes of a shape one after the other, as in use, before the next one has its turn."""
 
 
-def random_target(model: Any, sizes: Sequence[int], *, compile: bool, **options: Any) -> ModelRunner:
-    """A random model as our engine runs it, with recorded passes of these sizes unless everything is to be eager."""
+def random_target(model: Any, *, compile: bool, **options: Any) -> ModelRunner:
+    """A random model as our engine runs it, with recorded passes unless everything is to be eager."""
     llm = LLM((model, Numbers()), draft="none", compile="auto" if compile else False, **options)
     if compile:
         llm.wait()  # for the kernels too
-        llm.target.record(sizes)
     return llm.target
 
 

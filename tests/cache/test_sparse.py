@@ -200,7 +200,8 @@ def test_kernels_of_other_passes_do_not_matter(plain_torch: bool, monkeypatch: p
         monkeypatch.setattr(PackedWeights, "create", lambda: None)
         assert make(FEW).generate([tokens], params)[0].token_ids == wanted
         return
-    llm = make(FEW, compile=True)
+    llm = make(FEW, compile="auto")
+    llm.wait()
     assert llm.generate([tokens], params)[0].token_ids == wanted
     assert llm.generate([tokens], params)[0].token_ids == wanted, "chunks took a graph"
     assert make(FEW, exact=True).generate([tokens], params)[0].token_ids == wanted

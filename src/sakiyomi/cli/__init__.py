@@ -70,7 +70,7 @@ class _Group(SectionsGroup):
             raise typer.Exit(short.exit_code) from None
 
 
-# Plain help, in sections without boxes: it reads the same on a screen, in a pipe and in docs/cli.md.
+# Plain help, in sections without boxes: it reads the same on a screen, in a pipe and on the page of commands.
 app = typer.Typer(name="sakiyomi", cls=_Group, no_args_is_help=True, rich_markup_mode=None, epilog=EXAMPLE)
 
 

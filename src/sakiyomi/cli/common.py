@@ -92,7 +92,7 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
     if llm.profile is not None:
         found = llm.profile
         say(
-            "sakiyomi tune found that speculation does not pay on this machine: generating without a draft"
+            "sakiyomi tune found that speculation is slower on this machine: generating without a draft"
             if llm.draft is None
             else f"draft {found.draft}, gamma {found.gamma}: the result of sakiyomi tune"
         )
@@ -304,7 +304,7 @@ def _number_or_word(text: str | None) -> int | str | None:
 def _compile(text: str) -> bool | str:
     words: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
     if text.lower() not in words:
-        raise InputError(f"compile is {text!r}; it is auto, true or false")
+        raise InputError(f"compile is {text!r}; it is auto or false")
     return words[text.lower()]
 
 

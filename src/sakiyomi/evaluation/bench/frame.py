@@ -175,7 +175,7 @@ class PairRow:
         self.note("loading")
         llm = self.pair.llm(draft, **options)
         if self.config.compile:
-            llm.wait(batches=True)
+            llm.wait()
         return llm
 
     def params(self, **more: Any) -> SamplingParams:

@@ -13,7 +13,7 @@ from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, need_matplotlib,
 from sakiyomi.evaluation.bench.pictures import Lines, Panel, Theme, curves, drawing
 from sakiyomi.evaluation.bench.report import Row
 
-__all__ = ["check", "draw"]
+__all__ = ["BY_BATCH", "ORACLE", "check", "draw"]
 
 SUFFIXES = (".png", ".svg")
 WHISKER = "#222222"
@@ -125,6 +125,7 @@ BY_BATCH = (
     _by_batch("tokens_per_second", "tokens/s of all; dashed: speculative slower"),
     _by_batch("latency_seconds", "seconds a request, median"),
 )
+"""Speed and latency by requests at once."""
 
 
 def _rates(lines: Lines) -> Lines:
@@ -140,7 +141,8 @@ _SPEEDS = {"ratio": ("measured", "o"), "expected": ("passes cost alike", "-"), "
 _PASSES = {"passes": ("measured", "o"), "least": ("fewest possible", "-")}
 _LOOK: dict[str, Any] = {"legend": "best", "ylim": (0, None)}
 ORACLE = (
-    curves("rate", _TOKENS, of=_rates, xlabel="rate, first gamma", ylabel="tokens a pass", **_LOOK),
-    curves("rate", _SPEEDS, of=_rates, xlabel="rate", ylabel="speed-up over plain", **_LOOK),
-    curves("gamma", _PASSES, of=_sure, xlabel="gamma", ylabel="passes, rate 1", **_LOOK),
+    curves("gamma", _PASSES, of=_sure, xlabel="draft tokens a round, all right", ylabel="passes, all texts", **_LOOK),
+    curves("rate", _SPEEDS, of=_rates, xlabel="share of draft tokens that are right", ylabel="speed-up", **_LOOK),
+    curves("rate", _TOKENS, of=_rates, xlabel="share of draft tokens that are right", ylabel="tokens a pass", **_LOOK),
 )
+"""Passes by gamma where all is right; at one gamma speed-up and tokens a pass by rate."""

@@ -150,5 +150,5 @@ def dropin(row: PairRow) -> Races:
         peer_lap, ours, pair.prompts, params, together=True
     )
     yield Race(runs, pair.judge())
-    graphs = {"gamma": config.gamma, "graphs": "traced" if config.compile else "eager"}
+    graphs = {"gamma": config.gamma, "graphs": "recorded" if config.compile else "eager"}
     return pair.names | pair.dtypes | graphs | lengths(config, pair.prompts)

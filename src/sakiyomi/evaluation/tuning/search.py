@@ -66,7 +66,7 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     candidates = [candidate for candidate in found.values() if candidate is not None]
     refused = [{"draft": spec, "refused": message} for spec, message in why.items()]
     note("recording passes")
-    llm.wait(batches=True)
+    llm.wait()
     calibration = Calibration(llm, params, candidates, refused)
     comparison = Comparison(calibration, params)
     _learn_and_compare(config, calibration, comparison, prompts, began, note)

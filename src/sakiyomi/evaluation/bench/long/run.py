@@ -88,8 +88,9 @@ def _draw_kept(
 
 
 def _performer(config: LongConfig, target: Any, place: str) -> Perform:
-    names = ("dtype", "device", "compile", "chunk_size")
+    names = ("dtype", "device", "chunk_size")
     options = {"target": target, **{name: getattr(config, name) for name in names}}
+    options["compile"] = "auto" if config.compile else False
     common = {"place": place, "limit": config.limit_bytes}
     if config.memory:
         return lambda jobs: apart([{**job, **common} for job in jobs], options)

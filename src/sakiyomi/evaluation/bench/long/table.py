@@ -86,7 +86,7 @@ def table(bench: Bench) -> Row:
         "prompts": f"{per_seed} of each length and seed",
         "seeds": ",".join(config.seeds),
         "dtype": config.dtype,
-        "graphs": "compiled" if config.compile else "eager",
+        "graphs": "recorded" if config.compile else "eager",
         "chunk_size": config.chunk_size,
         "limit_bytes": config.limit_bytes,
         "peak": "of the process, or the GPU, while it answers" if config.memory else None,

@@ -258,7 +258,7 @@ class Talk:
         for turn, said in enumerate(self.question.turns):
             if turn == len(self.prompts):
                 before = list(zip(self.question.turns, self.answers, strict=False))
-                self.prompts.append(self._cut(self.dialogue.prompt(said, before)))
+                self.prompts.append(self._cut(self.dialogue.read(self.dialogue.messages_with(said, before))))
             done += way.generate([self.prompts[turn]], params)
             if turn == len(self.answers):
                 self.answers.append(done[-1].text)
