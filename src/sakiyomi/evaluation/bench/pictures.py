@@ -18,8 +18,6 @@ from sakiyomi.evaluation.bench.report import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["DARK", "LIGHT", "MARKS", "THEMES", "Figures", "Lines", "Painter", "Panel", "Theme", "bars", "curves"]
-__all__ += ["drawable", "drawing", "grouped", "having", "heat", "picture", "stack", "themed", "ticks"]
 
 DPI = 180
 MARKS = "os^DvPX"

@@ -46,8 +46,6 @@ from sakiyomi.evaluation.tuning.candidates import available, made
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.model_executor.loading import has_encoder
 
-__all__ = ["Answered", "Asked", "Share", "Spec", "run"]
-
 COUNTS = ("rounds", "committed", "drafted", "accepted", "prefill_seconds")
 
 
