@@ -18,8 +18,6 @@ from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.readers import READERS
 from sakiyomi.train.long_tasks import Example, Task, named, read_filler
 
-__all__ = ["Question", "Source", "made", "middle_cut", "source", "tasks_of"]
-
 
 @dataclass(frozen=True)
 class Question:

@@ -27,8 +27,6 @@ from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.study import attempted
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
 
-__all__ = ["run"]
-
 
 def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures: str | None = None) -> Iterator[Row]:
     """Give each row when it is done; one that fails says so, and the others run.

@@ -18,8 +18,6 @@ from sakiyomi.evaluation.bench.long.questions import Question, Source
 from sakiyomi.evaluation.bench.long.systems import System
 from sakiyomi.evaluation.bench.report import Row
 
-__all__ = ["Bench", "Perform", "growth", "longest", "reasons", "slope", "table"]
-
 Perform = Callable[[Sequence[Mapping[str, Any]]], Iterable[dict[str, Any]]]
 """Does jobs and gives their records, each with the place of its ``job``: here, or in a process of their own."""
 EXPECTED = {"one-shot": 2.0, "full": 1.0, "reduced": 1.0, "bounded": 0.0}
