@@ -1,4 +1,4 @@
-"""Prompts with their answers: from files of several forms, and from tasks that are made on the way."""
+"""Prompts with their answers: from files, and from tasks that are made during the run."""
 
 from __future__ import annotations
 
