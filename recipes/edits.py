@@ -106,7 +106,7 @@ class Edits:
 
         Its positions are sinusoids, by which a decoder finds its place in a source within 100,000 tokens of training; a
         T5 of the same size, whose positions are relative, had not begun to copy after 400,000. Norms stand before what
-        they feed, so that layers can be put between (`bench.inflate`).
+        they feed, so that layers can be put between (`benchmarks/inflate.py`).
         """
         config, tokenizer = self._config, self.tokenizer
         model = PegasusForConditionalGeneration(

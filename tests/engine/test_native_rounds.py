@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from random_models import Numbers, random_llama
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.drafters.draft_length import BoundedSize, Size, Throughput
+from sakiyomi.drafters.draft_length import FixedSize, Size, Throughput
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.native_trees import NativeTrees
 from sakiyomi.drafters.tree_reader import TreeReader
@@ -22,7 +23,6 @@ from sakiyomi.engine import engine as engine_module
 from sakiyomi.engine import native_rounds, native_turns
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.pace import Pace
-from sakiyomi.evaluation.bench.models import Numbers, random_llama
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.program import Program
@@ -199,7 +199,7 @@ def test_weighed_trees_are_those_of_python(tree: str, count: int, monkeypatch: p
 
 def test_given_trees_are_cut_to_what_others_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alike in Python and in the kernels: a place had as many candidates as the list said, however few were wanted."""
-    monkeypatch.setattr(BoundedSize, "next", lambda policy, costs: Size(2, 3))
+    monkeypatch.setattr(FixedSize, "next", lambda policy, costs: Size(2, 3))
     params = SamplingParams(
         max_new_tokens=25, ignore_eos=True, temperature=0.9, acceptance="ratio", tree=[1, 200], seed=3
     )

@@ -19,13 +19,14 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.engine.model_pool import ModelPool
 from sakiyomi.evaluation.audit.audit import AuditConfig, Auditor, AuditReport, Part, audit, put_together
-from sakiyomi.evaluation.audit.hf_reference import HFReference, coupled_scores, greedy_scores
+from sakiyomi.evaluation.audit.reference import HFReference, coupled_scores, greedy_scores
 from sakiyomi.evaluation.audit.report import SampledCheck
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows
+from target_rows import TableRows
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 PROMPTS = ["Once upon a time", "The fox"]
@@ -224,7 +225,7 @@ class AlwaysAccept:
         while children := draft.tree.children(path[-1] if path else -1):
             path.append(children[0])
         end = path[-1] + 1 if path else 0
-        after = Rows.of_probs(rows.probs()[end : end + 1], rows.position + len(path))
+        after = TableRows(rows.probs()[end : end + 1], rows.position + len(path))
         last = self._right.verify(Draft.empty(), after, noise)
         return Verdict(tuple(path), last.token, "bonus" if path else "plain")
 
@@ -272,7 +273,7 @@ def test_noise_of_another_request_is_found(models: Path, monkeypatch: pytest.Mon
 @pytest.mark.thorough
 def test_exact_forgives_nothing(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A near-tie between our own texts is a defect there, and only there."""
-    monkeypatch.setattr("sakiyomi.evaluation.audit.hf_reference.TOLERANCE", 1e9)
+    monkeypatch.setattr("sakiyomi.evaluation.audit.reference.TOLERANCE", 1e9)
     monkeypatch.setitem(VERIFIERS, "coupled", AlwaysAccept("coupled"))
     assert run(models).ok
     report = run(models, exact=True)
@@ -343,7 +344,7 @@ def test_coupled_scores_are_the_rule_itself() -> None:
     probs = (logits / 0.7).softmax(-1)
     noise = RequestNoise(11, 0)
     for i, token in enumerate(chosen):
-        rows = Rows.of_probs(probs[i : i + 1], 20 + i)
+        rows = TableRows(probs[i : i + 1], 20 + i)
         assert VERIFIERS["coupled"].verify(Draft.empty(), rows, noise).token == token
 
 

@@ -32,7 +32,7 @@ from read_ahead import (
     texts,
 )
 from sakiyomi import LLM, InputError, LoadError, UnsupportedError
-from sakiyomi.drafters import parse_drafters
+from sakiyomi.drafters import DrafterContext, parse_drafters
 from sakiyomi.drafters.eagle import EagleDrafter
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
 from sakiyomi.kernels.batch import SequenceRows
@@ -160,7 +160,9 @@ def test_more_rows_than_a_pass_has_features(exact: bool, tmp_path: Path) -> None
     """Each row reads its own feature, as where every request is read alone."""
     build = partial(build_runner, compile=False, max_slots=20, exact=exact)
     folder = str(speculators_folder(tmp_path, head("plain")))
-    drafter = EagleDrafter.load(folder, build(deep_target()), lambda loaded: build(loaded.model, owned=True))
+    target = build(deep_target())
+    around = DrafterContext(None, target, VOCAB, pack=lambda loaded: build(loaded.model, owned=True))
+    drafter = EagleDrafter.make(folder, around)
     own, tokens = drafter._head, [prompt(60, seed) for seed in range(20)]
     features = torch.randn(20, 60, deep_target().config.hidden_size, generator=torch.Generator().manual_seed(1))
     segments = [SequenceRows(own.model.cache.take(), 0, text) for text in tokens]
@@ -250,7 +252,7 @@ def test_heads_of_another_target(tmp_path: Path) -> None:
 
 def test_folders_that_hold_no_head(tmp_path: Path) -> None:
     _refused(tmp_path / "none", LoadError, "no EAGLE head", "none")
-    with pytest.raises(InputError, match="names no head"):
+    with pytest.raises(InputError, match="names no EAGLE head"):
         llm_of("eagle:")
     for changes, word in (
         ({"architectures": ["GPT9"]}, "GPT9"),

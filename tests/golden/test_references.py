@@ -17,6 +17,7 @@ from eagle_toys import guessed, new_head, original_folder, speculators_folder
 from read_ahead import TOKENIZER
 from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.export import SpeculatorsOptions, speculators
+from sakiyomi.drafters import DrafterContext
 from sakiyomi.drafters.block import BlockDrafter
 from sakiyomi.drafters.block_heads.convolution import Convolution
 from sakiyomi.drafters.block_heads.correction import Corrections, Selector
@@ -24,6 +25,7 @@ from sakiyomi.drafters.block_heads.formats import read_block
 from sakiyomi.drafters.eagle import EagleDrafter
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.runner import ModelRunner
 from toys import save_model, tiny_llama
 
 BOUND = 1e-5  # of the largest logit
@@ -35,6 +37,12 @@ TEXT = prompt(37, 5)
 @cache
 def target() -> Any:
     return tiny_llama(vocab=VOCAB, layers=8, seed=3)
+
+
+def around(runner: ModelRunner) -> DrafterContext:
+    return DrafterContext(
+        None, runner, VOCAB, pack=lambda loaded: build_runner(loaded.model, owned=True, compile=False)
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -62,7 +70,7 @@ def test_blocks_are_those_of_dflash(causal: bool, tmp_path: Path) -> None:
         wanted = reference.compute_logits(hidden[0, 1:], target().get_output_embeddings())
     runner = build_runner(target(), compile=False)
     folder = str(dflash_folder(tmp_path, file))
-    own = BlockDrafter.load(folder, runner, lambda loaded: build_runner(loaded.model, owned=True, compile=False)).runner
+    own = BlockDrafter.make(folder, around(runner)).runner
     slot = own.model.cache.take()
     own.model.cache.reserve(slot, len(TEXT) + options.size)
     own.write(slot, 0, {layer: states[layer + 1][0, :-1] for layer in options.layers})
@@ -84,7 +92,7 @@ def test_eagle_layers_are_those_of_speculators(kind: str, options: dict[str, Any
         layer.load_state_dict(own)
     runner = build_runner(target(), compile=False)
     folder = str(speculators_folder(tmp_path, file))
-    head = EagleDrafter.load(folder, runner, lambda loaded: build_runner(loaded.model, owned=True, compile=False))._head
+    head = EagleDrafter.make(folder, around(runner))._head
     with torch.no_grad():
         states = target()(input_ids=torch.tensor([TEXT]), output_hidden_states=True).hidden_states
         features = head.project({layer: states[layer + 1][0, :-1] for layer in file.options.layers})
@@ -155,10 +163,10 @@ def test_corrections_are_those_of_speculators(kind: str) -> None:
     trust = definitions.ConfidenceHead(width + RANK)
     trust.load_state_dict({n: file.tensors[f"confidence_head.{n}"] for n in ("proj.weight", "proj.bias")})
     hidden, logits = torch.randn(5, width), torch.randn(5, VOCAB)
-    correction = Corrections(file, torch.device("cpu"), torch.float32).begin(logits, hidden, TEXT[0])
-    tokens, parents = TEXT[1:5], [-1, 0, 1, 2]
+    correct = Corrections(file, torch.device("cpu"), torch.float32).begin(logits, hidden)
+    parents = [-1, 0, 1, 2]
     with torch.no_grad():
-        found = [correction.slot(level, [level - 1], tokens, parents) for level in range(5)]
+        found = [correct(level, [level - 1], torch.tensor([TEXT[level]]), parents) for level in range(5)]
         before = markov.prev_embeddings(torch.tensor([TEXT[:5]]))
         bias = markov.block_bias(prev_token_ids=torch.tensor([TEXT[:5]]), hidden_states=hidden[None])
         wanted = torch.sigmoid(trust(torch.cat([hidden[None], before], -1)))

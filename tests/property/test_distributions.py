@@ -21,6 +21,7 @@ from sakiyomi.sampling.probs import reference_probs
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import draw
 from sakiyomi.sampling.sampler import Sampler
+from target_rows import to_probs
 
 OPTIONS = st.fixed_dictionaries(
     {
@@ -119,8 +120,6 @@ def test_draws_come_from_the_support(row: torch.Tensor, options: dict[str, Any],
 @given(st.integers(1, 8), st.integers(0, 2**32))
 def test_to_probs_rows_are_those_of_their_histories(size: int, seed: int) -> None:
     """A penalty makes the rows differ by history: the tree's rows are those of each path scored alone."""
-    from sakiyomi.sampling.sampler import to_probs
-
     generator = torch.Generator().manual_seed(seed)
     parents = tuple(int(torch.randint(-1, node, (), generator=generator)) if node else -1 for node in range(size))
     tokens = tuple(torch.randint(0, 12, (size,), generator=generator).tolist())

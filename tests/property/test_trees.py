@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.verifiers import VERIFIERS, Rows
+from sakiyomi.sampling.verifiers import VERIFIERS
+from target_rows import TableRows
 
 V = 6
 
@@ -51,7 +52,7 @@ def test_verdicts_are_walks_of_the_tree(tree: TokenTree, seed: int) -> None:
     for verifier in VERIFIERS.values():
         if draft.judged_as not in verifier.takes:
             continue
-        verdict = verifier.verify(draft, Rows.of_probs(probs, 3), RequestNoise(seed))
+        verdict = verifier.verify(draft, TableRows(probs, 3), RequestNoise(seed))
         end = verdict.path[-1] if verdict.path else -1
         assert verdict.path == tree.path(end)
         assert 0 <= verdict.token < V
@@ -75,7 +76,7 @@ def test_coupled_text_does_not_depend_on_the_tree(first: TokenTree, second: Toke
         noise = RequestNoise(seed, start)
         tokens = [0]
         while len(tokens) <= 12:
-            rows = Rows.of_probs(table[[tokens[-1], *tree.tokens]], start + len(tokens))
+            rows = TableRows(table[[tokens[-1], *tree.tokens]], start + len(tokens))
             verdict = VERIFIERS["coupled"].verify(draft, rows, noise)
             tokens += [*(tree.tokens[node] for node in verdict.path), verdict.token]
         texts.append(tokens[1:13])

@@ -169,13 +169,6 @@ def test_bits_of_noise_flip_with_every_bit_of_the_key() -> None:
         assert abs(np.corrcoef(base, raw(changed, 0, size))[0, 1]) < 5 / np.sqrt(size)
 
 
-def test_gumbel_on_a_device_is_the_same_noise() -> None:
-    """The int64 form used there, seen on the CPU, is the uint32 form, to the bit."""
-    noise = RequestNoise(11, 3)
-    mine = -np.log(-np.log1p(-raw(noise, 12345, 70_000)))
-    assert np.array_equal(noise.gumbel(12345, 70_000).numpy(), mine.astype(np.float32))
-
-
 def test_two_winners_are_independent() -> None:
     """Winners at neighbouring positions, over requests: chi-square on the pairs, one false alarm in a million."""
     row = np.array([0.4, 0.3, 0.2, 0.1], np.float32)

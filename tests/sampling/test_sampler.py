@@ -22,7 +22,8 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import TokenTree
 from sakiyomi.kernels.build import native
 from sakiyomi.sampling.probs import best, best_token, chance, fill_row, reference_probs
-from sakiyomi.sampling.sampler import Sampler, to_probs
+from sakiyomi.sampling.sampler import Sampler
+from target_rows import to_probs
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -307,12 +308,3 @@ def test_processor_with_another_shape_is_named() -> None:
 
     with pytest.raises(InputError, match="logits processor function gave scores of shape"):
         Sampler(SamplingParams(logits_processors=[flat]), 16).process(logits(1, 16, 1.0), [()], [1])
-
-
-def test_to_probs_is_process_then_probs() -> None:
-    scores = logits(5, 64, 2.0)
-    params = SamplingParams(temperature=0.9, top_p=0.8, repetition_penalty=1.2)
-    sampler = Sampler(params, 64)
-    paths = [TREE.path_tokens(node) for node in range(-1, 4)]
-    expected = sampler.probs(sampler.process(scores, paths, COMMITTED))
-    assert torch.equal(to_probs(scores, TREE, COMMITTED, params), expected)

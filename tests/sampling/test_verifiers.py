@@ -12,7 +12,9 @@ from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree
 from sakiyomi.kernels.build import native
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
-from sakiyomi.sampling.verifiers import VERIFIERS, Rows, Verifier, check_fits, choose_verifier, residual
+from sakiyomi.sampling.verifiers import VERIFIERS, Rows, Verifier, check_fits, choose_verifier
+from sakiyomi.sampling.verifiers.ratio import residual
+from target_rows import TableRows
 
 V = 8
 
@@ -68,13 +70,13 @@ def test_one_hot_rows_leave_no_choice(
 ) -> None:
     """At one-hot rows all rules are the greedy one, siblings tried in the order drawn."""
     for seed in range(20):
-        verdict = verifier.verify(WIDE, Rows.of_probs(one_hot(*choices), 5), RequestNoise(seed))
+        verdict = verifier.verify(WIDE, TableRows(one_hot(*choices), 5), RequestNoise(seed))
         assert (verdict.path, verdict.token, verdict.kind, verdict.refused) == (path, token, kind, refused)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS.values(), ids=list(VERIFIERS))
 def test_empty_draft_is_a_plain_step(verifier: Verifier) -> None:
-    verdict = verifier.verify(Draft.empty(), Rows.of_probs(one_hot(3), 0), RequestNoise(0))
+    verdict = verifier.verify(Draft.empty(), TableRows(one_hot(3), 0), RequestNoise(0))
     assert (verdict.path, verdict.token, verdict.kind, verdict.refused) == ((), 3, "plain", ())
 
 
@@ -99,7 +101,7 @@ DRAFT = torch.tensor([[0.1, 0.8, 0.1, 0, 0, 0, 0, 0]])
 
 def test_ratio_accepts_below_p_over_q() -> None:
     draft = Draft.chain([1], "d", DRAFT)
-    rows = Rows.of_probs(TARGET, 0)
+    rows = TableRows(TARGET, 0)
     # 0.3 / 0.8 = 0.375
     accepted = VERIFIERS["ratio"].verify(draft, rows, Fixed(0.374, 0.5))
     assert (accepted.path, accepted.token, accepted.kind) == ((0,), 2, "bonus")
@@ -111,13 +113,13 @@ def test_ratio_accepts_below_p_over_q() -> None:
 
 def test_ratio_always_accepts_where_p_is_at_least_q() -> None:
     draft = Draft.chain([0], "d", DRAFT)
-    verdict = VERIFIERS["ratio"].verify(draft, Rows.of_probs(TARGET, 0), Fixed(1 - 2**-53, 0.5))
+    verdict = VERIFIERS["ratio"].verify(draft, TableRows(TARGET, 0), Fixed(1 - 2**-53, 0.5))
     assert verdict.path == (0,)
 
 
 def test_ratio_never_accepts_what_the_target_excludes() -> None:
     draft = Draft.chain([7], "d", torch.full((1, V), 1 / V))
-    verdict = VERIFIERS["ratio"].verify(draft, Rows.of_probs(TARGET, 0), Fixed(0.0, 0.5))
+    verdict = VERIFIERS["ratio"].verify(draft, TableRows(TARGET, 0), Fixed(0.0, 0.5))
     assert verdict.path == ()
 
 
@@ -137,7 +139,7 @@ def test_residual_by_hand() -> None:
 
 def test_point_masses_are_removed_one_after_another() -> None:
     draft = tree_draft((0, 1), (-1, -1))
-    rows = Rows.of_probs(torch.cat([TARGET, TARGET[1:]]), 0)
+    rows = TableRows(torch.cat([TARGET, TARGET[1:]]), 0)
     ratio = VERIFIERS["ratio"]
     # 0 stays with 0.5; then 1 with 0.3 / 0.5; then 2 is all that is left.
     assert ratio.verify(draft, rows, Fixed(0.49, 0.5)).path == (0,)
@@ -149,7 +151,7 @@ def test_point_masses_are_removed_one_after_another() -> None:
 def test_siblings_without_replacement_use_what_is_left_of_q() -> None:
     """After 1 is refused p is (0.8, 0, 0.2) and q, drawn without 1, (0.5, 0, 0.5): 2 stays with 0.4."""
     draft = Draft(TokenTree((1, 2), (-1, -1)), "without_replacement", (Draw(0, "d", 0), Draw(1, "d", 0)), DRAFT)
-    rows = Rows.of_probs(torch.cat([TARGET, TARGET[1:]]), 0)
+    rows = TableRows(torch.cat([TARGET, TARGET[1:]]), 0)
     assert VERIFIERS["ratio"].verify(draft, rows, Fixed(0.376, 0.39, 0.5)).path == (1,)
     refused = VERIFIERS["ratio"].verify(draft, rows, Fixed(0.376, 0.41, 0.5))
     assert (refused.path, refused.token, refused.refused) == ((), 0, (0, 1))
@@ -158,20 +160,20 @@ def test_siblings_without_replacement_use_what_is_left_of_q() -> None:
 def test_independent_siblings_use_all_of_q() -> None:
     """After 1 is refused p is (0.8, 0, 0.2), q still (0.1, 0.8, 0.1): 2 stays for certain."""
     draft = Draft(TokenTree((1, 2), (-1, -1)), "iid", (Draw(0, "d", 0), Draw(1, "d", 0)), DRAFT)
-    rows = Rows.of_probs(torch.cat([TARGET, TARGET[1:]]), 0)
+    rows = TableRows(torch.cat([TARGET, TARGET[1:]]), 0)
     assert VERIFIERS["ratio"].verify(draft, rows, Fixed(0.376, 0.999, 0.5)).path == (1,)
 
 
 def test_token_drawn_twice_is_refused_twice() -> None:
     draft = Draft(TokenTree((1,), (-1,)), "iid", (Draw(0, "d", 0), Draw(0, "d", 0)), DRAFT)
-    verdict = VERIFIERS["ratio"].verify(draft, Rows.of_probs(TARGET, 0), Fixed(0.376, 0.0, 0.9))
+    verdict = VERIFIERS["ratio"].verify(draft, TableRows(TARGET, 0), Fixed(0.376, 0.0, 0.9))
     # Refused once means that the residual has none of it: not even a uniform of 0 accepts it then.
     assert (verdict.path, verdict.refused) == ((), (0,))
 
 
 def test_row_that_cannot_have_been_drawn_from_counts_as_point_mass() -> None:
     draft = Draft.chain([2], "d", one_hot(1))
-    rows = Rows.of_probs(TARGET, 0)
+    rows = TableRows(TARGET, 0)
     assert VERIFIERS["ratio"].verify(draft, rows, Fixed(0.19, 0.5)).path == (0,)
     assert VERIFIERS["ratio"].verify(draft, rows, Fixed(0.21, 0.5)).path == ()
 
@@ -180,14 +182,14 @@ def test_uniforms_are_not_shared() -> None:
     """One for each acceptance, one more for the token that follows."""
     noise = Fixed(0.0, 0.0, 0.5)
     draft = Draft.chain([0, 2], "d", torch.cat([DRAFT, DRAFT]))
-    VERIFIERS["ratio"].verify(draft, Rows.of_probs(torch.cat([TARGET, TARGET[1:]]), 0), noise)
+    VERIFIERS["ratio"].verify(draft, TableRows(torch.cat([TARGET, TARGET[1:]]), 0), noise)
     assert noise.values == []
 
 
 def test_ratio_refuses_another_vocabulary() -> None:
     draft = Draft.chain([1], "d", torch.full((1, V + 2), 1 / (V + 2)))
     with pytest.raises(InputError, match="over 10 tokens, the target's over 8"):
-        VERIFIERS["ratio"].verify(draft, Rows.of_probs(TARGET, 0), RequestNoise(0))
+        VERIFIERS["ratio"].verify(draft, TableRows(TARGET, 0), RequestNoise(0))
 
 
 # Block and traversal verification, by hand
@@ -200,7 +202,7 @@ CHAINS = [VERIFIERS["block"], VERIFIERS["traversal"]]
 @pytest.mark.parametrize("rule", CHAINS, ids=lambda rule: rule.name)
 def test_a_good_token_saves_the_doubtful_one_before_it(rule: Verifier) -> None:
     """1 alone would stay with .3 / .6; with 1 after it, of twice the draft's probability, both stay for certain."""
-    verdict = rule.verify(Draft.chain([1, 1], "d", Q), Rows.of_probs(P, 0), Fixed(1 - 2**-53, 0.5))
+    verdict = rule.verify(Draft.chain([1, 1], "d", Q), TableRows(P, 0), Fixed(1 - 2**-53, 0.5))
     assert (verdict.path, verdict.token, verdict.kind) == ((0, 1), 3, "bonus")
 
 
@@ -211,7 +213,7 @@ def test_levels_by_hand(rule: Verifier) -> None:
     Else 1 stays with S / (S + 1 - .5), S = max(.5 * .6 - .3, 0) + max(.5 * .4 - .7, 0) = 0: never, and what is left at
     the root is max(p - q, 0) = (.4, 0, 0) alone.
     """
-    draft, rows = Draft.chain([1, 2], "d", Q), Rows.of_probs(P, 0)
+    draft, rows = Draft.chain([1, 2], "d", Q), TableRows(P, 0)
     assert rule.verify(draft, rows, Fixed(0.285, 0.5)).path == (0, 1)
     refused = rule.verify(draft, rows, Fixed(0.286, 0.01, 0.999))
     assert (refused.path, refused.token, refused.kind, refused.refused) == ((), 0, "recovered", (0,))
@@ -225,7 +227,7 @@ def test_levels_by_hand(rule: Verifier) -> None:
 @pytest.mark.parametrize("rule", CHAINS, ids=lambda rule: rule.name)
 def test_a_token_that_the_target_excludes_ends_the_chain(rule: Verifier) -> None:
     """Rows behind it are not read, and it costs no uniform."""
-    rows = Rows.of_probs(P, 0)
+    rows = TableRows(P, 0)
     rows._probs.pop(1)
     rows._probs.pop(2)
     verdict = rule.verify(Draft.chain([7, 1], "d", torch.full((2, V), 1 / V)), rows, Fixed(0.5))
@@ -238,7 +240,7 @@ def test_draws_may_stand_in_any_order(rule: Verifier) -> None:
     plain = Draft.chain([1, 2], "d", Q)
     mixed = Draft(plain.tree, "chain", (Draw(1, "d", 0), Draw(0, "d", 1)), Q.flip(0))
     for seed in range(100):
-        rows = Rows.of_probs(P, 0)
+        rows = TableRows(P, 0)
         assert rule.verify(mixed, rows, RequestNoise(seed)) == rule.verify(plain, rows, RequestNoise(seed))
 
 
@@ -246,7 +248,7 @@ def test_traversal_keeps_a_sibling_whose_subtree_failed() -> None:
     """Leaf first: 3 behind 1 is refused for certain, then 1 itself is judged, then its sibling 2."""
     tree = TokenTree((1, 7, 2), (-1, 0, -1))
     draft = Draft(tree, "point_mass", tuple(Draw(node, "d") for node in range(3)))
-    rows = Rows.of_probs(torch.cat([P, one_hot(5)]), 0)
+    rows = TableRows(torch.cat([P, one_hot(5)]), 0)
     # 1 stays with .3: nothing is lost of it by 7, which was impossible.
     assert VERIFIERS["traversal"].verify(draft, rows, Fixed(0.29, 0.5)).path == (0,)
     # After that 2 stays with .2 / .7.
@@ -262,7 +264,7 @@ def test_equal_rows_but_for_rounding(rule: Verifier) -> None:
     p = torch.softmax(torch.randn(3, V, generator=torch.Generator().manual_seed(3)), -1)
     q = (p[:2] * (1 + 1e-7)).clone()
     for seed in range(200):
-        verdict = rule.verify(Draft.chain([1, 2], "d", q), Rows.of_probs(p, 0), RequestNoise(seed))
+        verdict = rule.verify(Draft.chain([1, 2], "d", q), TableRows(p, 0), RequestNoise(seed))
         assert verdict.path == (0, 1)
 
 
@@ -270,9 +272,7 @@ def test_a_chain_of_a_thousand_tokens() -> None:
     """No recursion."""
     rows = torch.full((2001, V), 1 / V)
     for name in ("block", "traversal"):
-        verdict = VERIFIERS[name].verify(
-            Draft.chain([3] * 2000, "d", rows[:2000]), Rows.of_probs(rows, 0), RequestNoise(0)
-        )
+        verdict = VERIFIERS[name].verify(Draft.chain([3] * 2000, "d", rows[:2000]), TableRows(rows, 0), RequestNoise(0))
         assert len(verdict.path) == 2000
 
 
@@ -286,7 +286,7 @@ def random_probs(rows: int, seed: int) -> torch.Tensor:
 def test_coupled_keys_by_depth() -> None:
     probs = random_probs(6, 3)
     for seed in range(30):
-        verdict = VERIFIERS["coupled"].verify(WIDE, Rows.of_probs(probs, 10), RequestNoise(seed, 4))
+        verdict = VERIFIERS["coupled"].verify(WIDE, TableRows(probs, 10), RequestNoise(seed, 4))
         noise = RequestNoise(seed, 4)
         node = -1
         for depth, step in enumerate([*verdict.path, None]):

@@ -12,11 +12,13 @@ from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree, Verdict
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import draw, top_tokens
 from sakiyomi.sampling.sampler import Sampler
-from sakiyomi.sampling.verifiers import BlockVerifier, RatioVerifier, Rows, TraversalVerifier, Verifier
+from sakiyomi.sampling.verifiers import Rows, Verifier
 from sakiyomi.sampling.verifiers.base import Rule, ended
+from sakiyomi.sampling.verifiers.block import BlockVerifier
 from sakiyomi.sampling.verifiers.greedy import follow
 from sakiyomi.sampling.verifiers.native import Case, verify_all
-from sakiyomi.sampling.verifiers.ratio import residual
+from sakiyomi.sampling.verifiers.ratio import RatioVerifier, residual
+from sakiyomi.sampling.verifiers.traversal import TraversalVerifier
 from statistical.harness import Propose, Table, as_probs
 
 

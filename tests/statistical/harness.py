@@ -19,6 +19,7 @@ from scipy import stats
 from sakiyomi.core.tree import Draft
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.verifiers import Rows, Verifier
+from target_rows import TableRows
 
 V = 8
 SAMPLES = 20_000
@@ -85,7 +86,7 @@ def rows_of(table: Table) -> RowsOf:
 
     @lru_cache(maxsize=20_000)
     def rows(tokens: tuple[int, ...], position: int) -> Rows:
-        return Rows.of_probs(table[list(tokens)], position)
+        return TableRows(table[list(tokens)], position)
 
     return rows
 

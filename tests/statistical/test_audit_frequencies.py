@@ -29,8 +29,9 @@ from sakiyomi.evaluation.audit.replay import STATES, WIDTH, Recording, TableMode
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import draw
-from sakiyomi.sampling.verifiers import VERIFIERS, RatioVerifier, Rows
+from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 from sakiyomi.sampling.verifiers.base import ended
+from sakiyomi.sampling.verifiers.ratio import RatioVerifier
 from statistical import broken
 from toys import save_model, tiny_llama, tiny_tokenizer
 

@@ -16,7 +16,7 @@ from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree
 from sakiyomi.kernels.build import native
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import draw
-from sakiyomi.sampling.verifiers import VERIFIERS, Rows, Verifier
+from sakiyomi.sampling.verifiers import VERIFIERS, Verifier
 from statistical import broken, drafters
 from statistical.harness import (
     LEVEL,
@@ -34,6 +34,7 @@ from statistical.harness import (
     pair,
     run_rule,
 )
+from target_rows import TableRows
 
 GAMMA = 2
 LENGTH = GAMMA + 1
@@ -181,7 +182,7 @@ def test_on_a_chain_traversal_is_block_verification() -> None:
             propose = drafters.chain(tables.draft, gamma)
             for request in range(200):
                 draft = propose(START, 1, RequestNoise(3, request))
-                rows = Rows.of_probs(tables.target[[START, *draft.tree.tokens]], 1)
+                rows = TableRows(tables.target[[START, *draft.tree.tokens]], 1)
                 block, traversal = (
                     VERIFIERS[rule].verify(draft, rows, RequestNoise(4, request)) for rule in ("block", "traversal")
                 )
@@ -213,7 +214,7 @@ def test_block_accepts_what_theory_says_and_never_less_than_ratio(table: str, ga
         kept = []
         for request in range(samples):
             draft = propose(START, 1, RequestNoise(3, request))
-            rows = Rows.of_probs(tables.target[[START, *draft.tree.tokens]], 1)
+            rows = TableRows(tables.target[[START, *draft.tree.tokens]], 1)
             kept.append(len(VERIFIERS[rule].verify(draft, rows, RequestNoise(4, request)).path))
         error = np.std(kept) / samples**0.5
         print(f"{rule}, {table}, gamma {gamma}: {np.mean(kept):.4f} accepted, expected {mean:.4f}")

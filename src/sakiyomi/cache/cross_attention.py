@@ -1,14 +1,14 @@
-"""What an encoder reads for one request, and what is kept of it: keys and values for cross-attention, by slot."""
+"""The encoder input of a request, and its keys and values for cross-attention, by slot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.slots import SlotCache
 
 __all__ = ["Source", "SourceCache"]
@@ -16,13 +16,13 @@ __all__ = ["Source", "SourceCache"]
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The source of one request. Compared as an object: two requests with one source share what was read of it.
+    """The source of one request. Requests with the same object share its keys and values.
 
     Attributes:
         inputs: what the encoder is called with, a batch of one.
-        length: places that it will have for cross-attention.
-        tokens: those of the decoder's vocabulary, for drafters that look things up in the text; empty where the source
-            is no text, or one of another vocabulary.
+        length: places that it has for cross-attention.
+        tokens: of the source in the decoder's vocabulary, for drafters that look tokens up; empty if the source is no
+            text, or has another vocabulary.
     """
 
     inputs: dict[str, Tensor]
@@ -31,35 +31,19 @@ class Source:
 
 
 class SourceCache(SlotCache):
-    """Keys and values of every request's source, in the same slots as its text.
+    """Keys and values of every request's source, in the same slots as its text; one shape per cross-attention layer."""
 
-    Args:
-        shapes: one per cross-attention layer.
-        dtype: of the stored tensors.
-        max_slots, extra: as in ``SlotCache``.
-        on_move: as in ``SlotCache``.
-        available: as in ``SlotCache``.
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(max_slots + extra,) int32 on the CPU: places of each slot's source; 0: none."""
+        return torch.zeros(self.max_slots + self.extra, dtype=torch.int32)
 
-    Attributes:
-        lengths: (max_slots + extra,) int32 on the CPU: places of each slot's source; 0: nothing was read there.
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        *,
-        dtype: torch.dtype,
-        max_slots: int,
-        extra: int = 0,
-        on_move: Callable[[SlotCache], None] | None = None,
-        available: Callable[[], int] | None = None,
-    ) -> None:
-        super().__init__(shapes, dtype=dtype, max_slots=max_slots, extra=extra, on_move=on_move, available=available)
-        self.lengths = torch.zeros(max_slots + extra, dtype=torch.int32)
-        self._held: dict[int, Source] = {}
+    @cached_property
+    def _held(self) -> dict[int, Source]:
+        return {}
 
     def holds(self, slot: int, source: Source) -> bool:
-        """Whether the slot has what was read of this source; taken from another slot where one has it."""
+        """Whether the slot has the keys and values of this source; they are copied if another slot has them."""
         if self._held.get(slot) is source:
             return True
         other = next((other for other, held in self._held.items() if held is source), None)
@@ -71,7 +55,7 @@ class SourceCache(SlotCache):
         return True
 
     def fill(self, slot: int, source: Source, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Store what was read; there must be room.
+        """Store keys and values; there must be room.
 
         Args:
             slot: of the request.

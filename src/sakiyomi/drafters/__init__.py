@@ -1,20 +1,21 @@
-"""Drafters by the name before the colon of their spec. A new one is a file here, a line in ``DRAFTERS``, and its
-form in ``core.draft_specs``.
+"""Drafters by the name before the colon of their spec. A new one is a file here whose class has ``make``, a line in
+``DRAFTERS``, and its form in ``core.draft_specs``.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.draft_specs import FORMS, model_spec, number, split_spec
+from sakiyomi.core.draft_specs import ModelSpec, read_argument, split_spec
 from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
-from sakiyomi.drafters.base import Context, Drafter, Rule
+from sakiyomi.drafters.base import Context, Drafter, DrafterContext, Rule
 from sakiyomi.drafters.merged import MergedDrafter
 
 __all__ = [
@@ -31,46 +32,30 @@ __all__ = [
 ]
 
 
-def _unavailable(*_: Any) -> Any:
-    """Where drafters that need this have been refused before."""
-    raise AssertionError("refused before")
+Maker = Callable[[Any, DrafterContext], Drafter]
+"""Makes a drafter from the value behind the colon of its spec (``read_argument``)."""
 
 
-@dataclass(frozen=True)
-class DrafterContext:
-    """What a drafter may be built from.
+def _class(module: str, name: str) -> Maker:
+    """The ``make`` of a drafter's class, which is imported when such a drafter is wanted."""
 
-    Attributes:
-        target: the loaded target (``sakiyomi.model_executor.loading.Loaded``).
-        packed: the target as it runs (``sakiyomi.model_executor.runner.ModelRunner``).
-        vocab_size: width of the target's logits.
-        load: loads another model by name with the settings of this LLM, on the device that is named.
-        pack: makes a model that ``load`` returned ready to run beside the target.
-        quantized: makes a second copy of the target with quantized weights, ready to run beside it.
-        answer: the target's own answer to a request (``drafters.oracle.Answer``).
-        allow_pickle: weights may be stored as pickle.
-    """
+    def make(argument: Any, around: DrafterContext) -> Drafter:
+        found: Drafter = getattr(import_module(f"sakiyomi.drafters.{module}"), name).make(argument, around)
+        return found
 
-    target: Any
-    packed: Any
-    vocab_size: int
-    load: Callable[[str, str | None], Any] = _unavailable
-    pack: Callable[[Any], Any] = _unavailable
-    quantized: Callable[[str], Any] = _unavailable
-    answer: Callable[[Context], Any] = _unavailable
-    allow_pickle: bool = False
+    return make
 
 
-def _model(argument: str, around: DrafterContext) -> Drafter:
+def _model(spec: ModelSpec, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
     from sakiyomi.drafters.learning import HeadLearner
     from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.model_executor.loading import check_cross_pair, check_pair, has_encoder, same_tokenizer, stop_tokens
 
-    (name, device, learn), target = model_spec(argument), around.target
+    (name, device, learn), target = spec, around.target
     if device is not None and has_encoder(target.model.config):
         raise UnsupportedError(
-            f"draft model:{argument} is to run on {device}; drafts of encoder-decoder models run where the target runs"
+            f"draft model:{name} is to run on {device}; drafts of encoder-decoder models run where the target runs"
         )
     draft = around.load(name, device)
     if same_tokenizer(target.tokenizer, draft.tokenizer) or has_encoder(target.model.config):
@@ -87,8 +72,8 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
         return ModelDrafter(packed, around.vocab_size, mask=mask, learner=learner)
     if learn:
         raise UnsupportedError(
-            f"draft model:{argument} is to go on learning, and has another tokenizer than the target: what that writes "
-            "is other tokens; leave [learn=] out, or choose a draft of the same tokenizer"
+            f"draft model:{name} is to learn from the target's texts, and the two have different tokenizers; leave "
+            "[learn=] out, or choose a draft with the target's tokenizer"
         )
     check_cross_pair(target, draft)
     packed = around.pack(draft)
@@ -96,29 +81,7 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
     return CrossDrafter(inner, draft.tokenizer, target.tokenizer, stop_tokens(draft.model, draft.tokenizer))
 
 
-def _oracle(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.oracle import Oracle
-
-    rate = number(float, argument or "1", "oracle", "has no rate; write oracle:0.8, or oracle for 1")
-    return Oracle(around.answer, around.vocab_size, rate)
-
-
-def _early_exit(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.early_exit import EarlyExit
-    from sakiyomi.model_executor.early_exit import FirstLayers
-
-    count = number(int, argument, "early-exit", "names no layer; write early-exit:<layers to run>")
-    return EarlyExit(FirstLayers(around.packed, count))
-
-
-def _self_evicted(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.self_evicted import BUDGET, SelfEvicted
-
-    wanted = "names no number of pairs; write self-evicted:<pairs of a head>"
-    return SelfEvicted(around.packed, number(int, argument or str(BUDGET), "self-evicted", wanted))
-
-
-def _self_int8(argument: str, around: DrafterContext) -> Drafter:
+def _self_int8(_: None, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.model import ModelDrafter
 
     if around.packed.weights.quantization is not None:
@@ -129,79 +92,22 @@ def _self_int8(argument: str, around: DrafterContext) -> Drafter:
     return ModelDrafter(around.quantized("int8"), around.vocab_size, name="self-int8")
 
 
-def _lookup(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.lookup import MOST, PromptLookup
-
-    return PromptLookup(argument or MOST)
-
-
-def _suffix(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.core.fingerprint import tokenizer_digest
-    from sakiyomi.drafters.memory import MemoryFile
-    from sakiyomi.drafters.suffix import SuffixDrafter
-
-    if not argument:
-        return SuffixDrafter()
-    return SuffixDrafter(MemoryFile(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size))
-
-
-def _ngram(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.core.fingerprint import tokenizer_digest
-    from sakiyomi.drafters.ngram import NgramDrafter
-    from sakiyomi.drafters.ngram_file import read_tables
-
-    if not argument:
-        return NgramDrafter(around.vocab_size)
-    tables = read_tables(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size)
-    return NgramDrafter(around.vocab_size, tables)
-
-
-def _medusa(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.medusa import MedusaDrafter
-
-    return MedusaDrafter.load(argument, around.packed, allow_pickle=around.allow_pickle)
-
-
-def _eagle(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.eagle import EagleDrafter
-
-    return EagleDrafter.load(argument, around.packed, around.pack, allow_pickle=around.allow_pickle)
-
-
-def _block(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.block import BlockDrafter
-
-    return BlockDrafter.load(argument, around.packed, around.pack, allow_pickle=around.allow_pickle)
-
-
-def _mtp(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.mtp import MtpDrafter
-
-    return MtpDrafter.of(argument, around.target, around.packed, around.pack)
-
-
-def _assistant(argument: str, around: DrafterContext) -> Drafter:
-    from sakiyomi.drafters.assistant import AssistantDrafter
-
-    return AssistantDrafter.load(argument, around.packed)
-
-
-DRAFTERS: dict[str, Callable[[str, DrafterContext], Drafter]] = {
+DRAFTERS: dict[str, Maker] = {
     "model": _model,
-    "medusa": _medusa,
-    "eagle": _eagle,
-    "block": _block,
-    "mtp": _mtp,
-    "assistant": _assistant,
+    "medusa": _class("medusa", "MedusaDrafter"),
+    "eagle": _class("eagle", "EagleDrafter"),
+    "block": _class("block", "BlockDrafter"),
+    "mtp": _class("mtp", "MtpDrafter"),
+    "assistant": _class("assistant", "AssistantDrafter"),
     "self-int8": _self_int8,
-    "self-evicted": _self_evicted,
-    "early-exit": _early_exit,
-    "oracle": _oracle,
-    "prompt-lookup": _lookup,
-    "suffix": _suffix,
-    "ngram": _ngram,
+    "self-evicted": _class("self_evicted", "SelfEvicted"),
+    "early-exit": _class("early_exit", "EarlyExit"),
+    "oracle": _class("oracle", "Oracle"),
+    "prompt-lookup": _class("lookup", "PromptLookup"),
+    "suffix": _class("suffix", "SuffixDrafter"),
+    "ngram": _class("ngram", "NgramDrafter"),
 }
-"""What makes a drafter, from what is behind the colon of its spec."""
+"""What makes a drafter, by the name before the colon of its spec."""
 
 
 def parse_drafters(spec: Any) -> list[str | Drafter]:
@@ -232,7 +138,7 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
 
 
 def heads_beside(folder: Path | None) -> list[str]:
-    """Specs of the heads in the folders `eagle`, `block`, `mtp`, `medusa` of a target's own, as far as they are."""
+    """Specs of the heads found in the subfolders `eagle`, `block`, `mtp` and `medusa` of a target's folder."""
     places = [] if folder is None else [folder / kind for kind in ("eagle", "block", "mtp", "medusa")]
     specs = [spec for place in places if (place / "config.json").is_file() for spec in split_spec(str(place))]
     return [spec for spec in specs if not spec.startswith("model:")]
@@ -241,9 +147,8 @@ def heads_beside(folder: Path | None) -> list[str]:
 def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, strict: bool = False) -> Drafter | None:
     """One drafter from what ``parse_drafters`` returned: several are merged; None for "none".
 
-    "auto" is the draft that belongs to an embedded target, for other targets the first head beside it (see
-    ``heads_beside``), and ``FREE_DRAFT`` where there is neither. ``strict``: a fault of one of several drafters is
-    raised.
+    "auto" is the draft of an embedded target. For other targets it is the first head in the target's folder (see
+    ``heads_beside``), or ``FREE_DRAFT`` if there is none. ``strict``: an error of one of several drafters is raised.
 
     Raises:
         InputError: its model or file cannot be used beside this target.
@@ -257,13 +162,13 @@ def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, stri
         if drafter.name in taken:  # names identify drafters in traces, and their streams of random numbers
             _rename(drafter, taken)
         taken.add(drafter.name)
-    # Those that run no model are asked first: where their proposals are good, the others need not be asked.
+    # Drafters without a model come first: if their proposals are good, the others are not asked.
     made.sort(key=lambda drafter: drafter.runs_model)
     return MergedDrafter(made, strict=strict)
 
 
 def _known(around: DrafterContext) -> list[str | Drafter]:
-    """What "auto" stands for: the draft of an embedded target, a head beside it, else drafters from the text itself."""
+    """What "auto" stands for: the draft of an embedded target, else a head beside the target, else ``FREE_DRAFT``."""
     known = DRAFTS.get(around.target.name)
     if known is not None:
         return [f"model:{known}"]
@@ -276,8 +181,7 @@ def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
     kind, _, argument = spec.partition(":")
     if kind == "none":
         return None
-    FORMS[kind].check(kind, argument)
-    return DRAFTERS[kind](argument, around)
+    return DRAFTERS[kind](read_argument(kind, argument), around)
 
 
 def _rename(drafter: Drafter, taken: set[str]) -> None:

@@ -13,7 +13,7 @@ __all__ = ["DrafterAdapter", "Proposer", "as_drafter"]
 
 
 class Proposer(Protocol):
-    """The least that an object must have to be used as a drafter; see ``Drafter`` for the members."""
+    """The members that an object needs to be used as a drafter; ``Drafter`` describes them."""
 
     @property
     def name(self) -> str:
@@ -30,10 +30,13 @@ class Proposer(Protocol):
         ...
 
 
-class DrafterAdapter(Drafter):
-    """Gives a ``Proposer`` the other members of a ``Drafter``: its own where it has them, else the defaults.
+def _own(name: str, default: Any = None) -> Any:
+    """A property that reads the proposer's attribute at each use: clocks may be plain attributes that grow."""
+    return property(lambda self: getattr(self.proposer, name, default))
 
-    Its clocks are looked up at each use, since they may be plain attributes that grow.
+
+class DrafterAdapter(Drafter):
+    """A ``Proposer`` with all members of a ``Drafter``: the proposer's where it has them, else the defaults.
 
     Args:
         proposer: what is adapted.
@@ -45,13 +48,18 @@ class DrafterAdapter(Drafter):
         self.proposer = proposer
         self.runs_model = hasattr(proposer, "passes")
         self.prefers_coupled = hasattr(proposer, "kind_for")
-        self.hidden_states = getattr(proposer, "hidden_states", None)
         model = getattr(proposer, "model", None)
-        if isinstance(model, ModelRunner):  # any other model is the proposer's own matter
+        if isinstance(model, ModelRunner):  # a model of another kind is private to the proposer
             self.model = model
         for name in ("kind_for", "observe", "inherit", "end"):
             if hasattr(proposer, name):
                 setattr(self, name, getattr(proposer, name))
+
+    kind = _own("kind")
+    hidden_states = _own("hidden_states")
+    passes = _own("passes", 0)
+    forward_seconds = _own("forward_seconds", 0.0)
+    prefill_seconds = _own("prefill_seconds", 0.0)
 
     @property
     def name(self) -> str:
@@ -61,27 +69,6 @@ class DrafterAdapter(Drafter):
     @name.setter
     def name(self, name: str) -> None:
         self.proposer.name = name
-
-    @property
-    def kind(self) -> DraftKind:  # type: ignore[override]
-        """See ``Drafter``."""
-        kind: DraftKind = self.proposer.kind
-        return kind
-
-    @property
-    def passes(self) -> int:
-        """See ``Drafter.passes``."""
-        return int(getattr(self.proposer, "passes", 0))
-
-    @property
-    def forward_seconds(self) -> float:
-        """See ``Drafter.forward_seconds``."""
-        return float(getattr(self.proposer, "forward_seconds", 0.0))
-
-    @property
-    def prefill_seconds(self) -> float:
-        """See ``Drafter.prefill_seconds``."""
-        return float(getattr(self.proposer, "prefill_seconds", 0.0))
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""

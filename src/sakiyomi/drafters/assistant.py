@@ -1,8 +1,8 @@
-"""Drafts with a Gemma 4 assistant: small layers of queries alone, which attend to the target's own keys and values.
+"""Drafts with a Gemma 4 assistant: a few layers with queries only, which attend to the target's keys and values.
 
-A row reads the embedding of a token, as the target has it, and the hidden state before it: the target's for the last
-committed token, what the assistant gave itself for a drafted one. Every row of a round stands at the position of the
-last committed token, and sees the text before it: drafted tokens are not seen, but known by the hidden state.
+Each row reads the target's embedding of a token and the hidden state before it. For the last committed token that is
+the target's hidden state, for drafted tokens the assistant's own. All rows of a round have the position of the last
+committed token and attend to the text before it. They do not attend to drafted tokens: the hidden state carries those.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.drafters.assistant_model import AssistantModel
-from sakiyomi.drafters.base import Context, HiddenStates
+from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
 from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
 from sakiyomi.drafters.eagle import FedTree
 from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
@@ -38,9 +38,6 @@ class AssistantReader(TreeReader):
     def __init__(self, assistant: AssistantModel, target: ModelRunner) -> None:
         super().__init__(target, target.vocab_size)
         self._assistant = assistant
-
-    def _grow_natively(self, states: Sequence[DraftTreeState]) -> None:
-        """Never: the kernels know no features."""
 
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         found = []
@@ -68,17 +65,18 @@ class AssistantDrafter(TreeDrafter):
 
     def __init__(self, assistant: AssistantModel, target: ModelRunner) -> None:
         super().__init__(AssistantReader(assistant, target))
+        self.model = None  # type: ignore[assignment]  # the assistant is no model with passes of its own
         self._assistant, self._vocab_size = assistant, target.vocab_size
 
     @classmethod
-    def load(cls, name: str, target: ModelRunner) -> AssistantDrafter:
+    def make(cls, argument: str, around: DrafterContext) -> AssistantDrafter:
         """The assistant in a folder.
 
         Raises:
             LoadError, UnsupportedError: it cannot be read, belongs to another model, or the target's cache does not
                 hold all keys and values.
         """
-        return cls(AssistantModel.load(folder_of(name), target), target)
+        return cls(AssistantModel.load(folder_of(argument), around.packed), around.packed)
 
     @property
     def forward_seconds(self) -> float:
@@ -92,7 +90,6 @@ class AssistantDrafter(TreeDrafter):
             return None
         tree = self.reader.begin(context, memory.sampler, self.name, gamma, context.slot, held)
         if tree is not None:
-            assert isinstance(tree, FedTree)
-            tree.begun, tree.given = -1, context.states[HEAD][None]
+            tree.given = context.states[HEAD][None]
         memory.tree = tree
         return tree

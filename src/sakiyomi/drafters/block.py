@@ -1,52 +1,46 @@
 """Drafts with a block drafter: one pass of a few layers guesses a block of tokens, from the target's hidden states.
 
 DFlash (arXiv 2602.06036), and with options DFlash2, DSpark (2607.05147) and JetSpec (2606.18394). The drafter's
-cache holds keys and values of committed tokens, which come from the target's hidden states; a block's own rows are
-written behind them and overwritten in the next round. The first row of a block is the last committed token, of which
-the target has not given a hidden state yet, the others are masks, and all of them see each other.
+cache holds keys and values of committed tokens, computed from the target's hidden states. The rows of a block are
+written behind them and overwritten in the next round. The first row of a block is the last committed token, whose
+hidden state is not available yet; the others are masks. All rows of a block attend to each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import MemoryLimitError
-from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.tree import Draft, DraftKind
-from sakiyomi.drafters.base import Context, Drafter, HiddenStates
+from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
 from sakiyomi.drafters.block_heads.formats import read_block
 from sakiyomi.drafters.block_heads.module import make_block
 from sakiyomi.drafters.block_heads.runner import BlockRunner
-from sakiyomi.drafters.draft_tree_state import RequestMemory, drafts_of
 from sakiyomi.drafters.model import LONG
-from sakiyomi.drafters.slot_tree import Slots, SlotTree
+from sakiyomi.drafters.seats import Seat, SeatDrafter
+from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots, SlotTree
 from sakiyomi.model_executor.loading.model import Loaded
-from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["BlockDrafter"]
 
 
 @dataclass(eq=False, slots=True)
-class _Seat(RequestMemory):
+class _Seat(Seat):
     """A request's slot in the drafter's cache.
 
     Attributes:
-        slot: that it is.
-        begun: the first token whose hidden states are known.
-        known: the first token behind those that are; its column would be the next.
+        begun: the first token whose keys and values were written.
+        known: the first token behind those; its column would be the next.
     """
 
-    slot: int = -1
     begun: int = 0
     known: int = 0
 
 
-class BlockDrafter(Drafter):
+class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
     """Drafts a tree or a chain with a block drafter, for all requests in one pass.
 
     Args:
@@ -55,70 +49,34 @@ class BlockDrafter(Drafter):
     """
 
     name = "block"
-    kind: DraftKind = "chain"
-    runs_model = prefers_coupled = True
     prefill_seconds = 0.0
+    seat_type = _Seat
 
     def __init__(self, runner: BlockRunner, vocab_size: int) -> None:
-        self.runner, self.model = runner, runner.model
+        super().__init__(runner, Slots(runner.options.guesses))
+        self.runner, self.model, self._vocab_size = runner, runner.model, vocab_size
         self.hidden_states = HiddenStates(runner.options.layers, "all")
-        self._vocab_size = vocab_size
-        self._slots = Slots(runner.options.guesses)
 
     @classmethod
-    def load(
-        cls, name: str, target: ModelRunner, pack: Callable[[Loaded], ModelRunner], *, allow_pickle: bool = False
-    ) -> BlockDrafter:
+    def make(cls, argument: str, around: DrafterContext) -> BlockDrafter:
         """The drafter in a folder.
-
-        Args:
-            name: of the folder.
-            target: whose hidden states it reads.
-            pack: makes a model ready to run beside the target.
-            allow_pickle: its weights may be stored as pickle.
 
         Raises:
             LoadError, UnsupportedError: it cannot be read, or belongs to another model.
         """
-        folder = folder_of(name)
-        file = read_block(folder, int(target.config.num_hidden_layers), allow_pickle=allow_pickle)
+        folder, target = folder_of(argument), around.packed
+        file = read_block(folder, int(target.config.num_hidden_layers), allow_pickle=around.allow_pickle)
         target.capture(file.options.layers)
-        loaded = Loaded(make_block(file, target), None, name, folder, owned=True)
-        return cls(BlockRunner(file, target, pack(loaded)), target.vocab_size)
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``Slots.kind_for``."""
-        return self._slots.kind_for(params)
-
-    @property
-    def passes(self) -> int:
-        """See ``Drafter.passes``; one a round."""
-        return self.runner.passes
-
-    @property
-    def one_pass(self) -> bool:
-        """See ``Drafter.one_pass``."""
-        return True
-
-    @property
-    def forward_seconds(self) -> float:
-        """See ``Drafter.forward_seconds``."""
-        return self.runner.seconds
-
-    # ------------------------------------------------------------ what the target tells
+        loaded = Loaded(make_block(file, target), None, argument, folder, owned=True)
+        return cls(BlockRunner(file, target, around.pack(loaded)), target.vocab_size)
 
     def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
         """See ``Drafter.observe``: keys and values of these tokens are written."""
-        seat: _Seat | None = context.memory.get(self.name)
-        if seat is None:
-            sampler = Sampler(context.params, self._vocab_size)
-            seat = context.memory[self.name] = _Seat(sampler, slot=self.runner.model.cache.take())
-        if not seat.begun <= first <= seat.known:  # what lies between is not known
+        seat = self.seat(context)
+        if not seat.begun <= first <= seat.known:  # states of the tokens in between are missing
             seat.begun = first
         seat.known = first + len(states[self.runner.options.layers[0]])
-        try:
-            self.runner.model.cache.reserve(seat.slot, seat.known - seat.begun)
-        except MemoryLimitError:
+        if not self.model.cache.has_room(seat.slot, seat.known - seat.begun):
             seat.begun = seat.known
             return
         before = self.runner.seconds
@@ -126,62 +84,39 @@ class BlockDrafter(Drafter):
         if seat.known - first > LONG:
             self.prefill_seconds += self.runner.seconds - before
 
-    def inherit(self, context: Context, earlier: Context) -> None:
-        """See ``Drafter.inherit``: the request takes over the slot; what differs is written again."""
-        seat: _Seat | None = earlier.memory.pop(self.name, None)
-        if seat is not None:
-            sampler = Sampler(context.params, self._vocab_size)
-            context.memory[self.name] = _Seat(sampler, slot=seat.slot, begun=seat.begun, known=seat.known)
-
-    def end(self, context: Context) -> None:
-        """Free the request's slot."""
-        seat: _Seat | None = context.memory.pop(self.name, None)
-        if seat is not None:
-            self.runner.model.cache.release(seat.slot)
-
     # ------------------------------------------------------------ drafts
 
-    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; the blocks of all requests are one pass."""
-        drafts = [Draft.empty()] * len(contexts)
-        trees: dict[int, SlotTree] = {}
-        texts: list[tuple[int, int, int]] = []
-        for i, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
-            if not self._ready(context):
-                continue
-            seat = _Seat.of(context, self.name, self._vocab_size)
-            seat.tree = trees[i] = self._slots.begin(context, self.name, seat.sampler, gamma)
-            texts.append((seat.slot, seat.known - seat.begun, context.tokens[-1]))
-        if not trees:
-            return drafts
-        logits, hidden = self.runner.guess(texts, max(tree.candidates.depth for tree in trees.values()))
-        for row, tree in enumerate(trees.values()):
-            self._grow(tree, logits[row], hidden[row], texts[row][2])
-        for i, draft in zip(trees, drafts_of([*trees.values()]), strict=True):
-            drafts[i] = draft
-        return drafts
-
-    def _ready(self, context: Context) -> bool:
-        """Whether the text is known up to its last token, and there is room for a block behind it."""
+    def _begin(self, context: Context, gamma: int) -> SlotTree | None:
         seat: _Seat | None = context.memory.get(self.name)
+        # The text is known up to its last token, and there is room for a block behind it.
         if seat is None or seat.begun == seat.known or seat.known != len(context.tokens) - 1:
-            return False
-        columns, model = seat.known - seat.begun + self.runner.options.size, self.runner.model
-        try:
-            model.cache.reserve(seat.slot, columns)
-        except MemoryLimitError:
-            return False
-        return columns <= model.max_context
+            return None
+        columns = seat.known - seat.begun
+        whole = columns + self.runner.options.size
+        if whole > self.model.max_context or not self.model.cache.has_room(seat.slot, whole):
+            return None
+        seat = _Seat.of(context, self.name, self._vocab_size)
+        seat.tree = tree = self._slots.begin(context, self.name, seat.sampler, gamma)
+        tree.slot, tree.held = seat.slot, columns
+        return tree
 
-    def _grow(self, tree: SlotTree, logits: Tensor, hidden: Tensor, token: int) -> None:
+    def _grow(self, states: Sequence[SlotTree]) -> None:
+        """The blocks of all requests are one pass."""
+        texts = [(tree.slot, tree.held, tree.context.tokens[-1]) for tree in states]
+        logits, hidden = self.runner.guess(texts, max(tree.candidates.depth for tree in states))
+        for row, tree in enumerate(states):
+            self._grow_one(tree, logits[row], hidden[row], texts[row][2])
+
+    def _grow_one(self, tree: SlotTree, logits: Tensor, hidden: Tensor, token: int) -> None:
         runner, candidates = self.runner, tree.candidates
         if runner.corrections is None:
             tree.grow(runner.over_target(logits))
             return
-        correction = runner.corrections.begin(logits, hidden, token)
+        correct = runner.corrections.begin(logits, hidden)
 
         def slot(level: int, places: Sequence[int]) -> tuple[Tensor, Sequence[float] | None]:
-            found, sure = correction.slot(level, places, candidates.tokens, candidates.parents)
+            before = [token if place < 0 else candidates.tokens[place] for place in places]
+            found, sure = correct(level, places, torch.tensor(before, device=hidden.device), candidates.parents)
             return runner.over_target(found), sure
 
         tree.grow_by(slot)

@@ -1,65 +1,40 @@
 """Drafts with an EAGLE head: one decoder layer, which reads the target's hidden states beside the tokens.
 
 Li et al. 2024 and 2025: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840). A row of the head is a
-token and the feature of the token before it: for committed tokens that of the target, for drafted ones what the head
-itself gave for their parents. So a committed token is read again with the target's feature, where the head read it as a
-draft.
+token and the feature of the token before it. The features of committed tokens come from the target, those of drafted
+tokens from the head's own output. A drafted token is therefore read again with the target's feature once it is
+committed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.tree import Draft
-from sakiyomi.drafters.base import Context, HiddenStates
-from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
+from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
+from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.eagle_heads.formats import read_eagle
-from sakiyomi.drafters.eagle_heads.loading import load_module
-from sakiyomi.drafters.eagle_heads.runner import EagleHead, SharedHead
+from sakiyomi.drafters.eagle_heads.module import load_module
+from sakiyomi.drafters.eagle_heads.runner import EagleHead, FeatureHead, SharedHead
 from sakiyomi.drafters.model import CHUNK, LONG
-from sakiyomi.drafters.parallel_reader import ParallelReader
-from sakiyomi.drafters.slot_tree import SlotTree
-from sakiyomi.drafters.tree_reader import LevelDrafter, TreeReader
+from sakiyomi.drafters.seats import Seat, SeatDrafter
+from sakiyomi.drafters.slot_tree import ParallelReader
+from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.loading.model import Loaded
-from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["EagleDrafter"]
 
 
 @dataclass(eq=False)
-class Fed(DraftTreeState):
-    """A tree whose rows read features beside their tokens.
-
-    Attributes:
-        begun: the first token whose feature is known; rows of the slot begin with the one behind it.
-        given: features of the tokens before the missing ones, (missing, hidden).
-    """
-
-    begun: int = 0
-    given: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    @property
-    def columns(self) -> int:
-        """See ``DraftTreeState``."""
-        return super().columns - self.begun - 1
-
-    def segment(self) -> SequenceRows:
-        """See ``DraftTreeState``."""
-        found = super().segment()
-        return replace(found, length=found.length - self.begun - 1)
-
-
-@dataclass(eq=False)
-class FedTree(Fed):
-    """A tree that grows level by level.
+class FedTree(DraftTreeState):
+    """A tree whose rows read features beside their tokens, and which grows level by level.
 
     Attributes:
         features: of candidates that were read, and of the last committed token (-1), by the head.
@@ -81,22 +56,14 @@ class FedTree(Fed):
             self.features.update(zip(self.unread, states, strict=True))
 
 
-@dataclass(eq=False)
-class FedSlotTree(Fed, SlotTree):
-    """A tree of one pass."""
-
-
 class FedReader(TreeReader):
-    """Grows trees whose rows read features, see ``FedTree``."""
+    """Grows trees whose rows read features, see ``FedTree``, in Python: the kernels know no features."""
 
     state = FedTree
 
-    def __init__(self, head: EagleHead, vocab_size: int) -> None:
+    def __init__(self, head: FeatureHead, vocab_size: int) -> None:
         super().__init__(head.model, vocab_size)
         self._head = head
-
-    def _grow_natively(self, states: Sequence[DraftTreeState]) -> None:
-        """Never: the kernels know no features."""
 
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         inputs = [state.inputs() for state in states if isinstance(state, FedTree)]
@@ -110,40 +77,36 @@ class FedReader(TreeReader):
 class ParallelFedReader(ParallelReader):
     """Grows trees of one pass whose rows read features (P-EAGLE, arXiv 2602.01469): those of masks were learnt."""
 
-    state = FedSlotTree
-
-    def __init__(self, head: EagleHead, vocab_size: int, mask: int) -> None:
-        super().__init__(head.model, vocab_size, mask)
+    def __init__(self, head: EagleHead, vocab_size: int) -> None:
+        assert head.options.mask is not None
+        super().__init__(head.model, vocab_size, head.options.mask)
         self._head = head
 
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         inputs: list[Tensor] = []
         for state in states:
-            assert isinstance(state, Fed)
             inputs += [state.given, self._head.mask_feature().expand(state.candidates.depth - 1, -1)]
         return self._head.read(segments, torch.cat(inputs))[0]
 
 
 @dataclass(eq=False, slots=True)
-class _Seat(RequestMemory):
+class _Seat(Seat):
     """A request's slot in the head's cache.
 
     Attributes:
-        slot: that it is.
         features: of committed tokens from `begun` on, with room for more, (tokens, hidden).
-        begun: the first token whose feature is known.
-        known: the first token behind those whose feature is not known.
+        begun: the first token whose feature is stored.
+        known: the first token behind those.
         held: the first token that has no row in the slot.
     """
 
-    slot: int = -1
     features: Tensor = field(default_factory=lambda: torch.empty(0, 0))
     begun: int = 0
     known: int = 0
     held: int = 0
 
     def feed(self, first: int, states: Tensor) -> None:
-        """Take the features of the tokens from `first` on: those before it are what they were, as far as known."""
+        """Store the features of the tokens from `first` on; earlier ones stay."""
         if not self.begun < first <= self.known:
             self.begun = self.known = first
             self.held = first + 1
@@ -161,7 +124,7 @@ class _Seat(RequestMemory):
         return self.features[first - self.begun : last - self.begun]
 
 
-class EagleDrafter(LevelDrafter):
+class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
     """Drafts a tree or a chain with an EAGLE head, for all requests at once, one pass a level.
 
     Args:
@@ -171,58 +134,32 @@ class EagleDrafter(LevelDrafter):
 
     name = "eagle"
     prefill_seconds = 0.0
+    seat_type = _Seat
 
-    def __init__(self, head: EagleHead, vocab_size: int) -> None:
-        super().__init__(head.model, vocab_size)
-        mask = head.options.mask
-        self.reader = FedReader(head, vocab_size) if mask is None else ParallelFedReader(head, vocab_size, mask)
+    def __init__(self, head: FeatureHead, vocab_size: int) -> None:
+        parallel = isinstance(head, EagleHead) and head.options.mask is not None
+        reader: Callable[[Any, int], TreeReader] = ParallelFedReader if parallel else FedReader
+        super().__init__(reader(head, vocab_size))
         self.hidden_states = HiddenStates(head.options.layers, "all")
         self._head, self._vocab_size = head, vocab_size
 
     @classmethod
-    def load(
-        cls, name: str, target: ModelRunner, pack: Callable[[Loaded], ModelRunner], *, allow_pickle: bool = False
-    ) -> EagleDrafter:
+    def make(cls, argument: str, around: DrafterContext) -> EagleDrafter:
         """The head in a folder.
-
-        Args:
-            name: of the folder.
-            target: whose hidden states it reads.
-            pack: makes a model ready to run beside the target.
-            allow_pickle: its weights may be stored as pickle.
 
         Raises:
             LoadError, UnsupportedError: it cannot be read, or belongs to another model.
         """
-        folder = folder_of(name)
-        file = read_eagle(folder, int(target.config.num_hidden_layers), allow_pickle=allow_pickle)
+        folder, target = folder_of(argument), around.packed
+        file = read_eagle(folder, int(target.config.num_hidden_layers), allow_pickle=around.allow_pickle)
         target.capture(file.options.layers)
-        model = pack(Loaded(load_module(file, target), None, name, folder, owned=True))
+        model = around.pack(Loaded(load_module(file, target), None, argument, folder, owned=True))
         head = SharedHead(target, model) if file.options.first else EagleHead(file, target, model)
         return cls(head, target.vocab_size)
 
-    # ------------------------------------------------------------ what the target tells
-
     def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
         """See ``Drafter.observe``."""
-        seat: _Seat | None = context.memory.get(self.name)
-        if seat is None:
-            sampler = Sampler(context.params, self._vocab_size)
-            seat = context.memory[self.name] = _Seat(sampler, slot=self.model.cache.take())
-        seat.feed(first, self._head.project(states))
-
-    def inherit(self, context: Context, earlier: Context) -> None:
-        """See ``Drafter.inherit``: what is known of the tokens that both have in common stays."""
-        seat: _Seat | None = earlier.memory.pop(self.name, None)
-        if seat is not None:
-            seat.sampler = Sampler(context.params, self._vocab_size)
-            context.memory[self.name] = seat
-
-    def end(self, context: Context) -> None:
-        """Free the request's slot."""
-        seat: _Seat | None = context.memory.pop(self.name, None)
-        if seat is not None:
-            self.model.cache.release(seat.slot)
+        self.seat(context).feed(first, self._head.project(states))
 
     # ------------------------------------------------------------ drafts
 
@@ -235,37 +172,29 @@ class EagleDrafter(LevelDrafter):
         return super().propose(contexts, gammas)
 
     def _catch_up(self, context: Context) -> None:
-        """Read what the slot lacks of a long text, all but its end."""
+        """Read what the slot lacks of a long text, without its last tokens."""
         if self.name not in context.memory:
             return
         seat = _Seat.of(context, self.name, self._vocab_size)
         while seat.known == len(context.tokens) - 1 and len(context.tokens) - seat.held > LONG:
             end = min(seat.held + CHUNK, len(context.tokens) - 1)
-            if not self._room(seat, end):
+            columns = end - seat.begun - 1
+            if columns >= self.model.max_context or not self.model.cache.has_room(seat.slot, columns):
                 return
             start, tokens = seat.held - seat.begun - 1, context.tokens[seat.held : end]
             inputs = seat.between(seat.held - 1, end - 1)
             self._head.read([SequenceRows(seat.slot, start, tokens, prompt=True)], inputs, last=True)
             seat.held = end
 
-    def _room(self, seat: _Seat, end: int) -> bool:
-        try:
-            self.model.cache.reserve(seat.slot, end - seat.begun - 1)
-        except MemoryLimitError:
-            return False
-        return end - seat.begun - 1 < self.model.max_context
-
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         seat: _Seat | None = context.memory.get(self.name)
         count = len(context.tokens)
-        # Behind a prefix that the target has not read for this request, features of two tokens are needed.
+        # Behind a prefix from the cache, whose features are missing, the features of two tokens are needed.
         if seat is None or seat.known != count - 1 or seat.held >= count or count - seat.held > LONG:
             return None
         tree = self.reader.begin(context, seat.sampler, self.name, gamma, seat.slot, seat.held)
-        if tree is None:
-            return None
-        assert isinstance(tree, Fed)
-        tree.begun, tree.given = seat.begun, seat.between(seat.held - 1, count - 1)
+        if tree is not None:
+            tree.lead, tree.given = seat.begun + 1, seat.between(seat.held - 1, count - 1)
         return tree
 
     def _done(self, state: DraftTreeState) -> None:

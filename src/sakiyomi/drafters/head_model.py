@@ -1,4 +1,4 @@
-"""Small models of decoder layers beside a target: made of a configuration of transformers, filled with tensors."""
+"""Small models of decoder layers beside a target, made from a configuration of transformers and tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from torch import Tensor, nn
 
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.messages import one_line
+from sakiyomi.drafters.head_files import OTHER, DraftFile
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = [
-    "KINDS", "ROWS", "FusedEmbedding", "HiddenOutput", "decoder_config", "fill", "last_norm", "make_decoder",
-    "over_vocabulary", "with_context",
+    "HEAD_WEIGHT", "ROWS", "FusedEmbedding", "HiddenOutput", "check_tokens", "decoder_config", "fill", "last_norm",
+    "make_decoder", "over_vocabulary", "token_embedding", "with_context",
 ]  # fmt: skip
+
+HEAD_WEIGHT = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 KINDS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -27,7 +32,7 @@ ROWS = 1024
 
 
 class HiddenOutput(nn.Module):
-    """In the place of a head over the vocabulary: gives what it reads, for the target's own head.
+    """Replaces a head over the vocabulary: returns its input, which the target's own head then reads.
 
     Args:
         vocab_size: tokens that the model reads.
@@ -38,12 +43,12 @@ class HiddenOutput(nn.Module):
         self.out_features = vocab_size
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., hidden), as it comes."""
+        """(..., hidden), unchanged."""
         return hidden
 
 
 class FusedEmbedding(nn.Module):
-    """In the place of an embedding: a token's, and the hidden state of the token before it, as one vector.
+    """Replaces an embedding: joins a token's embedding and the hidden state of the token before it in one vector.
 
     Args:
         embedding: of tokens, (V, hidden).
@@ -53,7 +58,7 @@ class FusedEmbedding(nn.Module):
         hidden_first: the hidden state comes before the embedding where both are joined.
 
     Attributes:
-        given: hidden states of a pass's rows, (ROWS, hidden), to be written before it.
+        given: hidden states of a pass's rows, (ROWS, hidden); written before the pass.
         kept: 1 where a row has its embedding, and 0 where it has none, (ROWS, 1).
     """
 
@@ -109,7 +114,7 @@ def last_norm(module: Any) -> nn.Module:
 
 
 def decoder_config(config: Mapping[str, Any], **settings: Any) -> Any:
-    """The configuration of decoder layers as transformers' own object, with these settings instead of its own.
+    """The configuration of decoder layers as transformers' own object; these settings replace its own.
 
     Raises:
         LoadError: a kind of layers that is not known, or their sizes make no sense.
@@ -121,7 +126,7 @@ def decoder_config(config: Mapping[str, Any], **settings: Any) -> Any:
     said = {name: value for name, value in config.items() if name not in left and not name.endswith("_token_id")}
     try:
         return getattr(import_module(f"transformers.models.{kind}"), f"{KINDS[kind]}Config")(**(said | settings))
-    except Exception as error:  # whatever a configuration's own checks raise
+    except Exception as error:  # a configuration's checks may raise anything
         raise LoadError(f"the head's layers cannot be made ({one_line(error)}); get its config.json again") from error
 
 
@@ -150,31 +155,79 @@ def make_decoder(config: Mapping[str, Any], embedding: Tensor, head: nn.Module) 
 
 
 def with_context(config: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """A configuration with positions for so many tokens, where its rotary embedding is the plain one."""
+    """A configuration with positions for so many tokens, if its rotary embedding is the plain one."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         return dict(config)
     return {**config, "max_position_embeddings": max(int(config.get("max_position_embeddings", 0)), context)}
 
 
-def fill(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
-    """Give a decoder its weights; the embedding has its own.
+def token_embedding(file: DraftFile[Any], target: ModelRunner, what: str, read: int) -> Tensor:
+    """The embedding of tokens, (V, hidden): the head's own, or the target's.
+
+    Args:
+        file: of the head; its options name the layers of the target that it reads.
+        target: whose hidden states it reads.
+        what: it is, for messages.
+        read: values that it reads of these layers.
+
+    Raises:
+        UnsupportedError: the target's hidden states have other sizes.
+    """
+    layers, width = len(file.options.layers), int(target.config.hidden_size)
+    if read != layers * width:
+        raise UnsupportedError(
+            f"the {what} {file.name} reads {read} values of {layers} layers, and those of the target have "
+            f"{layers * width}: {OTHER}"
+        )
+    own: Tensor = file.tensors.get(_EMBEDDING, target.module.get_input_embeddings().weight.detach())
+    return own
+
+
+def check_tokens(file: DraftFile[Any], target: ModelRunner, what: str, known: int, embedded: int) -> None:
+    """Refuse a head that knows tokens which the target does not have.
+
+    Args:
+        file: of the head.
+        target: that it is beside.
+        what: it is, for messages.
+        known: tokens that it proposes or reads.
+        embedded: tokens that may be.
+
+    Raises:
+        UnsupportedError: with both.
+    """
+    if known > embedded:
+        raise UnsupportedError(
+            f"the {what} {file.name} knows tokens up to {known - 1}, and the target has {target.vocab_size}: {OTHER}"
+        )
+
+
+def fill(module: nn.Module, file: DraftFile[Any], beside: tuple[str, ...], target: ModelRunner) -> Any:
+    """A decoder with its weights, where the target runs; the embedding has its own.
 
     Args:
         module: of ``make_decoder``.
-        tensors: by the names of its modules.
-        name: of the folder that they come from.
+        file: with the tensors.
+        beside: beginnings of the names of those that are no part of the decoder.
+        target: that it is beside.
 
     Raises:
         LoadError: tensors are missing, too many, or have other shapes.
     """
+    tensors = {
+        name if name == HEAD_WEIGHT else f"model.{name}": tensor
+        for name, tensor in file.tensors.items()
+        if not name.startswith((_EMBEDDING, *beside))
+    }
     try:
         missing = module.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
-        raise LoadError(f"the tensors of {name} do not fit its config.json: {one_line(error)}") from error
+        raise LoadError(f"the tensors of {file.name} do not fit its config.json: {one_line(error)}") from error
     wrong = [lacking for lacking in missing.missing_keys if "embed_tokens" not in lacking] + missing.unexpected_keys
     if wrong:
-        raise LoadError(f"{name} and its config.json do not belong together: tensor {wrong[0]}; get it again")
+        raise LoadError(f"{file.name} and its config.json do not belong together: tensor {wrong[0]}; get it again")
+    return module.to(target.device, target.dtype)
 
 
 def over_vocabulary(logits: Tensor, tokens: Tensor | None, vocab_size: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Drafts with Medusa heads: one small pass on the target's last hidden state proposes several tokens at once.
 
-Cai et al. 2024, arXiv 2401.10774. The hidden state is that of the last token that the target has processed. It comes
-from the pass that verified the last draft, so that the target runs no extra pass. Head k proposes the token k + 1
-positions after the one that the target has chosen there.
+Cai et al. 2024, arXiv 2401.10774. The hidden state is that of the last processed token. It comes from the pass that
+verified the last draft, so the target runs no extra pass. Head k proposes the token k + 1 positions behind the one that
+the target has chosen there.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.tree import Draft, DraftKind
-from sakiyomi.drafters.base import Context, Drafter, HiddenStates
-from sakiyomi.drafters.draft_tree_state import RequestMemory, drafts_of
+from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
+from sakiyomi.drafters.draft_tree_state import RequestMemory
 from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.drafters.medusa_heads.runner import MedusaRunner
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned
-from sakiyomi.drafters.slot_tree import Slots
+from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots, SlotTree
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner
 
@@ -29,18 +27,16 @@ __all__ = ["MedusaDrafter"]
 logger = logging.getLogger("sakiyomi")
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(OnePassDrafter):
     """Drafts a tree or a chain with Medusa heads.
 
     Args:
         guesser: the heads beside the target.
         vocab_size: of the target.
-        tuned: sizes tuned for this machine; None: as many heads and guesses as pay, by the measured costs alone.
+        tuned: sizes tuned for this machine; None: measured costs decide how many heads and guesses are used.
     """
 
     name = "medusa"
-    kind: DraftKind = "chain"
-    runs_model = prefers_coupled = True
     hidden_states = HiddenStates((HEAD,))
 
     def __init__(self, guesser: MedusaRunner, vocab_size: int, tuned: Tuned | None = None) -> None:
@@ -48,13 +44,12 @@ class MedusaDrafter(Drafter):
             said = "tuned.json is for %d heads, but there are %d: it is not used; run sakiyomi tune medusa again"
             logger.warning(said, len(tuned.accuracies), guesser.heads)
             tuned = None
-        self.guesser, self.tuned = guesser, tuned
-        self._vocab_size = vocab_size
-        self._slots = Slots(guesser.heads, tuned.accuracies if tuned is not None else None)
+        super().__init__(guesser, Slots(guesser.heads, tuned.accuracies if tuned is not None else None))
+        self.guesser, self.tuned, self._vocab_size = guesser, tuned, vocab_size
 
     @classmethod
     def load(cls, name: str, target: ModelRunner, *, allow_pickle: bool = False) -> MedusaDrafter:
-        """Heads of a folder, or embedded ones, at the size that was tuned for them, if any was.
+        """Heads of a folder, or embedded ones, with their tuned size if there is one.
 
         Raises:
             LoadError, UnsupportedError: they cannot be read, or belong to another model.
@@ -63,35 +58,19 @@ class MedusaDrafter(Drafter):
         guesser = MedusaRunner(read_heads(folder, allow_pickle=allow_pickle).heads, target, name)
         return cls(guesser, target.vocab_size, read_tuned(folder))
 
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``Slots.kind_for``."""
-        return self._slots.kind_for(params)
+    @classmethod
+    def make(cls, argument: str, around: DrafterContext) -> MedusaDrafter:
+        """See ``load``."""
+        return cls.load(argument, around.packed, allow_pickle=around.allow_pickle)
 
-    @property
-    def passes(self) -> int:
-        """See ``Drafter.passes``; one a round."""
-        return self.guesser.passes
-
-    @property
-    def one_pass(self) -> bool:
-        """See ``Drafter.one_pass``."""
-        return True
-
-    @property
-    def forward_seconds(self) -> float:
-        """See ``Drafter.forward_seconds``."""
-        return self.guesser.seconds
-
-    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; the heads of all requests are one pass."""
-        if not all(context.states for context in contexts):
-            raise ValueError("the target gives no hidden states")
-        logits = self.guesser(torch.stack([context.states[HEAD] for context in contexts]))
+    def _begin(self, context: Context, gamma: int) -> SlotTree:
         most = None if self.tuned is None else (self.tuned.heads, self.tuned.nodes, self.tuned.top_k)
-        trees = []
-        for row, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
-            memory = RequestMemory.of(context, self.name, self._vocab_size)
-            memory.tree = tree = self._slots.begin(context, self.name, memory.sampler, gamma, most)
+        memory = RequestMemory.of(context, self.name, self._vocab_size)
+        memory.tree = tree = self._slots.begin(context, self.name, memory.sampler, gamma, most)
+        return tree
+
+    def _grow(self, states: Sequence[SlotTree]) -> None:
+        """The heads of all requests are one pass."""
+        logits = self.guesser(torch.stack([state.context.states[HEAD] for state in states]))
+        for row, tree in enumerate(states):
             tree.grow(logits[:, row])
-            trees.append(tree)
-        return drafts_of(trees)

@@ -1,20 +1,18 @@
-"""Drafts with the target's own layer for predicting further tokens (MTP), token by token as an EAGLE head does.
+"""Drafts with the target's own layer for multi-token prediction (MTP), token by token like an EAGLE head.
 
-DeepSeek-V3: arXiv 2412.19437, section 2.2. The hidden state that it reads is what the target's head reads; for drafted
-tokens it is what the layer itself gave behind its norm.
+DeepSeek-V3: arXiv 2412.19437, section 2.2. For committed tokens the layer reads the hidden state that the target's head
+reads, for drafted tokens its own output behind its norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError
+from sakiyomi.drafters.base import DrafterContext
 from sakiyomi.drafters.eagle import EagleDrafter
 from sakiyomi.drafters.eagle_heads.runner import SharedHead
 from sakiyomi.drafters.mtp_layer import make_mtp, read_mtp
 from sakiyomi.model_executor.loading.model import Loaded
-from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["MtpDrafter"]
 
@@ -25,20 +23,15 @@ class MtpDrafter(EagleDrafter):
     name = "mtp"
 
     @classmethod
-    def of(cls, name: str, loaded: Loaded, target: ModelRunner, pack: Callable[[Loaded], ModelRunner]) -> MtpDrafter:
-        """The layer in a folder.
-
-        Args:
-            name: of the folder; empty: the target's own.
-            loaded: the target, as it was read.
-            target: the same as it runs.
-            pack: makes a model ready to run beside the target.
+    def make(cls, argument: str | None, around: DrafterContext) -> MtpDrafter:
+        """The layer in a folder; the target's own where none is named.
 
         Raises:
             InputError: the target was not read from a folder, and no other one is given.
             LoadError, UnsupportedError: there is no such layer, it cannot be read, or it belongs to another model.
         """
-        folder = folder_of(name) if name else loaded.folder
+        loaded, target = around.target, around.packed
+        folder = folder_of(argument) if argument else loaded.folder
         if folder is None or not folder.is_dir():
             raise InputError(
                 f"draft mtp reads a layer in the target's own files, and {loaded.name} is no folder in Hugging Face "
@@ -48,5 +41,5 @@ class MtpDrafter(EagleDrafter):
         form, tensors = read_mtp(folder, layers)
         target.capture([layers - 1])
         module = make_mtp(form, tensors, target.module, str(folder))
-        model = pack(Loaded(module, None, f"{name or loaded.name} (mtp)", folder, owned=True))
+        model = around.pack(Loaded(module, None, f"{argument or loaded.name} (mtp)", folder, owned=True))
         return cls(SharedHead(target, model, blank=form.blank), target.vocab_size)

@@ -1,7 +1,7 @@
-"""Trees grown by the compiled kernels: between two passes of the model no candidate is in Python.
+"""Grows trees in the compiled kernels, without Python between two passes of the model.
 
-`kernels/growth.h` does what `DraftTreeState.advance` does, with the same builders; a tree that is complete is read back
-into its state.
+`kernels/growth.h` does the same as `DraftTreeState.advance`, with the same builders. A complete tree is read back into
+its state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sakiyomi.core.errors import InputError, MemoryLimitError
+from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
@@ -105,12 +105,8 @@ class NativeTrees:
         return passes
 
     def _reserve(self, states: Sequence[DraftTreeState], shapes: Sequence[Shape]) -> bool:
-        try:
-            for state, shape in zip(states, shapes, strict=True):
-                self._model.cache.reserve(state.slot, state.first + shape.rows)
-        except MemoryLimitError:
-            return False
-        return True
+        both = zip(states, shapes, strict=True)
+        return all(self._model.cache.has_room(state.slot, state.first + shape.rows) for state, shape in both)
 
     def _begin(self, session: int, sizes: Sequence[int], kernels: ctypes.CDLL) -> None:
         self._free()
@@ -214,7 +210,7 @@ def pack_ask(state: DraftTreeState, shape: Shape, children: Any, table: Tensor |
 
 
 def _shape_of(state: DraftTreeState) -> Shape | None:
-    """The shape of a tree that the kernels can grow, whose logits nobody changes."""
+    """The shape of a tree that the kernels can grow; None for others, such as trees with logits processors."""
     candidates = state.candidates
     if type(state) is not DraftTreeState or state.sampler.edits or candidates.levels:
         return None

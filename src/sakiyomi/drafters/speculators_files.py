@@ -1,23 +1,27 @@
-"""Writes EAGLE-3 heads and block drafters as vLLM's speculators have them, for vLLM, SGLang and further training."""
+"""Writes EAGLE-3 heads and block drafters in the format of vLLM's speculators, for vLLM, SGLang and training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.draft_specs import SPECULATORS
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.trained import write_trained
-from sakiyomi.drafters.block_heads.formats import BlockFile
-from sakiyomi.drafters.eagle_heads.formats import EagleFile
+from sakiyomi.drafters.block_heads.formats import ENTRIES, SECOND, BlockFile, BlockOptions
+from sakiyomi.drafters.eagle_heads.formats import FLAGS, IDS, EagleFile, EagleOptions
+from sakiyomi.drafters.head_files import token_tensors
 from sakiyomi.drafters.head_model import decoder_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["write_speculators"]
 
 VERSION = "0.9.0"
-"""Of speculators, whose configuration this is."""
+"""Version of speculators whose format this is."""
 STEPS = 3
 """Draft tokens a round that an EAGLE head's configuration proposes."""
 _CLASSES = {
@@ -42,16 +46,17 @@ def write_speculators(folder: Path, file: EagleFile | BlockFile, target: str, ar
         What speculators call it: "eagle3", "peagle", "dflash", "dflash2" or "dspark".
 
     Raises:
-        UnsupportedError: that form cannot say what it is.
+        UnsupportedError: the format cannot describe it.
         LoadError: nothing can be written there.
     """
-    import torch
-
-    kind, own, steps = _eagle(file) if isinstance(file, EagleFile) else _block(file)
-    tensors, vocab = dict(file.tensors), int(file.config["vocab_size"])
-    if file.tokens is not None:
-        tensors["d2t"] = file.tokens - torch.arange(len(file.tokens))
-        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, file.tokens, True)
+    made = (
+        _eagle(file.name, file.options)
+        if isinstance(file.options, EagleOptions)
+        else _block(file.name, file.options, file.tensors)
+    )
+    kind, own, steps = made
+    vocab = int(file.config["vocab_size"])
+    tensors = file.tensors | token_tensors(file.tokens, vocab)
     config = {
         "architectures": [_CLASSES[kind]],
         SPECULATORS: kind,
@@ -73,7 +78,7 @@ def write_speculators(folder: Path, file: EagleFile | BlockFile, target: str, ar
 
 
 def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the decoder layers, without what other tools have put beside it."""
+    """The configuration of the decoder layers, without entries that other tools have added."""
     made = decoder_config(config)
     found: dict[str, Any] = made.to_diff_dict()
     known = type(made)().to_dict().keys()
@@ -81,53 +86,38 @@ def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name in known and name not in left}
 
 
-def _eagle(file: EagleFile) -> tuple[str, dict[str, Any], int]:
+def _eagle(name: str, options: EagleOptions) -> tuple[str, dict[str, Any], int]:
     """Kind, settings and tokens a round."""
-    options = file.options
     if options.first:
         raise UnsupportedError(
-            f"{file.name} is a head of EAGLE-1 or 2, which speculators do not run; `train eagle` makes one of EAGLE-3"
+            f"{name} is a head of EAGLE-1 or 2, which speculators do not run; `train eagle` makes one of EAGLE-3"
         )
-    own = {
-        name: getattr(options, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    }
-    own["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in options.layers]
-    own["target_hidden_size"] = options.target_size
+    own = {flag: getattr(options, flag) for flag in FLAGS}
+    own |= {IDS: [layer + 1 for layer in options.layers], "target_hidden_size": options.target_size}
     if options.mask is None:
         return "eagle3", own, STEPS
     return "peagle", {**own, "mask_token_id": options.mask, "parallel_drafting": True}, 2 * STEPS
 
 
-def _block(file: BlockFile) -> tuple[str, dict[str, Any], int]:
+def _block(name: str, options: BlockOptions, tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], int]:
     """Kind, settings and tokens a round."""
-    options, tensors = file.options, file.tensors
     usual = {"causal": False, "embedding_scale": 1.0, "logit_scale": 1.0, "softcap": 0.0}
-    strange = next((name for name, value in usual.items() if getattr(options, name) != value), None)
+    strange = next((option for option, value in usual.items() if getattr(options, option) != value), None)
     if strange:
         raise UnsupportedError(
-            f"the block drafter {file.name} has {strange} {getattr(options, strange)}, which speculators cannot say"
+            f"the block drafter {name} has {strange} {getattr(options, strange)}, which speculators cannot store"
         )
-    width = tensors["hidden_norm.weight"].shape[0]
-    own = {
-        "block_size": options.size,
-        "mask_token_id": options.mask,
-        "sample_from_anchor": options.anchored,
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in options.layers],
-        "target_hidden_size": tensors["fc.weight"].shape[1] // len(options.layers),
-    }
+    own = {entry: getattr(options, option) for option, entry in ENTRIES.items() if option not in usual}
+    own["aux_hidden_state_layer_ids"] = [layer + 1 for layer in options.layers]
+    own["target_hidden_size"] = tensors["fc.weight"].shape[1] // len(options.layers)
     if options.kernel:
-        rank = tensors["candidate_selector.predecessor_codebook"].shape[1]
-        convolution = {"conv_kernel_size": options.kernel, "conv_group_size": options.group}
-        return (
-            "dflash2",
-            {**own, **convolution, "selector_rank": rank, "selector_top_k": options.selected},
-            options.guesses,
-        )
+        own |= {entry: getattr(options, option) for option, entry in SECOND.items()}
+        own["selector_rank"] = tensors["candidate_selector.predecessor_codebook"].shape[1]
+        return "dflash2", own, options.guesses
     if not (options.markov or options.confident):
         return "dflash", own, options.guesses
     own["markov_rank"] = tensors["markov_head.markov_w1.weight"].shape[1] if options.markov else 0
     own["markov_head_type"] = options.markov or "vanilla"
-    own["enable_confidence_head"] = options.confident
-    trusts = options.confident and tensors["confidence_head.proj.weight"].shape[1] > width
-    own["confidence_head_with_markov"] = trusts
+    width = tensors["hidden_norm.weight"].shape[0]
+    own["confidence_head_with_markov"] = options.confident and tensors["confidence_head.proj.weight"].shape[1] > width
     return "dspark", own, options.guesses

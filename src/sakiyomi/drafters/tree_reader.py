@@ -1,6 +1,6 @@
-"""Trees of several requests that a model grows at once, one level a pass: draft models, and the target's first layers.
+"""Grows the trees of several requests together, one level a pass, with a draft model or the target's first layers.
 
-Knows rows of a cache and logits. Whose cache it is, and what becomes of its rows afterwards, is up to the drafter.
+Drafters decide which cache is used, and what happens to its rows afterwards.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind
@@ -25,16 +26,26 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["LevelDrafter", "TreeDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
+__all__ = ["GrowingDrafter", "TreeDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
 
 DRAWN: dict[str, DraftKind] = {"chain": "chain", "static": "without_replacement", "choices": "without_replacement"}
-"""The kind of draft for each shape that is known before anything is drawn: only these are drawn for the ratio rule."""
-# How much sharper than the draft's own softmax its chances of acceptance are, before anything was seen (docs/log.md).
+"""Kind of draft for each shape that is known in advance; only these are drawn for the ratio rule."""
+# Initial sharpness of acceptance compared to the draft's own softmax, by rule.
 SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
 
 
-def kind_of(params: SamplingParams) -> DraftKind:
-    """The kind of draft for a request that is sampled by the ratio rule, by the shape that it asked for."""
+def kind_of(params: SamplingParams, levels: int | None = None) -> DraftKind:
+    """The kind of draft for a request that is sampled by the ratio rule, by the shape that it asked for.
+
+    Args:
+        params: of the request.
+        levels: most levels of a tree; None: any number.
+
+    Raises:
+        InputError: a deeper tree was asked for.
+    """
+    if levels is not None and (deepest := max(map(len, params.choices), default=0)) > levels:
+        raise InputError(f"tree has {deepest} levels, and this draft guesses {levels} tokens")
     return DRAWN.get(params.builder, "point_mass")
 
 
@@ -74,6 +85,7 @@ class TreeReader:
     Attributes:
         state: what a tree is while it grows.
         one_pass: all levels come in one pass.
+        levels: most levels of a tree; None: any number.
         passes: passes so far.
         confidence: by rule, how often the model is right where it gives such probabilities.
         besides: seconds of a level outside the model.
@@ -81,6 +93,7 @@ class TreeReader:
 
     state: type[DraftTreeState] = DraftTreeState
     one_pass = False
+    levels: int | None = None
 
     def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self.model = model
@@ -90,14 +103,10 @@ class TreeReader:
         self._native = NativeTrees(model, vocab_size)
         self.besides = 1e-4
 
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``kind_of``."""
-        return kind_of(params)
-
     def begin(
         self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
     ) -> DraftTreeState | None:
-        """A tree that has no level yet; None: the model's context is shorter than the target's, and ends here.
+        """A tree without a level; None: the model's context, shorter than the target's, ends here.
 
         Args:
             context: of the request.
@@ -115,7 +124,7 @@ class TreeReader:
         return self.state(context, sampler, name, candidates, builder, confidence, drawn, slot, held)
 
     def depth(self, context: Context, gamma: int) -> int:
-        """How deep a request's tree may become, `gamma` wanted; not positive where the model's context ends."""
+        """Most levels of a request's tree, `gamma` wanted; not positive where the model's context ends."""
         wanted = gamma if context.worth is None or is_drawn(context) else context.worth.depth
         return min(wanted, self.model.max_context - len(context.tokens))
 
@@ -126,7 +135,7 @@ class TreeReader:
         tree for which memory runs out stays as it is.
         """
         began, inside, passes = time.perf_counter(), self.model.forward_seconds, self.passes
-        grown = self._grow_natively(states)
+        grown = self._native.grow(states, self.besides)
         self.passes += grown or 0
         active = [state for state in states if self._has_room(state)] if grown is None else []
         while active:
@@ -147,20 +156,12 @@ class TreeReader:
         """So many passes took so many seconds outside the model."""
         self.besides = running_mean(self.besides, besides / passes)
 
-    def _grow_natively(self, states: Sequence[DraftTreeState]) -> int | None:
-        """See ``NativeTrees.grow``."""
-        return self._native.grow(states, self.besides)
-
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         """Logits (rows, V of the model) of a pass over these segments of the trees."""
         return self.model.score(segments).logits
 
     def _has_room(self, state: DraftTreeState) -> bool:
-        try:
-            self.model.cache.reserve(state.slot, state.columns)
-        except MemoryLimitError:
-            return False
-        return True
+        return self.model.cache.has_room(state.slot, state.columns)
 
     def _take(self, state: DraftTreeState, logits: Tensor) -> None:
         """Add a level to a tree from its rows of a pass, (rows, V of the model)."""
@@ -186,22 +187,64 @@ class TreeReader:
         return self.model.pass_seconds(rows) + self.besides
 
 
-class TreeDrafter(Drafter):
-    """Drafts by a reader, one pass a level. Subclasses decide where a tree begins.
+class GrowingDrafter(Drafter):
+    """Grows a tree for each request. Subclasses decide where trees begin and how they grow.
+
+    Attributes:
+        levels: most levels of a tree; None: any number.
+    """
+
+    kind: DraftKind = "chain"
+    runs_model = prefers_coupled = True
+    levels: int | None = None
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``kind_of``."""
+        return kind_of(params, self.levels)
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``; the trees of all requests grow together."""
+        drafts, growing = [Draft.empty()] * len(contexts), []
+        for i, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
+            if (state := self._begin(context, gamma)) is not None:
+                growing.append((i, state))
+        states = [state for _, state in growing]
+        if states:
+            self._grow(states)
+        for state in states:
+            self._done(state)
+        for (i, _), draft in zip(growing, drafts_of(states), strict=True):
+            drafts[i] = draft
+        return drafts
+
+    @abstractmethod
+    def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
+        """The request's tree, without a level yet; None: nothing can be drafted."""
+
+    @abstractmethod
+    def _grow(self, states: Sequence[Any]) -> None:
+        """Complete the trees that ``_begin`` gave."""
+
+    def _done(self, state: DraftTreeState) -> None:
+        """Called for a tree that is complete; it is not called if an exception ended the passes."""
+
+
+class TreeDrafter(GrowingDrafter):
+    """Drafts by a reader, one pass a level.
 
     Args:
         reader: grows the trees.
     """
 
-    kind: DraftKind = "chain"
-    runs_model = prefers_coupled = True
+    model: ModelRunner
 
     def __init__(self, reader: TreeReader) -> None:
-        self.reader = reader
+        self.reader, self.model, self.levels = reader, reader.model, reader.levels
 
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``TreeReader.kind_for``."""
-        return self.reader.kind_for(params)
+    @property
+    def forward_seconds(self) -> float:
+        """See ``Drafter.forward_seconds``."""
+        return self.model.forward_seconds
 
     @property
     def passes(self) -> int:
@@ -213,43 +256,5 @@ class TreeDrafter(Drafter):
         """See ``Drafter.one_pass``."""
         return self.reader.one_pass
 
-    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; all requests advance together, one pass a level."""
-        drafts, growing = [Draft.empty()] * len(contexts), []
-        for i, (context, gamma) in enumerate(zip(contexts, gammas, strict=True)):
-            if (state := self._begin(context, gamma)) is not None:
-                growing.append((i, state))
-        states = [state for _, state in growing]
+    def _grow(self, states: Sequence[DraftTreeState]) -> None:
         self.reader.read(states)
-        for state in states:
-            self._done(state)
-        for (i, _), draft in zip(growing, drafts_of(states), strict=True):
-            drafts[i] = draft
-        return drafts
-
-    @abstractmethod
-    def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
-        """The request's tree, without a level yet; None: nothing can be drafted."""
-
-    def _done(self, state: DraftTreeState) -> None:
-        """Called for a tree that is complete; it is not called if an exception ended the passes."""
-
-
-class LevelDrafter(TreeDrafter):
-    """Drafts with a model of its own. Subclasses decide on which rows of its cache a tree begins.
-
-    Args:
-        model: the draft model.
-        vocab_size: of the target.
-    """
-
-    model: ModelRunner
-
-    def __init__(self, model: ModelRunner, vocab_size: int) -> None:
-        super().__init__(TreeReader(model, vocab_size))
-        self.model = model
-
-    @property
-    def forward_seconds(self) -> float:
-        """See ``Drafter.forward_seconds``."""
-        return self.model.forward_seconds

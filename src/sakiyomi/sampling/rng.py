@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,8 +25,7 @@ Hashes = NDArray[np.uint32]
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK32 = (1 << 32) - 1
-# Odd multipliers below 2^31 (from the integer hashes of C. Wellons, public domain): a product with 32 bits stays below
-# 2^63, so that torch's int64 computes it without overflow on every device.
+# Odd multipliers from the integer hashes of C. Wellons (public domain).
 _FIRST, _SECOND = 0x7FEB352D, 0x31848BAB
 # Noise is kept as float32 of an odd 32-bit number; this scales it into (0, 1). Just below 2^-32, because the largest
 # numbers round up to 2^32 and a uniform of 1 would never win, not even where it is the only one.
@@ -136,62 +134,25 @@ class RequestNoise(Uniforms):
         likely = (bound >= floor).nonzero()[0]
         return _best(weights[likely], noise[likely], likely, count)
 
-    def gumbel(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Standard Gumbel noise of one position, (V,) float32 on ``device``; a prefix of that of any larger V.
-
-        For drafters that stay on an accelerator, and as the clear form of ``top``.
-        """
-        first, second = self._keys(position)
-        hashed = torch.arange(vocab_size, dtype=torch.int64, device=device)
-        hashed = _stir_wide(_stir_wide(hashed, 0, 0), first, second) | 1
-        exponential = -torch.log1p(-(hashed.to(torch.float32).to(torch.float64) * _SCALE))
-        return -exponential.log().to(torch.float32)
-
-    def _keys(self, position: int) -> tuple[int, int]:
-        key = _mix(self.state ^ (position & _MASK))
-        return key & _MASK32, key >> 32
+    def gumbel(self, position: int, vocab_size: int) -> torch.Tensor:
+        """Standard Gumbel noise of one position, (V,) float32; of a larger V the first entries are the same."""
+        noise = self._noise(position, np.arange(vocab_size))
+        return torch.from_numpy(-np.log(_exponential(noise)).astype(np.float32))
 
     def _noise(self, position: int, tokens: Tokens) -> Row:
         """Noise of some tokens, (n,) float32, unscaled."""
-        hashed = _token_table(_width(int(tokens[-1]) + 1))[tokens]
-        _stir(hashed, hashed, np.empty_like(hashed), *self._keys(position))
-        hashed |= np.uint32(1)
-        return hashed.astype(np.float32)
+        key = _mix(self.state ^ (position & _MASK))
+        # Token ids are hashed twice, so that neighbouring ones have nothing in common.
+        hashed = _stir(_stir(tokens.astype(np.uint32), 0, 0), key & _MASK32, key >> 32)
+        return (hashed | np.uint32(1)).astype(np.float32)
 
 
-def _width(vocab_size: int) -> int:
-    """The vocabulary size rounded up a little, so that padded vocabularies share tables."""
-    return -(-vocab_size // 512) * 512
-
-
-@lru_cache(maxsize=4)
-def _token_table(width: int) -> Hashes:
-    """(width,) a fixed bijection of token ids, so that neighbouring ids have nothing in common. Read only."""
-    table = np.arange(width, dtype=np.uint32)
-    _stir(table, table, np.empty_like(table), 0, 0)
-    table.setflags(write=False)
-    return table
-
-
-def _stir(source: Hashes, out: Hashes, shifted: Hashes, first: int, second: int) -> None:
-    """Two rounds of multiply and shift with two keys, a bijection of 32 bits, from ``source`` into ``out``."""
-    np.bitwise_xor(source, first, out=out)
-    np.multiply(out, _FIRST, out=out)
-    np.right_shift(out, 15, out=shifted)
-    np.bitwise_xor(out, shifted, out=out)
-    # The second key comes by addition, in between: keys that differ in one half only still part at once.
-    np.add(out, second, out=out)
-    np.multiply(out, _SECOND, out=out)
-    np.right_shift(out, 16, out=shifted)
-    np.bitwise_xor(out, shifted, out=out)
-
-
-def _stir_wide(hashed: torch.Tensor, first: int, second: int) -> torch.Tensor:
-    """``_stir`` in int64, for devices whose unsigned types are incomplete; values stay below 2^32."""
-    hashed = ((hashed ^ first) * _FIRST) & _MASK32
-    hashed = ((hashed ^ (hashed >> 15)) + second) & _MASK32
-    hashed = (hashed * _SECOND) & _MASK32
-    return hashed ^ (hashed >> 16)
+def _stir(hashed: Hashes, first: int, second: int) -> Hashes:
+    """Two rounds of multiply and shift with two keys, a bijection of 32 bits."""
+    hashed = (hashed ^ np.uint32(first)) * np.uint32(_FIRST)
+    # The second key is added in between: keys that differ in one half only still part at once.
+    hashed = ((hashed ^ (hashed >> np.uint32(15))) + np.uint32(second)) * np.uint32(_SECOND)
+    return hashed ^ (hashed >> np.uint32(16))
 
 
 def _exponential(noise: Row) -> NDArray[np.float64]:

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.tree import TokenTree
 from sakiyomi.sampling.probs import fill_row, reference_probs
 from sakiyomi.sampling.rows import Row, Tokens
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-__all__ = ["Sampler", "to_probs"]
+__all__ = ["Sampler"]
 
 
 class Sampler:
@@ -155,20 +154,3 @@ class Sampler:
             InputError: no token is left, or the row is not a number.
         """
         return fill_row(logits, out, self.params)
-
-
-def to_probs(logits: Tensor, tree: TokenTree, committed: Sequence[int], params: SamplingParams) -> Tensor:
-    """Distributions of one scoring pass, each node seeing its own path: the clear composition of the above.
-
-    Args:
-        logits: (n + 1, V) raw; row 0 follows the last committed token, row i + 1 follows node i.
-        tree: n nodes.
-        committed: all tokens before, prompt included.
-        params: as the user gave them, ``bad_words`` as token ids.
-
-    Returns:
-        (n + 1, V) float32, rows sum to 1.
-    """
-    sampler = Sampler(params, logits.shape[-1])
-    paths = [tree.path_tokens(node) for node in range(-1, len(tree))]
-    return sampler.probs(sampler.process(logits, paths, committed))

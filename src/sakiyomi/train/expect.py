@@ -67,7 +67,7 @@ def measured_speed(
         found, facts = machine.costs(llm.target, llm.draft), machine.conditions()
     except SakiyomiError as error:
         return Speed(None, {1: 1.0}, f"not measured: {error}"), {"verdict": f"the pair does not run here: {error}"}
-    way = "compiled" if found["compiled"] else "not compiled"
+    way = "recorded passes" if found["compiled"] else "eager passes"
     source = f"measured on {facts['processor']}, {facts['threads']} threads, target in {found['dtype']}, {way}"
     params = SamplingParams(max_new_tokens=MEASURED_TOKENS)
     texts = [[run_texts(one, [prompt], params) for one in (EngineView(llm), llm)] for prompt in (prompts[0], *prompts)]

@@ -36,7 +36,7 @@ class FastGen(H2O):
         recent = torch.zeros_like(heavy)
         recent[:, : self.sinks] = view.places[:, : self.sinks] < self.sinks
         recent[:, recent.shape[1] - (view.budget - self.sinks) :] = True
-        mass = sum((seen.sum((1, 2)) for seen in self.looks(view)), torch.zeros_like(view.places, dtype=torch.float32))
+        mass = self.total(view)
         rest = mass.masked_fill(heavy, 0.0).topk(spare, 1).values.sum(1)
         better = (mass * recent).sum(1) > (mass * heavy).sum(1) + rest
         return torch.where(better[:, None], recent, heavy)

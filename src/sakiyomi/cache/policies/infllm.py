@@ -1,4 +1,4 @@
-"""InfLLM: nothing is lost, and blocks that matter now are fetched (Xiao et al. 2024, arXiv 2402.04617)."""
+"""InfLLM: all pairs stay in main memory, and relevant blocks are fetched (Xiao et al. 2024, arXiv 2402.04617)."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class InfLLM(Looking):
     def score(self, view: View) -> Tensor:
         """How much rows of its own chunk looked at each pair; what came before the chunk is not read for it."""
         among = replace(view, keys=view.keys[:, view.keys.shape[1] - view.new_count :])
-        parts = [seen.sum((1, 2)) for seen in self.looks(among)]
-        return torch.cat([view.previous_scores, sum(parts[1:], parts[0])], 1)
+        return torch.cat([view.previous_scores, self.total(among)], 1)
 
     def rank(self, view: View, scores: Tensor) -> Tensor:
         """The relevance of each pair's block; what is behind the last whole block is recent."""

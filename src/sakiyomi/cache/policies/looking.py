@@ -1,4 +1,4 @@
-"""What policies share that judge pairs by how much the rows that came since the last boundary look at them."""
+"""Base of policies that score pairs by the attention of the rows since the last boundary."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ class Looking(Policy):
     def observe(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
         """See ``scaled_queries``."""
         return scaled_queries(layer, queries, scaling)
+
+    def total(self, view: View, rows: int | None = None) -> Tensor:
+        """Attention that each pair gets from the last so many rows, all by default, and all query heads: (h, n)."""
+        parts = [seen.sum((1, 2)) for seen in self.looks(view, rows)]
+        return sum(parts[1:], parts[0])
 
     def looks(self, view: View, rows: int | None = None) -> Iterator[Tensor]:
         """Attention of the last so many rows, all by default, over all pairs: (h, g, some rows, n) float32 each."""

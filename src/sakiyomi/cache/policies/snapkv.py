@@ -1,4 +1,4 @@
-"""SnapKV: what the last rows look at (Li et al. 2024, arXiv 2404.14469); PyramidKV: larger budgets for lower layers."""
+"""SnapKV: attention of the last rows (Li et al. 2024, arXiv 2404.14469); PyramidKV: larger budgets for lower layers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class SnapKV(Looking):
 
     def score(self, view: View) -> Tensor:
         """Mean over rows and the query heads of a head, then over neighbours."""
-        parts = [seen.sum((1, 2)) for seen in self.looks(view, self.window)]
-        return F.avg_pool1d(sum(parts[1:], parts[0]), self.kernel, 1, self.kernel // 2, count_include_pad=False)
+        total = self.total(view, self.window)
+        return F.avg_pool1d(total, self.kernel, 1, self.kernel // 2, count_include_pad=False)
 
     def pinned(self, view: View) -> Tensor:
         """The window too."""

@@ -1,13 +1,13 @@
-"""What DSpark and DFlash2 add to a block's guesses: what follows from the token before, and how far to trust them.
+"""Heads of DSpark and DFlash2 that correct a block's guesses by the token before each, and rate their acceptance.
 
-DSpark: arXiv 2607.05147. Guesses of a block do not know each other; the Markov head adds to a slot's logits what
-follows from the token before it, by a table of low rank. DFlash2's selector ranks the likeliest tokens of a slot by the
-token before and the hidden state.
+The guesses of a block are independent of each other. DSpark's Markov head (arXiv 2607.05147) adds to a slot's logits a
+bias for the token before it, from a table of low rank; its confidence head estimates acceptance. DFlash2's selector
+ranks the likeliest tokens of a slot by the token before and the hidden state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,15 @@ from torch.nn import functional as F
 from sakiyomi.core.errors import LoadError
 from sakiyomi.drafters.block_heads.formats import BlockFile
 
-__all__ = ["Correction", "Corrections", "Selector"]
+__all__ = ["Correct", "Corrections", "Selector"]
+
+Correct = Callable[[int, Sequence[int], Tensor, Sequence[int]], tuple[Tensor, list[float] | None]]
+"""Of one block: from a slot, the candidates before it (-1: the last committed token), their tokens, and the parents of
+all candidates, to the slot's logits behind each, (places, V), and how likely its guesses are to be accepted there."""
 
 
 class Corrections:
-    """The weights of both heads.
+    """The Markov head and the confidence head of DSpark.
 
     Args:
         file: of the drafter.
@@ -48,9 +52,26 @@ class Corrections:
                 "again"
             )
 
-    def begin(self, logits: Tensor, hidden: Tensor, token: int) -> Correction:
-        """Corrections of one block; see there."""
-        return Correction(self, logits, hidden, token)
+    def begin(self, logits: Tensor, hidden: Tensor) -> Correct:
+        """Corrections of one block.
+
+        Args:
+            logits: of the slots, (slots, V).
+            hidden: that they came from, (slots, hidden).
+        """
+        behind: dict[int, Tensor] = {}  # states of a recurrent head behind each place
+        blank = hidden.new_zeros(self.rank)
+
+        def slot(
+            level: int, places: Sequence[int], tokens: Tensor, parents: Sequence[int]
+        ) -> tuple[Tensor, list[float] | None]:
+            states = torch.stack([blank if place < 0 else behind[parents[place]] for place in places])
+            bias, states, embedded = self.step(tokens, hidden[level], states)
+            behind.update(zip(places, states, strict=True))
+            found = logits[level].expand(len(places), -1)
+            return found if bias is None else found + bias, self.sure(hidden[level], embedded)
+
+        return slot
 
     def step(self, tokens: Tensor, hidden: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """One slot behind several tokens.
@@ -77,7 +98,7 @@ class Corrections:
         return mixed @ self._after.T, states, embedded
 
     def sure(self, hidden: Tensor, embedded: Tensor) -> list[float] | None:
-        """How likely guesses of a slot are to be accepted behind several tokens; None: nothing says so."""
+        """Chances that guesses of a slot are accepted behind several tokens; None: there is no confidence head."""
         if self._confidence is None:
             return None
         read = hidden.expand(len(embedded), -1)
@@ -87,42 +108,8 @@ class Corrections:
         return found
 
 
-class Correction:
-    """The guesses of one block, corrected by the tokens before them.
-
-    Args:
-        heads: that correct.
-        logits: of the slots, (slots, V).
-        hidden: that they came from, (slots, hidden).
-        token: before the first slot.
-    """
-
-    def __init__(self, heads: Corrections, logits: Tensor, hidden: Tensor, token: int) -> None:
-        self._heads, self._logits, self._hidden, self._token = heads, logits, hidden, token
-        self._states: dict[int, Tensor] = {}  # behind each place
-
-    def slot(
-        self, level: int, places: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
-    ) -> tuple[Tensor, list[float] | None]:
-        """Logits of a slot behind candidates, (places, V), and how likely its guesses are to be accepted there.
-
-        Args:
-            level: of the slot.
-            places: the candidates before it, -1 for the last committed token.
-            tokens, parents: of all candidates.
-        """
-        heads, hidden = self._heads, self._hidden[level]
-        before = torch.tensor([self._token if place < 0 else tokens[place] for place in places], device=hidden.device)
-        blank = hidden.new_zeros(heads.rank)
-        states = torch.stack([blank if place < 0 else self._states[parents[place]] for place in places])
-        bias, states, embedded = heads.step(before, hidden, states)
-        self._states |= zip(places, states, strict=True)
-        logits = self._logits[level].expand(len(places), -1)
-        return logits if bias is None else logits + bias, heads.sure(hidden, embedded)
-
-
 class Selector:
-    """Ranks the likeliest tokens of a slot, and leaves out the others.
+    """Ranks the likeliest tokens of a slot; all others get -inf.
 
     Args:
         file: of the drafter.
@@ -147,9 +134,9 @@ class Selector:
             )
         self._before, self._after, self._project = (own[name] for name in names)
 
-    def begin(self, logits: Tensor, hidden: Tensor, token: int) -> Selection:
-        """The ranking of one block; see there."""
-        return Selection(self, logits, hidden, token)
+    def begin(self, logits: Tensor, hidden: Tensor) -> Correct:
+        """The ranking of one block, see ``Corrections.begin``."""
+        return lambda level, places, tokens, parents: (self.ranked(logits[level], hidden[level], tokens), None)
 
     def ranked(self, logits: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Logits of a slot behind several tokens, (n, V): -inf but for the likeliest of (V,) `logits`."""
@@ -158,28 +145,6 @@ class Selector:
         found = logits.new_full((len(tokens), len(logits)), -torch.inf)
         found[:, chosen] = logits[chosen] + scores.to(logits.dtype)
         return found
-
-
-class Selection:
-    """The guesses of one block, ranked by the tokens before them.
-
-    Args:
-        selector: that ranks.
-        logits: of the slots, (slots, V).
-        hidden: that they came from, (slots, hidden).
-        token: before the first slot.
-    """
-
-    def __init__(self, selector: Selector, logits: Tensor, hidden: Tensor, token: int) -> None:
-        self._selector, self._logits, self._hidden, self._token = selector, logits, hidden, token
-
-    def slot(
-        self, level: int, places: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
-    ) -> tuple[Tensor, list[float] | None]:
-        """See ``Correction.slot``."""
-        hidden = self._hidden[level]
-        before = torch.tensor([self._token if place < 0 else tokens[place] for place in places], device=hidden.device)
-        return self._selector.ranked(self._logits[level], hidden, before), None
 
 
 def _linear(tensors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor | None] | None:

@@ -1,8 +1,8 @@
-"""Folders of block drafters as three tools have them: DFlash's authors', DeepSpec, and vLLM's speculators.
+"""Folders of block drafters in three formats: of DFlash's authors, of DeepSpec and of vLLM's speculators.
 
-The first two have transformers' configuration of the layers with further entries in it (``dflash_config``, or beside
-it), the third ``speculators_model_type`` and ``transformer_layer_config``. Numbers of the target's layers are those of
-outputs in ``target_layer_ids`` and of inputs in ``aux_hidden_state_layer_ids``.
+The first two extend transformers' configuration of the layers, in ``dflash_config`` or at the top level. The third has
+``speculators_model_type`` and ``transformer_layer_config``. ``target_layer_ids`` counts outputs of the target's layers,
+``aux_hidden_state_layer_ids`` inputs.
 """
 
 from __future__ import annotations
@@ -10,22 +10,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.draft_specs import BLOCK_ARCHITECTURES, BLOCK_KINDS, SPECULATORS, is_block
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.trained import trained_config, write_trained
-from sakiyomi.drafters.head_files import check_layers, head_config, head_tensors, pop_tokens
+from sakiyomi.drafters.head_files import (
+    DraftFile,
+    check_layers,
+    head_config,
+    head_tensors,
+    layer_config,
+    named_options,
+    pop_tokens,
+)
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["BlockFile", "BlockOptions", "read_block", "usual_layers", "write_block"]
+__all__ = ["ENTRIES", "SECOND", "BlockFile", "BlockOptions", "read_block", "usual_layers", "write_block"]
 
 WHAT = "block drafter"
 MARKOV = ("vanilla", "gated", "rnn")
+_CAUSAL = ("causal_head", "causal", "is_causal")
 _INPUTS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _HEADS = ("markov_head.", "confidence_head.", "candidate_selector.")
+ENTRIES = {
+    "size": "block_size",
+    "mask": "mask_token_id",
+    "anchored": "sample_from_anchor",
+    "confident": "enable_confidence_head",
+    "embedding_scale": "input_embedding_scale",
+    "logit_scale": "output_multiplier",
+    "softcap": "final_logit_softcapping",
+}
+"""What configurations call the options."""
+SECOND = {"kernel": "conv_kernel_size", "group": "conv_group_size", "selected": "selector_top_k"}
+"""The same of those of DFlash2, and what they are where they are not named."""
+_USUAL = {"kernel": 2, "group": 16, "selected": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,34 +89,18 @@ class BlockOptions:
         return self.size if self.anchored else self.size - 1
 
 
-@dataclass(frozen=True)
-class BlockFile:
-    """A drafter as it was found.
-
-    Attributes:
-        config: of its decoder layers, as transformers has it.
-        options: of the drafter.
-        tensors: by the names of the method's authors; those of the decoder layers by transformers' names.
-        tokens: the target's token for each that it can guess, (draft vocabulary,); None: they are the same.
-        name: of the folder.
-    """
-
-    config: dict[str, Any]
-    options: BlockOptions
-    tensors: dict[str, Tensor]
-    tokens: Tensor | None
-    name: str
+BlockFile = DraftFile[BlockOptions]
 
 
 def usual_layers(count: int) -> tuple[int, ...]:
-    """Layers of a target that has so many whose outputs the method reads, unless told otherwise: five, evenly spaced
-    from the second one to three before the last.
+    """Layers whose outputs are read by default, of a target with `count`: five, evenly spaced from the second to three
+    before the last.
     """
     return tuple(sorted({1 + round(place * (count - 4) / 4) for place in range(5)}))
 
 
 def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
-    """Write a drafter: in the form of the method's authors, or, where its first row guesses, in that of DeepSpec.
+    """Write a drafter in the format of the method's authors, or in DeepSpec's if its first row guesses.
 
     Args:
         folder: is made.
@@ -106,7 +109,7 @@ def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
         layers: of the target.
     """
     options = file.options
-    assert not (options.confident or options.kernel or file.tokens is not None), "no recipe makes one"
+    assert not (options.confident or options.kernel or file.tokens is not None), "no recipe trains these"
     named: dict[str, Any] = {"mask_token_id": options.mask, "target_layer_ids": list(options.layers)}
     if options.causal:
         named["causal_head"] = True
@@ -143,75 +146,54 @@ def read_block(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
             f"{folder} holds no {WHAT}: config.json says {said}; expected {SPECULATORS} {' or '.join(BLOCK_KINDS)}, or "
             f"the architecture {' or '.join(BLOCK_ARCHITECTURES)}"
         )
-    ours = SPECULATORS in config
-    inner = dict(config["transformer_layer_config"] if ours else config)
-    inner["model_type"] = "qwen3"
+    inner = layer_config(config, model_type="qwen3")
     inner.pop("is_causal", None)  # of the block, not of the layers
     tensors = head_tensors(folder, WHAT, allow_pickle=allow_pickle)
     lacking = [name for name in ("fc.weight", "hidden_norm.weight", "norm.weight") if name not in tensors]
     if lacking:
         raise LoadError(f"{folder} lacks the tensor {lacking[0]} of a {WHAT}; get it again")
-    tokens = pop_tokens(tensors)
-    options = _options(str(folder), config, inner, tensors)
+    tokens, nested = pop_tokens(tensors), config.get("dflash_config") or {}
+    options = _options(str(folder), {**config, **nested}, inner)
+    beside = {part for part in _HEADS if any(tensor.startswith(part) for tensor in tensors)}
+    parts = zip(_HEADS, (options.markov, options.confident, options.selected), strict=True)
+    if wrong := sorted(beside ^ {part for part, there in parts if there}):
+        raise LoadError(
+            f"{folder} and its config.json do not belong together: tensors {wrong[0]}* are "
+            f"{'there' if wrong[0] in beside else 'missing'}; get it again"
+        )
     check_layers(options.layers, layers, WHAT, folder)
     return BlockFile(inner, options, tensors, tokens, str(folder))
 
 
-def _options(
-    name: str, config: Mapping[str, Any], inner: dict[str, Any], tensors: Mapping[str, Tensor]
-) -> BlockOptions:
+def _options(name: str, config: Mapping[str, Any], inner: Mapping[str, Any]) -> BlockOptions:
     """What the configuration says of the drafter.
 
     Raises:
         LoadError: it lacks something.
         UnsupportedError: what it asks for is not run here.
     """
-    nested: Mapping[str, Any] = config.get("dflash_config") or {}
-
-    def said(entry: str, default: Any = None) -> Any:
-        found = nested.get(entry, config.get(entry))
-        return default if found is None else found
-
-    known = SPECULATORS in config or set(config.get("architectures") or BLOCK_ARCHITECTURES) & set(BLOCK_ARCHITECTURES)
-    windows = "sliding_attention" in (inner.get("layer_types") or ())
-    strange = "" if known else f"the architecture {config['architectures'][0]}"
-    strange = strange or ("layers with a sliding window" if windows else "")
-    strange = strange or next((f"{entry} {said(entry)!r}" for entry in ("projector_type", "fusion_mode")
-                               if said(entry, "dflash") != "dflash"), "")  # fmt: skip
-    markov = str(said("markov_head_type", "vanilla")) if int(said("markov_rank", 0)) else ""
-    strange = strange or (f"markov_head_type {markov!r}" if markov and markov not in MARKOV else "")
-    deepspec = SPECULATORS not in config and "Qwen3DSparkModel" in (config.get("architectures") or ())
-    anchored = bool(said("sample_from_anchor", deepspec))
-    if markov == "rnn" and not anchored:
-        strange = strange or "a recurrent Markov head whose first row guesses nothing"
-    if strange:
+    said, named = config.get, set(config.get("architectures") or BLOCK_ARCHITECTURES)
+    kind, markov = said(SPECULATORS), str(said("markov_head_type") or "vanilla") if said("markov_rank") else ""
+    options: dict[str, Any] = {"anchored": kind is None and "Qwen3DSparkModel" in named and "architectures" in config}
+    options |= named_options(BlockOptions, ENTRIES, said)
+    if kind == "dflash2":
+        options |= _USUAL | named_options(BlockOptions, SECOND, said)
+    reasons = {
+        f"the architecture {'/'.join(named)}": kind is None and not named & set(BLOCK_ARCHITECTURES),
+        "layers with a sliding window": "sliding_attention" in (inner.get("layer_types") or ()),
+        **{
+            f"{entry} {said(entry)!r}": said(entry) not in (None, "dflash")
+            for entry in ("projector_type", "fusion_mode")
+        },
+        f"markov_head_type {markov!r}": markov not in ("", *MARKOV),
+        "a recurrent Markov head whose first row guesses nothing": markov == "rnn" and not options["anchored"],
+    }
+    if strange := next((reason for reason, holds in reasons.items() if holds), None):
         raise UnsupportedError(f"the {WHAT} in {name} has {strange}, which is not run here; choose another one")
     inputs = next((said(entry) for entry in _INPUTS if said(entry)), None)
     layers = [layer - 1 for layer in inputs] if inputs else said("target_layer_ids")
-    missing = next((entry for entry in ("mask_token_id", "block_size") if said(entry) is None), None)
+    missing = next((ENTRIES[own] for own in ("mask", "size") if own not in options), None)
     if missing or not layers:
         raise LoadError(f"config.json of {name} lacks {missing or 'target_layer_ids'} of a {WHAT}; get it again")
-    beside = {part for part in _HEADS if any(tensor.startswith(part) for tensor in tensors)}
-    confident, second = bool(said("enable_confidence_head", False)), config.get(SPECULATORS) == "dflash2"
-    wanted = {part for part, there in zip(_HEADS, (markov, confident, second), strict=True) if there}
-    if beside != wanted:
-        part = sorted(beside ^ wanted)[0]
-        raise LoadError(
-            f"{name} and its config.json do not belong together: tensors {part}* are "
-            f"{'there' if part in beside else 'missing'}; get it again"
-        )
-    return BlockOptions(
-        layers=tuple(layers),
-        size=int(said("block_size")),
-        mask=int(said("mask_token_id")),
-        anchored=anchored,
-        causal=bool(said("causal_head", said("causal", said("is_causal", False)))),
-        markov=markov,
-        confident=confident,
-        kernel=int(said("conv_kernel_size", 2)) if second else 0,
-        group=int(said("conv_group_size", 16)) if second else 0,
-        selected=int(said("selector_top_k", 16)) if second else 0,
-        embedding_scale=float(said("input_embedding_scale", 1.0)),
-        logit_scale=float(said("output_multiplier", 1.0)),
-        softcap=float(said("final_logit_softcapping", 0.0)),
-    )
+    causal = next((bool(said(entry)) for entry in _CAUSAL if said(entry) is not None), False)
+    return BlockOptions(layers=tuple(layers), causal=causal, markov=markov, **options)

@@ -1,18 +1,19 @@
-"""A block drafter as it runs beside a packed target."""
+"""Runs a block drafter beside a packed target."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sakiyomi.drafters.beside import Beside, target_logits
 from sakiyomi.drafters.block_heads.correction import Corrections, Selector
 from sakiyomi.drafters.block_heads.formats import BlockFile
 from sakiyomi.drafters.head_model import over_vocabulary
-from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner
@@ -20,7 +21,7 @@ from sakiyomi.model_executor.runner import ModelRunner
 __all__ = ["BlockRunner"]
 
 
-class BlockRunner:
+class BlockRunner(Beside):
     """Writes keys and values of the text, and guesses blocks of tokens.
 
     Args:
@@ -31,15 +32,14 @@ class BlockRunner:
     Attributes:
         options, model: as given.
         corrections: of guesses by the tokens before them; None: there are none.
-        seconds, passes: spent so far on texts and on guesses, and passes over blocks.
 
     Raises:
         LoadError: tensors are missing, or have other shapes.
     """
 
     def __init__(self, file: BlockFile, target: ModelRunner, model: ModelRunner) -> None:
+        super().__init__(model)
         self.options, self.model = file.options, model
-        self.seconds, self.passes = 0.0, 0
         self._target, self._tokens = target, file.tokens
         attention = [f"layers.{layer}.self_attn." for layer in range(len(model.cache.shapes))]
 
@@ -60,18 +60,14 @@ class BlockRunner:
             self.corrections = Selector(file, model.device, model.dtype)
         for layer in model.module.model.layers if self.options.kernel else ():
             layer.live.fill_(True)
-        self._generation = -1
-        self._pack()
+        self._prepare()
 
-    def _pack(self) -> None:
-        """Pack the projections for the drafter's kernels; called again when it changes to others."""
-        self._generation, tables = self.model.weights.generation, self.model.packed_weights
+    def _pack(self, tables: PackedWeights | None) -> None:
         self._project = linear_beside(tables, self._fc)
         self._to_pairs = linear_beside(tables, self._pairs, self._bias)
 
     # ------------------------------------------------------------ the text
 
-    @torch.no_grad()
     def write(self, slot: int, column: int, states: Mapping[int, Tensor]) -> None:
         """Write keys and values of committed tokens.
 
@@ -80,13 +76,10 @@ class BlockRunner:
             column: of the first of them.
             states: of the target by layer, (tokens, hidden) each.
         """
-        began, model = time.perf_counter(), self.model
+        model = self.model
         both = torch.cat([states[layer] for layer in self.options.layers], -1).to(model.dtype)
         count, shape = len(both), model.cache.shapes[0]
-        with model.lock:
-            if self._generation != model.weights.generation:
-                self._pack()
-            model.begin(BatchPlan([]), count)
+        with self._timed(), self._running(count):
             features = self._rms(self._project(both), self._norm)
             pairs = self._to_pairs(features).view(count, -1, 2, shape.heads, shape.key_dim)
             positions = torch.arange(column, column + count, device=both.device)[None]
@@ -97,7 +90,6 @@ class BlockRunner:
             for layer in range(len(model.cache.shapes)):
                 for store, fresh in ((model.cache.keys, keys[:, layer]), (model.cache.values, pairs[:, layer, 1])):
                     store[layer][slot][:, column : column + count] = fresh.transpose(0, 1)
-        self.seconds += time.perf_counter() - began
 
     def _rms(self, states: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of the last dimension."""
@@ -117,7 +109,12 @@ class BlockRunner:
         Returns:
             Logits of the tokens that it knows, (texts, count, V), and what they come from, (texts, count, hidden).
         """
-        began, options = time.perf_counter(), self.options
+        with self._timed():
+            self.passes += 1
+            return self._guess(texts, count)
+
+    def _guess(self, texts: Sequence[tuple[int, int, int]], count: int) -> tuple[Tensor, Tensor]:
+        options = self.options
         first = 0 if options.anchored else 1
         rows = first + count if options.causal and not options.kernel else options.size
         masks = [options.mask] * (rows - 1)
@@ -129,15 +126,10 @@ class BlockRunner:
         if self._own_head:
             logits = found.logits.to(hidden.device).view(len(texts), rows, -1)[:, first : first + count]
         else:
-            target = self._target
-            with target.lock:
-                target.begin(BatchPlan([]), len(texts) * count)
-                logits = target.head(hidden.flatten(0, 1)).view(len(texts), count, -1)
+            logits = target_logits(self._target, hidden.flatten(0, 1)).view(len(texts), count, -1)
         logits = logits * options.logit_scale
         if options.softcap:
             logits = torch.tanh(logits / options.softcap) * options.softcap
-        self.passes += 1
-        self.seconds += time.perf_counter() - began
         return logits, hidden
 
     def over_target(self, logits: Tensor) -> Tensor:

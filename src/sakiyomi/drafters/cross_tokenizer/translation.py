@@ -1,7 +1,6 @@
-"""Translates a draft from its own tokens into tokens of the target: one path, or a tree of them.
+"""Translates a draft, a path or a tree, from its own tokens into tokens of the target.
 
-Each path from the root to a leaf is a text, and each text is tokenised; texts with the same beginning share nodes.
-Knows bytes and tokens, no model.
+Each path from the root to a leaf is a text that is tokenised. Texts with the same beginning share nodes.
 """
 
 from __future__ import annotations
@@ -58,33 +57,7 @@ class Translator:
     def __init__(self, own: Lexicon, target: Lexicon, stop_ids: frozenset[int], end: int | None) -> None:
         self._own, self._target, self._stop_ids, self._end = own, target, stop_ids, end
 
-    def chain(self, before: bytes, owed: bytes, draft: Draft, depth: int, *, ends: bool) -> Translation:
-        """One path.
-
-        Args:
-            before: the last committed bytes.
-            owed: those of them with which the draft's text has to begin.
-            draft: the draft's chain.
-            depth: most tokens.
-            ends: whether the target's end token ends the text of this request.
-        """
-        path = self._path(draft, range(len(draft)), owed)
-        if path is None:
-            return Translation()
-        ahead = continuation(self._target, before, path.text)
-        tokens, places = self._ended(path, ahead.tokens, ahead.ends, ends=ends)
-        said = Translation(tokens[:depth], list(range(-1, min(depth, len(tokens)) - 1)), natural=ahead.natural)
-        reached = 0
-        for end in places[:depth]:
-            chance = 1.0  # of the draft tokens that have to be right for this token, and not for those before it
-            while reached < len(path.begins) and path.begins[reached] < end:
-                known = draft.draws[path.nodes[reached]].prob
-                chance *= 1.0 if known is None else known
-                reached += 1
-            said.chances.append(chance)
-        return said
-
-    def tree(
+    def translate(
         self,
         before: bytes,
         owed: bytes,
@@ -97,15 +70,18 @@ class Translator:
     ) -> Translation:
         """The likeliest nodes of all paths; paths with the same beginning share nodes.
 
-        A node is right if the text goes through one of the draft tokens that complete its bytes. On different paths
-        these exclude each other, so that their chances add up; on the same path they count once.
+        A node is right if the text contains one of the draft tokens that complete its bytes. On different paths these
+        exclude each other, so their chances add up; on the same path they count once. A draft of one path is
+        translated even where its text is not natural, of several only the natural ones.
 
         Args:
-            before, owed, ends: as for ``chain``.
+            before: the last committed bytes.
+            owed: those of them with which the draft's text has to begin.
             draft: the draft's tree.
             depth: most levels.
             nodes: most nodes.
-            worth: if given, no more nodes than pay.
+            ends: whether the target's end token ends the text of this request.
+            worth: if given, no more nodes than are worth their time.
         """
         values = draft.tree.products([draw.claim(1.0) for draw in draft.draws])
         leaves = [node for node in range(len(draft)) if not draft.tree.children(node)]
@@ -115,11 +91,12 @@ class Translator:
         for leaf in leaves:
             path = self._path(draft, draft.tree.path(leaf), owed)
             if path is None or not path.nodes:
+                natural |= len(leaves) == 1
                 continue
             ahead = continuation(self._target, before, path.text)
-            if not ahead.natural:
+            natural |= ahead.natural
+            if not ahead.natural and len(leaves) > 1:
                 continue
-            natural = True
             tokens, stops = self._ended(path, ahead.tokens, ahead.ends, ends=ends)
             above, last = -1, 0
             for token, end in zip(tokens[:depth], stops[:depth], strict=True):

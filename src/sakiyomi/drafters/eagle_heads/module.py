@@ -1,45 +1,32 @@
-"""An EAGLE-3 head as a causal LM of transformers, so that whatever runs draft models runs it too."""
+"""An EAGLE head as a causal LM of transformers, which runs like any draft model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.drafters.head_model import ROWS, FusedEmbedding, HiddenOutput, make_decoder
+from sakiyomi.core.errors import LoadError
+from sakiyomi.drafters.eagle_heads.formats import EagleFile, EagleOptions
+from sakiyomi.drafters.head_model import (
+    HEAD_WEIGHT,
+    ROWS,
+    FusedEmbedding,
+    HiddenOutput,
+    check_tokens,
+    fill,
+    make_decoder,
+    token_embedding,
+    with_context,
+)
+from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["BESIDE", "EagleOptions", "FeatureLayer", "make_first", "make_module"]
+__all__ = ["BESIDE", "EagleOptions", "FeatureLayer", "load_module", "make_module"]
 
 BESIDE = ("fc.", "fc_norm.", "input_norm.", "mask_hidden")
-"""Beginnings of the names of a head's tensors that are no part of its layers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleOptions:
-    """What heads of this family differ in.
-
-    Attributes:
-        layers: decoder layers of the target, counted from 0, whose outputs are read.
-        target_size: width of the target's hidden states.
-        norm_before_residual: the residual of the first layer is the feature behind its norm, and not before it.
-        norm_before_fc: one norm over the hidden states of all layers, side by side.
-        fc_norm: a norm for those of each layer.
-        norm_output: what is fed back is the output behind the last norm (EAGLE-3.1).
-        mask: token that stands for one to be guessed, where several are guessed a pass (P-EAGLE); None: one is.
-        first: it reads what the target's head reads, and its logits come from that head (EAGLE-1 and 2).
-    """
-
-    layers: tuple[int, ...]
-    target_size: int
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    mask: int | None = None
-    first: bool = False
+"""Prefixes of the names of tensors that do not belong to the head's layers."""
 
 
 class FeatureLayer(nn.Module):
@@ -50,7 +37,7 @@ class FeatureLayer(nn.Module):
         norm_before_residual: see ``EagleOptions``.
 
     Attributes:
-        given: features of a pass's rows, (ROWS, hidden), to be written before it.
+        given: features of a pass's rows, (ROWS, hidden); written before the pass.
     """
 
     given: Tensor
@@ -97,7 +84,7 @@ def make_module(config: Mapping[str, Any], options: EagleOptions, embedding: Ten
     return module
 
 
-def make_first(config: Mapping[str, Any], embedding: Tensor, project: Tensor, bias: Tensor | None) -> Any:
+def _make_first(config: Mapping[str, Any], embedding: Tensor, project: Tensor, bias: Tensor | None) -> Any:
     """The same for EAGLE-1 and 2: the first layer has no norm before it, and none follows the last.
 
     Args:
@@ -112,3 +99,30 @@ def make_first(config: Mapping[str, Any], embedding: Tensor, project: Tensor, bi
     module.model.embed_tokens = FusedEmbedding(embedding, project, bias)
     module.model.layers[0].input_layernorm, module.model.norm = nn.Identity(), nn.Identity()
     return module
+
+
+def load_module(file: EagleFile, target: ModelRunner) -> Any:
+    """The head as a model, with the target's embedding where it has none of its own.
+
+    Args:
+        file: of the head.
+        target: whose hidden states it reads.
+
+    Raises:
+        LoadError: tensors are missing, or have other shapes.
+        UnsupportedError: it belongs to another model.
+    """
+    options, tensors = file.options, file.tensors
+    read = options.target_size if options.first else tensors["fc.weight"].shape[1]
+    embedding = token_embedding(file, target, "head", read)
+    config, weight = with_context(file.config, target.max_context), tensors.get(HEAD_WEIGHT)
+    most = min(target.vocab_size, len(embedding))
+    if options.first:
+        check_tokens(file, target, "head", int(file.config.get("vocab_size") or len(embedding)), most)
+        module = _make_first(config, embedding, tensors["fc.weight"], tensors.get("fc.bias"))
+        return fill(module, file, (*BESIDE, HEAD_WEIGHT), target)
+    if weight is None:
+        raise LoadError(f"{file.name} lacks the tensor {HEAD_WEIGHT} of an EAGLE head; get it again")
+    known = len(weight) if file.tokens is None else int(file.tokens.max()) + 1
+    check_tokens(file, target, "head", max(known, (options.mask or 0) + 1), most)
+    return fill(make_module(config, options, embedding, len(weight)), file, BESIDE, target)

@@ -1,81 +1,42 @@
-"""EAGLE heads as they run beside a packed target: features of its hidden states, and logits behind them."""
+"""Runs EAGLE heads beside a packed target: features from its hidden states, and logits from features."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sakiyomi.drafters.beside import Beside, target_logits
 from sakiyomi.drafters.eagle_heads.formats import EagleFile
 from sakiyomi.drafters.eagle_heads.module import BESIDE, EagleOptions
 from sakiyomi.drafters.head_model import ROWS, FusedEmbedding, last_norm, over_vocabulary
-from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["EagleHead", "SharedHead"]
+__all__ = ["EagleHead", "FeatureHead", "SharedHead"]
 
 
-class EagleHead:
-    """A head beside a packed target.
+class FeatureHead(ABC):
+    """A head whose rows read a feature each, beside a packed target.
 
     Args:
-        file: of the head.
-        target: whose hidden states it reads.
+        options: of the head.
         model: the head, packed.
+        given: where its layers read the features of a pass, (ROWS, hidden).
     """
 
-    def __init__(self, file: EagleFile, target: ModelRunner, model: ModelRunner) -> None:
-        self.options, self.model = file.options, model
-        self._target, self._tokens = target, file.tokens
-        beside = ((name, tensor) for name, tensor in file.tensors.items() if name.startswith(BESIDE))
-        self._tensors = {name: tensor.to(target.device) for name, tensor in beside}
-        self._given: Tensor = model.module.model.layers[0].given
-        self._out = HEAD if file.options.norm_output else len(model.module.model.layers) - 1
-        model.capture([self._out])
-        self._mask_feature: Tensor | None = None
-        self._generation = -1
-        self._pack()
+    def __init__(self, options: EagleOptions, model: ModelRunner, given: Tensor) -> None:
+        self.options, self.model, self._given = options, model, given
 
-    def _pack(self) -> None:
-        """Pack the projection of features for the target's kernels; again when it changes to others."""
-        weights = self._target.weights
-        self._generation = weights.generation
-        self._fc = linear_beside(weights.packed, self._tensors["fc.weight"].to(weights.dtype))
-
+    @abstractmethod
     def project(self, states: Mapping[int, Tensor]) -> Tensor:
         """Hidden states of the target by layer, (rows, target hidden) each, to features, (rows, hidden)."""
-        return self._project([states[layer] for layer in self.options.layers])
-
-    def _project(self, parts: list[Tensor]) -> Tensor:
-        options, target = self.options, self._target
-        if options.fc_norm:
-            parts = [self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)]
-        both = torch.cat(parts, -1)
-        if options.norm_before_fc:
-            both = self._norm(both, "input_norm.weight")
-        with torch.no_grad(), target.lock:
-            if self._generation != target.weights.generation:
-                self._pack()
-            target.begin(BatchPlan([]), len(both))
-            features: Tensor = self._fc(both.to(target.dtype))
-            return features
-
-    def mask_feature(self) -> Tensor:
-        """Feature of a mask, (1, hidden)."""
-        if self._mask_feature is None:
-            width = self.options.target_size
-            learnt = self._tensors["mask_hidden"].view(1, -1).split(width, -1)
-            self._mask_feature = self._project(list(learnt))
-        return self._mask_feature
-
-    def _norm(self, states: Tensor, name: str) -> Tensor:
-        """RMSNorm with this weight."""
-        weight = self._tensors[name].float()
-        return F.rms_norm(states.float(), weight.shape, weight, self.model.config.rms_norm_eps).to(states.dtype)
 
     def read(self, segments: Sequence[SequenceRows], inputs: Tensor, *, last: bool = False) -> tuple[Tensor, Tensor]:
         """Logits over the target's vocabulary and features of these rows, which read these features.
@@ -95,14 +56,69 @@ class EagleHead:
         """Rows of a pass; an exact model would itself make several of more."""
         return min(ROWS, self.model.sizes[-1]) if self.model.exact else ROWS
 
+    @abstractmethod
+    def _pass(self, segments: Sequence[SequenceRows], inputs: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+        """``read`` in one pass."""
+
+
+class EagleHead(FeatureHead, Beside):
+    """A head of EAGLE-3, with a projection of features and a head over the vocabulary of its own.
+
+    Args:
+        file: of the head.
+        target: whose hidden states it reads.
+        model: the head, packed.
+    """
+
+    def __init__(self, file: EagleFile, target: ModelRunner, model: ModelRunner) -> None:
+        layers = model.module.model.layers
+        FeatureHead.__init__(self, file.options, model, layers[0].given)
+        Beside.__init__(self, target)
+        self._tokens = file.tokens
+        beside = ((name, tensor) for name, tensor in file.tensors.items() if name.startswith(BESIDE))
+        self._tensors = {name: tensor.to(target.device) for name, tensor in beside}
+        self._out = HEAD if file.options.norm_output else len(layers) - 1
+        model.capture([self._out])
+        self._mask_feature: Tensor | None = None
+        self._prepare()
+
+    def _pack(self, tables: PackedWeights | None) -> None:
+        self._fc = linear_beside(tables, self._tensors["fc.weight"].to(self._host.weights.dtype))
+
+    def project(self, states: Mapping[int, Tensor]) -> Tensor:
+        """See ``FeatureHead.project``."""
+        return self._project([states[layer] for layer in self.options.layers])
+
+    def _project(self, parts: list[Tensor]) -> Tensor:
+        if self.options.fc_norm:
+            parts = [self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)]
+        both = torch.cat(parts, -1)
+        if self.options.norm_before_fc:
+            both = self._norm(both, "input_norm.weight")
+        with self._running(len(both)):
+            features: Tensor = self._fc(both.to(self._host.dtype))
+        return features
+
+    def mask_feature(self) -> Tensor:
+        """Feature of a mask, (1, hidden)."""
+        if self._mask_feature is None:
+            learnt = self._tensors["mask_hidden"].view(1, -1).split(self.options.target_size, -1)
+            self._mask_feature = self._project(list(learnt))
+        return self._mask_feature
+
+    def _norm(self, states: Tensor, name: str) -> Tensor:
+        """RMSNorm with this weight."""
+        weight = self._tensors[name].float()
+        return F.rms_norm(states.float(), weight.shape, weight, self.model.config.rms_norm_eps).to(states.dtype)
+
     def _pass(self, segments: Sequence[SequenceRows], inputs: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         with self.model.lock:
             self._given[: len(inputs)] = inputs
             found = self.model.score(segments, last=last)
-        return over_vocabulary(found.logits, self._tokens, self._target.vocab_size), found.features[self._out]
+        return over_vocabulary(found.logits, self._tokens, self._host.vocab_size), found.features[self._out]
 
 
-class SharedHead(EagleHead):
+class SharedHead(FeatureHead):
     """A head that reads what the target's own head reads, and whose logits come from that: EAGLE-1 and 2, MTP layers.
 
     Args:
@@ -112,11 +128,11 @@ class SharedHead(EagleHead):
     """
 
     def __init__(self, target: ModelRunner, model: ModelRunner, *, blank: bool = False) -> None:
-        self.model, self._target, self._blank = model, target, blank
-        last = int(target.config.num_hidden_layers) - 1
-        self.options = EagleOptions(layers=(last,), target_size=int(target.config.hidden_size), norm_output=True)
         embedding: FusedEmbedding = model.module.model.embed_tokens
-        self._given, self._kept = embedding.given, embedding.kept
+        last = int(target.config.num_hidden_layers) - 1
+        options = EagleOptions(layers=(last,), target_size=int(target.config.hidden_size), norm_output=True)
+        super().__init__(options, model, embedding.given)
+        self._target, self._blank, self._kept = target, blank, embedding.kept
         self._last_norm = last_norm(target.module)
 
     def project(self, states: Mapping[int, Tensor]) -> Tensor:
@@ -126,7 +142,6 @@ class SharedHead(EagleHead):
             return features
 
     def _pass(self, segments: Sequence[SequenceRows], inputs: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-        target = self._target
         with self.model.lock:
             self._given[: len(inputs)] = inputs
             if self._blank:
@@ -134,6 +149,4 @@ class SharedHead(EagleHead):
                     [[float(bool(part.length or row))] for part in segments for row in range(len(part.tokens))]
                 )
             states = self.model.score(segments, last=last).features[HEAD]
-        with torch.no_grad(), target.lock:
-            target.begin(BatchPlan([]), len(states))
-            return target.head(states), states
+        return target_logits(self._target, states), states

@@ -1,10 +1,10 @@
-"""Files of Medusa heads as three tools have them; what one of them wrote, the others can be given.
+"""Reads and writes Medusa heads in the formats of three tools.
 
-"medusa" is FasterDecoding's and text-generation-inference's: a folder with ``config.json`` and
+"medusa" is the format of FasterDecoding and text-generation-inference: a folder with ``config.json`` and
 ``medusa_lm_head.safetensors``, tensors ``{head}.{layer}.linear.weight``. "merged" is a whole model whose checkpoint
-also holds these with ``medusa_head.`` in front (Medusa-2). "vllm" is vLLM's: ``model_type`` "medusa" and tensors
-``blocks.{head}.layers.{layer}.weight``. A configuration may be wrong about the number of heads, as published ones are:
-the tensors are believed.
+also holds these tensors with the prefix ``medusa_head.`` (Medusa-2). "vllm" is vLLM's: ``model_type`` "medusa" and
+tensors ``blocks.{head}.layers.{layer}.weight``. The number of heads is taken from the tensors, since published
+configurations may be wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sakiyomi.core.checkpoint import HEADS_FILE, read_checkpoint, read_json
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.trained import BASE, Trained, read_config, read_tensors, write_trained
+from sakiyomi.core.trained import BASE, Trained, read_tensors, write_trained
+from sakiyomi.drafters.head_files import head_config
 from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 
 if TYPE_CHECKING:
@@ -32,26 +33,33 @@ FORMATS: tuple[Format, ...] = ("medusa", "merged", "vllm")
 FILE, PICKLE = HEADS_FILE, "medusa_lm_head.pt"
 PREFIX, WHAT = "medusa_head.", "Medusa heads"
 
-_VLLM_PREFIX = "medusa_heads."
-
 
 @dataclass(frozen=True)
-class _Names:
-    """What a format calls its tensors, with the numbers of head and layer.
+class _Form:
+    """What a tool calls the parts of heads.
 
     Attributes:
-        block: weight or bias of a residual block.
+        block: weight or bias of a residual block, with the numbers of head and layer.
         own: weight of a head over the vocabulary; its layer is the one behind the blocks.
+        prefix: may stand before all names.
+        count: entry of the configuration with the number of heads.
         whose: heads these are, for messages.
     """
 
-    block: str
-    own: str
-    whose: str
+    block: str = "{head}.{layer}.linear.{part}"
+    own: str = "{head}.{layer}.weight"
+    prefix: str = ""
+    count: str = "medusa_num_heads"
+    whose: str = WHAT
 
 
-_MEDUSA = _Names("{head}.{layer}.linear.{part}", "{head}.{layer}.weight", WHAT)
-_VLLM = _Names("blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight", f"{WHAT} of vLLM")
+_FORMS: dict[Format, _Form] = {
+    "medusa": _Form(),
+    "merged": _Form(prefix=PREFIX),
+    "vllm": _Form(
+        "blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight", "medusa_heads.", "num_heads", f"{WHAT} of vLLM"
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,25 +85,14 @@ def read_heads(folder: str | Path, *, allow_pickle: bool = False) -> HeadsFile:
     Raises:
         LoadError: something is missing, damaged, or no heads.
     """
-    folder = Path(folder).expanduser()
-    if not folder.is_dir():
-        raise LoadError(f"there is no folder {str(folder)!r} with Medusa heads; check the path")
-    if not (folder / "config.json").is_file():
-        raise LoadError(f"there is no config.json in {folder}; give a folder with Medusa heads")
-    config = read_config(folder)
-    kind: Format
-    if config.get("model_type") == "medusa":
-        kind, said = "vllm", config.get("num_heads")
-        heads = _from_tensors(folder, read_tensors(read_checkpoint(folder).files, WHAT), _VLLM, _VLLM_PREFIX)
-    elif (folder / FILE).is_file() or (folder / PICKLE).is_file():
-        kind, said = "medusa", config.get("medusa_num_heads")
-        file = folder / (FILE if (folder / FILE).is_file() else PICKLE)
-        heads = _from_tensors(folder, read_tensors([file], WHAT, allow_pickle=allow_pickle), _MEDUSA)
-    else:
-        kind, said = "merged", config.get("medusa_num_heads")
-        files = read_checkpoint(folder).files
-        tensors = read_tensors(files, WHAT, wanted=lambda name: name.startswith(PREFIX))
-        heads = _from_tensors(folder, tensors, _MEDUSA, PREFIX)
+    folder, config = head_config(folder, WHAT)
+    stored = next((folder / name for name in (FILE, PICKLE) if (folder / name).is_file()), None)
+    kind: Format = "vllm" if config.get("model_type") == "medusa" else "merged" if stored is None else "medusa"
+    form = _FORMS[kind]
+    wanted = (lambda name: name.startswith(PREFIX)) if kind == "merged" else None
+    files = [stored] if stored is not None and kind == "medusa" else read_checkpoint(folder).files
+    tensors = read_tensors(files, WHAT, wanted=wanted, allow_pickle=allow_pickle)
+    heads, said = _from_tensors(folder, tensors, form), config.get(form.count)
     if said is not None and said != heads.shape.heads:
         logger.warning(
             "%s: config.json speaks of %s heads and the file holds %d, which are taken", folder, said, heads.shape.heads
@@ -134,7 +131,7 @@ def write_heads(
     else:
         if shape.own == 1 and shape.heads > 1:
             raise InputError(f"one head over the vocabulary for all of {shape.heads} can only be written as 'vllm'")
-        tensors = _to_tensors(heads, heads.own if heads.own is not None else (), _MEDUSA)
+        tensors = _to_tensors(heads, heads.own if heads.own is not None else (), _FORMS["medusa"])
         config = {"medusa_num_heads": shape.heads, "medusa_num_layers": shape.layers}
         if not shape.own:
             config["version"] = "2"
@@ -149,20 +146,20 @@ def write_heads(
 # ---------------------------------------------------------------- tensors to heads
 
 
-def _from_tensors(folder: Path, tensors: Mapping[str, Tensor], names: _Names, prefix: str = "") -> MedusaHeads:
-    """Heads of tensors that have these names, perhaps with the prefix in front."""
-    block, own_head = _pattern(names.block), _pattern(names.own)
+def _from_tensors(folder: Path, tensors: Mapping[str, Tensor], form: _Form) -> MedusaHeads:
+    """Heads of tensors that have a tool's names."""
+    block, own_head = _pattern(form.block), _pattern(form.own)
     blocks, own, token_map = {}, {}, None
     for stored, tensor in tensors.items():
-        name = stored.removeprefix(prefix)
+        name = stored.removeprefix(form.prefix)
         if match := block.fullmatch(name):
             blocks[int(match["head"]), int(match["layer"]), match["part"]] = tensor
         elif match := own_head.fullmatch(name):
             own[int(match["head"])] = tensor
-        elif name == "token_map" and names is _VLLM:
+        elif name == "token_map" and form is _FORMS["vllm"]:
             token_map = tensor
         else:
-            raise LoadError(f"{folder} holds a tensor {name!r}, which {names.whose} do not have")
+            raise LoadError(f"{folder} holds a tensor {name!r}, which {form.whose} do not have")
     heads = _assembled(folder, blocks, own)
     if token_map is not None:
         if token_map.shape != (heads.shape.vocab_size,):
@@ -179,7 +176,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _assembled(folder: Path, blocks: dict[tuple[int, int, str], Tensor], own: dict[int, Tensor]) -> MedusaHeads:
-    """Heads of single tensors, all of which have to be there."""
+    """Heads made of single tensors; none may be missing."""
     import torch
 
     if not blocks:
@@ -219,34 +216,31 @@ def _assembled(folder: Path, blocks: dict[tuple[int, int, str], Tensor], own: di
 # ---------------------------------------------------------------- heads to tensors
 
 
-def _to_tensors(heads: MedusaHeads, own: Iterable[Tensor], names: _Names) -> dict[str, Tensor]:
+def _to_tensors(heads: MedusaHeads, own: Iterable[Tensor], form: _Form) -> dict[str, Tensor]:
     """Tensors by name, with these heads over the vocabulary."""
     shape, tensors = heads.shape, {}
     for head in range(shape.heads):
         for layer in range(shape.layers):
-            tensors[names.block.format(head=head, layer=layer, part="weight")] = heads.weights[layer, head]
-            bias = names.block.format(head=head, layer=layer, part="bias")
+            tensors[form.block.format(head=head, layer=layer, part="weight")] = heads.weights[layer, head]
+            bias = form.block.format(head=head, layer=layer, part="bias")
             if heads.biases is not None:
                 tensors[bias] = heads.biases[layer, head]
-            elif names is _MEDUSA:  # readers of this format expect one
+            elif form is _FORMS["medusa"]:  # its readers expect one
                 tensors[bias] = heads.weights.new_zeros(shape.hidden_size)
-    return tensors | {names.own.format(head=head, layer=shape.layers): weight for head, weight in enumerate(own)}
+    return tensors | {form.own.format(head=head, layer=shape.layers): weight for head, weight in enumerate(own)}
 
 
 def _to_vllm(heads: MedusaHeads, head: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     shape = heads.shape
-    if heads.own is not None:
-        own: Tensor = heads.own
-    elif head is not None:
-        own = head.to(heads.weights.dtype)[None]
-    else:
+    own = heads.own if heads.own is not None or head is None else head.to(heads.weights.dtype)[None]
+    if own is None:
         raise InputError(
             "these heads use the target's own head over the vocabulary, which format 'vllm' holds a copy of; pass its "
             "weight as head"
         )
     if own.shape[-1] != shape.hidden_size:
         raise InputError(f"head is {tuple(own.shape[1:])} and the heads read {shape.hidden_size} values")
-    tensors = _to_tensors(heads, own, _VLLM)
+    tensors = _to_tensors(heads, own, _FORMS["vllm"])
     config = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],

@@ -1,4 +1,4 @@
-"""Builders of token trees, by name. A new one is a file here and one line in ``BUILDERS``."""
+"""Builders of token trees, by name. A new one is a class in ``builders.py`` and one line in ``BUILDERS``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.trees.base import Builder, CandidateTree, Shape, native_shape
-from sakiyomi.drafters.trees.best_first import BestFirst
-from sakiyomi.drafters.trees.chain import Chain
-from sakiyomi.drafters.trees.choices import Choices
-from sakiyomi.drafters.trees.ddtree import DDTree
-from sakiyomi.drafters.trees.dynamic import Dynamic
-from sakiyomi.drafters.trees.static import Static
+from sakiyomi.drafters.trees.builders import BestFirst, Chain, Choices, DDTree, Dynamic, Static
 
 __all__ = [
     "BUILDERS", "BestFirst", "Builder", "CandidateTree", "Chain", "Choices", "DDTree", "Dynamic", "Ranks", "Shape",

@@ -9,24 +9,11 @@ from sakiyomi.sampling.verifiers.base import Rows, Verifier
 from sakiyomi.sampling.verifiers.block import BlockVerifier
 from sakiyomi.sampling.verifiers.coupled import CoupledVerifier
 from sakiyomi.sampling.verifiers.greedy import GreedyVerifier
-from sakiyomi.sampling.verifiers.ratio import RatioVerifier, residual
+from sakiyomi.sampling.verifiers.ratio import RatioVerifier
 from sakiyomi.sampling.verifiers.traversal import TraversalVerifier
 from sakiyomi.sampling.verifiers.typical import TypicalVerifier
 
-__all__ = [
-    "VERIFIERS",
-    "BlockVerifier",
-    "CoupledVerifier",
-    "GreedyVerifier",
-    "RatioVerifier",
-    "Rows",
-    "TraversalVerifier",
-    "TypicalVerifier",
-    "Verifier",
-    "check_fits",
-    "choose_verifier",
-    "residual",
-]
+__all__ = ["VERIFIERS", "Rows", "Verifier", "check_fits", "choose_verifier"]
 
 _RULES = GreedyVerifier(), RatioVerifier(), CoupledVerifier(), BlockVerifier(), TraversalVerifier(), TypicalVerifier()
 VERIFIERS: dict[str, Verifier] = {rule.name: rule for rule in _RULES}
@@ -38,11 +25,12 @@ AUTOMATIC: dict[DraftKind | None, str] = {"chain": "block", "point_mass": "ratio
 def choose_verifier(params: SamplingParams, kind: DraftKind | None, branches: bool = False) -> Verifier:
     """The rule for a request.
 
-    At temperature 0 it is the greedy rule, whatever ``acceptance`` is, since all rules agree there. Otherwise it is the
-    rule named by ``acceptance``. "auto" is the coupled rule where a seed is given (the text then depends on the seed
-    alone), and for trees and merged drafts, of which it accepts most; block verification for a single drawn chain, of
-    which it accepts most; and the ratio rule for point masses, which all rules accept equally often and it verifies at
-    the least cost.
+    At temperature 0 it is the greedy rule, since all rules agree there. Otherwise ``acceptance`` names it. "auto" is:
+
+    - the coupled rule if a seed is given (the text then depends on the seed alone), and for trees and merged drafts, of
+      which it accepts most;
+    - block verification for a single drawn chain, of which it accepts most;
+    - the ratio rule for point masses, which all rules accept equally often and which it verifies at the least cost.
 
     Args:
         params: of the request.

@@ -1,4 +1,4 @@
-"""The interface of verifiers, and the target's rows that they read, which become distributions when they are needed."""
+"""The interface of verifiers, and the target's rows, which become distributions when they are read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Rows:
 
     Args:
         logits: (n + 1, V) raw logits of any float type; with ``here`` those of a whole pass, (..., V).
-        sampler: made for the target's vocabulary; None: the distributions are given, see ``of_probs``.
+        sampler: made for the target's vocabulary.
         position: absolute position of the token that row 0 predicts; row i + 1 predicts ``position + depth(i) + 1``.
         tree: the tree that was scored; only read where ``sampler.needs_history``.
         committed: all tokens before, prompt included, list or (length,) int64; only read with ``needs_history``.
@@ -42,7 +42,7 @@ class Rows:
     def __init__(
         self,
         logits: Tensor,
-        sampler: Sampler | None,
+        sampler: Sampler,
         position: int,
         tree: TokenTree = _NO_TREE,
         committed: Sequence[int] | Tensor = (),
@@ -57,14 +57,6 @@ class Rows:
         self._best: list[int] | None = None
         self._bests: dict[int, tuple[int, float]] = {}
 
-    @classmethod
-    def of_probs(cls, probs: Tensor | Row, position: int) -> Rows:
-        """Rows whose distributions are known, (n + 1, V) float32: for tables, look-ups and tests."""
-        table = probs if isinstance(probs, Tensor) else torch.from_numpy(probs)
-        rows = cls(table, None, position)
-        rows._all, rows._probs = table, dict(enumerate(as_row(table)))
-        return rows
-
     def __len__(self) -> int:
         return int(self.raw.shape[0])
 
@@ -75,8 +67,8 @@ class Rows:
 
     @property
     def params(self) -> SamplingParams:
-        """The request's parameters; the defaults where the distributions are given."""
-        return self.sampler.params if self.sampler is not None else SamplingParams()
+        """The request's parameters."""
+        return self.sampler.params
 
     @property
     def on_cpu(self) -> bool:
@@ -90,7 +82,7 @@ class Rows:
 
     def processed(self, index: int) -> Tensor:
         """Logits of one row after bias, penalties and bans, (V,); raw ones where no such option is set."""
-        if self.sampler is None or not self.sampler.edits:
+        if not self.sampler.edits:
             return self.raw[index]
         row = self._processed.get(index)
         if row is None:
@@ -105,14 +97,13 @@ class Rows:
     @property
     def logits(self) -> Tensor:
         """(n + 1, V) processed logits of all rows."""
-        if self.sampler is None or not self.sampler.edits:
+        if not self.sampler.edits:
             return self.raw
         return torch.stack([self.processed(index) for index in range(len(self))])
 
     def probs(self) -> Tensor:
         """(n + 1, V) float32 distributions of all rows, on the logits' device."""
         if self._all is None:
-            assert self.sampler is not None
             self._all = self.sampler.probs(self.logits)
         return self._all
 
@@ -120,7 +111,6 @@ class Rows:
         """Distribution of one row, (V,) float32 in numpy. Shared: not to be written to."""
         row = self._probs.get(index)
         if row is None:
-            assert self.sampler is not None
             if self._all is not None or not self.on_cpu:
                 row = as_row(self.probs()[index])
                 require_number(float(row[0]))

@@ -1,17 +1,16 @@
-"""Verdicts by the compiled kernels: the drafts of all requests of a round in one call, from rows of logits.
+"""Verifies the drafts of all requests of a round in one call of the compiled kernels, from rows of logits.
 
-`kernels/verify.h` does what the rules here do, with the same numbers and uniforms, so that every token is the same.
+`kernels/verify.h` applies the rules of this folder with the same numbers and uniforms, so every token is the same.
 """
 
 from __future__ import annotations
 
-import ctypes
 import struct
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,10 +75,10 @@ def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
         return verdicts
     # A node has a token and a parent among the numbers, so that no verdict has more.
     most = _HEAD * len(able) + len(numbers)
-    ints, doubles = _room.take(most)
-    own = struct.pack(f"={len(numbers)}q", *numbers)
-    kernels.sk_verify(len(able), b"".join(asked), own, logits.data_ptr(), HALF[logits.dtype], width, ints, doubles)
-    whole, chances, at, done = ints[:most], doubles[:most], 0, 0
+    ints, doubles = np.empty(most, np.int64), np.empty(most, np.float64)
+    given = len(able), b"".join(asked), struct.pack(f"={len(numbers)}q", *numbers), logits.data_ptr()
+    kernels.sk_verify(*given, HALF[logits.dtype], width, ints.ctypes.data, doubles.ctypes.data)
+    whole, chances, at, done = ints.tolist(), doubles.tolist(), 0, 0
     for i in able:
         decided, token, ending, stream, accepted, refused = whole[at : at + _HEAD]
         middle = at + _HEAD + accepted
@@ -90,24 +89,6 @@ def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
             done += accepted + 1
             verdicts[i] = Verdict(path, token, KINDS[ending], tuple(whole[middle:at]), seen)
     return verdicts
-
-
-class _Room(threading.local):
-    """Where the kernels write verdicts, by thread: to make arrays takes longer than to fill them."""
-
-    def __init__(self) -> None:
-        self._size = 0
-        self._both = (ctypes.c_int64 * 0)(), (ctypes.c_double * 0)()
-
-    def take(self, size: int) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_double]]:
-        """Room for so many numbers of either kind."""
-        if size > self._size:
-            self._size = 2 * size
-            self._both = (ctypes.c_int64 * self._size)(), (ctypes.c_double * self._size)()
-        return self._both
-
-
-_room = _Room()
 
 
 def pack_case(case: Case, width: int, numbers: list[int]) -> bytes:

@@ -1,8 +1,7 @@
-"""What the attention layers of a model project: queries, keys and values before norms and rotary embedding.
+"""Records the projections of a model's attention layers: queries, keys and values before norms and rotary embedding.
 
-Which modules do that is found by the names that transformers' models use, or by a small pass. Listening works on a
-model as transformers runs it and on one whose layers are packed, eagerly and in compiled graphs (see
-``model_executor.features``).
+The modules that project are found by the names that transformers' models use, or by a small pass. Listening works on a
+model as transformers runs it and on one whose layers are packed.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ def find_projections(model: Any) -> list[tuple[str, ...]]:
     """
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"{type(model).__name__} has an encoder; retaining heads are for models that go on with their prompt"
-        )
+        raise UnsupportedError(f"{type(model).__name__} has an encoder; retaining heads need a decoder-only model")
     layers = int(config.num_hidden_layers)
     found = _named(model) or _watched(model)
     widths = [tuple(out_features(model.get_submodule(name)) for name in names) for names in found]
@@ -122,18 +119,16 @@ def _watched(model: Any) -> list[tuple[str, ...]]:
 class Raw:
     """Listens to the projections of every attention layer.
 
-    Hooks keep a layer from being packed: listen after packing, with the names that were found before. A graph that was
-    compiled before that does not know of them.
+    Hooks keep a layer from being packed: listen after packing, with the names that were found before.
 
     Args:
         model: a causal LM, as transformers has it or with packed layers.
-        then: told of every layer's projections when they are there; nothing is kept then.
+        then: called with each layer's projections; they are not kept in ``read`` then.
         names: what `find_projections` gave for it; None: they are looked for.
 
     Attributes:
         widths: of each layer: values of queries, keys and values together.
         read: of each layer (rows, width) of the last eager pass; None before.
-        traced: the same in a pass that is being compiled, in a thread beside those that run.
 
     Raises:
         UnsupportedError: the model's projections are not known (see `find_projections`).
@@ -145,10 +140,8 @@ class Raw:
         self.widths = tuple(sum(map(out_features, layer)) for layer in self._modules)
         self._then = then
         self.read: list[Tensor | None] = [None] * len(self.names)
-        self.traced: list[Tensor | None] = [None] * len(self.names)
-        # Of each layer what has come of the pass at work, apart for passes that are being compiled.
+        # What each layer has projected so far in the running pass.
         self._parts: list[list[Tensor | None]] = [[None] * len(layer) for layer in self.names]
-        self._traced_parts: list[list[Tensor | None]] = [[None] * len(layer) for layer in self.names]
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Raw:
@@ -170,25 +163,20 @@ class Raw:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for layer, parts in enumerate(self._parts):
-            self.read[layer] = self.traced[layer] = None
-            self._parts[layer], self._traced_parts[layer] = [None] * len(parts), [None] * len(parts)
+        self.read = [None] * len(self.names)
+        self._parts = [[None] * len(layer) for layer in self.names]
 
     def _noting(self, layer: int, place: int) -> Callable[[nn.Module, Any, Tensor], None]:
         def note(module: nn.Module, inputs: Any, given: Tensor) -> None:
-            tracing = torch.compiler.is_dynamo_compiling()
-            parts = self._traced_parts[layer] if tracing else self._parts[layer]
+            parts = self._parts[layer]
             parts[place] = given.flatten(0, -2)
             there = [part for part in parts if part is not None]
             if len(there) < len(parts):
                 return
             whole = there[0] if len(there) == 1 else torch.cat(there, 1)
-            for i in range(len(parts)):
-                parts[i] = None
+            self._parts[layer] = [None] * len(parts)
             if self._then is not None:
                 self._then(layer, whole)
-            elif tracing:
-                self.traced[layer] = whole
             else:
                 self.read[layer] = whole
 
