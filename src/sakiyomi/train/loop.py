@@ -191,11 +191,8 @@ class Loop:
 
     def epochs(self, sources: Sequence[TextSpec]) -> dict[str, float]:
         """How often each file of the mixture was read, by name."""
-        assert isinstance(self.learner.mixture, Mixture), "only streams have epochs"
-        return {
-            spec.path.name: round(rows.epoch + rows.offset / rows.size, 2)
-            for spec, rows in zip(sources, self.learner.mixture.streams, strict=True)
-        }
+        assert isinstance(self.learner.mixture, Mixture), "other batches have no files"
+        return self.learner.mixture.epochs(sources)
 
     def save(self) -> None:
         """Write a checkpoint."""
