@@ -81,7 +81,7 @@ def _frequent(config: TrainEagle, texts: list[list[Any]], vocab: int) -> Tensor 
     return torch.from_numpy(np.sort(chosen))
 
 
-# ---------------------------------------------------------------- eagle unrolled
+# ---------------------------------------------------------------- the head while it learns
 
 
 class UnrolledHead(Unrolled):
