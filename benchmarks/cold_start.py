@@ -92,8 +92,7 @@ def llama_command(folder: str, environments_folder: str | None) -> list[str] | N
 
 def made(size: str, models: str) -> str:
     """The folder of tales at a size such as 134M; written if it is not there yet."""
-    from sakiyomi.evaluation.bench.config import InflateConfig
-    from sakiyomi.evaluation.bench.inflate import inflate
+    from inflate import InflateConfig, inflate
 
     place = Path(models) / f"tales-{size}"
     if not place.exists():

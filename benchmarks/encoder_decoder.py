@@ -83,7 +83,7 @@ def main() -> None:
 
 def measure(model: Any, source: Source, laps: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Milliseconds of a pass by who makes it and by rows."""
-    graphs, eager = build_runner(model, compile=True), build_runner(model, compile=False)
+    graphs, eager = build_runner(model, compile="auto"), build_runner(model, compile=False)
     slots = {}
     ids = torch.randint(10, 1000, (HELD + max(ROWS),)).tolist()
     for packed in (graphs, eager):

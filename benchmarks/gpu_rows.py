@@ -52,7 +52,7 @@ class Models:
 
     Args:
         folder: where they are, and stay; one that is there already is not made again.
-        sizes: to be made, as `sakiyomi bench inflate` takes them.
+        sizes: to be made, as `inflate.py` takes them.
     """
 
     def __init__(self, folder: Path, sizes: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ class Models:
         self._makers: dict[str, subprocess.Popen[bytes]] = {}
         for size in sizes:
             if not (folder / size).exists():
-                command = [sys.executable, "-m", "sakiyomi", "bench", "inflate", str(folder / size), "--params", size]
+                command = [sys.executable, str(ROOT / "benchmarks/inflate.py"), str(folder / size), "--params", size]
                 with self._log(size).open("wb") as log:
                     self._makers[size] = subprocess.Popen(command, env=own, stdout=log, stderr=log)
 

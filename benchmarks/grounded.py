@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import typer
 
+from forward_clock import ForwardClock
+from inflate_seq import positions
 from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.cli.output import emit_json, progress, quiet
 from sakiyomi.cli.rows import show
@@ -27,10 +29,8 @@ from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.inflate import inflated
-from sakiyomi.evaluation.bench.inflate_seq import positions
-from sakiyomi.evaluation.bench.models import Pair
-from sakiyomi.evaluation.bench.peers import ForwardClock, generation_settings
+from sakiyomi.evaluation.bench.models import Pair, inflated
+from sakiyomi.evaluation.bench.peers import generation_settings
 from sakiyomi.evaluation.bench.report import Row, of_race
 from sakiyomi.evaluation.bench.runner import Agreement, Contender, Judge, Lap, Outputs, race, same_tokens, timed
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype

@@ -88,8 +88,10 @@ def bench(data: Path, out: Path, params: str) -> None:
     large = out / f"target-{params}"
     command = [sys.executable, "-c", "from sakiyomi.cli import main; main()", "bench"]
     if not large.is_dir():
+        inflate = Path(__file__).with_name("inflate.py")
         subprocess.run(
-            [*command, "inflate", str(large), "--params", params, "--target", str(out / "target/model")], check=True
+            [sys.executable, str(inflate), str(large), "--params", params, "--target", str(out / "target/model")],
+            check=True,
         )
     models = [
         "--target",

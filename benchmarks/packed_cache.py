@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from random_models import random_llama
 from sakiyomi import LLM
 from sakiyomi.cache.eviction_plan import EvictionPlan
 from sakiyomi.cache.policies import read_cache
 from sakiyomi.cache.quantized import GROUP
-from sakiyomi.evaluation.bench.models import random_llama
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner

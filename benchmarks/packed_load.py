@@ -29,13 +29,13 @@ import torch
 from safetensors.torch import save_file
 
 import sakiyomi
+from own_rows.passes import pass_times
+from random_models import random_prompts
 from sakiyomi import SamplingParams
 from sakiyomi.core.memory import peak_bytes
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.machine import bandwidth
 from sakiyomi.evaluation.bench.frame import our_lap
-from sakiyomi.evaluation.bench.models import random_prompts
-from sakiyomi.evaluation.bench.passes import pass_times
 from sakiyomi.kernels.batch import SequenceRows
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
-from sakiyomi.train.config import RetainingConfig
+from sakiyomi.train.commands import TrainRetaining
 from sakiyomi.train.heads_loss import HeadsLoss
 from sakiyomi.train.retaining_labels import kv_heads_of
 
@@ -124,7 +124,7 @@ def answered(
 
 
 def trained(model: LlamaForCausalLM, labels: str, queries: str, seed: int, steps: int = 150) -> RetainingHeads:
-    config = RetainingConfig.of(target="-", out="-", data=("-",), labels=labels, queries=queries, precision="no")
+    config = TrainRetaining.of(target="-", out="-", data=("-",), labels=labels, queries=queries, precision="no")
     torch.manual_seed(seed)
     heads = RetainingHeads(RetainingShape(Raw(model).widths, kv_heads_of(model), 64))
     loss, rows = HeadsLoss(config, model, heads), questions(8 * steps, seed)

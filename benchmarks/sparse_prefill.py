@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from random_models import random_llama
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.policies.sparse import Chunk, Sparse, attend_some
-from sakiyomi.evaluation.bench.models import random_llama
 from sakiyomi.model_executor.attention import torch as dense
 from sakiyomi.train.long_tasks import TASKS
 

@@ -1,12 +1,11 @@
-"""Writes docs/cli.md from the commands' own ``--help``; a test checks that the page is current.
+"""The page of commands, made from the commands' own ``--help``: a hook of mkdocs adds it to the site as ``cli.md``.
 
-python docs/make_cli.py
+The page is not kept in the repository.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from typer.main import get_command
@@ -14,15 +13,19 @@ from typer.testing import CliRunner
 
 from sakiyomi.cli import app
 
-PAGE = Path(__file__).with_name("cli.md")
+NAME = "cli.md"
 HEAD = """# Command line
 
-Look up a command and its flags here. Results are on stdout, progress is on stderr: a spinner on a terminal, elsewhere
-a line every 20 seconds. With `--json` the last line of stdout is one JSON object. Exit codes: 0; 1 for what cannot be
-done, and for a defect that `audit` found; 2 for misuse; 130 after Ctrl-C. Colours are left out where the output is no
-terminal, or where `NO_COLOR` is set. Lists are given by repeating a flag.
+All commands and their flags. Results are on stdout, progress is on stderr: a spinner on a terminal, elsewhere a line
+every 20 seconds. With `--json` the last line of stdout is one JSON object. To give a list, repeat the flag. Colours are
+off where the output is no terminal, and where `NO_COLOR` is set.
 
-This page is made by `python docs/make_cli.py`.
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | the work failed, or `audit` found a defect |
+| 2 | the command line is wrong |
+| 130 | interrupted by Ctrl-C |
 """
 
 
@@ -44,5 +47,9 @@ def page() -> str:
     return "\n".join(parts)
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+def on_files(files: Any, config: Any) -> Any:
+    """Called by mkdocs with the files of the site."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, NAME, content=page()))
+    return files

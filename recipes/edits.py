@@ -20,8 +20,8 @@ from held_out import Example
 from pairs import PairConfig, padded, train_pair
 from sakiyomi.cli.train import script
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.config.base import setting
 from sakiyomi.train.data import Ids
+from sakiyomi.train.settings import setting
 from sakiyomi.train.tokenizer import own_tokenizer, train_tokenizer
 from texts import FixedTexts
 
@@ -46,12 +46,15 @@ SOURCE_STEP = 32
 
 @dataclass(frozen=True, kw_only=True)
 class EditsConfig(PairConfig):
-    """A Pegasus pair that puts mistakes of a text right, and that continues stories."""
+    """A Pegasus pair that puts mistakes of a text right, and that continues stories.
 
-    vocab: int = setting(1024, "Pieces of the tokenizer to train, special tokens included.", least=1)
-    continue_share: float = setting(
-        0.2, "Share of the rows that continue a story, so that text without a source can be measured.", least=0, most=1
-    )
+    Attributes:
+        vocab: Pieces of the tokenizer to train, special tokens included.
+        continue_share: Share of the rows that continue a story, so that text without a source can be measured.
+    """
+
+    vocab: int = setting(1024, least=1)
+    continue_share: float = setting(0.2, least=0, most=1)
 
 
 def train_edits(config: EditsConfig, command: str = "") -> dict[str, Any]:
@@ -103,7 +106,7 @@ class Edits:
 
         Its positions are sinusoids, by which a decoder finds its place in a source within 100,000 tokens of training; a
         T5 of the same size, whose positions are relative, had not begun to copy after 400,000. Norms stand before what
-        they feed, so that layers can be put between (`bench.inflate`).
+        they feed, so that layers can be put between (`benchmarks/inflate.py`).
         """
         config, tokenizer = self._config, self.tokenizer
         model = PegasusForConditionalGeneration(

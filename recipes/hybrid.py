@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from transformers import LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from sakiyomi.cli.train import script
 from sakiyomi.core.errors import LoadError
-from sakiyomi.train.config import DraftConfig, LoopConfig, TextConfig
-from sakiyomi.train.config.base import setting
-from sakiyomi.train.config.language import SampleConfig
+from sakiyomi.train.commands import TrainDraft
+from sakiyomi.train.config import LoopOptions, SampleOptions, TextOptions
 from sakiyomi.train.draft import train_draft
 from sakiyomi.train.llama import save_model
+from sakiyomi.train.settings import setting
 from sakiyomi.train.taught import load_target
 
 __all__ = ["HybridConfig", "hybrid_of", "train_hybrid"]
@@ -37,21 +37,22 @@ PROBE_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridConfig(DraftConfig):
-    """A hybrid that learns from the Llama it is made of."""
+class HybridConfig(TrainDraft):
+    """A hybrid that learns from the Llama it is made of.
 
-    HELP: ClassVar[dict[str, str]] = DraftConfig.HELP | {
-        "target": "The Llama that the hybrid is made of and learns from: embedded name (tales), folder or hub id.",
-        "init": "A hybrid to start from instead of a new one.",
-    }
+    Attributes:
+        target: The Llama that the hybrid is made of and learns from: embedded name (tales), folder or hub id.
+        init: A hybrid to start from instead of a new one.
+        every: Every n-th layer keeps its attention.
+    """
 
-    loop: LoopConfig = field(
-        default=LoopConfig(minutes=60.0, decay_share=0.5, row_tokens=(256,), step_tokens=1024, eval_minutes=30.0)
+    loop: LoopOptions = field(
+        default=LoopOptions(minutes=60.0, decay_share=0.5, row_tokens=(256,), step_tokens=1024, eval_minutes=30.0)
     )
-    text: TextConfig = field(default=TextConfig(muon_lr=0.0, adam_lr=0.0015))
-    sampling: SampleConfig = field(default=SampleConfig(samples=0))
-    cost: str = setting("1", DraftConfig.__dataclass_fields__["cost"].metadata["help"], resume=True)
-    every: int = setting(4, "Every n-th layer keeps its attention.", least=1)
+    text: TextOptions = field(default=TextOptions(muon_lr=0.0, adam_lr=0.0015))
+    sampling: SampleOptions = field(default=SampleOptions(samples=0))
+    cost: str = setting("1", resume=True)
+    every: int = setting(4, least=1)
 
 
 def train_hybrid(config: HybridConfig, command: str = "") -> dict[str, Any]:

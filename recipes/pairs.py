@@ -7,9 +7,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,16 +19,15 @@ from transformers import GenerationConfig
 
 from held_out import Example, write_examples
 from sakiyomi.core.checkpoint import read_json
-from sakiyomi.train.checkpoint import checkpoints
-from sakiyomi.train.config import LoopConfig, TextRunConfig
-from sakiyomi.train.config.base import Group, check_sizes, require, setting
+from sakiyomi.train.checkpoint import checkpoints, writing
+from sakiyomi.train.config import LoopOptions, TextRunConfig, check_sizes
 from sakiyomi.train.data import Ids
 from sakiyomi.train.export import Result, model_folder, write_card
 from sakiyomi.train.loop import BatchLoss, Loop, compiled_loss, on_device
 from sakiyomi.train.losses import distillation_loss, next_token_loss
 from sakiyomi.train.optim import text_optimizers
-from sakiyomi.train.preflight import check_run
-from sakiyomi.train.writing import writing
+from sakiyomi.train.recipe import check_run
+from sakiyomi.train.settings import Group, require, setting
 from scores import exact_match, word_error_rate
 from texts import read_texts, text_files
 
@@ -39,25 +39,38 @@ ANSWERED = 32
 Batch = dict[str, Any]
 
 
-PAIR_LOOP = LoopConfig(
+PAIR_LOOP = LoopOptions(
     minutes=12.0, decay_share=0.5, row_tokens=(16, 32, 64), step_tokens=2048, eval_minutes=2.0, compile=False
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSizes(Group):
-    """Sizes of target and draft."""
+    """Sizes of target and draft.
 
-    hidden: int = setting(192, "Width of the target's hidden states.", least=1)
-    layers: int = setting(2, "Layers of the target's decoder.", least=1)
-    encoder_layers: int = setting(3, "Layers of the target's encoder.", least=1)
-    heads: int = setting(6, "Attention heads of the target.", least=1)
-    intermediate: int = setting(512, "Width of the target's MLP.", least=1)
-    draft_hidden: int = setting(96, "Width of the draft's hidden states.", least=1)
-    draft_layers: int = setting(1, "Layers of the draft's decoder.", least=1)
-    draft_encoder_layers: int = setting(2, "Layers of the draft's encoder, which runs once a text.", least=1)
-    draft_heads: int = setting(3, "Attention heads of the draft.", least=1)
-    draft_intermediate: int = setting(256, "Width of the draft's MLP.", least=1)
+    Attributes:
+        hidden: Width of the target's hidden states.
+        layers: Layers of the target's decoder.
+        encoder_layers: Layers of the target's encoder.
+        heads: Attention heads of the target.
+        intermediate: Width of the target's MLP.
+        draft_hidden: Width of the draft's hidden states.
+        draft_layers: Layers of the draft's decoder.
+        draft_encoder_layers: Layers of the draft's encoder, which runs once a text.
+        draft_heads: Attention heads of the draft.
+        draft_intermediate: Width of the draft's MLP.
+    """
+
+    hidden: int = setting(192, least=1)
+    layers: int = setting(2, least=1)
+    encoder_layers: int = setting(3, least=1)
+    heads: int = setting(6, least=1)
+    intermediate: int = setting(512, least=1)
+    draft_hidden: int = setting(96, least=1)
+    draft_layers: int = setting(1, least=1)
+    draft_encoder_layers: int = setting(2, least=1)
+    draft_heads: int = setting(3, least=1)
+    draft_intermediate: int = setting(256, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,26 +96,27 @@ class PairSizes(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(TextRunConfig):
-    """What both encoder-decoder pairs share: a target, and a draft distilled from it on the same task."""
+    """What both encoder-decoder pairs share: a target, and a draft distilled from it on the same task.
 
-    HELP: ClassVar[dict[str, str]] = {
-        "valid": "Held-out file, NAME=FILE; without it every twentieth document of the training text is held out.",
-        "minutes": "Training time of the target in minutes of wall clock.",
-        "row_tokens": "Longest answers in tokens; step s uses the (s mod n)-th; 2 at least.",
-        "step_tokens": "Tokens of the answers of one optimizer step; a multiple of every row length.",
-    }
+    Attributes:
+        valid: Held-out file, NAME=FILE; without it every twentieth document of the training text is held out.
+        minutes: Training time of the target in minutes of wall clock.
+        row_tokens: Longest answers in tokens; step s uses the (s mod n)-th; 2 at least.
+        step_tokens: Tokens of the answers of one optimizer step; a multiple of every row length.
+        draft_minutes: Training time of the draft, behind the target's.
+        draft_tokens: Training budget of the draft in tokens; above 0 it replaces `draft_minutes`.
+        top: The target's likeliest tokens that the draft learns; one bucket holds the rest.
+        greedy_weight: Weight of -log q(the target's likeliest token) beside the KL divergence.
+        examples: Held-out examples kept beside the models for measurements.
+    """
 
-    loop: LoopConfig = field(default=PAIR_LOOP)
+    loop: LoopOptions = PAIR_LOOP
     sizes: PairSizes = PairSizes()
-    draft_minutes: float = setting(6.0, "Training time of the draft, behind the target's.", above=0)
-    draft_tokens: int = setting(
-        0, "Training budget of the draft in tokens; above 0 it replaces `draft_minutes`.", least=0
-    )
-    top: int = setting(16, "The target's likeliest tokens that the draft learns; one bucket holds the rest.", least=1)
-    greedy_weight: float = setting(
-        0.5, "Weight of -log q(the target's likeliest token) beside the KL divergence.", least=0
-    )
-    examples: int = setting(64, "Held-out examples kept beside the models for measurements.", least=1, resume=True)
+    draft_minutes: float = setting(6.0, above=0)
+    draft_tokens: int = setting(0, least=0)
+    top: int = setting(16, least=1)
+    greedy_weight: float = setting(0.5, least=0)
+    examples: int = setting(64, least=1, resume=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,7 +181,7 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
                 _loss(config, target),
                 task.rows,
                 lambda m: _losses(m, task, None),
-                optimizers=text_optimizers(part),
+                optimizers=partial(text_optimizers, part),
                 precision=part.text.passes,
             )
             if not loop.run():

@@ -26,7 +26,7 @@ def record(name: str, dtype: str, place: Path) -> bool:
     native()  # waits for the kernels
     loaded = load_model(name, dtype=dtype)
     runner = build_runner(loaded.model, owned=True)
-    runner.record(runner.first_sizes)
+    runner.record()
     return save_recording(embedded(name), None, None, None, loaded.tokenizer, runner, place)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.train import data
 from sakiyomi.train.config import TextRunConfig
-from sakiyomi.train.data import check_shares, parse_text
-from sakiyomi.train.evaluate import parse_valid, read_held_out
+from sakiyomi.train.data import check_shares, parse_text, parse_valid
 
 __all__ = ["FixedTexts", "read_texts", "text_files"]
 
@@ -33,9 +33,9 @@ def read_texts(config: TextRunConfig) -> tuple[list[str], list[str]]:
         LoadError, InputError: a file cannot be read; or there are too few documents to hold some back.
     """
     valid = parse_valid(config.loop.valid)
-    found = [text for path in text_files(config)[: len(config.text.text)] for text in read_held_out(path)]
+    found = [text for path in text_files(config)[: len(config.text.text)] for text in data.read_texts(path)]
     if valid:
-        return found, [text for path in valid.values() for text in read_held_out(path)]
+        return found, [text for path in valid.values() for text in data.read_texts(path)]
     if len(found) < HELD_BACK:
         raise InputError(
             f"the training text has {len(found)} documents, expected {HELD_BACK} or more to hold some back; give more, "

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from transformers import (
@@ -27,7 +27,8 @@ from held_out import Example
 from pairs import PAIR_LOOP, PairConfig, PairSizes, padded, train_pair
 from sakiyomi.cli.train import script
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.config.base import LoopConfig, require, setting
+from sakiyomi.train.config import LoopOptions
+from sakiyomi.train.settings import require, setting
 from sounds import LETTERS, RATE, recording, spelled
 from texts import FixedTexts
 
@@ -40,14 +41,16 @@ MEASURED_ROWS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class TonesConfig(PairConfig):
-    """A Whisper pair that writes down words which are played as tones."""
+    """A Whisper pair that writes down words which are played as tones.
 
-    HELP: ClassVar[dict[str, str]] = PairConfig.HELP | {
-        "row_tokens": "Most letters of a recording; step s uses the (s mod n)-th; 2 at least.",
-        "step_tokens": "Letters of one optimizer step; a multiple of every row length.",
-    }
+    Attributes:
+        row_tokens: Most letters of a recording; step s uses the (s mod n)-th; 2 at least.
+        step_tokens: Letters of one optimizer step; a multiple of every row length.
+        bands: Mel bands of the feature extractor.
+        seconds: Length of a recording that the encoder reads; shorter ones are filled up.
+    """
 
-    loop: LoopConfig = field(default=dataclasses.replace(PAIR_LOOP, row_tokens=(36,), step_tokens=1152))
+    loop: LoopOptions = field(default=dataclasses.replace(PAIR_LOOP, row_tokens=(36,), step_tokens=1152))
     sizes: PairSizes = field(
         default=PairSizes(
             hidden=128,
@@ -59,8 +62,8 @@ class TonesConfig(PairConfig):
             draft_intermediate=192,
         )
     )
-    bands: int = setting(40, "Mel bands of the feature extractor.", least=8)
-    seconds: int = setting(4, "Length of a recording that the encoder reads; shorter ones are filled up.", least=1)
+    bands: int = setting(40, least=8)
+    seconds: int = setting(4, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from sakiyomi.core.errors import LoadError
-from sakiyomi.scale.in_process import InProcessServer
+from sakiyomi.scale.in_process import InProcessServer, unlimited
 from server_toys import toy_llm
 
 QUIET = {
@@ -99,4 +99,4 @@ class StubServer(InProcessServer):
             return step()
 
         llm.engine.step = slowly  # type: ignore[method-assign]
-        super().__init__(llm, "toy")
+        super().__init__(llm, unlimited("toy"))

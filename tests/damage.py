@@ -1,6 +1,6 @@
 """Damage to files: one byte, a block, or the end.
 
-``SAKIYOMI_DAMAGES`` is the number of damages of each format; the figures of docs/log.md are of 1000.
+``SAKIYOMI_DAMAGES`` is the number of damages of each format; the figures of benchmarks/log/exactness.md are of 1000.
 """
 
 from __future__ import annotations

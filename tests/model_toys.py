@@ -8,8 +8,7 @@ from typing import Any
 
 from sakiyomi.core.errors import LoadError
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.front import Asked
-from sakiyomi.scale.in_process import InProcessServer, Part
+from sakiyomi.scale.in_process import Asked, InProcessServer, Part
 from sakiyomi.server.config import ServerConfig
 from server_toys import toy_llm
 
@@ -25,8 +24,7 @@ class Toy:
         self.server, self.bytes, self.pid, self.alive = server, size, 1, True
 
     async def ask(self, asked: Asked) -> AsyncIterator[Part]:
-        how = asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind
-        async for part in self.server.events(*how):
+        async for part in self.server.events(asked):
             await asyncio.sleep(self.slow)
             assert self.alive, "given up while it wrote"
             yield part
@@ -60,7 +58,7 @@ class Shop:
             raise LoadError("its file is damaged")
         name = str(config.served_name)
         self.events.append(name)
-        server = InProcessServer(toy_llm("none"), config=config)
+        server = InProcessServer(toy_llm("none"), config)
         await server.__aenter__()
         self.toys[name] = Toy(server, self.size)
         return self.toys[name]

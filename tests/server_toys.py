@@ -18,8 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from sakiyomi import LLM
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.server.app import Server, make_app
+from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.paths import make_app
 from sakiyomi.server.run import uvicorn_config
 from toys import tiny_llama, tiny_tokenizer
 

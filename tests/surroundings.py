@@ -35,7 +35,7 @@ _NAMES = {
     "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE",
     "ALL_PROXY", "FTP_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
 }  # fmt: skip
-_KEPT = ("kernels", "inductor", "hypothesis", "matplotlib", "triton")
+_KEPT = ("kernels", "hypothesis", "matplotlib", "triton")
 """Folders of what takes long to make, named by what it is made of: runs share them."""
 
 

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from architectures import widen
 from sakiyomi.train.checkpoint import load_checkpoint
-from sakiyomi.train.config import DraftConfig, Settings, TargetConfig
+from sakiyomi.train.commands import TrainDraft, TrainTarget
 from sakiyomi.train.llama import new_llama, save_model
 from sakiyomi.train.loop import Loop
+from sakiyomi.train.settings import Settings
 from sakiyomi.train.tokenizer import train_tokenizer
 
 NAMES = ("Tom", "Mia", "Ben", "Sue", "Max", "Lily")
@@ -40,7 +41,7 @@ def story_file(path: Path, count: int = 60, seed: int = 0) -> Path:
     return path
 
 
-def target_config(folder: Path, **changes: Any) -> TargetConfig:
+def target_config(folder: Path, **changes: Any) -> TrainTarget:
     """A target of two tiny layers and a budget of a few steps."""
     text = story_file(folder / "train.jsonl")
     valid = story_file(folder / "valid.jsonl", count=10, seed=1)
@@ -62,7 +63,7 @@ def target_config(folder: Path, **changes: Any) -> TargetConfig:
         "compile": False,
         "threads": 1,
     }
-    return TargetConfig.of(**(settings | changes))
+    return TrainTarget.of(**(settings | changes))
 
 
 def tiny_target(folder: Path) -> Path:
@@ -121,7 +122,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     monkeypatch.setattr(Loop, "_step", stepping)
 
 
-def draft_config(folder: Path, target: Path, **changes: Any) -> DraftConfig:
+def draft_config(folder: Path, target: Path, **changes: Any) -> TrainDraft:
     """A draft of two tiny layers, two batches of samples and a budget of a few steps."""
     text = story_file(folder / "train.jsonl")
     valid = story_file(folder / "valid.jsonl", count=10, seed=1)
@@ -145,7 +146,7 @@ def draft_config(folder: Path, target: Path, **changes: Any) -> DraftConfig:
         "compile": False,
         "threads": 1,
     }
-    return DraftConfig.of(**(settings | changes))
+    return TrainDraft.of(**(settings | changes))
 
 
 def flags(config: Settings, *, leave_out: tuple[str, ...] = ()) -> list[str]:

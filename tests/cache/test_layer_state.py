@@ -31,6 +31,15 @@ TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True, gamma=4)
 
 
+def lineage(plan: BatchPlan, segment: int) -> torch.Tensor:
+    """Columns of the last tokens on the way to each row, itself last, (rows, WINDOW); negative ones before the text."""
+    part, found = plan.parts[segment], []
+    for row in range(len(part.tokens)):
+        before = part.length if part.parents is None else part.length - part.done
+        found.append([*range(-WINDOW, before), *plan.path(segment, row).tolist()][-WINDOW:])
+    return torch.tensor(found)
+
+
 class WindowMixer(nn.Module):
     """A gate, a convolution of each channel over the last three tokens, and a projection."""
 
@@ -96,7 +105,7 @@ class WindowState:
             held = self.inputs[slot][: length - self.first[slot]].to(inputs)
             new = inputs[0, first : first + count]
             self.inputs[slot] = held = torch.cat([held.view(-1, new.shape[1]), new])
-            columns = torch.from_numpy(plan.lineage(i, WINDOW))
+            columns = lineage(plan, i)
             found = held[(columns - self.first[slot]).clamp_min(0)]
             windows[0, first : first + count] = found.masked_fill((columns < 0)[..., None], 0.0)
         mixed: Tensor = self.module.mix(gate, windows)

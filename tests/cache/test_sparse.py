@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import sakiyomi.evaluation.audit.engine_reference
+import sakiyomi.evaluation.audit.reference
 from architectures import VOCAB, model_of, prompt
 from drafters import Scripted, texts_of
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
@@ -200,7 +200,8 @@ def test_kernels_of_other_passes_do_not_matter(plain_torch: bool, monkeypatch: p
         monkeypatch.setattr(PackedWeights, "create", lambda: None)
         assert make(FEW).generate([tokens], params)[0].token_ids == wanted
         return
-    llm = make(FEW, compile=True)
+    llm = make(FEW, compile="auto")
+    llm.wait()
     assert llm.generate([tokens], params)[0].token_ids == wanted
     assert llm.generate([tokens], params)[0].token_ids == wanted, "chunks took a graph"
     assert make(FEW, exact=True).generate([tokens], params)[0].token_ids == wanted
@@ -236,7 +237,7 @@ def test_the_audit_reads_the_prompt_likewise(tmp_path: Any, monkeypatch: pytest.
         def __init__(self, *args: Any, **values: Any) -> None:
             super().__init__(*args, **{**values, "prompt": True})
 
-    monkeypatch.setattr(sakiyomi.evaluation.audit.engine_reference, "SequenceRows", AllPrompt)
+    monkeypatch.setattr(sakiyomi.evaluation.audit.reference, "SequenceRows", AllPrompt)
     assert audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options).noise > 1
 
 

@@ -26,11 +26,10 @@ from typer.testing import CliRunner
 from architectures import REFUSED, make
 from processes import own_environment
 from sakiyomi import LLM, SamplingParams, __version__
-from sakiyomi.cli import app
+from sakiyomi.cli import app, output
 from sakiyomi.cli.common import flag_help, parsed
-from sakiyomi.cli.output import TokenPainter, legend
 from sakiyomi.core.draft_specs import FORMS
-from sakiyomi.core.outputs import TokenTrace
+from sakiyomi.core.outputs import Step, TokenTrace
 from sakiyomi.drafters import DRAFTERS
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.engine.llm import LLM as Engine
@@ -107,10 +106,12 @@ def test_version() -> None:
 
 
 @pytest.mark.thorough
-def test_the_page_of_commands_is_current() -> None:
-    """Run `python docs/make_cli.py` after a change of a flag."""
-    made = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["page"]()
-    assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == made
+def test_the_page_of_commands_has_every_command() -> None:
+    """The site's build makes it (``hooks`` in mkdocs.yml): each command has a heading, and its help below."""
+    made = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))
+    page, names = made["page"](), list(made["commands"](get_command(app)))
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [f"sakiyomi {name}".rstrip() for name in names]
+    assert page.count("Usage: sakiyomi") == len(names) > 40
 
 
 # ---------------------------------------------------------------- errors
@@ -151,8 +152,9 @@ def test_the_page_of_commands_is_current() -> None:
         (["bench", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
         (["bench", "--dtype", "int3"], 2, "dtype is 'int3'"),
         (["bench", "--prompts", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
-        (["bench", "--rows", "compiling", "--no-compile"], 2, "compile is off"),
+        (["generate", "x", "--compile", "true"], 2, "use compile='auto'"),
         (["bench", "--rows", "peers", "--no-peers"], 2, "peers is off"),
+        (["bench", "--rows", "passes"], 2, "python benchmarks/rows.py --rows passes"),
         (["audit", "--count", "0"], 2, "count is 0"),
         (["demo", "--gamma", "0"], 2, "gamma is 0"),
         (["demo", "--draft", "none"], 2, "draft model"),
@@ -400,9 +402,9 @@ def trace_of(text: str) -> list[TokenTrace]:
 
 
 def painted(text: str, console: Console, stop: tuple[str, ...] = ()) -> str:
-    painter = TokenPainter(console, tiny_tokenizer(), stop)
-    painter.add(trace_of(text))
-    painter.finish()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "stdout", lambda: console)
+        list(output.printed([Step(text, trace=tuple(trace_of(text)))], tiny_tokenizer(), stop, (), coloured=True))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -418,7 +420,7 @@ def test_colours_say_the_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = painted("abc xyz", console)
     assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == "abc xyz\n"
     assert set(re.findall(r"\x1b\[([0-9]+)m", shown)) == {"32", "31", "36", "0"}
-    legend(console)
+    output.legend(console)
     assert "accepted" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -432,7 +434,7 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(file=io.StringIO(), force_terminal=True)
     assert painted("abc xyz", console) == "abc xyz\n"
-    legend(console)
+    output.legend(console)
     assert console.file.getvalue() == "abc xyz\n"  # type: ignore[attr-defined]
 
 
@@ -443,13 +445,7 @@ def test_stop_strings_are_not_shown() -> None:
 # ---------------------------------------------------------------- demo and info
 
 
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything eager: compiling is tested elsewhere."""
-    monkeypatch.setattr("sakiyomi.model_executor.compiled.compiler", lambda: None)
-
-
-def test_demo(models: Path, no_compiler: None) -> None:
+def test_demo(models: Path) -> None:
     arguments = ["demo", "--target", str(models / "target"), "--draft", f"model:{models / 'draft'}", "--json"]
     result = runner.invoke(app, [*arguments, "--max-new-tokens", "20"])
     assert result.exit_code == 0, result.output
@@ -466,10 +462,10 @@ def test_demo(models: Path, no_compiler: None) -> None:
     ]
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines)
     assert {"dtype", "draft_dtype", "gamma"} <= set(value["table"]["conditions"])
-    assert value["table"]["conditions"]["graphs"] == "traced"
+    assert value["table"]["conditions"]["graphs"] == "recorded"
 
 
-def test_demo_without_the_table(models: Path, no_compiler: None) -> None:
+def test_demo_without_the_table(models: Path) -> None:
     arguments = ["demo", "--target", str(models / "target"), "--draft", f"model:{models / 'wrong'}", "--no-table"]
     result = runner.invoke(app, [*arguments, "--max-new-tokens", "8", "--temperature", "0.8", "--prompt", "A fox"])
     assert result.exit_code == 0, result.output
@@ -477,7 +473,7 @@ def test_demo_without_the_table(models: Path, no_compiler: None) -> None:
     assert "transformers" not in result.stdout
 
 
-def test_info(models: Path, no_compiler: None) -> None:
+def test_info(models: Path) -> None:
     result = runner.invoke(app, ["info", "--json"])
     assert result.exit_code == 0, result.output
     value = json.loads(result.stdout.splitlines()[-1])
@@ -493,13 +489,13 @@ def test_info(models: Path, no_compiler: None) -> None:
     assert costs["runs"] == ("plain torch" if native() is None else "the compiled kernels")
 
 
-def test_info_says_why_a_model_runs_through_its_own_forward(tmp_path: Path, no_compiler: None) -> None:
+def test_info_says_why_a_model_runs_through_its_own_forward(tmp_path: Path) -> None:
     save_model(tmp_path, make(REFUSED["gpt_neo"]()), character_tokenizer("abc"))
     result = runner.invoke(app, ["info", "--target", str(tmp_path), "--draft", "none", "--repeats", "1"])
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())
     assert "runs each text by itself through its class's own forward, new tokens at once: GPTNeoForCausalLM" in words
-    assert "by the column of the cache" in words
+    assert "keeps its own attention" in words
 
 
 # ---------------------------------------------------------------- the process
@@ -687,7 +683,7 @@ def test_a_card_is_a_page_and_a_file(models: Path, tmp_path: Path) -> None:
     ]
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines.values())
     assert lines["sakiyomi, draft model"]["tau"] >= 1  # the draft is as large as the target: it may not pay
-    assert any("llama.cpp is left out" in note for note in value["row"]["notes"])
+    assert any("llama.cpp plain, float32 is left out" in note for note in value["row"]["notes"])
     page = out.with_suffix(".md").read_text(encoding="utf-8")
     assert "instruction sets" in page and "| sakiyomi plain |" in page and page in result.stdout
     written = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from random_models import random_llama
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.draft_length import Costs, TokenValue
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.evaluation.bench.models import random_llama
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.sampling.rng import RequestNoise
@@ -168,7 +168,7 @@ def test_passes_of_many_requests_have_inputs_too() -> None:
     """A recorded model replays all of its row counts, the largest as well: with 128 rows drafting once failed."""
     model = drafter(torch.float32, VOCAB, native=True, slots=40).model
     assert 128 in model.sizes
-    model.record(model.sizes)
+    model.record()
     _, sizes = model.native_passes(128, None, 0) or (0, ())
     assert sizes == model.sizes
     assert [model.replayed(size)[1].shape for size in sizes] == [(1, size) for size in sizes]

@@ -349,16 +349,6 @@ def test_compiled_and_plain_attention_agree_on_trees(
     torch.testing.assert_close(found[0], found[1], atol=tolerance, rtol=0.0)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler itself
-def test_a_pass_without_positions_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T5's graphs have token ids as their only input."""
-    monkeypatch.setattr("sakiyomi.model_executor.build.SIZES", (4,))
-    llm = LLM((model_of("t5"), TOKENIZER), "none", compile=True)
-    assert llm.target.recorded(4) and llm.target.mode in ("compiled", "eager")
-    assert tokens(llm, sources("t5"), params()) == wanted("t5")
-
-
 # ------------------------------------------------------------ weights in 8 bits
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from random_models import Numbers, random_llama
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters.draft_length import FixedSize, Size, Throughput
 from sakiyomi.drafters.model import ModelDrafter
@@ -22,7 +23,6 @@ from sakiyomi.engine import engine as engine_module
 from sakiyomi.engine import native_rounds, native_turns
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.pace import Pace
-from sakiyomi.evaluation.bench.models import Numbers, random_llama
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.program import Program

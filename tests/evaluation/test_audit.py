@@ -19,7 +19,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.engine.model_pool import ModelPool
 from sakiyomi.evaluation.audit.audit import AuditConfig, Auditor, AuditReport, Part, audit, put_together
-from sakiyomi.evaluation.audit.hf_reference import HFReference, coupled_scores, greedy_scores
+from sakiyomi.evaluation.audit.reference import HFReference, coupled_scores, greedy_scores
 from sakiyomi.evaluation.audit.report import SampledCheck
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.kernels.build import native
@@ -273,7 +273,7 @@ def test_noise_of_another_request_is_found(models: Path, monkeypatch: pytest.Mon
 @pytest.mark.thorough
 def test_exact_forgives_nothing(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A near-tie between our own texts is a defect there, and only there."""
-    monkeypatch.setattr("sakiyomi.evaluation.audit.hf_reference.TOLERANCE", 1e9)
+    monkeypatch.setattr("sakiyomi.evaluation.audit.reference.TOLERANCE", 1e9)
     monkeypatch.setitem(VERIFIERS, "coupled", AlwaysAccept("coupled"))
     assert run(models).ok
     report = run(models, exact=True)

@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from typer.testing import CliRunner
 
+import rows as script
+from forward_clock import ForwardClock
+from own_rows import bookkeeping as bookkeeping_row
+from own_rows import passes as passes_row
+from own_rows.exactness import RandomTrees
+from own_rows.lookup import Given
+from random_models import Numbers, random_llama, random_prompts
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
 from sakiyomi.cli.output import table
-from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import peak_bytes
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
@@ -25,26 +31,20 @@ from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.machine import bandwidth, conditions, costs, describe, lacks
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.audit.engine_reference import EngineReference
-from sakiyomi.evaluation.bench import bookkeeping as bookkeeping_row
-from sakiyomi.evaluation.bench import compiling, suites
-from sakiyomi.evaluation.bench import passes as passes_row
+from sakiyomi.evaluation.audit.reference import EngineReference, HFReference
 from sakiyomi.evaluation.bench import speed as speed_row
+from sakiyomi.evaluation.bench import suites
 from sakiyomi.evaluation.bench.config import BenchConfig
-from sakiyomi.evaluation.bench.exactness import RandomTrees
-from sakiyomi.evaluation.bench.lookup import Given
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
-from sakiyomi.evaluation.bench.models import NearTies, Numbers, random_llama, random_prompts
-from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
-from sakiyomi.evaluation.bench.quality import Quality, own_logits, perplexity, their_logits
+from sakiyomi.evaluation.bench.models import NearTies
+from sakiyomi.evaluation.bench.peers import Transformers
+from sakiyomi.evaluation.bench.quality import Quality, perplexity
 from sakiyomi.evaluation.bench.report import Row, condition_line, of_race
 from sakiyomi.evaluation.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.native import PackedLinear
-from sakiyomi.model_executor.attention.registry import PassForward
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.model_executor.session import SIZES
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TEXT = ((1, 2, 3),)
@@ -66,6 +66,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> BenchConfig:
         gamma=2,
         compile=False,
     )
+
+
+def own_row(name: str, config: BenchConfig) -> Row:
+    """A row about sakiyomi's own code, see ``benchmarks/rows.py``."""
+    return suites.measure(name, config, rows=script.ROWS)
 
 
 # ---------------------------------------------------------------- runner
@@ -369,11 +374,11 @@ def test_bytes_that_a_pass_reads(pair: BenchConfig) -> None:
 
 
 def test_perplexity_of_our_passes_is_that_of_transformers(pair: BenchConfig) -> None:
-    chunks = [[5, 6, 7, 8, 9] * 10, [30, 31, 32]]
+    chunks = [([5], [6, 7, 8, 9, 5] * 10), ([30], [31, 32])]
     llm = LLM(pair.target, draft="none", compile=False)
-    expected = perplexity(their_logits(tiny_llama()), chunks)
-    assert perplexity(own_logits(llm.target), chunks) == pytest.approx(expected, rel=1e-4)
-    flat = perplexity(lambda tokens: torch.zeros(len(tokens), 320), chunks)
+    expected = perplexity(HFReference(tiny_llama()).logits, chunks)
+    assert perplexity(EngineReference(llm.target).logits, chunks) == pytest.approx(expected, rel=1e-4)
+    flat = perplexity(lambda prompt, tokens: torch.zeros(len(tokens), 320), chunks)
     assert flat == pytest.approx(320)
 
 
@@ -423,7 +428,7 @@ def test_random_trees_are_trees_with_the_right_tokens_in_them() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("row", ["speculative", "stories", "batch", "trees", "useless"])
 def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
-    found = suites.measure(row, pair)
+    found = own_row(row, pair) if row == "useless" else suites.measure(row, pair)
     assert len(found.lines) >= 2
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in found.lines)
     assert found.lines[0]["ratio"] == 1.0
@@ -506,7 +511,7 @@ def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> Non
 
 @pytest.mark.thorough
 def test_row_of_block_verification(pair: BenchConfig) -> None:
-    found = suites.measure("block", pair)
+    found = own_row("block", pair)
     assert [line["gamma"] for line in found.lines] == [2, 4, 8]
     for line in found.lines:
         # On the same chains it never keeps less; measured taus are of unlike texts.
@@ -557,7 +562,7 @@ def test_sweep_row(pair: BenchConfig) -> None:
 @pytest.mark.thorough
 def test_never_slower_row(pair: BenchConfig) -> None:
     config = dataclasses.replace(pair, batch_sizes=(2, 1), repeats=2)
-    found = suites.measure("never-slower", config)
+    found = own_row("never-slower", config)
     assert [(line["draft"], line["batch"], line["tokens"]) for line in found.lines] == [
         (draft, size, length)
         for draft in ("the pair's", "never right")
@@ -637,7 +642,7 @@ def test_our_own_passes_judge_rounded_texts(pair: BenchConfig) -> None:
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_row_of_drafts_from_text(pair: BenchConfig, quantize: str | None) -> None:
     """Three kinds of text, the same contenders in each; given texts come out as they were given."""
-    found = suites.measure("lookup", dataclasses.replace(pair, max_new_tokens=24, quantize=quantize))
+    found = own_row("lookup", dataclasses.replace(pair, max_new_tokens=24, quantize=quantize))
     names = ["transformers prompt lookup", "sakiyomi plain"]
     names += [f"sakiyomi {name}" for name in ("prompt-lookup", "suffix", "ngram")]
     assert [line["name"] for line in found.lines] == [
@@ -673,7 +678,7 @@ def test_a_packed_copy_is_refused_before_any_row_runs(pair: BenchConfig) -> None
     copy = str(Path(pair.target) / "sakiyomi-int8-float32")
     for values in ({"target": copy}, {"draft": f"model:{copy}"}):
         with pytest.raises(UnsupportedError, match=r"sakiyomi-int8-float32' is a packed copy.* the model's own folder"):
-            suites.run(dataclasses.replace(pair, rows=("passes", "peers"), **values))
+            suites.run(dataclasses.replace(pair, rows=("stories", "peers"), **values))
 
 
 @pytest.mark.thorough
@@ -702,7 +707,7 @@ def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bookkeeping_row, "VOCAB", 500)
-    found = suites.measure("bookkeeping", pair)
+    found = own_row("bookkeeping", pair)
     assert len(found.lines) == 10
     assert all(0 < line["ours_ms"] < 1000 for line in found.lines)
     assert all((line["transformers_ms"] is None) == (line["sampling"] == "coupled") for line in found.lines)
@@ -713,7 +718,7 @@ def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.thorough
 def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes_row, "MEDIUM", (64, 2, 4, 128, 320))
-    found = suites.measure("passes", pair)
+    found = own_row("passes", pair)
     kinds = ["bf16", "int8", "int4"] if native() is not None else ["bf16"]
     assert [(line["name"], line["cached"]) for line in found.lines] == [
         (k, n) for k in kinds for n in (128, 1024, 4096)
@@ -733,7 +738,7 @@ def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 def test_merged_row(pair: BenchConfig) -> None:
-    found = suites.measure("merged", dataclasses.replace(pair, max_new_tokens=24))
+    found = own_row("merged", dataclasses.replace(pair, max_new_tokens=24))
     kinds = ("stories", "summary", "edit", "retold", "revised")
     ways = ("plain", "model", "suffix", "suffix+model")
     assert [line["name"] for line in found.lines] == [f"{kind}: {way}" for kind in kinds for way in ways]
@@ -742,7 +747,7 @@ def test_merged_row(pair: BenchConfig) -> None:
 
 
 def test_coverage_row(pair: BenchConfig) -> None:
-    found = suites.measure("coverage", pair)
+    found = own_row("coverage", pair)
     assert [line["name"] for line in found.lines] == [
         f"{rule}, {count} sibling{'s' * (count > 1)}" for rule in ("coupled", "ratio") for count in (1, 2, 4)
     ]
@@ -751,7 +756,7 @@ def test_coverage_row(pair: BenchConfig) -> None:
 
 def test_scoring_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes_row, "MEDIUM", (64, 2, 4, 128, 320))
-    found = suites.measure("scoring", pair)
+    found = own_row("scoring", pair)
     assert [(line["prefix"], line["nodes"]) for line in found.lines] == [
         (prefix, nodes) for prefix in (32, 512, 4096) for nodes in (8, 16)
     ]
@@ -767,15 +772,15 @@ def test_scoring_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None
 def test_passes_row_says_what_cannot_run(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes_row, "MEDIUM", (64, 2, 4, 128, 320))
     monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
-    found = suites.measure("passes", pair)
+    found = own_row("passes", pair)
     assert [line["name"] for line in found.lines] == ["bf16"] * 3
     assert [note[:5] for note in found.notes] == ["int8:", "int4:"]
 
 
 @pytest.mark.thorough
 def test_exact_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sakiyomi.evaluation.bench.exactness.COMPARED", (1, 4))
-    found = suites.measure("exact", pair)
+    monkeypatch.setattr("own_rows.exactness.COMPARED", (1, 4))
+    found = own_row("exact", pair)
     names = ["plain", "plain", "draft model", "draft model", "quantize int8", "cache h2o, 32 pairs", "cache quant-4"]
     assert [line["name"] for line in found.lines] == names
     assert [line["dtype"] for line in found.lines] == ["float32", "bfloat16"] * 2 + ["bfloat16"] * 3
@@ -798,25 +803,11 @@ def test_a_row_that_fails_leaves_the_others(pair: BenchConfig, monkeypatch: pyte
     assert [(row["row"], row["error"]) for row in rows] == [("batch", "the model went away"), ("stories", None)]
 
 
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("default")  # the compiler's own
-def test_a_new_process_times_every_graph(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(forward: PassForward, ids: Tensor, positions: Tensor) -> PassForward:
-        raise RuntimeError("no graph")
-
-    monkeypatch.setattr("sakiyomi.model_executor.compiled._compiled", lambda forward, ids, positions: forward)
-    found = compiling._start(pair.target, "float32")
-    assert sorted(found["graphs"]) == list(SIZES)
-    monkeypatch.setattr("sakiyomi.model_executor.compiled._compiled", fails)
-    with pytest.raises(SakiyomiError, match="cannot be compiled"):
-        compiling._start(pair.target, "float32")
-
-
-@pytest.mark.slow
-def test_compiling_row(pair: BenchConfig) -> None:
-    found = suites.measure("compiling", dataclasses.replace(pair, compile=True))
-    assert found.lines[-1]["new_graphs"] == found.lines[-1]["passes_without_graph"] == 0
-    assert [line["rows"] for line in found.lines[:-1]] == [8, 1, 4, 16, 32, 64]
+def test_rows_that_left_say_where_they_are(pair: BenchConfig) -> None:
+    for name in sorted(suites.MOVED):
+        with pytest.raises(InputError, match=f"python benchmarks/rows.py --rows {name}"):
+            suites.run(dataclasses.replace(pair, rows=(name,)))
+    assert set(script.ROWS) == suites.MOVED
 
 
 def test_the_command(pair: BenchConfig) -> None:

@@ -10,8 +10,8 @@ import torch
 from sakiyomi.cache.policies import read_cache
 from sakiyomi.cache.policies.base import View
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
-from sakiyomi.evaluation.bench.locret.config import LocretConfig
-from sakiyomi.evaluation.bench.locret.run import run
+from sakiyomi.evaluation.bench.long.config import LocretConfig
+from sakiyomi.evaluation.bench.long.locret import run
 
 
 @pytest.mark.thorough

@@ -27,14 +27,11 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.config import silent
 from sakiyomi.evaluation.bench.long.books import Passage, compared, followed, passages
 from sakiyomi.evaluation.bench.long.config import LongConfig, budget_pairs
-from sakiyomi.evaluation.bench.long.fit import longest, slope
-from sakiyomi.evaluation.bench.long.loader import Loader, caught
-from sakiyomi.evaluation.bench.long.process import apart
-from sakiyomi.evaluation.bench.long.questions import FromFile, FromTasks, Question, middle_cut
+from sakiyomi.evaluation.bench.long.jobs import Watch, answers, apart
+from sakiyomi.evaluation.bench.long.questions import Question, middle_cut, source
 from sakiyomi.evaluation.bench.long.run import run
-from sakiyomi.evaluation.bench.long.systems import System, systems
-from sakiyomi.evaluation.bench.long.table import growth, table
-from sakiyomi.evaluation.bench.long.work import Watch, answers
+from sakiyomi.evaluation.bench.long.systems import Loader, System, caught, systems
+from sakiyomi.evaluation.bench.long.table import growth, longest, slope, table
 from sakiyomi.train.long_tasks import TASKS
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -144,13 +141,13 @@ def test_systems_with_a_budget_come_once_for_each() -> None:
 
 def test_prompts_depend_on_their_own_place_alone() -> None:
     tokenizer = tiny_tokenizer()
-    alone = FromTasks(toy_config(), tokenizer).questions(64)
-    more = FromTasks(toy_config(tasks=("tale", "story"), seeds=("1", "2")), tokenizer).questions(64)
+    alone = source(toy_config(), tokenizer)(64)
+    more = source(toy_config(tasks=("tale", "story"), seeds=("1", "2")), tokenizer)(64)
     assert [q.tokens for q in alone if q.seed == 1] == [q.tokens for q in more if (q.seed, q.task) == (1, "story")]
     assert len({q.tokens for q in alone}) == len(alone) == 4
     assert all(len(q.tokens) <= 64 for q in more)
     assert {(q.task, q.answer_tokens) for q in more} == {("story", 4), ("tale", 3)}
-    fewer = FromTasks(toy_config(max_new_tokens=2), tokenizer).questions(64)
+    fewer = source(toy_config(max_new_tokens=2), tokenizer)(64)
     assert {q.answer_tokens for q in fewer} == {2}
 
 
@@ -160,7 +157,7 @@ def test_prompts_of_a_file_are_drawn_by_seed_and_cut_in_the_middle(tmp_path: Pat
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     tokenizer = tiny_tokenizer()
     config = toy_config(questions=str(path), format="leval", count=3)
-    found = FromFile(config, tokenizer).questions(40)
+    found = source(config, tokenizer)(40)
     assert [q.seed for q in found] == [0] * 3 + [1] * 3
     assert [q.tokens for q in found[:3]] != [q.tokens for q in found[3:]]
     assert all(len(q.tokens) == 40 for q in found)
@@ -179,7 +176,7 @@ def test_the_middle_is_cut() -> None:
 @pytest.mark.parametrize("task", [task for task in TASKS if task not in ("story", "tale")])
 def test_every_made_task_has_prompts_and_marks(task: str) -> None:
     tokenizer = tiny_tokenizer()
-    found = FromTasks(toy_config(tasks=(task,), count=3, seeds=("0",)), tokenizer).questions(1200)
+    found = source(toy_config(tasks=(task,), count=3, seeds=("0",)), tokenizer)(1200)
     assert [q.task for q in found] == [task] * 3
     for question in found:
         assert 600 < len(question.tokens) <= 1200 and question.ahead is not None
@@ -191,7 +188,7 @@ def test_every_made_task_has_prompts_and_marks(task: str) -> None:
 
 def test_marks_stand_where_the_answer_does() -> None:
     tokenizer = tiny_tokenizer()
-    for question in FromTasks(toy_config(tasks=("passkey",)), tokenizer).questions(400):
+    for question in source(toy_config(tasks=("passkey",)), tokenizer)(400):
         ((begin, end),) = question.spans
         assert question.score(tokenizer.decode(list(question.tokens[begin:end]))) == 1.0
 
@@ -230,11 +227,9 @@ def question(seed: int, right: str, task: str = "story", tokens: int = 4) -> Que
     return Question(task, seed, tuple(range(tokens)), 4, lambda text: float(text == right))
 
 
-class Given:
+def given(length: int) -> list[Question]:
     """A source of two questions a seed."""
-
-    def questions(self, length: int) -> list[Question]:
-        return [question(seed, right, tokens=length) for seed in (0, 1) for right in ("a", "b")]
+    return [question(seed, right, tokens=length) for seed in (0, 1) for right in ("a", "b")]
 
 
 def done(texts: Sequence[str], length: int, size: int = 100) -> dict[str, Any]:
@@ -247,7 +242,7 @@ def test_right_answers_and_their_spread() -> None:
         for batch in jobs[0]["batches"]:
             yield done(["a", "b", "a", "a"], batch["length"])
 
-    row = table(toy_config(), Given(), [System("full", None)], perform, silent)
+    row = table(toy_config(), given, [System("full", None)], perform, silent)
     first, second = row.lines
     assert first["accuracy"] == 0.75 and first["seeds"] == {"0": 1.0, "1": 0.5}
     assert first["accuracy_spread"] == pytest.approx(math.sqrt(0.125))
@@ -269,21 +264,20 @@ def test_right_answers_beside_those_of_full() -> None:
         texts = {"full": "abaa", "h2o": "aaxx"}[jobs[0]["system"]["spec"]]
         yield done(list(texts), 32)
 
-    given = [System("full", None), System("h2o", "8")]
-    row = table(toy_config(lengths=("32",)), Given(), given, perform, silent)
+    both = [System("full", None), System("h2o", "8")]
+    row = table(toy_config(lengths=("32",)), given, both, perform, silent)
     assert [line["of_full"] for line in row.lines] == [1.0, pytest.approx(0.25 / 0.75)]
-    assert "of_full" not in table(toy_config(lengths=("32",)), Given(), given[:1], perform, silent).lines[0]
+    assert "of_full" not in table(toy_config(lengths=("32",)), given, both[:1], perform, silent).lines[0]
 
 
 def test_shares_of_tasks_stand_beside_the_whole() -> None:
-    class Two:
-        def questions(self, length: int) -> list[Question]:
-            return [question(0, "a", "story"), question(0, "b", "tale")]
+    def two(length: int) -> list[Question]:
+        return [question(0, "a", "story"), question(0, "b", "tale")]
 
     def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         yield done(["a", "a"], 32)
 
-    (line,) = table(toy_config(lengths=("32",)), Two(), [System("full", None)], perform, silent).lines
+    (line,) = table(toy_config(lengths=("32",)), two, [System("full", None)], perform, silent).lines
     assert (line["story"], line["tale"], line["accuracy"]) == (100.0, 0.0, 0.5)
     assert line["accuracy_spread"] == 0.0 or line["accuracy_spread"] is None
 
@@ -305,7 +299,7 @@ def limited(most: int, tried: list[tuple[int, int]]) -> Any:
 def test_over_the_limit_the_longest_that_fits_has_a_star() -> None:
     tried: list[tuple[int, int]] = []
     config = toy_config(lengths=("64", "512", "1024"), memory=True, memory_limit="1GB")
-    row = table(config, Given(), [System("full", None)], limited(300, tried), silent)
+    row = table(config, given, [System("full", None)], limited(300, tried), silent)
     assert [(line["name"], line["state"]) for line in row.lines] == [
         ("full", ""),
         ("full", "OOM"),
@@ -322,18 +316,17 @@ def test_over_the_limit_the_longest_that_fits_has_a_star() -> None:
 def test_no_star_where_a_length_that_was_asked_for_is_as_good() -> None:
     tried: list[tuple[int, int]] = []
     config = toy_config(lengths=("64", "66"), memory=True, memory_limit="1GB")
-    row = table(config, Given(), [System("full", None)], limited(64, tried), silent)
+    row = table(config, given, [System("full", None)], limited(64, tried), silent)
     assert [line["state"] for line in row.lines] == ["", "OOM"]
-    row = table(config, Given(), [System("full", None)], limited(8, tried), silent)
+    row = table(config, given, [System("full", None)], limited(8, tried), silent)
     assert [line["state"] for line in row.lines] == ["OOM", "OOM"]  # nothing fits
 
-    class Long(Given):
-        def questions(self, length: int) -> list[Question]:
-            if length < 60:
-                raise InputError("no room for a question")
-            return super().questions(length)
+    def long(length: int) -> list[Question]:
+        if length < 60:
+            raise InputError("no room for a question")
+        return given(length)
 
-    row = table(config, Long(), [System("full", None)], limited(40, tried), silent)
+    row = table(config, long, [System("full", None)], limited(40, tried), silent)
     assert [line["state"] for line in row.lines] == ["OOM", "OOM"]  # and nothing shorter can be asked
 
 
@@ -342,7 +335,7 @@ def test_a_process_that_ended_early_leaves_reasons() -> None:
         yield done(["a"] * 4, 32)
         yield {"length": None, "error": "Traceback", "over": False}
 
-    row = table(toy_config(lengths=("32", "64", "128")), Given(), [System("h2o", "8")], perform, silent)
+    row = table(toy_config(lengths=("32", "64", "128")), given, [System("h2o", "8")], perform, silent)
     assert [line["state"] for line in row.lines] == ["", "refused", "refused"]
     assert "Traceback" in row.notes[0]
 
@@ -423,10 +416,10 @@ def test_query_first_prompts_have_the_question_in_front() -> None:
     config, (system,) = toy_config(lengths=("64",)), systems(("full+query-first",), ("1/8",))
     assert (system.cache, system.budget, system.kind) == ("full", None, "full")
     tokenizer = tiny_tokenizer()
-    row = table(config, FromTasks(config, tokenizer), [system], perform, silent)
+    row = table(config, source(config, tokenizer), [system], perform, silent)
     assert row.lines[0]["name"] == "full+query-first"
     assert len(asked) == 4 and all(tokenizer.decode(tokens).startswith("And so") for tokens in asked)
-    row = table(config, Given(), [system], perform, silent)
+    row = table(config, given, [system], perform, silent)
     assert row.lines[0]["state"] == "refused" and "made tasks" in row.notes[0]
 
 

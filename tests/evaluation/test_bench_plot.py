@@ -93,7 +93,7 @@ def test_the_command_draws_and_refuses_early(tmp_path: Path, monkeypatch: pytest
     assert path.stat().st_size > 1000
     assert json.loads(result.stdout.splitlines()[-1])["rows"][0]["row"] == "speculative"
     monkeypatch.setitem(suites.ROWS, "stories", lambda row: pytest.fail("measured"))
-    for rows, name in (("stories", "a.gif"), ("exact", "a.png")):
+    for rows, name in (("stories", "a.gif"), ("learning", "a.png")):
         result = CliRunner().invoke(app, ["bench", "--rows", rows, "--plot", str(tmp_path / name)])
         assert result.exit_code == 2
         assert "plot" in result.output

@@ -22,11 +22,19 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.runner import Contender, Lap, race
 from sakiyomi.evaluation.bench.spec import run as run_module
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
-from sakiyomi.evaluation.bench.spec.plot import draw
-from sakiyomi.evaluation.bench.spec.questions import Question, chosen, digest, own_questions, read_questions
-from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results, join
+from sakiyomi.evaluation.bench.spec.results import (
+    PLAIN,
+    Question,
+    Record,
+    Results,
+    chosen,
+    digest,
+    join,
+    own_questions,
+    read_questions,
+)
 from sakiyomi.evaluation.bench.spec.run import Talk, run
-from sakiyomi.evaluation.bench.spec.table import compared, figures, rows, since
+from sakiyomi.evaluation.bench.spec.table import compared, draw, figures, rows, since
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared" / "data" / "bench" / "spec_bench_question.jsonl"

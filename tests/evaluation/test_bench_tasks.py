@@ -19,12 +19,10 @@ from typer.testing import CliRunner
 
 from sakiyomi import Audio, InputError, LoadError, UnsupportedError
 from sakiyomi.cli import app
-from sakiyomi.evaluation.bench.tasks import plot
 from sakiyomi.evaluation.bench.tasks.config import TasksConfig
-from sakiyomi.evaluation.bench.tasks.data import read_questions
+from sakiyomi.evaluation.bench.tasks.data import read_questions, scorer
 from sakiyomi.evaluation.bench.tasks.peer import judged
-from sakiyomi.evaluation.bench.tasks.run import run
-from sakiyomi.evaluation.bench.tasks.scores import scorer
+from sakiyomi.evaluation.bench.tasks.run import draw, run
 from seq2seq_toys import FRAMES, MELS, TOKENIZER, build, sources
 from toys import save_model, tiny_llama
 
@@ -103,7 +101,7 @@ def test_open_chat_has_no_score_and_may_be_sampled(root: Path, tmp_path: Path) -
     asked = config("chat", data, saved("llama", root), ways=("float32",), temperatures=(0.0, 1.0), peers=False)
     (row,) = run(asked)
     assert [(line["temperature"], line["equal"]) for line in row.lines] == [(0.0, True)] * 3 + [(1.0, None)] * 3
-    plot.draw([row], str(tmp_path / "tasks.png"), {})
+    draw([row], str(tmp_path / "tasks.png"), {})
     assert (tmp_path / "tasks.png").stat().st_size > 5000
 
 

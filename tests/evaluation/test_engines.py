@@ -323,7 +323,7 @@ def test_what_is_said_of_texts(pair: BenchConfig) -> None:
     loaded = load_model(pair.target)
     prompts = [[5, 6, 7], [8, 9]]
     own = [Transformers(loaded.model).generate(p, SamplingParams(max_new_tokens=6, ignore_eos=True)) for p in prompts]
-    texts = Texts(loaded.model, Load("two", [prompts], 6))
+    texts = Texts(loaded.model, Load("two", prompts, 6, together=True))
     first = texts.figures(tuple(map(tuple, own)))
     other = texts.figures((tuple(own[0]), (1, 2, 3, 4, 5, 6)))
     assert (first["agreement"], other["agreement"]) == (1, 0.5)

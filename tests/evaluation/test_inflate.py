@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import inflating
 from block_toys import deepspec_folder, new_block
 from block_toys import speculators_folder as block_folder
 from eagle_toys import new_head, speculators_folder
+from inflate import InflateConfig, Llama, inflate, parse_count
+from inflate import app as script
 from medusa_toys import new_heads
 from mtp_toys import with_layer
 from read_ahead import drafted
@@ -28,9 +32,8 @@ from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, Sakiyo
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
 from sakiyomi.drafters.mtp_layer import FORMS, write_mtp
-from sakiyomi.evaluation.bench import inflating
-from sakiyomi.evaluation.bench.config import InflateConfig, silent
-from sakiyomi.evaluation.bench.inflate import Llama, inflate, inflated, parse_count
+from sakiyomi.evaluation.bench.config import silent
+from sakiyomi.evaluation.bench.models import inflated
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 PARAMS = {True: "200K", False: "220K"}  # the tiny model has 29K or 39K
@@ -164,10 +167,10 @@ def test_a_result_that_is_another_function_is_refused(
 
 
 @pytest.mark.thorough
-def test_the_command_and_the_report_that_uses_it(folders: dict[bool, Path], tmp_path: Path) -> None:
+def test_the_script_and_a_row_that_uses_its_model(folders: dict[bool, Path], tmp_path: Path) -> None:
     runner, out = CliRunner(), tmp_path / "large"
-    arguments = ["bench", "inflate", str(out), "--params", "200K", "--target", str(folders[True])]
-    result = runner.invoke(app, [*arguments, "--json"])
+    arguments = [str(out), "--params", "200K", "--target", str(folders[True])]
+    result = runner.invoke(script, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1])["equal_greedy_tokens"] == 32
     arguments = ["bench", "--rows", "stories", "--target", str(out), "--draft", f"model:{folders[True]}"]
@@ -179,24 +182,29 @@ def test_the_command_and_the_report_that_uses_it(folders: dict[bool, Path], tmp_
 
 
 @pytest.mark.thorough
-def test_the_command_takes_heads_of_several_kinds(tmp_path: Path) -> None:
+def test_the_script_takes_heads_of_several_kinds(tmp_path: Path) -> None:
     model = tiny_llama(layers=4, seed=3)
     small = save_model(tmp_path / "small", model.bfloat16(), tiny_tokenizer())
     block, mtp = (_beside(kind, tmp_path / kind, model.float()) for kind in ("block", "mtp"))
-    arguments = ["bench", "inflate", str(tmp_path / "large"), "--params", "400K", "--target", str(small), "--heads"]
-    result = CliRunner().invoke(app, [*arguments, f"block:{block}+mtp:{mtp}"])
+    arguments = [str(tmp_path / "large"), "--params", "400K", "--target", str(small), "--heads"]
+    result = CliRunner().invoke(script, [*arguments, f"block:{block}+mtp:{mtp}"])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "large" / "block").is_dir()
     assert (tmp_path / "large" / "mtp").is_dir()
-    result = CliRunner().invoke(app, [*arguments, f"block:{block}+mtp:{tmp_path / 'none'}"])
-    assert result.exit_code == 1
-    assert f"there is no folder '{tmp_path / 'none'}' with heads" in result.output
+    with pytest.raises(SakiyomiError, match=re.escape(f"there is no folder '{tmp_path / 'none'}' with heads")):
+        CliRunner().invoke(script, [*arguments, f"block:{block}+mtp:{tmp_path / 'none'}"], catch_exceptions=False)
 
 
 def test_flags_before_the_name_of_the_command_are_refused() -> None:
-    result = CliRunner().invoke(app, ["bench", "--gamma", "3", "inflate", "x", "--params", "1M"])
+    result = CliRunner().invoke(app, ["bench", "--gamma", "3", "card", "x"])
     assert result.exit_code == 2
-    assert "--gamma stands before 'inflate'" in result.output
+    assert "--gamma stands before 'card'" in result.output
+
+
+def test_the_name_of_the_command_that_left_says_where_it_is() -> None:
+    result = CliRunner().invoke(app, ["bench", "inflate", "large", "--params", "1M"])
+    assert result.exit_code == 2
+    assert "python benchmarks/inflate.py OUT_FOLDER" in result.output
 
 
 @pytest.mark.few(1)

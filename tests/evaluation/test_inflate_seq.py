@@ -13,15 +13,15 @@ from transformers import (
     BartForConditionalGeneration,
 )
 
+import inflate as module
+import inflating
 from edits import train_edits
 from held_out import read_examples
+from inflate import InflateConfig, inflate
+from inflate_seq import EncoderDecoder
 from pair_toys import edits_config, tones_config
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
-from sakiyomi.evaluation.bench import inflate as module
-from sakiyomi.evaluation.bench import inflating
-from sakiyomi.evaluation.bench.config import InflateConfig, silent
-from sakiyomi.evaluation.bench.inflate import inflate
-from sakiyomi.evaluation.bench.inflate_seq import EncoderDecoder
+from sakiyomi.evaluation.bench.config import silent
 from tones import train_tones
 
 

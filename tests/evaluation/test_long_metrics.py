@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ import pytest
 
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.evaluation.bench.long import metrics
-from sakiyomi.evaluation.bench.long.infinitebench import read_infinitebench
-from sakiyomi.evaluation.bench.long.leval import read_leval
-from sakiyomi.evaluation.bench.long.longbench import METRICS, read_longbench
+from sakiyomi.evaluation.bench.long.metrics import METRICS
+from sakiyomi.evaluation.bench.long.readers import read_infinitebench, read_leval, read_longbench
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -92,10 +92,10 @@ def test_numbers() -> None:
     assert metrics.retrieval("Paragraph 7, or 12", "Paragraph 7") == 0.5
     assert metrics.retrieval("段落7", "段落7") == 1.0
     assert metrics.retrieval("none", "Paragraph 7") == 0.0
-    assert metrics.count("There are 3 of them", "3") == 1.0
-    assert metrics.first_number("key: 071.5") == "071"
-    assert metrics.first_number("none") is None
-    assert metrics.prefix_share("1, 4, 9, 8", [1, 4, 8]) == pytest.approx(2 / 3)
+    assert metrics.retrieval("There are 3 of them", "3") == 1.0
+    assert metrics.first_number("key: 071.5", "071") == 1.0
+    assert metrics.first_number("none", "071") == 0.0
+    assert metrics.prefix_share("1, 4, 9, 8", "1 4 8") == pytest.approx(2 / 3)
 
 
 def test_code() -> None:
@@ -108,8 +108,8 @@ def test_words() -> None:
     assert metrics.contains_word('{"a": "b-1"}', "b-1") == 1.0
     assert metrics.contains_word("b-12", "b-1") == 0.0
     assert metrics.contains_word("it is Alice!", "ALICE", upper=True) == 1.0
-    assert metrics.matches("\n The sea.\nAnd more", "the sea") == 1.0
-    assert metrics.matches("The sea and more", "the sea") == 0.0
+    assert METRICS["first line"]("\n The sea.\nAnd more", "the sea", ()) == 1.0
+    assert METRICS["first line"]("The sea and more", "the sea", ()) == 0.0
 
 
 # ---------------------------------------------------------------- L-Eval
@@ -207,8 +207,16 @@ def test_longbench_needs_its_templates(tmp_path: Path) -> None:
         ("lcc", "return x", "return x", 1.0),
     ],
 )
-def test_longbench_rules(task: str, text: str, answer: str, expected: float) -> None:
-    assert METRICS[task](text, answer, ()) == pytest.approx(expected)
+def test_longbench_rules(task: str, text: str, answer: str, expected: float, tmp_path: Path) -> None:
+    row = {"input": "q", "context": "c", "answers": [answer], "dataset": task}
+    (item,) = read_longbench(longbench(tmp_path, row, **{task: "{context}"}))
+    assert item.score(text) == pytest.approx(expected)
+
+
+def test_every_task_of_the_collections_has_a_metric() -> None:
+    known = tomllib.loads(Path(metrics.__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
+    assert len(known["longbench"]) == 21 and len(known["infinitebench"]) == 12
+    assert {*known["longbench"].values(), *(task["metric"] for task in known["infinitebench"].values())} <= set(METRICS)
 
 
 # ---------------------------------------------------------------- InfiniteBench

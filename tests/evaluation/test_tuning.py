@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import statistics
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters.oracle import Oracle
 from sakiyomi.engine import tuned_profile as profile
 from sakiyomi.engine.tuned_profile import Profile, lasting, profile_path, read_profile, write_profile
-from sakiyomi.evaluation.tuning import search
-from sakiyomi.evaluation.tuning.beginnings import WHAT, WHO, beginnings
+from sakiyomi.evaluation.tuning import config, search
+from sakiyomi.evaluation.tuning.beginnings import beginnings
 from sakiyomi.evaluation.tuning.calibrate import DEEP
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.drift import watch
@@ -303,9 +304,10 @@ def test_acceptance_that_falls_is_seen(target: Path, kept: Path) -> None:
 def test_beginnings() -> None:
     """No prompt comes twice; what calibrates and what compares have all sentences."""
     found = beginnings(9999)
+    parts = tomllib.loads(Path(config.__file__).with_name("beginnings.toml").read_text(encoding="utf-8"))
     assert len(set(found)) == len(found) == 2717
     for half in (found[0:128:2], found[1:128:2]):
-        for sentence in (*WHO, *WHAT):
+        for sentence in (*parts["who"], *parts["what"]):
             assert any(sentence in text for text in half)
 
 

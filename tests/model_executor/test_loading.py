@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -22,10 +22,7 @@ import toys
 from sakiyomi.core import memory
 from sakiyomi.core.embedded import EMBEDDED, embedded
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
-from sakiyomi.model_executor import compiled as graphs
-from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import Loaded, check_pair, load_model, read_checkpoint, same_tokenizer
-from sakiyomi.model_executor.loading.reader import Reader
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 from warm import warm
 
@@ -76,45 +73,6 @@ def test_transformers_settings_are_left_alone(good: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, "torch.bfloat16"])
 def test_dtype_is_honoured(good: Path, dtype: Any) -> None:
     assert load_model(str(good), dtype=dtype).model.dtype == torch.bfloat16
-
-
-def test_a_compiler_at_work_does_not_change_the_dtype(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When dynamo is done it sets the default dtype that was there when it began: not while another model is built."""
-    load_model(str(good), dtype="bfloat16", quantize="int8", packed=True)  # so that all is imported
-    began, reading, building, restored = Event(), Event(), Event(), Event()
-    change, read = torch.set_default_dtype, Reader.read
-
-    def compiled(*_: Any) -> Any:
-        before = torch.get_default_dtype()
-        began.set()
-        if not restored.is_set():
-            assert reading.wait(30.0)
-            building.wait(0.5)
-            change(before)
-            restored.set()
-        return None
-
-    def seen(dtype: torch.dtype) -> None:
-        change(dtype)
-        building.set()
-        assert restored.wait(10.0)
-
-    def watched(reader: Reader, **options: Any) -> Any:
-        reading.set()
-        return read(reader, **options)
-
-    # It builds a model, too.
-    monkeypatch.setattr("sakiyomi.model_executor.loading.model.check_memory", lambda *_, **__: None)
-    monkeypatch.setattr(Reader, "read", watched)
-    monkeypatch.setattr(graphs, "_compiled", compiled)
-    monkeypatch.setattr(torch, "set_default_dtype", seen)
-    compiling = Thread(target=build_runner, args=[tiny_llama()], kwargs={"compile": True})
-    compiling.start()
-    assert began.wait(10.0)
-    loaded = load_model(str(good), dtype="bfloat16", quantize="int8", packed=True)
-    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
-    assert torch.get_default_dtype() == torch.float32
-    compiling.join()
 
 
 def test_dtype_auto_is_the_checkpoints(folder: Path) -> None:

@@ -11,23 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from architectures import CONFIGS, HYBRIDS, KINDS, model_of, prompt
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
-from sakiyomi.model_executor import program, program_steps
+from sakiyomi.model_executor import program, program_steps, torch_steps
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.model_executor.program import Program, program_of
+from sakiyomi.model_executor.program import Program
+from sakiyomi.model_executor.recorded_passes import RecordedPasses
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.traced import TracedPasses, trace
+from sakiyomi.model_executor.trace import trace
 from toys import tiny_llama
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
 OWN = ("gemma3", "granite", "lfm2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """They need no operator of torch."""
-TRACED = {
-    "bloom", "falcon_mamba", "gemma3n", "jamba", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
-    "qwen3_next", "recurrent_gemma", "zamba", "zamba2",
-}  # fmt: skip
-"""They need one that is not called from C++: mostly softplus, of two ``Scalar``."""
 ALL = sorted({*CONFIGS, *KINDS, *HYBRIDS})
 
 
@@ -44,7 +41,7 @@ def passes(runner: ModelRunner, laps: int = 8) -> list[Tensor]:
 
 
 def serving(runner: ModelRunner) -> Any:
-    assert isinstance(runner.recorder, TracedPasses) and not runner.recorder.failed
+    assert isinstance(runner.recorder, RecordedPasses) and not runner.recorder.failed
     return runner.recorder.ready[8]
 
 
@@ -57,7 +54,7 @@ def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
     runner = build_runner(model, compile="auto")
     found, expected = passes(runner), passes(build_runner(model, compile=False))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert isinstance(serving(runner), Program) == (name not in TRACED)
+    assert isinstance(serving(runner), Program)
     if name in OWN:
         assert not serving(runner).calls
 
@@ -72,25 +69,16 @@ def test_positions_beyond_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_wrong_program_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is compared with an eager pass as a trace is, which then serves."""
+@pytest.mark.parametrize(("operator", "step"), [("aten::add", "mul"), ("aten::transpose", "view")])
+def test_a_wrong_program_is_not_used(operator: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its outputs are others than those of an eager pass, or the kernels refuse a step: passes stay eager."""
     expected = passes(build_runner(tiny_llama(), compile=False))
-    wrong = {**program_steps._STEPS, "aten::add": ("mul", program_steps._STEPS["aten::add"][1])}
+    wrong = {**program_steps._STEPS, operator: (step, program_steps._STEPS[operator][1])}
     monkeypatch.setattr(program_steps, "_STEPS", wrong)
     runner = build_runner(tiny_llama(), compile="auto")
     found = passes(runner)
-    assert not isinstance(serving(runner), Program)
+    assert isinstance(runner.recorder, RecordedPasses) and runner.recorder.failed
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_step_that_fails_is_no_programs_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trace serves where the kernels refuse what a step reads."""
-    wrong = {**program_steps._STEPS, "aten::transpose": ("view", program_steps._STEPS["aten::transpose"][1])}
-    monkeypatch.setattr(program_steps, "_STEPS", wrong)
-    expected = passes(build_runner(tiny_llama(), compile=False))
-    runner = build_runner(tiny_llama(), compile="auto")
-    assert all(torch.equal(a, b) for a, b in zip(passes(runner), expected, strict=True))
-    assert not isinstance(serving(runner), Program)
 
 
 def test_what_a_pass_has_given_stays() -> None:
@@ -104,23 +92,21 @@ def test_what_a_pass_has_given_stays() -> None:
         assert torch.equal(first, kept)
 
 
-SOME: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
-    "angles": (lambda ids, positions: (positions[..., None] * torch.arange(1.0, 17)).cos(), True),
-    "a product of matrices": (
-        lambda ids, positions: (torch.ones(1, 16, 1) @ positions[:, None].float()).mT.cos(),
-        True,
-    ),
-    "of the largest": (lambda ids, positions: (positions / positions.max())[..., None].cos(), False),
-    "of the number": (lambda ids, positions: (positions / positions.shape[1])[..., None].cos(), True),
-    "of an operator of torch": (lambda ids, positions: torch.erf(ids.float())[..., None] * 1.0, True),
-    "of one with numbers": (lambda ids, positions: functional.softplus(ids.float())[..., None], False),
+SOME: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "angles": lambda ids, positions: (positions[..., None] * torch.arange(1.0, 17)).cos(),
+    "a product of matrices": lambda ids, positions: (torch.ones(1, 16, 1) @ positions[:, None].float()).mT.cos(),
+    "of the largest": lambda ids, positions: (positions / positions.max())[..., None].cos(),
+    "of the number": lambda ids, positions: (positions / positions.shape[1])[..., None].cos(),
+    "of an operator of torch": lambda ids, positions: torch.erf(ids.float())[..., None] * 1.0,
+    "of one with numbers": lambda ids, positions: functional.softplus(ids.float())[..., None],
+    "of a part": lambda ids, positions: torch.cat(positions.split(2, 1)[::-1], 1)[..., None].float(),
 }
 
 
 @pytest.mark.parametrize("case", SOME)
 def test_what_follows_from_positions(case: str) -> None:
-    """Each has to have a row of its own: what depends on the others is not looked up."""
-    function, works = SOME[case]
+    """What has no row of its own for each is not looked up, but computed in each pass."""
+    function = SOME[case]
     table = torch.rand(10, 16)
 
     def forward(ids: Tensor, positions: Tensor) -> Tensor:
@@ -128,12 +114,11 @@ def test_what_follows_from_positions(case: str) -> None:
 
     ids, positions = torch.tensor([[3, 9, 0, 3]]), torch.tensor([[7, 8, 2, 3000]])
     traced = trace(forward, nn.Module(), ids, torch.arange(4)[None])
-    made = program_of(traced.graph, [], [(16, torch.float32)])
-    assert (made is not None) == works
-    if made is not None:
-        assert torch.equal(made(ids, positions)[0], forward(ids, positions))
-        with pytest.raises(RuntimeError, match="does not run"):
-            made(torch.tensor([[10]]), torch.tensor([[0]]))
+    made = Program(traced.graph, [], [(16, torch.float32)])
+    assert bool(made._tables) == (case in ("angles", "a product of matrices"))
+    assert torch.equal(made(ids, positions)[0], forward(ids, positions))
+    with pytest.raises(RuntimeError, match="does not run"):
+        made(torch.tensor([[10, 0, 0, 0]]), positions)
 
 
 NUMBERS = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).reshape(512, 128)
@@ -156,8 +141,13 @@ CALLED: dict[str, Callable[[Tensor], Tensor]] = {
     "filled": lambda x: torch.full_like(x, -torch.inf).scatter(-1, x.float().nan_to_num().topk(3).indices, x),
     "a turned product": lambda x: x @ (x.transpose(1, 2).reshape(1, 128, -1, 1).squeeze(-1) @ x),
     "a scaled turned one": lambda x: x @ ((x.transpose(1, 2) * 0.5) @ x + x.transpose(1, 2) @ x),
+    "in place, in a view": lambda x: (y := x * 2).view(1, -1, 4, 32).add_(1.0).view_as(x) + y,
     "in place": lambda x: (x * 1.5).add_(x).div_(x.sum(-1, keepdim=True)),
     "of rows": lambda x: functional.layer_norm(x, (128,)),
+    "a smooth bend": functional.softplus,
+    "one of two": lambda x: torch.where(x > 0, x, 2.0),
+    "a list": lambda x: torch.stack([x.unbind(-1)[i] for i in (3, 1)], -1),
+    "a mean of its own length": lambda x: torch.arange(x.shape[1])[None, :, None] + x,
     "another type": lambda x: x.to(torch.device("cpu"), torch.float64).cumsum(-1).type_as(x),
 }
 
@@ -167,7 +157,7 @@ def told(numbers: Tensor) -> Tensor:
     return numbers.masked_fill(numbers.abs() < torch.finfo(numbers.dtype).tiny, 0.0).nan_to_num(7.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CALLED)
 def test_operators_of_torch(case: str, dtype: torch.dtype) -> None:
     """Called from C++ they give what they give to Python, of whatever numbers there are."""
@@ -179,28 +169,24 @@ def test_operators_of_torch(case: str, dtype: torch.dtype) -> None:
     traced = trace(forward, nn.Module(), torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None])
     ids = torch.arange(512)[None]
     wanted = forward(ids, ids)
-    made = program_of(traced.graph, [], [(wanted.shape[-1], dtype)])
-    assert made is not None
+    made = Program(traced.graph, [], [(wanted.shape[-1], wanted.dtype)])
     for lap in range(2):
         assert torch.equal(told(made(ids, ids)[0]), told(wanted)), lap
 
 
 def test_what_passes_share_is_not_written() -> None:
-    """What writes into a constant would change the next pass; what writes into a view, another value."""
+    """What writes into a constant would change the next pass."""
     table = torch.rand(10, 16)
     kept = torch.zeros(1, 4, 16)
-    functions = {
-        "a constant": lambda x: kept.masked_fill_(x > 0.5, 1.0) + x,
-        "a view": lambda x: x.view(1, -1, 4, 4).add_(1.0).view_as(x) + x,
-    }
-    for function in functions.values():
+    for write in (lambda x: kept.masked_fill_(x > 0.5, 1.0), lambda x: kept.add_(x), lambda x: kept.add_(1.0)):
         traced = trace(
-            lambda ids, positions, f=function: f(functional.embedding(ids, table)),
+            lambda ids, positions, f=write: f(functional.embedding(ids, table)) + functional.embedding(ids, table),
             nn.Module(),
             torch.tensor([[3, 9, 0, 3]]),
             torch.arange(4)[None],
         )
-        assert program_of(traced.graph, [], [(16, torch.float32)]) is None
+        with pytest.raises(UnsupportedError, match="of what other passes read"):
+            Program(traced.graph, [], [(16, torch.float32)])
 
 
 def test_learned_positions_end_somewhere() -> None:
@@ -212,10 +198,36 @@ def test_learned_positions_end_somewhere() -> None:
 
     ids = torch.tensor([[3, 9, 0]])
     traced = trace(forward, nn.Module(), ids, torch.arange(3)[None])
-    made = program_of(traced.graph, [], [(16, torch.float32)])
-    assert made is not None
+    made = Program(traced.graph, [], [(16, torch.float32)])
     for first in (0, 150, 297):
         positions = torch.arange(first, first + 3)[None]
         assert torch.equal(made(ids, positions)[0], forward(ids, positions))
     with pytest.raises(IndexError):
         made(ids, torch.tensor([[298, 299, 300]]))
+
+
+def test_rows_that_are_asked_for() -> None:
+    """What behind them is computed for these alone."""
+    table, weight = torch.rand(10, 16), torch.rand(3, 16)
+
+    def forward(ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+        return (functional.embedding(ids, table) * positions[..., None])[:, keep, :] @ weight.T
+
+    ids, keep = torch.tensor([[3, 9, 0, 7]]), torch.tensor([1, 3])
+    positions = torch.arange(4)[None]
+    made = Program(trace(forward, nn.Module(), ids, positions, keep).graph, [], [(3, torch.float32)])
+    for rows in (keep, torch.tensor([2]), None):
+        kept = torch.arange(4) if rows is None else rows
+        assert torch.equal(made(ids, positions, rows)[0], forward(ids, positions, kept))
+
+
+def test_functions_go_with_their_program() -> None:
+    """Python's functions that steps call are held by the program alone."""
+    before = len(torch_steps._functions)
+    traced = trace(
+        lambda ids, positions: functional.softplus(ids.float())[..., None], nn.Module(), *[torch.arange(4)[None]] * 2
+    )
+    made = Program(traced.graph, [], [(1, torch.float32)])
+    assert len(torch_steps._functions) == before + 1
+    del made
+    assert len(torch_steps._functions) == before

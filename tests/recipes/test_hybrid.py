@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid import HybridConfig, hybrid_of, train_hybrid
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.cli.train import helps
 from sakiyomi.core.errors import LoadError
 from train_toys import flags, losses, story_file, tiny_gpt2, tiny_target
 
@@ -78,4 +79,4 @@ def test_another_kind_of_target_is_refused(tmp_path: Path) -> None:
 
 def test_flags(tmp_path: Path) -> None:
     arguments = flags(config(tmp_path))
-    assert "--every" in arguments and all(flag.help for flag in HybridConfig.flags())
+    assert "--every" in arguments and all(helps(HybridConfig)[flag.name] for flag in HybridConfig.flags())

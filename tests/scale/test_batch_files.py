@@ -23,7 +23,7 @@ from sakiyomi.cli import app
 from sakiyomi.core.errors import LoadError
 from sakiyomi.scale.batch import BatchFile, answer_missing, seeded
 from sakiyomi.scale.cluster import import_ray
-from sakiyomi.scale.in_process import InProcessServer
+from sakiyomi.scale.in_process import InProcessServer, unlimited
 from server_toys import toy_llm
 
 BODY = {"prompt": "Once upon", "max_tokens": 3, "temperature": 0}
@@ -101,16 +101,16 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     [
         ("{", "line 2: it is no JSON"),
         ("[]", "it is no JSON object"),
-        (line(3), "custom_id is 3; expected a text"),
-        (json.dumps({"custom_id": "x", "body": {}}), "url is missing"),
-        (line("x", body="text"), "body is 'text'; expected an object"),
-        (line("x", url="/v1/embeddings"), "url is '/v1/embeddings'; it is /v1/chat/completions or /v1/completions"),
-        (line("x", method="GET"), "method is 'GET'; it is POST"),
+        (line(3), "the field 'custom_id' is 3: Input should be a valid string"),
+        (json.dumps({"custom_id": "x", "body": {}}), "the field 'url' is missing"),
+        (line("x", body="text"), "the field 'body' is \"text\": Input should be a valid dictionary"),
+        (line("x", url="/v1/embeddings"), "Input should be '/v1/chat/completions' or '/v1/completions'"),
+        (line("x", method="GET"), "the field 'method' is \"GET\": Input should be 'POST'"),
         (line("x", body=BODY | {"stream": True}), "stream is on"),
         (line("first"), "custom_id is 'first', as in line 1"),
         ("[" * 100_000, "it is no JSON"),
         ("\ud800", "it is no JSON"),
-        (line("\ud800"), "custom_id is '\\ud800'; expected a text"),
+        (line("\ud800"), "the field 'custom_id' is \"\\ud800\": Input should be a valid string"),
     ],
 )
 def test_a_wrong_line_costs_itself_alone(text: str, said: str, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def full(*_: Any) -> None:
         raise LoadError("cannot write: No space left on device")
 
-    monkeypatch.setattr(BatchFile, "write", full)
+    monkeypatch.setattr(BatchFile, "keep", full)
     with pytest.raises(LoadError, match="No space left"):
         run(batch, Echo())
     monkeypatch.undo()
@@ -154,7 +154,7 @@ def test_wrong_files(tmp_path: Path) -> None:
     first = BatchFile(source, out, {"target": "tales"}, 1)
     with first.lock():
         first.begin()
-        first.write(first.pieces[0], [])
+        first.keep(first.pieces[0].number, [])
         with (
             pytest.raises(InputError, match="another run writes"),
             BatchFile(source, out, {"target": "tales"}, 1).lock(),
@@ -197,7 +197,7 @@ def test_texts_are_those_of_the_engine(tmp_path: Path) -> None:
     batch = BatchFile(written(tmp_path, lines), tmp_path / "out.jsonl", {}, 4)
 
     async def answer() -> None:
-        async with InProcessServer(llm) as server:
+        async with InProcessServer(llm, unlimited()) as server:
             await answer_missing(batch, server, batch.begin(), lambda _: None)
 
     asyncio.run(answer())

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sakiyomi.scale.front import Asked, make_front, merged_metrics
-from sakiyomi.scale.in_process import InProcessServer, Part
+from sakiyomi.scale.front import make_front, merged_metrics
+from sakiyomi.scale.in_process import Asked, InProcessServer, Part, unlimited
 from sakiyomi.scale.routing import ranked
 from sakiyomi.server.config import ServerConfig
 from server_toys import toy_llm
@@ -61,8 +61,7 @@ class Mortals:
         if self.spoils and asked.relay.given:
             first = asked.relay.given[0]
             asked.relay.given[0] = first._replace(tokens=tuple(token ^ 1 for token in first.tokens))
-        body, relay = asked.body, asked.relay
-        async with aclosing(self.servers[name].events(asked.path, body, asked.client, relay, asked.method)) as parts:
+        async with aclosing(self.servers[name].events(asked)) as parts:
             async for part in parts:
                 if after == 0:
                     raise Dead
@@ -90,7 +89,7 @@ async def posted(replicas: Mortals, requests: list[tuple[str, dict[str, Any]]]) 
 
 async def behind(llms: list[Any], run: Any) -> Any:
     """What a coroutine gives that is called with servers."""
-    servers = {f"s{i}": InProcessServer(llm, "toy") for i, llm in enumerate(llms)}
+    servers = {f"s{i}": InProcessServer(llm, unlimited("toy")) for i, llm in enumerate(llms)}
     for server in servers.values():
         await server.__aenter__()
     try:

@@ -19,7 +19,7 @@ from model_toys import SIZE, Shop, Toy
 from sakiyomi import LLM
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.front import Asked
+from sakiyomi.scale.in_process import Asked
 from sakiyomi.scale.model_options import BARE, ModelOptions, read_models, room_of
 from sakiyomi.scale.model_process import ModelProcess
 from sakiyomi.scale.models import ModelTable, make_models_app

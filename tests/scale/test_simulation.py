@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from sakiyomi import InputError
 from sakiyomi.cli import app
-from sakiyomi.cli.cluster import ClusterOptions
 from sakiyomi.scale.measured import EngineReplica, Texts
 from sakiyomi.scale.simulation import POLICIES, Costs, Load, SimulatedReplica, fewest, run, simulate
 from server_toys import toy_llm
@@ -126,4 +125,4 @@ def test_the_command_prints_what_was_measured_and_what_was_simulated() -> None:
 @pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"rate": float("nan")}, {"turns": 0}, {"think": -1.0}, {"new": 1}])
 def test_values_that_cannot_be_meant_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
-        ClusterOptions(**wrong)  # type: ignore[arg-type]
+        Load(**wrong)  # type: ignore[arg-type]

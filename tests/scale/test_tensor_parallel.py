@@ -40,13 +40,12 @@ for params in (
     assert found[0] == found[1] and alone[0].token_ids == found[0][0], (params, found)
     assert all(one.stats.drafted for one in alone)
     texts[params] = found[0]
-for wrong in (lambda: drafted.generate(prompts, SamplingParams(temperature=1.0)), lambda: LLM(pair, compile=True)):
-    try:
-        wrong()
-    except InputError as error:
-        assert "give a seed" in str(error) or "leave it out" in str(error)
-    else:
-        raise AssertionError("processes would have gone apart")
+try:
+    drafted.generate(prompts, SamplingParams(temperature=1.0))
+except InputError as error:
+    assert "give a seed" in str(error)
+else:
+    raise AssertionError("processes would have gone apart")
 with open("texts" + os.environ["RANK"], "w") as file:  # what both print may become one line
     file.write(repr(texts))
 torch.distributed.destroy_process_group()  # else torch may abort at the end

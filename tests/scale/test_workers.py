@@ -25,16 +25,15 @@ from sakiyomi import InputError
 from sakiyomi.core.errors import LoadError
 from sakiyomi.evaluation.audit.audit import AuditConfig, audit
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
-from sakiyomi.evaluation.bench.spec.questions import chosen, own_questions
-from sakiyomi.evaluation.bench.spec.results import Results
+from sakiyomi.evaluation.bench.spec.results import Results, chosen, own_questions
 from sakiyomi.evaluation.bench.spec.run import run as run_spec
 from sakiyomi.scale import audits
 from sakiyomi.scale.cluster import Count, WorkersOption, check_room, check_version, connected
 from sakiyomi.scale.questions import share
 from sakiyomi.scale.samples import _worker, train_distill_data
 from sakiyomi.scale.spread import spread
-from sakiyomi.scale.workers import WorkerOptions, WorkerPool
-from sakiyomi.train.config import DistillDataConfig
+from sakiyomi.scale.workers import WorkerPool
+from sakiyomi.train.commands import TrainDistillData
 from train_toys import story_file, tiny_target
 
 ray = pytest.importorskip("ray", reason="needs the extra scale")
@@ -46,12 +45,12 @@ from pathlib import Path
 from clusters import Sleeper
 from sakiyomi.scale.batch import BatchFile, answer_missing
 from sakiyomi.scale.cluster import Count, connected
-from sakiyomi.scale.workers import WorkerOptions, WorkerPool
+from sakiyomi.scale.workers import WorkerPool
 
 batch = BatchFile(Path(sys.argv[1]), Path(sys.argv[2]), {}, 4)
 
 async def main():
-    async with WorkerPool(functools.partial(Sleeper, 0.05), Count(2, 2), WorkerOptions(lines=8)) as pool:
+    async with WorkerPool(functools.partial(Sleeper, 0.05), Count(2, 2), lines=8) as pool:
         await answer_missing(batch, pool, batch.begin(), lambda _: print(flush=True), 4)
 
 with batch.lock(), connected(sys.argv[3]):
@@ -75,7 +74,7 @@ def test_a_guilty_line_costs_itself_alone(nodes: Any) -> None:
     """Its workers die with what they had beside it, which others answer."""
     prompts = [f"{i}" for i in range(60)]
     prompts[20] = "die"
-    pool = WorkerPool(Sleeper, Count(2, 2), WorkerOptions(lines=8))
+    pool = WorkerPool(Sleeper, Count(2, 2), lines=8)
     replies = asyncio.run(ask(pool, prompts))
     guilty = replies.pop(20)
     assert guilty[0] == 500 and guilty[1]["error"]["code"] == "worker_died"
@@ -88,7 +87,7 @@ def test_the_pool_grows_where_there_is_room(nodes: Any) -> None:
 
     async def pids() -> set[int]:
         found: set[int] = set()
-        async with WorkerPool(functools.partial(Sleeper, 0.3), Count(1, 3), WorkerOptions(lines=1)) as pool:
+        async with WorkerPool(functools.partial(Sleeper, 0.3), Count(1, 3), lines=1) as pool:
             until = time.monotonic() + 120
             while len(found) < 2 and time.monotonic() < until:
                 replies = await asyncio.gather(*(pool.post("/v1/completions", {"prompt": "x"}, "") for _ in range(6)))
@@ -101,7 +100,7 @@ def test_the_pool_grows_where_there_is_room(nodes: Any) -> None:
 
 def test_a_model_that_cannot_be_loaded_is_one_error(nodes: Any) -> None:
     with pytest.raises(LoadError, match="there is no such model"):
-        asyncio.run(ask(WorkerPool(raises_load_error, Count(1, 1)), ["x"]))
+        asyncio.run(ask(WorkerPool(raises_load_error, Count(1, 1), lines=8), ["x"]))
 
 
 def test_kills_of_driver_and_worker(nodes: Any, tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ def test_datasets_refuse_what_makes_no_sense(values: dict[str, Any], said: str) 
 def test_distillation_data_is_that_of_one_engine(nodes: Any, tmp_path: Path) -> None:
     """A worker is killed meanwhile; another model on a worker is refused."""
     story = story_file(tmp_path / "stories.jsonl")
-    config = DistillDataConfig.of(
+    config = TrainDistillData.of(
         out=str(tmp_path / "one.jsonl"), target=str(tiny_target(tmp_path)), data=(str(story),),
         samples=96, batch=4, tokens=24, device="cpu",
     )  # fmt: skip

@@ -13,14 +13,15 @@ import httpx2
 import pytest
 from openai import BadRequestError, OpenAI
 
-from sakiyomi.scale.front import Asked, make_front
-from sakiyomi.scale.in_process import Part
+from sakiyomi.scale.front import make_front
+from sakiyomi.scale.in_process import Asked, Part
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.messages import CountRequest, MessagesRequest, MessagesStyle
-from sakiyomi.server.relay import Sent
+from sakiyomi.server.relay import Relay, Sent
 from sakiyomi.server.responses import ResponsesRequest
+from sakiyomi.server.schema import CompletionRequest
 from server_toys import running, toy_llm, web
 
 SAID = [{"role": "user", "content": "The fox said"}]
@@ -429,7 +430,8 @@ def test_every_error_of_its_paths_is_in_anthropics_form() -> None:
     [(403, "permission_error"), (500, "api_error"), (503, "overloaded_error"), (504, "timeout_error")],
 )
 def test_a_stream_that_fails_ends_with_an_event_that_says_so(status: int, kind: str) -> None:
-    data = MessagesStyle("toy", None, logprobs=False).failure(ApiError(status, "why"))  # type: ignore[arg-type]
+    style = MessagesStyle("toy", None, CompletionRequest(prompt=""), Relay())  # type: ignore[arg-type]
+    data = style.failure(ApiError(status, "why"))
     error = {"type": "error", "error": {"type": kind, "message": "why"}}
     head, _, text = data.decode().partition("\ndata: ")
     assert head == "event: error" and json.loads(text) == error

@@ -17,7 +17,7 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.core.params import SamplingParams as Params
 from sakiyomi.server.app import Server
 from sakiyomi.server.jobs import Call, Job
-from sakiyomi.server.turns import Turns
+from sakiyomi.server.worker import Turns
 from server_toys import bombs, client, figures, running, toy_llm, web
 
 LONG: dict[str, Any] = {"model": "toy", "prompt": "Once", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
@@ -362,8 +362,7 @@ def test_acceptance_that_fell_is_told(caplog: pytest.LogCaptureFixture) -> None:
     from sakiyomi.server.metrics import Metrics
 
     def counted(chosen: Tau | None) -> str:
-        none = dict.fromkeys(("running", "waiting", "cache_used", "cache_bytes"), lambda: 0.0)
-        metrics = Metrics("toy", **none, blocks=1, chosen=chosen)
+        metrics = Metrics("toy", chosen)
         job = SimpleNamespace(request=SimpleNamespace(stats=SimpleNamespace(drafted=0)), first=True, last=0.0)
         job.drafted_before = 0
         for number in range(2 * WINDOW):

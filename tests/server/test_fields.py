@@ -20,8 +20,8 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params
 
-from sakiyomi.scale.front import Asked, make_front
-from sakiyomi.scale.in_process import Part
+from sakiyomi.scale.front import make_front
+from sakiyomi.scale.in_process import Asked, Part
 from sakiyomi.server.config import ServerConfig
 
 Place = tuple[str | int, ...]

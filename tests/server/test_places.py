@@ -11,9 +11,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.server.app import Server, make_app
+from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.jobs import Job
+from sakiyomi.server.paths import make_app
 from sakiyomi.server.relay import Replay, Sent
 from spaced import WHOLE, spaced_toy
 

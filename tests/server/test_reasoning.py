@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sakiyomi.server.reasoning import ReasoningReader
+from sakiyomi.server.thoughts import ReasoningReader
 from server_toys import running, toy_llm, web
 
 TEXTS = {

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sakiyomi.server.arguments import value_of
-from sakiyomi.server.channels import ChannelReader
 from sakiyomi.server.errors import ApiError
+from sakiyomi.server.fields import value_of
 from sakiyomi.server.grammar import Grammars
 from sakiyomi.server.schema import ChatRequest, FunctionTool
+from sakiyomi.server.thoughts import ChannelReader
 from sakiyomi.server.tools import FORMATS, MARKS, ToolReader
 from server_toys import client, marked_tokenizer, running, toy_llm
 from toys import tiny_tokenizer

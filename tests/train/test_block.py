@@ -15,17 +15,16 @@ from sakiyomi import LLM, InputError, SamplingParams
 from sakiyomi.core.outputs import Stats
 from sakiyomi.drafters.block_heads.formats import BlockFile, BlockOptions, read_block, usual_layers
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.train.acceptance import Continuations
-from sakiyomi.train.block import train_block
-from sakiyomi.train.block_head import BlockHead, new_block, rank_blocks
-from sakiyomi.train.config import BlockConfig, TextConfig
-from sakiyomi.train.guesses import CHAIN, measured
-from sakiyomi.train.target_states import TargetStates, layer_config
+from sakiyomi.train.acceptance import CHAIN, Continuations, measured
+from sakiyomi.train.block import BlockHead, new_block, rank_blocks, train_block
+from sakiyomi.train.commands import TrainBlock
+from sakiyomi.train.config import TextOptions
+from sakiyomi.train.hidden import TargetStates, layer_config
 from toys import tiny_llama
 from train_toys import losses, stop_at, story_file, tiny_target
 
 
-def block_config(folder: Path, target: Path, **changes: Any) -> BlockConfig:
+def block_config(folder: Path, target: Path, **changes: Any) -> TrainBlock:
     """Four guesses a pass, and a budget of a few steps of the optimizer."""
     text = story_file(folder / "train.jsonl")
     valid = story_file(folder / "valid.jsonl", count=6, seed=1)
@@ -45,7 +44,7 @@ def block_config(folder: Path, target: Path, **changes: Any) -> BlockConfig:
         "compile": False,
         "threads": 1,
     }
-    return BlockConfig.of(**(settings | changes))
+    return TrainBlock.of(**(settings | changes))
 
 
 def some_block(model: Any, **options: Any) -> BlockHead:
@@ -187,7 +186,7 @@ def test_the_target_is_read_in_what_the_processor_multiplies(
     def states(target: Any, layers: Any) -> None:
         raise InputError(str(target.dtype))
 
-    monkeypatch.setattr("sakiyomi.train.config.base.multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr("sakiyomi.train.config.multiplies_bf16", lambda: multiplies)
     monkeypatch.setattr("sakiyomi.train.head_recipe.TargetStates", states)
     with pytest.raises(InputError, match=str(dtype)):
         train_block(block_config(tmp_path, tiny_target(tmp_path)))
@@ -196,8 +195,8 @@ def test_the_target_is_read_in_what_the_processor_multiplies(
 @pytest.mark.parametrize(("flags", "multiplies"), [("avx2", False), ("avx512f avx512_bf16", True), ("", False)])
 def test_processors_that_multiply_bfloat16(flags: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.kernels.variants.features", lambda: frozenset(flags.split()))
-    assert TextConfig().passes == ("bf16" if multiplies else "no")
-    assert TextConfig(precision="bf16").passes == "bf16"
+    assert TextOptions().passes == ("bf16" if multiplies else "no")
+    assert TextOptions(precision="bf16").passes == "bf16"
 
 
 @pytest.mark.thorough

@@ -11,14 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sakiyomi.cli.train import app
-from sakiyomi.train.config import (
-    DraftConfig,
-    LococoConfig,
-    NgramConfig,
-    RetainingConfig,
-    TargetConfig,
-)
+from sakiyomi.cli.train import app, helps
+from sakiyomi.train.commands import TrainDraft, TrainLococo, TrainNgram, TrainRetaining, TrainTarget
 from train_toys import draft_config, flags, stop_at, story_file, target_config, tiny_target
 
 runner = CliRunner()
@@ -27,18 +21,18 @@ runner = CliRunner()
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("target", TargetConfig),
-        ("draft", DraftConfig),
-        ("retaining", RetainingConfig),
-        ("lococo", LococoConfig),
-        ("ngram", NgramConfig),
+        ("target", TrainTarget),
+        ("draft", TrainDraft),
+        ("retaining", TrainRetaining),
+        ("lococo", TrainLococo),
+        ("ngram", TrainNgram),
     ],
 )
 def test_every_field_has_a_flag_and_a_help(name: str, config: type) -> None:
     result = runner.invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 0
     for flag in config.flags():
-        assert flag.help
+        assert helps(config)[flag.name]
         # Long flags are cut in the table of the help; the beginning identifies them.
         assert "--" + flag.name.replace("_", "-")[:16] in result.output
 
@@ -68,7 +62,7 @@ def test_an_interrupted_run_exits_130_and_says_how_to_go_on(
     if as_json:
         assert json.loads(result.stdout)["finished"] is False
     else:
-        assert result.stdout.endswith("the same command with --resume goes on from here\n")
+        assert result.stdout.endswith("the same command with --resume continues from here\n")
     assert Path(config.loop.out, "checkpoints", "step-00000004.pt").exists()
     assert runner.invoke(app, ["target", *flags(config), "--resume"]).exit_code == 0
 

@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.data import Library, TextSpec, encode_documents, excerpts, parse_text, read_documents, split
+from sakiyomi.train.counted import Library
+from sakiyomi.train.data import TextSpec, excerpts, parse_text, read_documents, split
 from sakiyomi.train.rows import FixedRows, Mixture, Rows, Stream
 from sakiyomi.train.tokenizer import END, train_tokenizer
 from train_toys import stories, story_file
@@ -124,12 +125,10 @@ def test_fixed_rows_come_back_in_each_epoch() -> None:
 
 def test_shares_switch_with_the_decay() -> None:
     streams = [Stream([np.full(50, number)], seed=0, key=number) for number in (1, 2)]
-    mixture = Mixture(streams, stable=[1, 0], decay=[1, 3], seed=5)
+    mixture = Mixture(streams, [TextSpec(Path("a"), 1, 1), TextSpec(Path("b"), 0, 3)], seed=5)
     assert np.unique(mixture.batch(0, 40, 4, decaying=False)).tolist() == [1]
     share = (mixture.batch(1, 400, 4, decaying=True) == 2).mean()
     assert 0.65 < share < 0.85
-    with pytest.raises(InputError, match="DECAY shares"):
-        Mixture(streams, stable=[1, 0], decay=[0, 0], seed=5)
 
 
 def test_tokenizer_round_trips_any_text(tmp_path: Path) -> None:
@@ -148,8 +147,10 @@ def test_tokenizer_round_trips_any_text(tmp_path: Path) -> None:
 
 def test_documents_are_led_by_the_end_token(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(stories(40), 300, 128)
-    documents = list(read_documents(story_file(tmp_path / "a.jsonl", count=3)))
-    encoded = encode_documents([*documents, [5, 6], [0, 7]], tokenizer)
+    path = story_file(tmp_path / "a.jsonl", count=3)
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"tokens": [5, 6]}\n{"tokens": [0, 7]}\n')
+    encoded = Library(tokenizer, 300).documents(path)
     assert [int(row[0]) for row in encoded] == [0] * 5
     assert sorted(row.tolist() for row in encoded if len(row) < 4) == [[0, 5, 6], [0, 7]]
 

@@ -17,19 +17,17 @@ from sakiyomi.core.outputs import Stats
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
 from sakiyomi.drafters.eagle_heads.module import EagleOptions
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.train.acceptance import Continuations
-from sakiyomi.train.config import EagleConfig
-from sakiyomi.train.eagle import train_eagle
-from sakiyomi.train.eagle_unrolled import UnrolledHead, new_head
-from sakiyomi.train.guesses import CHAIN, DEPTH, measured
+from sakiyomi.train.acceptance import CHAIN, DEPTH, Continuations, measured
+from sakiyomi.train.commands import TrainEagle
+from sakiyomi.train.eagle import UnrolledHead, new_head, train_eagle
+from sakiyomi.train.hidden import TargetStates, layer_config
 from sakiyomi.train.losses import soft_loss
-from sakiyomi.train.target_states import TargetStates, layer_config
 from sakiyomi.train.unrolled import rank_continuations
 from toys import tiny_llama
 from train_toys import losses, stop_at, story_file, tiny_gpt2, tiny_target
 
 
-def eagle_config(folder: Path, target: Path, **changes: Any) -> EagleConfig:
+def eagle_config(folder: Path, target: Path, **changes: Any) -> TrainEagle:
     """Three steps on features of the head's own, and a budget of a few steps of the optimizer."""
     text = story_file(folder / "train.jsonl")
     valid = story_file(folder / "valid.jsonl", count=6, seed=1)
@@ -48,7 +46,7 @@ def eagle_config(folder: Path, target: Path, **changes: Any) -> EagleConfig:
         "compile": False,
         "threads": 1,
     }
-    return EagleConfig.of(**(settings | changes))
+    return TrainEagle.of(**(settings | changes))
 
 
 def some_head(model: Any, tokens: Tensor | None = None) -> tuple[UnrolledHead, EagleFile]:
@@ -99,7 +97,7 @@ def test_a_step_is_what_drafting_computes(monkeypatch: pytest.MonkeyPatch) -> No
         patch.setattr(Tensor, "tril", lambda self, diagonal=0: torch.tril(self))
         assert furthest() > 1e-2
     with monkeypatch.context() as patch:  # each token with its own feature
-        for module in ("unrolled", "eagle_unrolled"):
+        for module in ("unrolled", "eagle"):
             patch.setattr(f"sakiyomi.train.{module}.behind", lambda rows, count: rows)
         assert furthest() > 1e-2
 

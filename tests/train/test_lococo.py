@@ -21,8 +21,8 @@ from sakiyomi.cache.policies.retaining.formats import write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.train.answered import TaskRows, joined
+from sakiyomi.train.commands import TrainLococo
 from sakiyomi.train.compressed import Compressed, policy_of
-from sakiyomi.train.config import LococoConfig
 from sakiyomi.train.lococo import MergingLoss, train_lococo
 from toys import character_tokenizer
 from train_toys import losses, question_file, stop_at, wide_target
@@ -32,7 +32,7 @@ BUDGET, CHUNK = 24, 16
 H2O = "h2o[local=4]"
 
 
-def lococo_config(folder: Path, target: Path, **changes: Any) -> LococoConfig:
+def lococo_config(folder: Path, target: Path, **changes: Any) -> TrainLococo:
     """Three merged pairs of twelve, and a budget of a few steps."""
     settings: dict[str, Any] = {
         "out": str(folder / "lococo"),
@@ -51,7 +51,7 @@ def lococo_config(folder: Path, target: Path, **changes: Any) -> LococoConfig:
         "threads": 1,
         "device": "cpu",
     }
-    return LococoConfig.of(**(settings | changes))
+    return TrainLococo.of(**(settings | changes))
 
 
 @cache
@@ -115,7 +115,7 @@ def test_passes_are_those_of_the_cache(name: str, scores: str, tmp_path: Path) -
 def test_the_loss_and_its_gradient() -> None:
     """Of the counted tokens alone, against a loss over all rows at once; nothing reaches the target."""
     model, merger = model_of("llama"), convolutions("llama")
-    config = LococoConfig.of(target="x", out="x", data=("x",), chunk_size=CHUNK, text_weight=0.5)
+    config = TrainLococo.of(target="x", out="x", data=("x",), chunk_size=CHUNK, text_weight=0.5)
     loss = MergingLoss(config, Compressed(model, policy_of(H2O, BUDGET, 5), BUDGET, CHUNK), merger)
     ids, first = np.array(prompt(70)), 50
     marked = ids.copy()

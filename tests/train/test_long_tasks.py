@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -15,22 +14,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.long_tasks import (
-    TASKS,
-    CommonWords,
-    DensePairs,
-    Example,
-    MultiKey,
-    Needle,
-    Noise,
-    Pairs,
-    Task,
-    Texts,
-    Variables,
-    hits,
-    read_filler,
-)
-from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS, keys, repeated
+from sakiyomi.train.long_tasks import TASKS, Example, Noise, Texts, hits, named, read_filler
+from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS, keys, repeated
+from sakiyomi.train.long_tasks.made import COMMON, FACTS, HOPS, OFTEN, SELDOM
 from sakiyomi.train.tokenizer import train_tokenizer
 from train_toys import stories
 
@@ -107,30 +93,21 @@ def test_a_number_that_goes_on_is_another_one() -> None:
 
 def test_the_scattered_tasks_have_distractors(tokenizer: PreTrainedTokenizerBase) -> None:
     example = made("multikey", tokenizer, length=1500)
-    assert example.context.count("opens with") == MultiKey().facts
-    assert made("kv", tokenizer, length=1500).context.count('": "') == Pairs().facts
+    assert example.context.count("opens with") == FACTS
+    assert made("kv", tokenizer, length=1500).context.count('": "') == FACTS
     dense = json.loads(made("kv-dense", tokenizer).context)
     assert len(dense) > 10
 
 
-def test_several_questions_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
-    task = MultiKey(queries=3)
-    example = task.make(np.random.default_rng(0), 1500, tokenizer)
-    assert len(example.answers) == len(example.spans) == 3
-    assert example.question.count("What opens") == 3
-    assert task.score(example.answers[0], example) == pytest.approx(1 / 3)
-    assert task.answer_tokens > MultiKey().answer_tokens
-
-
 def test_a_chain_of_variables_leads_to_the_value(tokenizer: PreTrainedTokenizerBase) -> None:
-    example = Variables(hops=3, chains=2).make(np.random.default_rng(0), 2000, tokenizer, 0.0)
+    example = made("variables", tokenizer, length=2000, depth=0.0)
     links = dict(part.split(" = ") for part in example.context.replace(";", "").split("SET ")[1:])
     links = {name: text.split()[0] for name, text in links.items()}
     value = example.question.split()[-4].strip("?")
     value = next(text for text in links.values() if text.isdigit() and text in example.question)
     holds = {name for name in links if _followed(name, links) == value}
     assert holds == set(example.answers)
-    assert len(links) == 8
+    assert len(links) == HOPS + 1
 
 
 def _followed(name: str, links: dict[str, str]) -> str:
@@ -140,13 +117,12 @@ def _followed(name: str, links: dict[str, str]) -> str:
 
 
 def test_the_common_words_are_the_most_frequent(tokenizer: PreTrainedTokenizerBase) -> None:
-    task = CommonWords(common=3, often=6, seldom=1)
-    example = task.make(np.random.default_rng(0), 1500, tokenizer)
+    example = made("words", tokenizer, length=1500)
     words = example.context.split()
     counts = {word: words.count(word) for word in set(words)}
-    assert {word for word, count in counts.items() if count == 6} == set(example.answers)
-    assert set(counts.values()) == {1, 6}
-    assert len(example.spans) == 18
+    assert {word for word, count in counts.items() if count == OFTEN} == set(example.answers)
+    assert set(counts.values()) == {SELDOM, OFTEN}
+    assert len(example.spans) == COMMON * OFTEN
 
 
 def test_a_number_with_repeats() -> None:
@@ -169,7 +145,7 @@ def test_filler_of_the_user(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) 
         encoding="utf-8",
     )
     filler = read_filler([path])
-    example = Needle("passkey", filler=filler).make(np.random.default_rng(0), LENGTH, tokenizer, 0.5)
+    example = named("passkey", filler).make(np.random.default_rng(0), LENGTH, tokenizer, 0.5)
     assert "Nobody knew!" in example.context
     assert "rain" not in example.context
     document = ["The cat sat.", "“Who is it?”", "The dog barked.", "Nobody knew!", "猫がいた。", "犬もいた。"]
@@ -189,7 +165,7 @@ def test_filler_of_the_user(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) 
 
 
 def test_a_long_sentence_is_cut(tokenizer: PreTrainedTokenizerBase) -> None:
-    task = Needle("passkey", filler=Texts(["word " * 2000]))
+    task = named("passkey", Texts(["word " * 2000]))
     example = task.make(np.random.default_rng(0), LENGTH, tokenizer)
     assert size(example.prompt(query_first=True), tokenizer) > 0.8 * LENGTH
 
@@ -207,29 +183,14 @@ def test_bad_settings(tokenizer: PreTrainedTokenizerBase) -> None:
         made("passkey", tokenizer, depth=1.5)
     with pytest.raises(InputError, match="stands everywhere"):
         made("words", tokenizer, length=1500, depth=0.5)
-    bad: list[tuple[Any, dict[str, Any], str]] = [
-        (Needle, {"name": "pin"}, "no needle is called 'pin'"),
-        (Pairs, {"queries": 9}, "queries is 9"),
-        (MultiKey, {"value_digits": 0}, "value_digits is 0"),
-        (DensePairs, {"value_digits": 0}, "value_digits is 0"),
-        (Variables, {"hops": 0}, "hops is 0"),
-        (Variables, {"chains": 500}, "over 1000 names"),
-        (CommonWords, {"common": 0}, "common is 0"),
-        (CommonWords, {"seldom": 12}, "seldom < often"),
-    ]
-    for kind, values, message in bad:
-        with pytest.raises(InputError, match=message):
-            kind(**values)
 
 
 def test_the_table_holds_tasks_by_their_names() -> None:
     for name, task in TASKS.items():
         assert task.name == name
-        assert dataclasses.is_dataclass(task)
-        one: Task = task
-        assert one.answer_tokens > 0
+        assert task.answer_tokens > 0
 
 
 def test_noise_of_other_lines(tokenizer: PreTrainedTokenizerBase) -> None:
-    example = Needle(filler=Noise(("Hum.",))).make(np.random.default_rng(0), LENGTH, tokenizer)
+    example = named("passkey", Noise(("Hum.",))).make(np.random.default_rng(0), LENGTH, tokenizer)
     assert example.context.count("Hum.") > 20

@@ -21,9 +21,10 @@ from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 from sakiyomi.drafters.medusa_heads.ranks import LISTED, Ranks, rank_texts
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.theory import best_tree, expected_tree_tokens
+from sakiyomi.train.chats import chat_prompts, encode_chat
 from sakiyomi.train.checkpoint import checkpoints
-from sakiyomi.train.config import DistillDataConfig, MedusaConfig
-from sakiyomi.train.counted import chat_prompts, encode_chat, read_counted, token_ids
+from sakiyomi.train.commands import TrainDistillData, TrainMedusa
+from sakiyomi.train.counted import read_counted, token_ids
 from sakiyomi.train.distill_data import load_writer, train_distill_data
 from sakiyomi.train.hidden import HiddenStates
 from sakiyomi.train.losses import heads_loss
@@ -44,7 +45,7 @@ CHAT = [
 ]
 
 
-def medusa_config(folder: Path, target: Path, **changes: Any) -> MedusaConfig:
+def medusa_config(folder: Path, target: Path, **changes: Any) -> TrainMedusa:
     """Two heads and a budget of a few steps."""
     data = story_file(folder / "train.jsonl")
     valid = story_file(folder / "valid.jsonl", count=6, seed=1)
@@ -64,7 +65,7 @@ def medusa_config(folder: Path, target: Path, **changes: Any) -> MedusaConfig:
         "threads": 1,
         "device": "cpu",
     }
-    return MedusaConfig.of(**(settings | changes))
+    return TrainMedusa.of(**(settings | changes))
 
 
 def chat_file(path: Path, *chats: Any) -> Path:
@@ -211,7 +212,7 @@ def test_the_loss_is_the_slow_sum(own: bool) -> None:
     weight, hidden = torch.randn(11, 8), torch.randn(2, 9, 8)
     rows = torch.randint(0, 11, (2, 10))
     rows[0, :6] = ~rows[0, :6]
-    config = MedusaConfig.of(target="x", out="x", data=("x",), heads=3, head_decay=0.5)
+    config = TrainMedusa.of(target="x", out="x", data=("x",), heads=3, head_decay=0.5)
     loss, means = guess_loss(config, heads, hidden, rows, weight, 0)
     logits = heads(hidden.flatten(0, 1), weight).view(3, 2, 9, 11)
     expected, each = torch.zeros(()), []
@@ -286,7 +287,7 @@ def test_without_mixed_precision(joint: bool, tmp_path: Path, monkeypatch: pytes
         return hidden
 
     monkeypatch.setattr(HiddenStates, "_compute", noted)
-    monkeypatch.setattr("sakiyomi.train.config.base.multiplies_bf16", lambda: False)
+    monkeypatch.setattr("sakiyomi.train.config.multiplies_bf16", lambda: False)
     more: dict[str, Any] = {"joint": True, "heads_first": 0.5} if joint else {}
     assert train_medusa(medusa_config(tmp_path, tiny_target(tmp_path), **more))["finished"]
     assert seen == {torch.float32}, "of the target, too"
@@ -376,12 +377,12 @@ def test_data_that_is_too_short_or_without_turns_is_refused(tmp_path: Path) -> N
     target = tiny_target(tmp_path)
     short = tmp_path / "short.jsonl"
     short.write_text('{"tokens": [1, 2]}\n', encoding="utf-8")
-    with pytest.raises(InputError, match="2 tokens that count"):
+    with pytest.raises(InputError, match="3 tokens that count"):
         train_medusa(medusa_config(tmp_path, target, data=(str(short),)))
     silent = chat_file(tmp_path / "silent.jsonl", CHAT[:1])
     with pytest.raises(InputError, match="no assistant says anything"):
         train_medusa(medusa_config(tmp_path, target, data=(str(silent),)))
-    with pytest.raises(InputError, match="no held-out prompt"):
+    with pytest.raises(InputError, match="too few documents to hold some back"):
         train_medusa(
             medusa_config(tmp_path, target, data=(str(story_file(tmp_path / "few.jsonl", count=5)),), valid=())
         )
@@ -430,7 +431,7 @@ def test_settings_out_of_range(changes: dict[str, Any], words: str, tmp_path: Pa
 # ---------------------------------------------------------------- answers of the target
 
 
-def distill_config(folder: Path, target: Path, **changes: Any) -> DistillDataConfig:
+def distill_config(folder: Path, target: Path, **changes: Any) -> TrainDistillData:
     settings: dict[str, Any] = {
         "out": str(folder / "made" / "answers.jsonl"),
         "target": str(target),
@@ -440,7 +441,7 @@ def distill_config(folder: Path, target: Path, **changes: Any) -> DistillDataCon
         "tokens": 8,
         "device": "cpu",
     }
-    return DistillDataConfig.of(**(settings | changes))
+    return TrainDistillData.of(**(settings | changes))
 
 
 def test_answers_are_the_targets_and_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

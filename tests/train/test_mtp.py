@@ -17,19 +17,17 @@ from sakiyomi.core.outputs import Stats
 from sakiyomi.drafters import heads_beside
 from sakiyomi.drafters.mtp_layer import make_mtp, new_mtp, read_mtp
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.train.acceptance import Continuations
-from sakiyomi.train.config import MtpConfig
-from sakiyomi.train.guesses import CHAIN, measured
-from sakiyomi.train.mtp import train_mtp
-from sakiyomi.train.mtp_head import MtpHead
+from sakiyomi.train.acceptance import CHAIN, Continuations, measured
+from sakiyomi.train.commands import TrainMtp
+from sakiyomi.train.hidden import TargetStates
+from sakiyomi.train.mtp import MtpHead, train_mtp
 from sakiyomi.train.target import train_target
-from sakiyomi.train.target_states import TargetStates
 from sakiyomi.train.unrolled import rank_continuations
 from toys import tiny_llama
 from train_toys import losses, stop_at, stories, story_file, target_config, tiny_gpt2, tiny_target
 
 
-def mtp_config(folder: Path, target: Path, **changes: Any) -> MtpConfig:
+def mtp_config(folder: Path, target: Path, **changes: Any) -> TrainMtp:
     """Three steps on what the layer gave itself, and a budget of a few steps of the optimizer."""
     text = story_file(folder / "train.jsonl")
     valid = story_file(folder / "valid.jsonl", count=6, seed=1)
@@ -48,7 +46,7 @@ def mtp_config(folder: Path, target: Path, **changes: Any) -> MtpConfig:
         "compile": False,
         "threads": 1,
     }
-    return MtpConfig.of(**(settings | changes))
+    return TrainMtp.of(**(settings | changes))
 
 
 def head_of(folder: Path, target: Any, layers: int) -> MtpHead:
@@ -85,7 +83,7 @@ def test_a_step_is_what_drafting_computes(name: str, tmp_path: Path, monkeypatch
     wanted = [guessed(toy, text, 3) for text in texts]
     assert [chain(head, toy, text) for text in texts] == wanted
     if name == "qwen3_5":
-        for module in ("unrolled", "mtp_head"):  # each token with its own state, or as its own neighbour
+        for module in ("unrolled", "mtp"):  # each token with its own state, or as its own neighbour
             with monkeypatch.context() as patch:
                 patch.setattr(f"sakiyomi.train.{module}.behind", lambda rows, count: rows)
                 assert [chain(head, toy, text) for text in texts] != wanted

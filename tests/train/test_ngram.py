@@ -18,10 +18,9 @@ from sakiyomi.cli.train import app
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.ngram_file import FileTables, read_tables, tables_bytes
-from sakiyomi.train.config import NgramConfig
-from sakiyomi.train.data import encode_file
-from sakiyomi.train.ngram import count_tables, train_ngram
-from sakiyomi.train.ngram_worth import Bigrams
+from sakiyomi.train.commands import TrainNgram
+from sakiyomi.train.counted import Library
+from sakiyomi.train.ngram import Bigrams, count_tables, train_ngram
 from toys import tiny_tokenizer
 from train_toys import story_file, tiny_target
 
@@ -71,7 +70,7 @@ def test_bigram_rows_are_distributions() -> None:
     assert int(grams.row(2).argmax()) in {t for t, c in followers.items() if c == max(followers.values())}
 
 
-def config(folder: Path, **changes: object) -> NgramConfig:
+def config(folder: Path, **changes: object) -> TrainNgram:
     values = {
         "out": str(folder / "tables.safetensors"),
         "text": (str(story_file(folder / "train.jsonl")),),
@@ -79,7 +78,7 @@ def config(folder: Path, **changes: object) -> NgramConfig:
         "valid": (f"stories={story_file(folder / 'valid.jsonl', count=6, seed=1)}",),
         "positions": 100,
     }
-    return NgramConfig.of(**(values | changes))  # type: ignore[arg-type]
+    return TrainNgram.of(**(values | changes))  # type: ignore[arg-type]
 
 
 def test_alpha_is_the_mean_overlap_over_held_out_prefixes(tmp_path: Path) -> None:
@@ -91,9 +90,9 @@ def test_alpha_is_the_mean_overlap_over_held_out_prefixes(tmp_path: Path) -> Non
     found = summary["held_out"]["stories"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
-    grams = Bigrams(encode_file(tmp_path / "train.jsonl", tokenizer, 300), 300)
+    grams = Bigrams(Library(tokenizer, 300).documents(tmp_path / "train.jsonl"), 300)
     overlaps = {"unigram": [], "bigram": []}  # type: ignore[var-annotated]
-    for text in encode_file(tmp_path / "valid.jsonl", tokenizer, 300):
+    for text in Library(tokenizer, 300).documents(tmp_path / "valid.jsonl"):
         left = 100 - len(overlaps["unigram"])
         tokens = text[: min(left + 1, 127)].tolist()
         if len(tokens) < 2:
@@ -134,7 +133,7 @@ def test_tables_of_the_targets_own_text_know_it(tmp_path: Path) -> None:
     llm = LLM(given.target, draft=f"ngram:{given.out}", compile=False)
     # All samples began with so many tokens of a text.
     length = summary["tokens"] // 40 - 40
-    prompts = [text[:length].tolist() for text in encode_file(tmp_path / "train.jsonl", llm.tokenizer, 300)]
+    prompts = [text[:length].tolist() for text in Library(llm.tokenizer, 300).documents(tmp_path / "train.jsonl")]
     done = llm.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True, gamma=4))
     assert sum(out.stats.accepted for out in done) > 10 * len(done)
 
@@ -154,8 +153,8 @@ def test_without_a_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"out": ""}, "set --out"),
-        ({"text": ()}, "set --text"),
+        ({"out": ""}, "give --out"),
+        ({"text": ()}, "give --text"),
         ({"target": ""}, "set --target"),
         ({"tokenizer": "x"}, "not both"),
         ({"order": 6}, "at most 5"),
@@ -166,7 +165,7 @@ def test_without_a_target(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_meant(changes: dict[str, object], message: str) -> None:
     values = {"out": "x", "text": ("y",), "target": "tales"} | changes
     with pytest.raises(InputError, match=message):
-        NgramConfig.of(**values)  # type: ignore[arg-type]
+        TrainNgram.of(**values)  # type: ignore[arg-type]
 
 
 def test_an_out_that_is_a_folder(tmp_path: Path) -> None:

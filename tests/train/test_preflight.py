@@ -13,7 +13,7 @@ import pytest
 
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train import target
-from sakiyomi.train.config import TargetConfig
+from sakiyomi.train.commands import TrainTarget
 from sakiyomi.train.data import parse_text
 from sakiyomi.train.draft import train_draft
 from sakiyomi.train.target import load_or_train_tokenizer, train_target
@@ -34,7 +34,7 @@ def small_files(limit: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TargetConfig:
+def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainTarget:
     """A run that was stopped at step 4, to be resumed."""
     config = target_config(tmp_path)
     with monkeypatch.context() as patch:
@@ -43,10 +43,10 @@ def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TargetConfig:
     return config.changed(resume=True)
 
 
-def test_an_earlier_runs_checkpoints_are_not_overwritten(cut: TargetConfig) -> None:
+def test_an_earlier_runs_checkpoints_are_not_overwritten(cut: TrainTarget) -> None:
     folder = Path(cut.loop.out, "checkpoints")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(InputError, match=r"earlier run at step 4; go on with --resume, or choose another --out"):
+    with pytest.raises(InputError, match=r"earlier run at step 4; continue with --resume, or choose another --out"):
         train_target(cut.changed(resume=False, tokens=2 * 128))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -67,12 +67,12 @@ def test_an_earlier_runs_checkpoints_are_not_overwritten(cut: TargetConfig) -> N
         ({"seed": 3}, "seed is 3"),
     ],
 )
-def test_a_run_is_resumed_as_it_began(cut: TargetConfig, changes: dict[str, Any], message: str) -> None:
+def test_a_run_is_resumed_as_it_began(cut: TrainTarget, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         train_target(cut.changed(**changes))
 
 
-def test_what_the_model_does_not_depend_on_may_change(cut: TargetConfig, tmp_path: Path) -> None:
+def test_what_the_model_does_not_depend_on_may_change(cut: TrainTarget, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     Path(cut.loop.out).rename(moved)
     free = {"name": "x", "note": ("y",), "save_minutes": 1.0, "eval_minutes": 1.0, "log_seconds": 1.0, "eval_tokens": 9}
@@ -81,7 +81,7 @@ def test_what_the_model_does_not_depend_on_may_change(cut: TargetConfig, tmp_pat
     assert (summary["name"], summary["notes"]) == ("x", ["y"])
 
 
-def test_a_run_is_resumed_with_its_own_command_and_text(cut: TargetConfig, tmp_path: Path) -> None:
+def test_a_run_is_resumed_with_its_own_command_and_text(cut: TrainTarget, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="another command"):
         train_draft(draft_config(tmp_path, tiny_target(tmp_path), out=cut.loop.out, resume=True))
     story_file(Path(cut.text.text[0]), count=61)

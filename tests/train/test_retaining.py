@@ -17,24 +17,24 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from architectures import ALL, make, model_of, prompt
+from retaining_operations import LLAMA_8B, Shape, operations, paper_run, shape_of
 from sakiyomi import InputError, LoadError, UnsupportedError, embedded
 from sakiyomi.cache.policies.retaining.formats import read_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.train import long_tasks
 from sakiyomi.train.answered import Answered, TaskRows, joined, read_answered
-from sakiyomi.train.config import RetainingConfig
+from sakiyomi.train.commands import TrainRetaining
 from sakiyomi.train.heads_loss import HeadsLoss, heads_loss, overlap
 from sakiyomi.train.long_tasks import Example, read_filler
-from sakiyomi.train.operations import LLAMA_8B, Shape, operations, paper_run, shape_of
+from sakiyomi.train.progress import Schedule
 from sakiyomi.train.retaining import train_retaining
 from sakiyomi.train.retaining_labels import kv_heads_of
-from sakiyomi.train.schedule import Schedule
 from toys import tiny_tokenizer
 from train_toys import losses, question_file, stop_at, tiny_gpt2, tiny_target, wide_target
 
 
-def retaining_config(folder: Path, target: Path, **changes: Any) -> RetainingConfig:
+def retaining_config(folder: Path, target: Path, **changes: Any) -> TrainRetaining:
     """Heads of width 16 and a budget of a few steps."""
     settings: dict[str, Any] = {
         "out": str(folder / "retaining"),
@@ -49,7 +49,7 @@ def retaining_config(folder: Path, target: Path, **changes: Any) -> RetainingCon
         "threads": 1,
         "device": "cpu",
     }
-    return RetainingConfig.of(**(settings | changes))
+    return TrainRetaining.of(**(settings | changes))
 
 
 # ---------------------------------------------------------------- a run
@@ -72,7 +72,7 @@ def test_from_end_to_end(query_aware: bool, tmp_path: Path) -> None:
     assert (found.recipe["query_aware"], found.recipe["labels"]) == (query_aware, "logits")
     assert found.fingerprint.keys() == {"tokenizer", "weights"}
     card = (Path(summary["model"]) / "README.md").read_text(encoding="utf-8")
-    for words in ("Retaining heads (Locret) of width 16", "the command", "| layer |", "GPU-hours", "overlap"):
+    for words in ("Retaining heads (Locret) of width 16", "the command", "| layer |", "A step took", "overlap"):
         assert words in card, words
     assert "nats" not in card
     assert {"loss.png", "overlap.png", "card.json"} <= {path.name for path in Path(summary["model"]).iterdir()}
@@ -100,7 +100,7 @@ def test_another_architecture_and_precision(
         note(self, layer, qkv)
 
     monkeypatch.setattr(HeadsLoss, "_note", noting)
-    monkeypatch.setattr("sakiyomi.train.config.base.multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr("sakiyomi.train.config.multiplies_bf16", lambda: multiplies)
     config = retaining_config(tmp_path, tiny_gpt2(tmp_path), queries="writing", labels="chances")
     summary = train_retaining(config)
     assert seen == {dtype}, "the target's passes"
@@ -162,7 +162,7 @@ def toy_loss(name: str = "llama", **changes: Any) -> tuple[HeadsLoss, RetainingH
     torch.manual_seed(2)
     heads = RetainingHeads(RetainingShape(Raw(model).widths, kv_heads_of(model), 5))
     settings = {"target": "x", "out": "x", "data": ("x",), "precision": "no"} | changes
-    return HeadsLoss(RetainingConfig.of(**settings), model, heads), heads, model
+    return HeadsLoss(TrainRetaining.of(**settings), model, heads), heads, model
 
 
 def batch_of(*rows: tuple[int, int]) -> dict[str, torch.Tensor]:
@@ -413,7 +413,7 @@ def test_some_records_are_kept_of_many(tmp_path: Path) -> None:
     [
         ('{"prompt": "x", "answer": "y"}\n{"prompt": \n', "line 2 is not JSON"),
         ('["x"]\n', "line 1 holds a list"),
-        ('{"question": "x"}\n', r"line 1 has neither .* expected one of them"),
+        ('{"question": "x"}\n', r"line 1 has no .* expected one of them"),
         ('{"prompt": "x", "answer": 3}\n', 'line 1 has a int as "answer"'),
         ('{"conversations": [{"from": "cat", "value": "x"}]}\n', "line 1 has a message from 'cat'"),
         ('{"tokens": [1, 999], "prompt": 1}\n', "the model knows 320"),

@@ -18,15 +18,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.config import RetrieverConfig
+from sakiyomi.train.commands import TrainRetriever
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.long_tasks import TASKS
-from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS
+from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS
 from sakiyomi.train.loop import Loop
-from sakiyomi.train.retrieval_measures import ASKED, accuracy
 from sakiyomi.train.retrieval_rows import ANSWER, KNOWN, NOTHING, OTHER, WANTED, RetrievalRows
 from sakiyomi.train.retrieval_start import start_looking_back
-from sakiyomi.train.retriever import answers_and_text, notes, parted_pass, retrieval_tokenizer, train_retriever
+from sakiyomi.train.retriever import (
+    ASKED,
+    accuracy,
+    answers_and_text,
+    notes,
+    parted_pass,
+    retrieval_tokenizer,
+    train_retriever,
+)
 from train_toys import losses, stop_at, stories, story_file
 
 
@@ -40,7 +47,7 @@ def rows(tokenizer: PreTrainedTokenizerBase) -> RetrievalRows:
     return RetrievalRows(stories(60), tokenizer, seed=3)
 
 
-def config(folder: Path, **changes: Any) -> RetrieverConfig:
+def config(folder: Path, **changes: Any) -> TrainRetriever:
     settings: dict[str, Any] = {
         "out": str(folder / "out"),
         "text": (str(story_file(folder / "train.jsonl")),),
@@ -62,7 +69,7 @@ def config(folder: Path, **changes: Any) -> RetrieverConfig:
         "compile": False,
         "threads": 1,
     }
-    return RetrieverConfig.of(**(settings | changes))
+    return TrainRetriever.of(**(settings | changes))
 
 
 def test_digits_and_the_words_of_keys_are_pieces() -> None:

@@ -17,7 +17,7 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train import checkpoint, loop
 from sakiyomi.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from sakiyomi.train.llama import grow, new_llama
-from sakiyomi.train.schedule import Schedule
+from sakiyomi.train.progress import Schedule
 from sakiyomi.train.target import train_target
 from sakiyomi.train.tokenizer import train_tokenizer
 from train_toys import losses, stop_at, target_config

@@ -21,9 +21,9 @@ from sakiyomi.core.peers import Peers
 from sakiyomi.train import loop
 from sakiyomi.train.answered import joined
 from sakiyomi.train.checkpoint import load_checkpoint
-from sakiyomi.train.config import MedusaConfig
+from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.medusa import train_medusa
-from sakiyomi.train.muon import Muon
+from sakiyomi.train.optim import Muon
 from sakiyomi.train.retrieval_rows import ANSWER, KNOWN
 from sakiyomi.train.retriever import answers_and_text
 from sakiyomi.train.target import train_target
@@ -105,7 +105,7 @@ def test_heads_count_what_all_workers_count(tmp_path: Path) -> None:
         settings |= {"valid": (f"stories={story_file(tmp_path / 'valid.jsonl', 6, 1)}",), "heads": 2, "tokens": 6 * 128}
         settings |= {"row_tokens": (32,), "step_tokens": 128, "warmup_steps": 2, "eval_prompts": 2, "lr": 0.01}
         settings |= {"compile": False, "threads": 1, "device": "cpu", "precision": "no", "positions": 0.5}
-        assert train_medusa(MedusaConfig.of(**settings, workers=workers))["finished"]
+        assert train_medusa(TrainMedusa.of(**settings, workers=workers))["finished"]
         lines = (tmp_path / str(workers) / "heads.jsonl").read_text(encoding="utf-8").splitlines()
         return losses(settings["out"]), [json.loads(line)["loss"] for line in lines]
 

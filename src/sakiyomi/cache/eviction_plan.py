@@ -101,24 +101,23 @@ class EvictionPlan:
         """The policy, if passes store observations for it."""
         return self.policy if self.policy is not None and self.policy.needs_queries else None
 
-    def check_model(self, name: str, shapes: Sequence[LayerShape], *, own_attention: bool, has_encoder: bool) -> None:
+    def check_model(self, name: str, shapes: Sequence[LayerShape], *, has_encoder: bool) -> None:
         """Refuse a model whose pairs cannot be evicted or quantized.
 
         Args:
             name: of the model.
             shapes: of its layers.
-            own_attention, has_encoder: whether it has one.
+            has_encoder: whether it has one.
 
         Raises:
-            UnsupportedError: it keeps its own attention, or has an encoder; its scores depend on positions that
-                evicted pairs would change; or attention to some of the columns alone is asked for, and it has sinks.
+            UnsupportedError: it has an encoder; its scores depend on positions that evicted pairs would change; or
+                attention to some of the columns alone is asked for, and it has sinks.
         """
         placed = any(shape.chunk or shape.alibi is not None for shape in shapes)
         sinks = self.sparse is not None and any(shape.sinks is not None for shape in shapes)
         reasons = {
             "has ALiBi or chunks, which count all positions": placed,
             "has attention sinks": sinks,
-            "keeps its own attention": own_attention,
             "has an encoder": has_encoder,
         }
         what = next((reason for reason, holds in reasons.items() if holds), None)

@@ -70,7 +70,7 @@ class _Group(SectionsGroup):
             raise typer.Exit(short.exit_code) from None
 
 
-# Plain help, in sections without boxes: it reads the same on a screen, in a pipe and in docs/cli.md.
+# Plain help, in sections without boxes: it reads the same on a screen, in a pipe and on the page of commands.
 app = typer.Typer(name="sakiyomi", cls=_Group, no_args_is_help=True, rich_markup_mode=None, epilog=EXAMPLE)
 
 
@@ -102,8 +102,8 @@ add_command(_plan, cluster.cluster, defaults={"max_batch": MAX_BATCH})
 add_command(app, serve.serve, defaults={"max_batch": MAX_BATCH})
 add_command(app, batch.batch, defaults={"max_batch": MAX_BATCH})
 add_command(app, batch.run_batch, name="run-batch", defaults={"max_batch": MAX_BATCH})
-_benches = (bench.card, bench.inflate, bench.locret, bench.long, bench.report, bench.tasks)
-_bench = add_group(app, "bench", *_benches, main=bench.bench)
+_benches = (bench.card, bench.locret, bench.long, bench.report, bench.tasks)
+_bench = add_group(app, "bench", *_benches, main=bench.bench, cls=bench.BenchGroup)
 add_group(_bench, "spec", bench.compare, bench.merge, main=bench.spec)
 add_group(app, "memory", memory.show, memory.clear, help="What the draft suffix:FILE remembers of earlier requests.")
 _cache = add_group(app, "cache", help="Prompt caches: documents and system prompts that are prefilled once.")

@@ -20,7 +20,7 @@ from sakiyomi.cli.output import note, say
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.progress import progress
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.cluster import WorkersOption, check_room, connected, gpus_of, import_ray
+from sakiyomi.scale.cluster import WorkersOption, import_ray
 
 if TYPE_CHECKING:
     from sakiyomi.scale.batch import BatchFile, BatchProgress
@@ -65,8 +65,8 @@ class RunBatchOptions:
 def batch(options: BatchOptions, shared: WorkersOption, model: LLMConfig, output: JsonOption) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Replies have the order of the requests, each exactly once. A run that was interrupted or killed goes on where it was
-    when the same command is given again. Exit code 1 if a request failed: its line says why. Requests that sample get a
+    Replies have the order of the requests, each exactly once. The same command continues a run that was interrupted
+    or killed. Exit code 1 if a request failed: its line says why. Requests that sample get a
     seed from their custom_id, unless they bring one, so that a text does not depend on when it is written.
 
     Example: sakiyomi batch requests.jsonl replies.jsonl --model FOLDER
@@ -104,19 +104,17 @@ def run_batch(options: RunBatchOptions, model: LLMConfig, output: JsonOption) ->
 def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, options: BatchOptions, shared: WorkersOption) -> None:
     """Answer what is missing, and say how far it is."""
     from sakiyomi.scale.batch import IN_FLIGHT, answer_missing
-    from sakiyomi.scale.in_process import InProcessServer, load_server
-    from sakiyomi.scale.workers import WorkerOptions, WorkerPool
+    from sakiyomi.scale.in_process import InProcessServer, load_server, unlimited
+    from sakiyomi.scale.workers import pool_of
 
-    name, count = options.served_name, shared.count
+    settings, count = unlimited(options.served_name), shared.count
     with ExitStack() as stack:
         if count is None:
             llm = load(model)
-            server: Any = InProcessServer(llm, name)
+            server: Any = InProcessServer(llm, settings)
         else:
-            stack.enter_context(connected(shared.address))
-            check_room(shared.worker_cpus, shared.address)
-            worker = WorkerOptions(shared.worker_cpus, gpus_of(model.device), IN_FLIGHT * options.piece)
-            server = WorkerPool(functools.partial(load_server, model, name), count, worker)
+            make = functools.partial(load_server, model, settings)
+            server = stack.enter_context(pool_of(make, shared, model.device, IN_FLIGHT * options.piece))
         began = time.perf_counter()
         shown = stack.enter_context(progress(f"answering {found.lines} requests"))
         stack.enter_context(_no_access_log())
@@ -133,7 +131,7 @@ def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, options: Batch
         try:
             asyncio.run(answer())
         except KeyboardInterrupt:
-            note(f"{found.answered} of {found.lines} requests are answered; the same command goes on from there")
+            note(f"{found.answered} of {found.lines} requests are answered; the same command continues")
             raise
         if count is None:
             llm.record()

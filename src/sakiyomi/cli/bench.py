@@ -1,41 +1,63 @@
-"""``sakiyomi bench``: side-by-side measurements on this machine, and models to measure on."""
+"""``sakiyomi bench``: side-by-side measurements on this machine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sakiyomi.cli.common import JsonOption
+from sakiyomi.cli.help import SectionsGroup
 from sakiyomi.cli.output import note, progress, say
-from sakiyomi.cli.rows import PlotOption, Started, measured, show
+from sakiyomi.cli.rows import PlotFolderOption, PlotOption, Started, measured, show
 from sakiyomi.core.errors import InputError
-from sakiyomi.core.memory import readable
-from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, InflateConfig, Note
+from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
-from sakiyomi.evaluation.bench.locret.config import LocretConfig
-from sakiyomi.evaluation.bench.long.config import LongConfig
-from sakiyomi.evaluation.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
+from sakiyomi.evaluation.bench.long.config import LocretConfig, LongConfig
+from sakiyomi.evaluation.bench.spec.config import SpecConfig
 from sakiyomi.evaluation.bench.tasks.config import TasksConfig
 from sakiyomi.scale.cluster import WorkersOption
 
 
 @dataclass(frozen=True)
-class PlotFolderOption:
-    """Where the pictures go.
+class FilesArgument:
+    """Which results.
 
     Attributes:
-        plot: folder for pictures of the rows (needs matplotlib); made if it is not there.
+        files: results of bench spec. They are compared with the first one; where several hold a result, the last one
+            counts.
     """
 
-    plot: str | None = None
+    files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE..."})
+
+
+@dataclass(frozen=True)
+class OutOption:
+    """Where results go.
+
+    Attributes:
+        out: file for all of them together.
+    """
+
+    out: str | None = None
+
+
+class BenchGroup(SectionsGroup):
+    """The command with those below it; one that left the package says where it is."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click."""
+        if args[0] == "inflate":
+            raise InputError("bench inflate is now in the source repository: python benchmarks/inflate.py OUT_FOLDER")
+        return super().resolve_command(ctx, args)
 
 
 def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     """Measure speed side by side.
 
-    Interleaved laps, medians, equal outputs checked in the same run. Of our own contenders: draft, score and rest in
-    ms a round; KV, keys and values of the largest pass; bw, what decoding passes of the target read, as a share of the
-    memory's measured speed.
+    Contenders run interleaved, figures are medians, and outputs are compared in the same run. Columns: draft, score and
+    rest are milliseconds per round; KV is the size of keys and values in the largest pass; bw is what the target's
+    decoding passes read, as a share of the memory's measured speed.
 
     Example: sakiyomi bench --model FOLDER --draft model:DRAFT_FOLDER
     """
@@ -43,13 +65,11 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     def start(note: Note) -> Started:
         from sakiyomi.evaluation.bench import plot, suites
 
-        if picture.plot is not None:
-            if config.rows and suites.TABLES.issuperset(config.rows):
-                raise InputError(f"plot has nothing to draw of {', '.join(config.rows)}; ask for another row too")
-            plot.check(picture.plot)
+        if picture.plot is not None and config.rows and suites.TABLES.issuperset(config.rows):
+            raise InputError(f"plot has nothing to draw of {', '.join(config.rows)}; ask for another row too")
         return suites.run(config, note), plot.draw
 
-    measured(start, output, picture.plot)
+    measured(start, output, picture)
 
 
 def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> None:
@@ -65,11 +85,9 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
         from sakiyomi.evaluation.bench.long import plot
         from sakiyomi.evaluation.bench.long.run import run
 
-        if pictures.plot is not None:
-            plot.check(pictures.plot)
         return run(config, note, pictures=pictures.plot), plot.draw
 
-    measured(start, output, pictures.plot)
+    measured(start, output, pictures)
 
 
 def spec(config: SpecConfig, shared: WorkersOption, picture: PlotOption, output: JsonOption) -> None:
@@ -84,24 +102,16 @@ def spec(config: SpecConfig, shared: WorkersOption, picture: PlotOption, output:
     """
 
     def start(note: Note) -> Started:
-        from sakiyomi.evaluation.bench.spec.plot import draw
         from sakiyomi.evaluation.bench.spec.run import run
+        from sakiyomi.evaluation.bench.spec.table import draw
 
-        _check(picture)
         if shared.count is None:
             return run(config, note), draw
         from sakiyomi.scale.questions import share
 
         return run(config, note, share(shared)), draw
 
-    measured(start, output, picture.plot)
-
-
-def _check(picture: PlotOption) -> None:
-    from sakiyomi.evaluation.bench import plot
-
-    if picture.plot is not None:
-        plot.check(picture.plot)
+    measured(start, output, picture)
 
 
 def tasks(config: TasksConfig, picture: PlotOption, output: JsonOption) -> None:
@@ -114,13 +124,11 @@ def tasks(config: TasksConfig, picture: PlotOption, output: JsonOption) -> None:
     """
 
     def start(note: Note) -> Started:
-        from sakiyomi.evaluation.bench.tasks.plot import draw
-        from sakiyomi.evaluation.bench.tasks.run import run
+        from sakiyomi.evaluation.bench.tasks.run import draw, run
 
-        _check(picture)
         return run(config, note), draw
 
-    measured(start, output, picture.plot)
+    measured(start, output, picture)
 
 
 def locret(config: LocretConfig, pictures: PlotFolderOption, output: JsonOption) -> None:
@@ -133,17 +141,15 @@ def locret(config: LocretConfig, pictures: PlotFolderOption, output: JsonOption)
     """
 
     def start(note: Note) -> Started:
-        from sakiyomi.evaluation.bench.locret.run import run
         from sakiyomi.evaluation.bench.long import plot
+        from sakiyomi.evaluation.bench.long.locret import run
 
-        if pictures.plot is not None:
-            plot.check(pictures.plot)
         return run(config, note, pictures=pictures.plot), plot.draw
 
-    measured(start, output, pictures.plot)
+    measured(start, output, pictures)
 
 
-def compare(config: CompareConfig, output: JsonOption) -> None:
+def compare(given: FilesArgument, output: JsonOption) -> None:
     """Put result files side by side.
 
     On the questions and drafters that all of them have: another machine, another version, other settings.
@@ -154,13 +160,13 @@ def compare(config: CompareConfig, output: JsonOption) -> None:
     from sakiyomi.evaluation.bench.spec.table import compared
 
     with progress("reading") as status:
-        several = [Results.read(path) for path in config.files]
+        several = [Results.read(path) for path in given.files]
         row = compared(several)
         show([row], {}, status)
-    output.emit({"files": list(config.files), "rows": [row.to_dict()]})
+    output.emit({"files": list(given.files), "rows": [row.to_dict()]})
 
 
-def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
+def merge(given: FilesArgument, config: OutOption, picture: PlotOption, output: JsonOption) -> None:
     """Show result files as one table, and write them into one file.
 
     Parts of one measurement: other questions, other drafters, the same settings and machine. With one file its table
@@ -168,19 +174,18 @@ def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
 
     Example: sakiyomi bench spec merge a.json b.json
     """
-    from sakiyomi.evaluation.bench.spec.plot import draw
     from sakiyomi.evaluation.bench.spec.results import Results, join
-    from sakiyomi.evaluation.bench.spec.table import rows
+    from sakiyomi.evaluation.bench.spec.table import draw, rows
 
-    _check(picture)
+    picture.check()
     if config.out is not None and Path(config.out).expanduser().exists():
         raise InputError(f"out is {config.out!r}, which is there already; name a new file")
-    joined = join([Results.read(path) for path in config.files])
+    joined = join([Results.read(path) for path in given.files])
     tables = rows(joined)
     if config.out is not None:
         joined.path = Path(config.out).expanduser()
         joined.write()
-    measured(lambda note: (tables, draw), output, picture.plot, doing="reading", conditions=joined.conditions)
+    measured(lambda note: (tables, draw), output, picture, doing="reading", conditions=joined.conditions)
 
 
 def report(config: ReportConfig, output: JsonOption) -> None:
@@ -220,28 +225,4 @@ def card(config: CardConfig, output: JsonOption) -> None:
 
         found = run(config, status.update)
     say(Path(found["page"]).read_text(encoding="utf-8"), f"written: {found['page']} and {found['json']}")
-    output.emit(found)
-
-
-def inflate(config: InflateConfig, output: JsonOption) -> None:
-    """Write a larger model that computes what a small one does.
-
-    Real acceptance at a real size: new layers, heads and units are random inside and add nothing. It is checked before
-    it is there.
-
-    Example: sakiyomi bench inflate large-tales --params 134M
-    """
-    with progress("loading") as status:
-        from sakiyomi.evaluation.bench.inflate import inflate as run
-
-        found = run(config, status.update)
-    say(
-        f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "
-        f"{readable(found['bytes'])}, made in {found['seconds']:.0f} s",
-        f"  {found['layers']} layers, hidden size {found['hidden_size']}, {found['heads']} heads, {found['kv_heads']} "
-        f"key heads, {found['intermediate_size']} MLP units",
-        f"  checked in float32: logits differ by {found['largest_logit_difference']:.2g} at most, "
-        f"{found['equal_greedy_tokens']} of {found['equal_greedy_tokens']} greedy tokens are equal; random activations "
-        f"reach {found['random_to_real_activations']:.2f} of the real ones",
-    )
     output.emit(found)

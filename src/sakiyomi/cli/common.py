@@ -92,7 +92,7 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
     if llm.profile is not None:
         found = llm.profile
         say(
-            "sakiyomi tune found that speculation does not pay on this machine: generating without a draft"
+            "sakiyomi tune found that speculation is slower on this machine: generating without a draft"
             if llm.draft is None
             else f"draft {found.draft}, gamma {found.gamma}: the result of sakiyomi tune"
         )
@@ -200,15 +200,14 @@ def add_group(
 
 
 def flag_help(config: type[Any]) -> dict[str, str]:
-    """The ``Attributes`` section of a docstring: what each field is."""
-    text = inspect.cleandoc(config.__doc__ or "")
-    _, _, section = text.partition("Attributes:\n")
-    section = section.partition("\n\n")[0]
+    """The ``Attributes`` sections of the docstrings of a class and of its bases: what each field is."""
     found: dict[str, str] = {}
-    for entry in re.split(r"\n(?= {4}\w)", "\n" + section):
-        names, colon, meaning = entry.strip().partition(":")
-        if colon:
-            found.update(dict.fromkeys((n.strip() for n in names.split(",")), " ".join(meaning.split())))
+    for kind in reversed(config.__mro__):
+        _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
+        for entry in re.split(r"\n(?= {4}\w)", "\n" + section.partition("\n\n")[0]):
+            names, colon, meaning = entry.strip().partition(":")
+            if colon:
+                found.update(dict.fromkeys((n.strip() for n in names.split(",")), " ".join(meaning.split())))
     return found
 
 
@@ -305,7 +304,7 @@ def _number_or_word(text: str | None) -> int | str | None:
 def _compile(text: str) -> bool | str:
     words: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
     if text.lower() not in words:
-        raise InputError(f"compile is {text!r}; it is auto, true or false")
+        raise InputError(f"compile is {text!r}; it is auto or false")
     return words[text.lower()]
 
 

@@ -154,13 +154,11 @@ def _table(llm: LLM, config: BenchConfig, began: float, speed: float) -> dict[st
 def _measure(llm: LLM, config: BenchConfig, began: float, note: Callable[[str], None]) -> Row:
     from sakiyomi.evaluation.bench.frame import PairRow
     from sakiyomi.evaluation.bench.models import WAYS
-    from sakiyomi.evaluation.bench.runner import race
+    from sakiyomi.evaluation.bench.report import of_race
     from sakiyomi.evaluation.bench.speed import everybody
 
     note("table: loading the pair with transformers")
     row = PairRow("demo", config, note)
     left = TABLE_UNTIL - (time.time() - began)
-    standings = race(
-        everybody(row, llm, peers=WAYS[:2]), repeats=config.repeats, until=time.perf_counter() + left, note=note
-    )
-    return row.row("greedy, one prompt at a time, tokens/s", standings, **row.conditions(llm))
+    standings = row.race(everybody(row, llm, peers=WAYS[:2]), until=time.perf_counter() + left)
+    return of_race("demo", "greedy, one prompt at a time, tokens/s", standings, **row.conditions(llm))

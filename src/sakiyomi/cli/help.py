@@ -25,9 +25,9 @@ _PANELS = {
     "ServerConfig": "Server",
     "ModelOptions": "Server",
     "AuditConfig": "Checks",
-    "LoopConfig": "Budget, schedule, checkpoints",
-    "TextConfig": "Learning from text",
-    "SampleConfig": "What the target writes to learn from",
+    "LoopOptions": "Budget, schedule, checkpoints",
+    "TextOptions": "Learning from text",
+    "SampleOptions": "What the target writes to learn from",
 }
 _EXAMPLE = "Example:"
 

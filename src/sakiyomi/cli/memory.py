@@ -28,7 +28,7 @@ class ShowOptions:
 def show(place: FileArgument, options: ShowOptions, output: JsonOption) -> None:
     """Show what a memory file holds.
 
-    It holds the token ids of requests, prompts included. With --target they are shown as text. Of a draft that goes on
+    It holds the token ids of requests, prompts included. With --target they are shown as text. For a draft that keeps
     learning, [learn=FILE], it holds what it has learnt.
 
     Example: sakiyomi memory show notes.mem --model tales

@@ -16,13 +16,12 @@ from sakiyomi.core.errors import InputError
 TABLE = Path(__file__).with_suffix(".jsonl")
 HEAD = """# Models
 
-Look up whether your model runs.
-Every class that transformers {transformers} names for causal language models, by `model_type` (see `config.json` of a
-model), and what became of a tiny model of it with random weights: *runs* means that its greedy text was that of
-transformers, token for token, in a batch of three, plain, with chains and with trees of draft tokens, and with a prompt
-read in chunks. *refused* means that loading it ends with the error that is shown.
+Every class that transformers {transformers} names for causal language models, by `model_type` (in a model's
+`config.json`), and the result for a tiny random model of that type. *runs*: its greedy text was that of transformers,
+token for token, in a batch of three, plain, with chains and trees of draft tokens, and with a prompt read in chunks.
+*refused*: loading it ends with the error that is shown. `sakiyomi models NAME` shows one of them.
 
-{counts}. The table is made by `python tests/causal_models.py`, and this page by `sakiyomi models --markdown`.
+{counts}. `python tests/causal_models.py` makes the table, `sakiyomi models --markdown` this page.
 """
 
 
@@ -63,7 +62,7 @@ def models(options: ModelsOptions, output: JsonOption) -> None:
 
 
 def described(row: Mapping[str, Any]) -> str:
-    """What became of a type, in a line."""
+    """The result for a type, in a line."""
     without = f" without {', '.join(row['without'])}" if "without" in row else ""
     return f"{row['state']}{without}" + "".join(f": {row[key]}" for key in ("why", "note") if key in row)
 
@@ -75,7 +74,10 @@ def counted(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def page(version: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The page docs/models.md, without the end of its last line."""
-    cells = [f"| `{row['type']}` | {row['class']} | {described(row).replace('|', '/')} |" for row in rows]
+    """The page docs/models.md, without the end of its last line: model types by their result, the commonest first."""
+    types: dict[str, list[str]] = {}
+    for row in rows:
+        types.setdefault(described(row).replace("|", "/"), []).append(row["type"])
+    cells = [f"| {text} | {', '.join(types[text])} |" for text in sorted(types, key=lambda text: -len(types[text]))]
     head = HEAD.format(transformers=version, counts=counted(rows))
-    return "\n".join([head, "| model type | class | |", "|---|---|---|", *cells])
+    return "\n".join([head, "| result | model types |", "|---|---|", *cells])

@@ -15,11 +15,10 @@ from sakiyomi.core.progress import progress
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sakiyomi.core.outputs import Step, TokenTrace
+    from sakiyomi.core.outputs import Step
 
 __all__ = [
     "COLOURS",
-    "TokenPainter",
     "emit_json",
     "is_coloured",
     "legend",
@@ -55,7 +54,7 @@ def stdout() -> Console:
 
 
 def is_coloured(console: Console) -> bool:
-    """Whether colours reach the reader: on a terminal that has some, unless NO_COLOR is set."""
+    """Whether colours are shown: on a terminal that has some, unless NO_COLOR is set."""
     return console.color_system is not None and not console.no_color and not console.legacy_windows
 
 
@@ -122,39 +121,6 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-class TokenPainter:
-    """Prints tokens in the colour of their origin while they arrive.
-
-    Args:
-        console: stdout's.
-        tokenizer: of the target.
-        stop: stop strings, which are not shown.
-        before: tokens of the prompt.
-    """
-
-    def __init__(self, console: Console, tokenizer: Any, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
-        from sakiyomi.core.text import TextStream
-
-        self._console, self._text = console, TextStream(tokenizer, stop, before=before)
-        self._status = "plain"
-
-    def add(self, trace: Sequence[TokenTrace]) -> None:
-        """Print the text of these tokens; what is not certain yet comes with a later token."""
-        for entry in trace:
-            if self._text.stopped:
-                return
-            self._status = entry.status
-            self._write(self._text.push([entry.token_id])[0])
-
-    def finish(self) -> None:
-        """Print what was held back, and end the line."""
-        self._write(self._text.finish())
-        write(self._console, "", end="\n")
-
-    def _write(self, text: str) -> None:
-        write(self._console, text, self._status)
-
-
 def printed(
     steps: Iterable[Step], tokenizer: Any, stop: Sequence[str], before: Sequence[int], *, coloured: bool
 ) -> Iterator[Step]:
@@ -167,18 +133,20 @@ def printed(
         before: tokens of its prompt.
         coloured: tokens have the colour of their origin.
     """
-    console = stdout()
-    painter = TokenPainter(console, tokenizer, stop, before) if coloured else None
+    from sakiyomi.core.text import TextStream
+
+    console, status = stdout(), "plain"
+    text = TextStream(tokenizer, stop, before=before) if coloured else None
     for step in steps:
-        if painter is not None:
-            painter.add(step.trace)
-        else:
+        if text is None:
             write(console, step.text)
+        else:
+            for entry in step.trace:
+                if not text.stopped:
+                    status = entry.status
+                    write(console, text.push([entry.token_id])[0], status)
         yield step
-    if painter is not None:
-        painter.finish()
-    else:
-        write(console, "", end="\n")
+    write(console, "" if text is None else text.finish(), status, end="\n")
 
 
 def legend(console: Console) -> None:

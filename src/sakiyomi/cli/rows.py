@@ -13,7 +13,7 @@ from sakiyomi.cli.output import progress, say, table
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
-__all__ = ["PlotOption", "Started", "measured", "show"]
+__all__ = ["PlotFolderOption", "PlotOption", "Started", "measured", "show"]
 
 Draw = Callable[[Sequence[Row], str, Mapping[str, Any]], object]
 Started = tuple[Iterable[Row], Draw | None]
@@ -30,11 +30,34 @@ class PlotOption:
 
     plot: str | None = None
 
+    def check(self) -> None:
+        """Refuse before any measuring what could not be drawn after it."""
+        if self.plot is not None:
+            from sakiyomi.evaluation.bench.plot import check
+
+            check(self.plot)
+
+
+@dataclass(frozen=True)
+class PlotFolderOption(PlotOption):
+    """Where the pictures go.
+
+    Attributes:
+        plot: folder for pictures of the rows (needs matplotlib); made if it is not there.
+    """
+
+    def check(self) -> None:
+        """See ``PlotOption``."""
+        if self.plot is not None:
+            from sakiyomi.evaluation.bench.long.plot import check
+
+            check(self.plot)
+
 
 def measured(
     start: Callable[[Note], Started],
     output: JsonOption,
-    plot: str | None = None,
+    picture: PlotOption | None = None,
     *,
     doing: str = "loading",
     conditions: Mapping[str, Any] | None = None,
@@ -45,7 +68,7 @@ def measured(
     Args:
         start: begins the work and gives the rows, with what draws them.
         output: whether a JSON line is wanted.
-        plot: where the picture goes; None: none is wanted.
+        picture: where the picture goes; it is refused before the work begins.
         doing: what is shown before the first row.
         conditions: under which all rows were measured; this machine's if none are given.
         more: further values of the JSON line; each is shown as "the KEY is VALUE" too.
@@ -53,6 +76,8 @@ def measured(
     Raises:
         typer.Exit: with code 1, if a row has failed.
     """
+    if picture is not None:
+        picture.check()
     with progress(doing) as status:
         from sakiyomi.engine import machine
 
@@ -62,8 +87,8 @@ def measured(
         done = show(rows, conditions, status)
     say(*(f"the {key} is {value}" for key, value in more.items()))
     output.emit({"conditions": dict(conditions), **more, "rows": [row.to_dict() for row in done]})
-    if plot is not None and draw is not None:
-        draw(done, plot, conditions)
+    if picture is not None and picture.plot is not None and draw is not None:
+        draw(done, picture.plot, conditions)
     if any(row.error is not None for row in done):
         raise typer.Exit(1)
 

@@ -35,7 +35,7 @@ def serve(config: ServerConfig, options: ModelOptions, model: LLMConfig, scaled:
         raise InputError("kv_events are for routers in front of one server each; with replicas leave it out")
     with server_packages():
         from sakiyomi.server.logs import set_up
-        from sakiyomi.server.run import check
+        from sakiyomi.server.run import check, warm_up
         from sakiyomi.server.run import serve as run
     check(config)
     model = next(iter(models.values()))
@@ -59,11 +59,9 @@ def serve(config: ServerConfig, options: ModelOptions, model: LLMConfig, scaled:
         serve_app(make_models_app(table, config), table, config, listening=lambda url: say(f"serving {names} at {url}"))
         return
     llm = load(model, say)
-    if config.warm_up != "none":
-        if not llm.compiled():
-            say("preparing: seconds, or a minute the first time on this machine, while kernels compile (--warm-up)")
-        llm.wait(batches=config.warm_up == "all")
-        llm.record()
+    if config.warm_up != "none" and not llm.compiled():
+        say("preparing: seconds, or a minute the first time on this machine, while kernels compile (--warm-up)")
+    warm_up(llm, config)
     set_up(config.log_format)
     run(llm, config, listening=lambda url: say(f"serving {config.served_name or llm.name} at {url}"))
 

@@ -1,4 +1,4 @@
-"""`sakiyomi train`: flags come from the dataclasses of `sakiyomi.train.config`, one flag a field."""
+"""`sakiyomi train`: commands and their flags come from the dataclasses of `sakiyomi.train.commands`."""
 
 from __future__ import annotations
 
@@ -14,27 +14,14 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from sakiyomi.cli.common import ALIASES, INTERRUPTED
+from sakiyomi.cli.common import ALIASES, INTERRUPTED, flag_help
 from sakiyomi.cli.help import Sections, SectionsGroup, panel
 from sakiyomi.cli.output import quiet
 from sakiyomi.cli.settings import ENVIRONMENT, config_flag, keyword
 from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.core.preflight import check_settings
-from sakiyomi.train.config import (
-    BlockConfig,
-    DistillDataConfig,
-    DraftConfig,
-    EagleConfig,
-    Flag,
-    LococoConfig,
-    MedusaConfig,
-    MtpConfig,
-    NgramConfig,
-    RetainingConfig,
-    RetrieverConfig,
-    Settings,
-    TargetConfig,
-)
+from sakiyomi.train.commands import COMMANDS
+from sakiyomi.train.settings import Flag, Settings
 
 EXAMPLE = "Example: sakiyomi train draft --target FOLDER --text stories.txt --out my-draft --minutes 10"
 app = typer.Typer(
@@ -45,38 +32,24 @@ app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
 )
-
-
 Train = Callable[[Any, str], dict[str, Any]]
-"""What a training recipe is: settings and the command line that gave them in, the summary out."""
+"""A training recipe: takes settings and the command line that gave them, returns the summary."""
 
 
 def script(config_class: type[Settings], train: Train, help: str) -> None:
     """Run a recipe that is a file of its own: `python FILE`, with the flags that `sakiyomi train` would make of it."""
     own = typer.Typer(add_completion=False, rich_markup_mode=None)
-    _command(own, None, config_class, lambda: train, ["python", sys.argv[0]], help)
+    own.command(None, cls=Sections, help=help)(_body(None, config_class, lambda: train))
     own()
 
 
-def _command(
-    group: typer.Typer,
-    name: str | None,
-    config_class: type[Settings],
-    load: Callable[[], Train],
-    program: list[str],
-    help: str,
-    example: str | None = None,
-) -> None:
-    """Register a command with one flag for each setting of `config_class`, and `--json`.
+def _body(name: str | None, config_class: type[Settings], load: Callable[[], Train]) -> Callable[..., None]:
+    """What a command does, with one flag for each setting of `config_class`, and `--json`.
 
     Args:
-        group: takes the command.
-        name: of it; None: it is the whole program.
+        name: of the command of `sakiyomi train`; None: of a script.
         config_class: the settings.
-        load: gives the recipe, which is not imported before it is wanted.
-        program: what stands in front of the arguments in a shell, as the card shows it.
-        help: of the command.
-        example: of its use.
+        load: imports the recipe.
     """
 
     def body(**values: Any) -> None:
@@ -88,25 +61,36 @@ def _command(
             check_settings(config.flat())
             _check_files(config.flat())
             quiet()
-            train = load()
-            summary = train(config, shlex.join([*program, *_arguments(name)]))
+            summary = load()(config, _command_line(name))
         except SakiyomiError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
-        if "worker" in summary:  # another process tells what has come of it
+        if "worker" in summary:  # another process reports the result
             return
         typer.echo(json.dumps(summary, ensure_ascii=False) if as_json else _readable(summary))
         if not summary["finished"]:
             raise typer.Exit(INTERRUPTED)
 
-    parameters = [_parameter(flag) for flag in config_class.flags()]
+    flags, texts = config_class.flags(), helps(config_class)
+    parameters = [_parameter(flag, texts[flag.name]) for flag in flags]
     text = "Print the summary as one JSON line on stdout."
     as_json = Annotated[bool, typer.Option("--json", help=text, rich_help_panel=panel("", "json"))]
     parameters.append(keyword("json", False, as_json))
-    parameters.append(config_flag({flag.name: _kind(flag) for flag in config_class.flags()}))
+    parameters.append(config_flag({flag.name: _kind(flag) for flag in flags}))
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    group.command(name, cls=Sections, help=help, epilog=example)(body)
+    return body
+
+
+def helps(config_class: type[Settings]) -> dict[str, str]:
+    """The help of each flag: from the docstring of its group, unless the command or a base of it says more."""
+    found: dict[str, str] = {}
+    for flag in config_class.flags():
+        for kind in reversed(flag.group.mro()):
+            found |= flag_help(kind)
+    for kind in reversed(config_class.mro()):
+        found |= flag_help(kind)
+    return found
 
 
 def _check_files(settings: Mapping[str, Any]) -> None:
@@ -125,25 +109,22 @@ def _check_files(settings: Mapping[str, Any]) -> None:
 
 
 def _load(name: str) -> Train:
-    """`train_NAME` of `sakiyomi.train.NAME`, with _ for -; of `distill-data` what can share it among workers."""
+    """`train_NAME` of `sakiyomi.train.NAME`, with _ for -; `distill-data` is taken from where it can have workers."""
     name = name.replace("-", "_")
     module = "sakiyomi.scale.samples" if name == "distill_data" else f"sakiyomi.train.{name}"
     train: Train = getattr(importlib.import_module(module), f"train_{name}")
     return train
 
 
-def _parameter(flag: Flag) -> inspect.Parameter:
+def _parameter(flag: Flag, text: str) -> inspect.Parameter:
     kind: Any = _kind(flag)
-    default = flag.default
-    if get_origin(kind) is list:
-        default = list(default)
+    default = list(flag.default) if get_origin(kind) is list else flag.default
     name = "--" + flag.name.replace("_", "-")
     names = (f"{name}/--no-{name[2:]}" if kind is bool else name, *ALIASES.get(flag.name, ()))
-    section = panel(flag.group, flag.name)
+    section = panel(flag.group.__name__, flag.name)
     variable = ENVIRONMENT + flag.name.upper()
-    option = typer.Option(*names, help=flag.help, envvar=variable, show_envvar=False, rich_help_panel=section)
-    annotation = Annotated[kind, option]
-    return keyword(flag.name, default, annotation)
+    option = typer.Option(*names, help=text, envvar=variable, show_envvar=False, rich_help_panel=section)
+    return keyword(flag.name, default, Annotated[kind, option])
 
 
 def _kind(flag: Flag) -> Any:
@@ -151,11 +132,12 @@ def _kind(flag: Flag) -> Any:
     return list[get_args(flag.kind)[0]] if get_origin(flag.kind) is tuple else flag.kind  # type: ignore[misc]
 
 
-def _arguments(name: str | None) -> list[str]:
-    """The arguments of this process, behind `train NAME` where there is one, as the card shows them."""
+def _command_line(name: str | None) -> str:
+    """This process's command line, as the card shows it: without --resume and --json."""
+    program = ["python", sys.argv[0]] if name is None else ["sakiyomi", "train", name]
     behind = 0 if name is None else sys.argv.index(name) if name in sys.argv else len(sys.argv)
     given = sys.argv[behind + 1 :]
-    return [argument for argument in given if argument not in ("--resume", "--json")]
+    return shlex.join([*program, *(argument for argument in given if argument not in ("--resume", "--json"))])
 
 
 def _readable(summary: dict[str, Any]) -> str:
@@ -170,42 +152,11 @@ def _readable(summary: dict[str, Any]) -> str:
     if "verdict" in summary:
         lines += ["", summary["verdict"]]
     if not summary["finished"]:
-        lines.append("stopped; the same command with --resume goes on from here")
+        lines.append("stopped; the same command with --resume continues from here")
     return "\n".join(lines)
 
 
-RECIPES: dict[str, tuple[type[Settings], str]] = {
-    "target": (TargetConfig, "Train a Llama target and its tokenizer from text files."),
-    "draft": (DraftConfig, "Distil a small draft from a target, for speculative decoding."),
-    "medusa": (MedusaConfig, "Train Medusa heads on a target, which stays as it is, or together with it (--joint)."),
-    "eagle": (EagleConfig, "Train an EAGLE-3 head on a target, whose hidden states it reads."),
-    "mtp": (MtpConfig, "Train a layer for further tokens (MTP) on a target, its own or a new one."),
-    "block": (BlockConfig, "Train a block drafter on a target, which guesses several tokens in one pass."),
-    "retaining": (
-        RetainingConfig,
-        "Train retaining heads (Locret) on a target: which keys and values a small cache should keep.",
-    ),
-    "lococo": (LococoConfig, "Train convolutions (LoCoCo) on a target that merge what a small cache drops."),
-    "distill-data": (DistillDataConfig, "Have a target write answers, from which its drafts and heads learn best."),
-    "ngram": (NgramConfig, "Count the n-grams of a text, or of what a target writes, into one file for drafts."),
-    "retriever": (
-        RetrieverConfig,
-        "Train a small Llama that finds pass keys, numbers and values of keys in long texts.",
-    ),
-}
-EXAMPLES = {
-    "target": "--text stories.jsonl --out my-target --minutes 60",
-    "draft": "--target FOLDER --text stories.txt --out my-draft --minutes 10",
-    "medusa": "--target FOLDER --data answers.jsonl --out my-heads --minutes 40",
-    "eagle": "--target FOLDER --text stories.jsonl --out my-head --minutes 40",
-    "mtp": "--target FOLDER --text stories.jsonl --out my-layer --minutes 40",
-    "block": "--target FOLDER --text stories.jsonl --out my-drafter --minutes 40",
-    "retaining": "--target FOLDER --data answers.jsonl --out my-retaining-heads",
-    "lococo": "--target FOLDER --data answers.jsonl --out my-convolutions",
-    "distill-data": "--target FOLDER --data prompts.jsonl --out answers.jsonl",
-    "ngram": "--target FOLDER --text notes.txt --out notes.safetensors",
-    "retriever": "--text stories.jsonl --out my-retriever --minutes 60",
-}
-for _name, (_config, _help) in RECIPES.items():
-    _example = f"Example: sakiyomi train {_name} {EXAMPLES[_name]}"
-    _command(app, _name, _config, partial(_load, _name), ["sakiyomi", "train", _name], _help, _example)
+for _name, _config in COMMANDS.items():
+    _help, _, _example = inspect.getdoc(_config).partition("Example:")  # type: ignore[union-attr]
+    _run = _body(_name, _config, partial(_load, _name))
+    app.command(_name, cls=Sections, help=_help.partition("\n\n")[0], epilog=f"Example:{_example}")(_run)

@@ -47,7 +47,7 @@ def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output:
 
     What the target expects behind each token of the prompt. Then the tree of a round: each token with p, the target's
     probability, and q, its drafter's; the accepted path, the token that was rejected after it, and the target's own
-    token. It drafts whether that pays or not: 12 nodes, 4 deep, if no gamma, tree or nodes are given.
+    token. It drafts even where that is slower: 12 nodes, 4 deep, if no gamma, tree or nodes are given.
 
     Example: sakiyomi tree "Once upon a time" --gamma 4
     """

@@ -8,13 +8,10 @@ import os
 import sys
 import threading
 
-__all__ = ["TORCH_STATE", "release_workers", "share_processors"]
-
 TORCH_STATE = threading.RLock()
-"""Held while something changes torch's default dtype, or puts back what it found.
+"""Held while something changes torch's default dtype, as transformers does while it builds a model.
 
-transformers sets the dtype while it builds a model; dynamo, when it has compiled, sets the one that was there when it
-began. A model that is loaded while another thread compiles would get parameters of the wrong dtype.
+A model that another thread loads meanwhile would get parameters of the wrong dtype.
 """
 
 _SOFT = 1  # omp_pause_soft: what the program has set stays
@@ -25,7 +22,7 @@ def release_workers() -> None:
 
     Every thread that computes in parallel has workers of its own. Where a process has more of them than processors,
     libgomp lets none spin any more: each sleeps at the end of each parallel piece, and waking them hundreds of times a
-    pass took half of the time of a batch of 32 (docs/log.md). A thread calls this when another one
+    pass took half of the time of a batch of 32 (benchmarks/log/passes-cpu.md). A thread calls this when another one
     computes from then on. Does nothing with another OpenMP than GNU's.
     """
     if sys.platform == "linux":
@@ -40,7 +37,7 @@ def share_processors(share: bool) -> None:
     """Leave one processor to work beside this process, such as a compiler; or have torch compute on all of its own.
 
     Threads that wait for each other by spinning wait for long where something else has one of their processors: on two
-    of them a text took five times as long beside a compiler as on one (docs/log.md).
+    of them a text took five times as long beside a compiler as on one (benchmarks/log/passes-cpu.md).
     """
     import torch
 

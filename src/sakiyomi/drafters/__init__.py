@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.draft_specs import FORMS, model_spec, split_spec
+from sakiyomi.core.draft_specs import ModelSpec, read_argument, split_spec
 from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
@@ -32,30 +32,30 @@ __all__ = [
 ]
 
 
-Maker = Callable[[str, DrafterContext], Drafter]
-"""Makes a drafter from what is behind the colon of its spec."""
+Maker = Callable[[Any, DrafterContext], Drafter]
+"""Makes a drafter from the value behind the colon of its spec (``read_argument``)."""
 
 
 def _class(module: str, name: str) -> Maker:
     """The ``make`` of a drafter's class, which is imported when such a drafter is wanted."""
 
-    def make(argument: str, around: DrafterContext) -> Drafter:
+    def make(argument: Any, around: DrafterContext) -> Drafter:
         found: Drafter = getattr(import_module(f"sakiyomi.drafters.{module}"), name).make(argument, around)
         return found
 
     return make
 
 
-def _model(argument: str, around: DrafterContext) -> Drafter:
+def _model(spec: ModelSpec, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
     from sakiyomi.drafters.learning import HeadLearner
     from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.model_executor.loading import check_cross_pair, check_pair, has_encoder, same_tokenizer, stop_tokens
 
-    (name, device, learn), target = model_spec(argument), around.target
+    (name, device, learn), target = spec, around.target
     if device is not None and has_encoder(target.model.config):
         raise UnsupportedError(
-            f"draft model:{argument} is to run on {device}; drafts of encoder-decoder models run where the target runs"
+            f"draft model:{name} is to run on {device}; drafts of encoder-decoder models run where the target runs"
         )
     draft = around.load(name, device)
     if same_tokenizer(target.tokenizer, draft.tokenizer) or has_encoder(target.model.config):
@@ -72,7 +72,7 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
         return ModelDrafter(packed, around.vocab_size, mask=mask, learner=learner)
     if learn:
         raise UnsupportedError(
-            f"draft model:{argument} is to learn from the target's texts, and the two have different tokenizers; leave "
+            f"draft model:{name} is to learn from the target's texts, and the two have different tokenizers; leave "
             "[learn=] out, or choose a draft with the target's tokenizer"
         )
     check_cross_pair(target, draft)
@@ -81,7 +81,7 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
     return CrossDrafter(inner, draft.tokenizer, target.tokenizer, stop_tokens(draft.model, draft.tokenizer))
 
 
-def _self_int8(argument: str, around: DrafterContext) -> Drafter:
+def _self_int8(_: None, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.model import ModelDrafter
 
     if around.packed.weights.quantization is not None:
@@ -181,8 +181,7 @@ def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
     kind, _, argument = spec.partition(":")
     if kind == "none":
         return None
-    FORMS[kind].check(kind, argument)
-    return DRAFTERS[kind](argument, around)
+    return DRAFTERS[kind](read_argument(kind, argument), around)
 
 
 def _rename(drafter: Drafter, taken: set[str]) -> None:

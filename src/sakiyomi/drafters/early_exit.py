@@ -29,13 +29,13 @@ class EarlyExit(TreeDrafter):
         super().__init__(TreeReader(model, model.vocab_size))
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> EarlyExit:
+    def make(cls, layers: int, around: DrafterContext) -> EarlyExit:
         """A drafter that runs so many layers.
 
         Raises:
             InputError, UnsupportedError: see ``FirstLayers``.
         """
-        return cls(FirstLayers(around.packed, int(argument)))
+        return cls(FirstLayers(around.packed, layers))
 
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         memory = RequestMemory.of(context, self.name, self.model.vocab_size)

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sakiyomi.core.errors import LoadError
-from sakiyomi.core.sealed import SealedKind, alone
+from sakiyomi.core.files import alone
+from sakiyomi.core.sealed import SealedKind
 
 __all__ = ["KIND", "Learned", "LearnedFile", "read_learned"]
 

@@ -115,7 +115,7 @@ class PromptLookup(TextDrafter):
         self.most = int(most)
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> PromptLookup:
+    def make(cls, argument: str | None, around: DrafterContext) -> PromptLookup:
         """A drafter that looks for matches of up to so many tokens."""
         return cls(argument or MOST)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from sakiyomi.core.errors import LoadError
-from sakiyomi.core.sealed import SealedKind, alone
+from sakiyomi.core.files import alone
+from sakiyomi.core.sealed import SealedKind
 
 __all__ = ["KIND", "LIMIT", "Document", "MemoryFile", "read_memory"]
 

@@ -23,7 +23,7 @@ class MtpDrafter(EagleDrafter):
     name = "mtp"
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> MtpDrafter:
+    def make(cls, argument: str | None, around: DrafterContext) -> MtpDrafter:
         """The layer in a folder; the target's own where none is named.
 
         Raises:

@@ -134,7 +134,7 @@ class NgramDrafter(TextDrafter):
         self._vocab_size, self._tables = vocab_size, tables
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> NgramDrafter:
+    def make(cls, argument: str | None, around: DrafterContext) -> NgramDrafter:
         """A drafter with the tables of this file; with the request's own counts where no file is given."""
         if not argument:
             return cls(around.vocab_size)

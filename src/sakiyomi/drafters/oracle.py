@@ -48,9 +48,9 @@ class Oracle(Drafter):
         self._known: OrderedDict[tuple[object, ...], list[int]] = OrderedDict()
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> Oracle:
+    def make(cls, rate: float | None, around: DrafterContext) -> Oracle:
         """An oracle with this rate; 1 where none is given."""
-        return cls(around.answer, around.vocab_size, float(argument or "1"))
+        return cls(around.answer, around.vocab_size, 1.0 if rate is None else rate)
 
     @property
     def forward_seconds(self) -> float:

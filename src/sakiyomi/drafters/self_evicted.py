@@ -76,9 +76,9 @@ class SelfEvicted(TreeDrafter):
         super().__init__(TreeReader(Excerpt(target, budget + ROOM), target.vocab_size))
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> SelfEvicted:
+    def make(cls, pairs: int | None, around: DrafterContext) -> SelfEvicted:
         """A drafter with excerpts of so many pairs, ``BUDGET`` where no number is given."""
-        return cls(around.packed, int(argument or BUDGET))
+        return cls(around.packed, BUDGET if pairs is None else pairs)
 
     def end(self, context: Context) -> None:
         """Free the request's slot."""

@@ -173,7 +173,7 @@ class SuffixDrafter(TextDrafter):
             self._shared = _automaton(memory)
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> SuffixDrafter:
+    def make(cls, argument: str | None, around: DrafterContext) -> SuffixDrafter:
         """A drafter with this memory file; with none where no file is given."""
         if not argument:
             return cls()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LLMConfig"]
-
 
 @dataclass(frozen=True)
 class LLMConfig:
@@ -16,7 +14,7 @@ class LLMConfig:
     Attributes:
         target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id.
         draft: what proposes draft tokens: auto (the result of `sakiyomi tune`, else tales-draft for tales, else a head
-            in the folder eagle, block, mtp or medusa of it, else suffix+prompt-lookup, as far as it pays), none, a
+            in the folder eagle, block, mtp or medusa of it, else suffix+prompt-lookup, while that is faster), none, a
             FOLDER with a model, Medusa heads, an EAGLE head or a block drafter (or model:, medusa:, eagle:, block:,
             mtp: before it, or an embedded name or hub id behind that), mtp (a layer in the target's own files),
             prompt-lookup, suffix or ngram (from the text itself; suffix:FILE remembers earlier texts, ngram:FILE is
@@ -35,8 +33,8 @@ class LLMConfig:
         offload: where weights lie between passes if they do not fit: disk (in the model's own files), cpu (main
             memory, for a GPU), auto (as much as fits on the device, then in main memory, then on disk), or a folder for
             weights that cannot be used in their stored form.
-        compile: auto (passes that come often are traced on the way, with the same numbers to the last bit), true
-            (compile all of them with inductor while the model loads: minutes the first time) or false (no pass is).
+        compile: auto (passes that come often are recorded on the way, with the same numbers to the last bit) or false
+            (all passes run eagerly).
         max_context: most tokens of prompt and output together; by default the model's own limit: its positions, or what
             its stretched rotary embedding reaches (yarn, llama3), and no more than where that changes all positions
             (longrope). A larger number goes beyond it with linear, and more slowly with longrope.

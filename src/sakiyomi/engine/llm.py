@@ -27,7 +27,7 @@ from sakiyomi.engine.model_pool import ModelPool, answer, wait
 from sakiyomi.engine.prefixes import Prefixes
 from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.engine.tuned_profile import find_profile
-from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.build import build_runner, check_compile
 from sakiyomi.model_executor.loading import load_model, stop_tokens
 from sakiyomi.model_executor.weights import is_shared
 
@@ -67,16 +67,16 @@ class LLM:
         offload: where the target's weights stay between passes, for a model that does not fit: "disk" (in its own
             files), "cpu" (in main memory, for a GPU), "auto" (as much as fits on the device, then in main memory, the
             rest on disk), or a folder: as "disk", and weights that cannot be used as they are stored are written
-            there for as long as the model lives. Every pass then reads them, so that long drafts pay most.
+            there for as long as the model lives. Every pass then reads them, so that long drafts gain most.
             Passes are eager. A pair that was loaded with a ``device_map`` runs as it is. None: all in memory.
-        compile: "auto" traces decoding passes that come often, with the numbers of eager ones; True compiles them while
-            the model is loaded; False runs all passes eagerly.
+        compile: "auto" records decoding passes that come often, with the numbers of eager ones; False runs all passes
+            eagerly.
         max_context: most tokens of prompt and output, of which nothing is allocated in advance; None: the model's own
             limit (what yarn and llama3 stretch it to, the first part of longrope); linear and longrope go beyond it.
         max_batch: requests that run at once; more wait.
         exact: bit-equal output for every drafter, gamma, tree and batch.
         strict: a drafter that raises, or proposes what is no draft, ends the request with a ``DraftError``; otherwise
-            the request goes on without it, and the log says so once.
+            the request continues without it, and the log says so once.
         allow_pickle: open pickle weights.
         trust_remote_code: run code that comes with a model.
 
@@ -129,7 +129,7 @@ class LLM:
                 trust_remote_code=trust_remote_code,
                 allow_pickle=allow_pickle,
             ),
-            functools.partial(build_runner, max_slots=max_batch, compile=_compiling(target, compile)),
+            functools.partial(build_runner, max_slots=max_batch, compile=_recording(target, compile)),
             quantize=quantize,
             offload=offload,
             eviction=eviction,
@@ -319,22 +319,21 @@ class LLM:
         return made
 
     def compiled(self) -> bool:
-        """Whether the passes of a request that begins now are recorded, traced or compiled, and need no Python."""
+        """Whether the passes of a request that begins now are recorded, and need no Python."""
         return all(model.recorded() for model in self._pool.models)
 
-    def wait(self, timeout: float | None = None, *, batches: bool = False) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:
         """Wait for kernels that are compiled in the background, and record the passes that any request needs.
 
-        Without this, kernels are taken into use when they are there, and passes are recorded as they come.
+        Without this, kernels are swapped in when they are there, and passes are recorded as they come.
 
         Args:
             timeout: so many seconds at most; None: as long as it takes.
-            batches: also record the larger passes of many requests at once.
 
         Returns:
             Whether the passes of a request that begins now are recorded.
         """
-        wait(self.engine, self._pool.models, timeout, batches=batches)
+        wait(self.engine, self._pool.models, timeout)
         return self.compiled()
 
 
@@ -342,8 +341,7 @@ def _check_options(quantize: object, compile: object, **counts: object) -> None:
     """Refuse values that make no sense."""
     if quantize not in (None, *QUANTIZATIONS):
         raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, QUANTIZATIONS))}")
-    if compile != "auto" and not isinstance(compile, bool):
-        raise InputError(f"compile={compile!r}; expected 'auto', True or False")
+    check_compile(compile)
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise InputError(f"{name}={value!r}; expected a whole number of at least 1")
@@ -357,14 +355,6 @@ def _eviction(spec: CacheSpec, budget: int | str | None, chunk_size: int) -> Evi
     return EvictionPlan(policy, budget, chunk_size, packing=packing, sparse=sparse)
 
 
-def _compiling(target: Any, compile: str | bool) -> str | bool:
-    """Processes that share a target compile nothing: they are not ready for other passes at the same moment.
-
-    Raises:
-        InputError: it was asked for.
-    """
-    if not isinstance(target, tuple) or not is_shared(target[0]):
-        return compile
-    if compile is True:
-        raise InputError("compile is on, and processes share the target's weights; leave it out")
-    return False
+def _recording(target: Any, compile: str | bool) -> str | bool:
+    """Processes that share a target record nothing: they are not ready for other passes at the same moment."""
+    return False if isinstance(target, tuple) and is_shared(target[0]) else compile

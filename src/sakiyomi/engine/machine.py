@@ -33,19 +33,24 @@ _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8
 _PROBE_BYTES = 1 << 28
 
 
-def describe() -> dict[str, Any]:
-    """Versions, devices, threads, memory and what the processor can do."""
+def _facts() -> dict[str, Any]:
     return {
         "sakiyomi": __version__,
         "commit": _commit(),
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "system": f"{platform.system()} {platform.machine()}",
         "processor": processor(),
-        "processor_features": [flag for flag in _FLAGS if flag in features()],
         "cores": _cores(),
         "threads": torch.get_num_threads(),
+    }
+
+
+def describe() -> dict[str, Any]:
+    """Versions, devices, threads, memory and what the processor can do."""
+    return _facts() | {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor_features": [flag for flag in _FLAGS if flag in features()],
         "memory_available_bytes": available_bytes("cpu"),
         "devices": ["cpu", *_gpus()],
     }
@@ -53,18 +58,7 @@ def describe() -> dict[str, Any]:
 
 def conditions(**more: Any) -> dict[str, Any]:
     """The few facts that belong beside every measurement, and more of them."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    found = {
-        "processor": processor(),
-        "cores": _cores(),
-        "threads": torch.get_num_threads(),
-        "load_average": load,
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "sakiyomi": __version__,
-        "commit": _commit(),
-    }
-    return found | more
+    return _facts() | {"load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None} | more
 
 
 _SPEED = {
@@ -143,8 +137,6 @@ def _path(model: ModelRunner) -> str:
     if isinstance(model.module, OwnForward):
         way = BY_TEXT[model.module.reader.way]
         return f"each text by itself through its class's own forward, {way}: {model.module.why}"
-    if model.weights.own_attention:
-        return "attention of its class, which cannot be switched to another one, beside transformers' own cache"
     if model.weights.packed is None:
         return "plain torch" if model.device.type == "cpu" else "torch, with captured passes where it can have them"
     return "the compiled kernels"

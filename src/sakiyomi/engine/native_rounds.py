@@ -32,7 +32,6 @@ from sakiyomi.kernels.native import numbers
 from sakiyomi.model_executor.attention.registry import PassForward
 from sakiyomi.model_executor.program import Program
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.traced import interpreted
 from sakiyomi.sampling.verifiers.native import HALF, KINDS
 
 __all__ = ["NativeRounds"]
@@ -232,7 +231,7 @@ class NativeRounds:
         if kernels is None or None in found or not all(dtypes):
             return False
         self.__del__()
-        self._rounds, self._made_for = 0, []  # if what follows is interrupted, nobody uses what is gone
+        self._rounds, self._made_for = 0, []  # if what follows is interrupted, nothing refers to them
         self._turns.clear()
         self._passes.clear()
         self._checked.clear()
@@ -263,8 +262,7 @@ class NativeRounds:
             while code > 0:
                 replay, ids, positions = passes[code]
                 began = now()
-                with interpreted():
-                    logits = replay(ids, positions)[0]
+                logits = replay(ids, positions)[0]
                 spent = now() - began
                 held.append(logits)  # the kernels may look at it again
                 if code not in self._checked and not _readable(logits, self._target if code % 2 else self._models[0]):

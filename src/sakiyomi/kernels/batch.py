@@ -134,24 +134,6 @@ class BatchPlan:
             return np.arange(part.length, part.length + (len(part.tokens) if part.block else row + 1))
         return part.length - part.done + _paths(part.parents)[part.done + row]
 
-    def lineage(self, segment: int, count: int) -> Ints:
-        """Columns of the last `count` tokens on the way to each row of a segment, itself last: (rows, count) int64.
-
-        What layers read that see a few tokens only. Negative columns lie before the text.
-        """
-        _, _, rows, length, _ = self.table[segment]
-        part = self.parts[segment]
-        columns = [np.arange(length, length + rows)]
-        for _ in range(count - 1):
-            before = columns[-1] - 1
-            if part.parents is not None:
-                first = length - part.done  # column of the tree's root
-                parents = np.array(part.parents, np.int64)
-                inside = columns[-1] >= first
-                before[inside] = first + parents[columns[-1][inside] - first]
-            columns.append(before)
-        return np.stack(columns[::-1], 1)
-
     def visible(self, segment: int, window: int = 0, device: torch.device | str = "cpu", *, dropped: int = 0) -> Tensor:
         """Which columns of its slot each row of a segment sees.
 

@@ -67,7 +67,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_program": ([_int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _int64, _pointer], _int64),
     "sk_free_program": ([_int64], None),
     "sk_constant": ([_int64, _int64, _pointer, _int64, _int64, _pointer, _pointer], None),
-    "sk_run": ([_int64, _int64, *[_pointer] * 4], ctypes.c_int),
+    "sk_run": ([_int64, _int64, _pointer, _pointer, _int64, *[_pointer] * 3], ctypes.c_int),
     "sk_rounds": ([*[_pointer] * 5], _int64),
     "sk_free_rounds": ([_int64], None),
     "sk_enter": ([_int64, ctypes.c_char_p, *[_int64] * 5, ctypes.c_char_p], _int64),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,30 +17,6 @@ BLOCK = 32  # output channels side by side, as linear.h reads them
 PIECE = 2048  # output channels that are packed at once; a multiple of BLOCK
 GROUP = 32  # weights of 4 bits that share a scale
 PARTS = ("data", "bias", "scale", "sum", "scales")  # in the order of sk_weight
-
-
-def attend_shape(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-    """What an operator of attention gives, without numbers."""
-    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
-
-
-def cross_shape(q: Tensor, layer: int, scaling: float) -> Tensor:
-    """The same of cross-attention."""
-    return q.new_empty(1, q.shape[2], q.shape[1], q.shape[3])
-
-
-@functools.cache
-def _register_shapes() -> None:
-    torch.library.register_fake("sakiyomi_cpu::linear", lambda x, index, out: x.new_empty(*x.shape[:-1], out))
-    torch.library.register_fake("sakiyomi_cpu::attend", attend_shape)
-    torch.library.register_fake("sakiyomi_cpu::cross", cross_shape)
-    torch.library.register_fake("sakiyomi_cpu::recur", lambda rows, fixed, number: torch.empty_like(rows[0]))
-    torch.library.register_fake(
-        "sakiyomi_cpu::experts", lambda x, chosen, first, count, out: x.new_empty(chosen.numel(), out)
-    )
-    torch.library.register_fake("sakiyomi_cpu::norm", lambda rows, weight, eps, form: torch.empty_like(rows[0]))
-    torch.library.register_fake("sakiyomi_cpu::gated", lambda gate, up, form: gate.new_empty(gate.shape))
-    torch.library.register_fake("sakiyomi_cpu::rotate", lambda x, cos, sin: x.new_empty(x.shape))
 
 
 def pack_weight(weight: Tensor) -> dict[str, Tensor]:
@@ -201,7 +176,6 @@ class PackedWeights:
     experts = False
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        _register_shapes()
         self.library = library
         self.number: int = library.sk_weights()
         self._session: int = library.sk_session(self.number)

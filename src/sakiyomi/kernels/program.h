@@ -38,6 +38,7 @@ enum class Op : int64_t {
   gated,       // gate, up, form
   rotate,      // x, cosines, sines
   rows,        // table, numbers of its rows
+  kept,        // x, dimension: those of its rows that the pass is asked for
   size,        // x, dimension
   view,        // x, sizes: one of them may be -1
   transpose,   // x, dimension, dimension
@@ -77,7 +78,7 @@ struct Output {
 class Program {
  public:
   // `values`: how many there are. `code`: of each step the operator, the value that it makes, how many it reads, and kind and value of each.
-  // The first values are ids and positions.
+  // The first values are ids, positions, and the numbers of the rows that the pass is asked for.
   Program(int64_t values, int64_t length, const int64_t* code, std::vector<Output> outputs, std::vector<int64_t> tables,
           std::vector<std::string> texts)
       : tensors_(values), numbers_(values), outputs_(std::move(outputs)), tables_(std::move(tables)), texts_(std::move(texts)) {
@@ -109,11 +110,14 @@ class Program {
     return std::all_of(positions, positions + count, [&](int64_t position) { return position >= 0 && position < rows; });
   }
 
-  // The pass that was begun. `to`: where its outputs go; where null they stay here until the next pass.
-  void run(int64_t size, const int64_t* ids, const int64_t* positions, void* const* to) {
+  // The pass that was begun, of `size` rows. `kept`: what is asked for are so many of them, by their numbers in `keep`; -1: all. `to`: where
+  // the outputs go; where null they stay here until the next pass.
+  void run(int64_t size, const int64_t* ids, const int64_t* positions, int64_t kept, const int64_t* keep, void* const* to) {
     const int32_t whole = torch.aoti_torch_dtype_int64;
     tensors_[0] = Tensor::around((void*)ids, {1, size}, whole);
     tensors_[1] = Tensor::around((void*)positions, {1, size}, whole);
+    tensors_[2] = kept < 0 ? Tensor() : Tensor::around((void*)keep, {kept}, whole);
+    const int64_t rows = kept < 0 ? size : kept;
     const OwnMemory ours;
     for (const Step& step : steps_) {
       const auto output = std::find_if(outputs_.begin(), outputs_.end(), [&](const Output& each) { return each.value == step.to; });
@@ -123,7 +127,7 @@ class Program {
     for (size_t i = 0; i < outputs_.size(); ++i) {
       const Output& output = outputs_[i];
       Tensor& found = tensors_[output.value];
-      check(found.defined() && found.dtype() == output.dtype && found.numel() == size * output.width, "an output of another size or type");
+      check(found.defined() && found.dtype() == output.dtype && found.numel() == rows * output.width, "an output of another size or type");
       if (!to) {
         if (!found.is_contiguous()) found = found.contiguous_copy();
         continue;
@@ -184,6 +188,16 @@ class Program {
       case Op::gated: y = gated(tensor(given[0]), tensor(given[1]), number(given[2])); break;
       case Op::rotate: y = rotate(tensor(given[0]), tensor(given[1]), tensor(given[2])); break;
       case Op::rows: y = rows(tensor(given[0]), tensor(given[1])); break;
+      case Op::kept: {
+        const Tensor& x = tensor(given[0]);
+        y = x.another();
+        if (tensors_[2].defined()) {
+          std::vector<Value> stack{(Value)x.for_torch(), (Value)along(x, number(given[1])), (Value)tensors_[2].for_torch()};
+          call("aten::index_select", "", stack, 1);
+          y = Tensor(stack[0]);
+        }
+        break;
+      }
       case Op::size: numbers_[step.to] = tensor(given[0]).size(along(tensor(given[0]), number(given[1]))); break;
       case Op::view: y = viewed(tensor(given[0]), given); break;
       case Op::transpose: {
@@ -299,7 +313,8 @@ class Program {
   // Of whole numbers and a number torch makes another type than of whole numbers and a tensor without dimensions.
   void check_number(const std::vector<Operand>& given) const {
     const int32_t dtype = tensor(given[0]).dtype();
-    const bool whole = dtype != torch.aoti_torch_dtype_bfloat16 && dtype != torch.aoti_torch_dtype_float32 && dtype != torch.aoti_torch_dtype_float64;
+    const auto real = {torch.aoti_torch_dtype_float16, torch.aoti_torch_dtype_bfloat16, torch.aoti_torch_dtype_float32, torch.aoti_torch_dtype_float64};
+    const bool whole = std::find(real.begin(), real.end(), dtype) == real.end();
     check(given[1].kind != Operand::real || !whole, "whole numbers and another one");
   }
 
@@ -389,12 +404,13 @@ void sk_constant(int64_t program, int64_t value, void* data, int64_t dtype, int6
   ((Program*)program)->set(value, Tensor::around(data, {sizes, sizes + dim}, dtype, strides));
 }
 
-// Runs the pass that was begun; `to`: where its outputs go. 0: it is done; 1: a position lies behind the tables, nothing was done; 2: it
-// fails, and `why` says why.
-int sk_run(int64_t program, int64_t size, const int64_t* ids, const int64_t* positions, void* const* to, const char** why) try {
+// Runs the pass that was begun, see Program::run. 0: it is done; 1: a position lies behind the tables, nothing was done; 2: it fails, and
+// `why` says why.
+int sk_run(int64_t program, int64_t size, const int64_t* ids, const int64_t* positions, int64_t kept, const int64_t* keep, void* const* to,
+           const char** why) try {
   auto& own = *(Program*)program;
   if (!own.reaches(positions, size)) return 1;
-  own.run(size, ids, positions, to);
+  own.run(size, ids, positions, kept, keep, to);
   return 0;
 } catch (const std::exception& error) {
   static thread_local std::string said;

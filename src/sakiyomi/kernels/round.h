@@ -132,7 +132,7 @@ struct Rounds {
       Program* program = model.programs[which];
       if (!program || !program->reaches(ids + size, size)) return code;
       const auto start = Clock::now();
-      program->run(size, ids, ids + size, nullptr);
+      program->run(size, ids, ids + size, -1, nullptr, nullptr);
       held.push_back(program->logits());
       took(code, seconds_since(start));
       code = take(held.back().data());

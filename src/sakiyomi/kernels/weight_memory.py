@@ -1,7 +1,8 @@
 """Memory for packed weights: few large pieces on huge pages, where the system gives them.
 
 A decoding pass reads all weights once, and on pages of 4 KiB a core waits for addresses: on huge ones it reads a fifth
-more in the same time (docs/log.md). Pages are asked for with ``madvise``, since most systems give them to nobody else.
+more in the same time (benchmarks/log/passes-cpu.md). Pages are asked for with ``madvise``,
+since most systems give them to nobody else.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Models as the engine runs them: loading, packed passes, attention backends, compiled passes."""
+"""Models as the engine runs them: loading, packed passes, attention backends, recorded passes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.eviction import EvictingCache
@@ -13,7 +13,7 @@ from sakiyomi.cache.eviction_plan import Capacity, EvictionPlan
 from sakiyomi.cache.layer_state import make_states
 from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.process import share_processors
 from sakiyomi.kernels.batch import SequenceRows
@@ -24,70 +24,64 @@ from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.own_forward import ways_of
 from sakiyomi.model_executor.positions import rope_limit
 from sakiyomi.model_executor.proof import prove
-from sakiyomi.model_executor.recorded import RecordedModel
+from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.session import ALL_SIZES, SIZES, TARGET_SIZES
+from sakiyomi.model_executor.session import ALL_SIZES, SIZES
 from sakiyomi.model_executor.weights import ModelWeights, on_gpu
 
-__all__ = ["build_runner"]
+__all__ = ["RunnerOptions", "build_runner", "check_compile"]
 
 logger = logging.getLogger("sakiyomi")
 ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs more than it brings
 
 
-def build_runner(
-    model: Any,
-    *,
-    max_slots: int = 8,
-    compile: bool | str = "auto",
-    exact: bool = False,
-    owned: bool = False,
-    first_sizes: Sequence[int] = TARGET_SIZES,
-    quantize: str | None = None,
-    text: Sequence[int] = (),
-    prepared: Prepared | None = None,
-    eviction: EvictionPlan | None = None,
-    offloaded: MappedFiles | None = None,
-    max_context: int | None = None,
-    make_cache: Callable[..., SlotCache] = SlotCache,
-) -> ModelRunner:
-    """A session of a model of its own.
+class RunnerOptions(TypedDict, total=False):
+    """What a session is to be; all of it may be left out.
 
-    A model that cannot be served on our cache runs text by text through its own forward (``own_forward.py``).
-
-    Args:
-        model, owned, prepared, quantize: see ``ModelWeights``.
-        max_slots: requests at once at most.
-        compile, exact, first_sizes: see ``ModelRunner``.
+    Attributes:
+        max_slots: requests at once at most; 8.
+        exact: see ``Session``.
+        owned, prepared, quantize: see ``ModelWeights``.
         text: token ids on which quantizing is judged, and the levels of a quantized cache are fitted.
         eviction: keeps the cache within a budget; None: all pairs stay.
         offloaded: where the cache's files lie; None: it lies in memory.
         max_context: tokens that a text is to have at most; None: as many as our cache can have.
         make_cache: takes the arguments of ``SlotCache``.
+    """
+
+    max_slots: int
+    exact: bool
+    owned: bool
+    prepared: Prepared | None
+    quantize: str | None
+    text: Sequence[int]
+    eviction: EvictionPlan | None
+    offloaded: MappedFiles | None
+    max_context: int | None
+    make_cache: Callable[..., SlotCache]
+
+
+def build_runner(model: Any, *, compile: bool | str = "auto", **options: Unpack[RunnerOptions]) -> ModelRunner:
+    """A session of a model of its own.
+
+    A model that cannot be served on our cache runs text by text through its own forward (``own_forward.py``).
+
+    Args:
+        model: see ``ModelWeights``.
+        compile: "auto": passes that come often are recorded; False: all are eager.
+        **options: see ``RunnerOptions``.
 
     Raises:
+        InputError: see ``check_compile``.
         UnsupportedError: the model's attention cannot be served, nothing here can compute with 8 bits, or its cache
             cannot lie in files.
     """
-    build = functools.partial(
-        _build,
-        model,
-        max_slots=max_slots,
-        compile=compile,
-        exact=exact,
-        owned=owned,
-        first_sizes=first_sizes,
-        quantize=quantize,
-        text=text,
-        prepared=prepared,
-        eviction=eviction,
-        offloaded=offloaded,
-        make_cache=make_cache,
-        max_context=max_context,
-    )
+    check_compile(compile)
+    build = functools.partial(_build, model, records=bool(compile), **options)
+    max_context = options.get("max_context")
     _check_crossing(model, max_context)
-    apart = exact or quantize or prepared is not None or eviction is not None or offloaded is not None
+    apart = any(options.get(name) for name in ("exact", "quantize", "prepared", "eviction", "offloaded"))
     try:
         check_states(model.config, type(model))
         _check_context(model.config, max_context)
@@ -113,19 +107,18 @@ def build_runner(
 def _build(
     model: Any,
     *,
-    max_slots: int,
-    compile: bool | str,
-    exact: bool,
-    owned: bool,
-    first_sizes: Sequence[int],
-    quantize: str | None,
-    text: Sequence[int],
-    prepared: Prepared | None,
-    eviction: EvictionPlan | None,
-    offloaded: MappedFiles | None,
-    make_cache: Callable[..., SlotCache],
-    max_context: int | None,
+    records: bool,
     way: str | None = None,
+    max_slots: int = 8,
+    exact: bool = False,
+    owned: bool = False,
+    prepared: Prepared | None = None,
+    quantize: str | None = None,
+    text: Sequence[int] = (),
+    eviction: EvictionPlan | None = None,
+    offloaded: MappedFiles | None = None,
+    max_context: int | None = None,
+    make_cache: Callable[..., SlotCache] = SlotCache,
 ) -> ModelRunner:
     """See ``build_runner``; in this way through the model's own forward, see ``ModelWeights``."""
     # Policies look at the keys of each head; products with latents are no sums row by row; layers that are to be
@@ -136,7 +129,7 @@ def _build(
     if offloaded is not None:
         _check_files(weights)
     # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
-    waits = compile == "auto" and not exact and not quantize and prepared is None
+    waits = records and not exact and not quantize and prepared is None
     weights.unsettled = waits and (weights.packable or on_gpu(weights)) and not native_at_hand()
     if weights.unsettled:
         share_processors(True)
@@ -165,10 +158,9 @@ def _build(
         cache,
         sources=sources,
         observer=eviction.observer if eviction is not None else None,
-        compile=compile,
+        records=records,
         exact=exact,
         sizes=sizes,
-        first_sizes=first_sizes,
         evicts=evicts,
     )
     cache.on_move = runner.moved
@@ -185,9 +177,21 @@ def _build(
         _make_exact(runner)
     if eviction is not None:
         name = type(weights.module).__name__
-        eviction.check_model(name, weights.shapes, own_attention=weights.own_attention, has_encoder=sources is not None)
+        eviction.check_model(name, weights.shapes, has_encoder=sources is not None)
         runner.evict_by(eviction, EvictingCache(eviction, capacity, cache, runner))
     return runner
+
+
+def check_compile(compile: object) -> None:
+    """Refuse what is neither "auto" nor False.
+
+    Raises:
+        InputError: it is.
+    """
+    if compile is True:
+        raise InputError("compile=True: recorded passes are as fast or faster than compiled ones; use compile='auto'")
+    if compile != "auto" and compile is not False:
+        raise InputError(f"compile={compile!r}; expected 'auto' or False")
 
 
 def _check_context(config: Any, wanted: int | None) -> None:
@@ -269,11 +273,6 @@ def _check_files(weights: ModelWeights) -> None:
 def _make_exact(runner: ModelRunner) -> None:
     """Keep only row counts at which rows are independent, found by a self-test on the path that will run."""
     name = type(runner.module).__name__
-    if runner.weights.own_attention:
-        raise UnsupportedError(
-            f"exact=True: {name} keeps its own attention, whose sums depend on the other "
-            "requests of a pass; use exact=False"
-        )
     if runner.weights.has_experts and not runner.weights.packed_experts:
         raise UnsupportedError(
             f"exact=True: {name} gathers rows by expert in code of its own, so that sums depend on the other rows "

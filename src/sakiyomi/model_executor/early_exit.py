@@ -6,7 +6,6 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.session import DRAFT_SIZES
 from sakiyomi.model_executor.structural_copy import some_layers
 
 __all__ = ["FirstLayers"]
@@ -17,19 +16,19 @@ class FirstLayers(ModelRunner):
 
     Nothing is copied but the modules that hold the list of layers. A pass writes keys and values of these layers into
     the model's own cache, in the columns that the plan says; a pass of the whole model over the same columns overwrites
-    them, and what is behind a slot's length nobody reads. On a GPU its passes run without captured graphs.
+    them, and what is behind a slot's length is never read. On a GPU its passes run without captured graphs.
 
     Args:
         whole: the model.
         count: layers that are run, at least 1 and fewer than there are.
-        compile: see ``Session``; None: as the model's.
+        records: see ``Session``; None: as the model's.
 
     Raises:
         InputError: there are not so many.
         UnsupportedError: the model's layers are not one list of modules.
     """
 
-    def __init__(self, whole: ModelRunner, count: int, *, compile: bool | str | None = None) -> None:
+    def __init__(self, whole: ModelRunner, count: int, *, records: bool | None = None) -> None:
         layers = int(whole.config.num_hidden_layers)
         if not 1 <= count < layers:
             raise InputError(f"early exit after layer {count}; the model has {layers}: give one of 1 to {layers - 1}")
@@ -45,8 +44,7 @@ class FirstLayers(ModelRunner):
             module=self._cut(whole.module),
             sources=whole.sources,
             eviction=whole.eviction,
-            compile=whole.compile if compile is None else compile,
-            first_sizes=DRAFT_SIZES,
+            records=whole.records if records is None else records,
             depth=count,
         )
         self.take_backend()

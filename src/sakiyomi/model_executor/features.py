@@ -45,7 +45,7 @@ class PassOutput:
 
 
 class PassStates(Mapping[int, Tensor]):
-    """Hidden states of a pass by layer, cut to its own rows when they are asked for: mostly nobody does.
+    """Hidden states of a pass by layer, cut to its own rows when they are asked for, which is rare.
 
     Args:
         layers: that ran and are captured.
@@ -85,9 +85,7 @@ class HiddenStateCapture:
         self.layers: tuple[int, ...] = ()
         self.wanted: dict[int, nn.Module] = {}
         self._hooks: list[Any] = []
-        # By layer; what a pass that is being compiled in another thread makes is kept apart.
-        self._states: dict[int, Tensor] = {}
-        self._traced: dict[int, Tensor] = {}
+        self._states: dict[int, Tensor] = {}  # by layer
 
     def listen(self, head: nn.Module) -> None:
         """Capture from now on what this head reads and what the wanted layers give, and nothing else."""
@@ -95,11 +93,11 @@ class HiddenStateCapture:
         layers = self.wanted
 
         def read(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._note(HEAD, inputs[0])
+            self._states[HEAD] = inputs[0]
 
         def gave(layer: int) -> Any:
             def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                self._note(layer, output[0] if isinstance(output, tuple) else output)
+                self._states[layer] = output[0] if isinstance(output, tuple) else output
 
             return hook
 
@@ -107,23 +105,16 @@ class HiddenStateCapture:
         self._hooks = [head.register_forward_pre_hook(read)]
         self._hooks += [module.register_forward_hook(gave(layer)) for layer, module in layers.items()]
 
-    def _note(self, layer: int, states: Tensor) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            self._traced[layer] = states
-        else:
-            self._states[layer] = states
-
     def leave(self) -> None:
         """Capture nothing any more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.layers = [], ()
         self._states.clear()
-        self._traced.clear()
 
     def begin(self) -> None:
         """Forget what the pass before has left."""
-        (self._traced if torch.compiler.is_dynamo_compiling() else self._states).clear()
+        self._states.clear()
 
     def give(self, states: Sequence[Tensor]) -> None:
         """Leave these as the pass's own, in the order of ``take``: it was made of several forwards."""
@@ -131,5 +122,4 @@ class HiddenStateCapture:
 
     def take(self) -> tuple[Tensor, ...]:
         """What the pass has left, (1, rows, hidden) each; layers that it did not reach are left out."""
-        states = self._traced if torch.compiler.is_dynamo_compiling() else self._states
-        return tuple(states[layer] for layer in self.layers if layer in states)
+        return tuple(self._states[layer] for layer in self.layers if layer in self._states)

@@ -1,29 +1,28 @@
-"""A traced pass as a list of steps that the compiled kernels run by themselves: no Python is called.
+"""A pass as a list of steps that the compiled kernels run by themselves.
 
 `kernels/program.h` runs it, with the operators that torch would call, so that its logits are equal to the last bit.
 What follows from positions alone, as the angles of rotary embeddings, is computed once by torch for all of them, and
-looked up. Operators that are not the kernels' own are torch's, called from there (``torch_steps.py``).
+looked up. Operators that are not the kernels' own are torch's, called by name (``torch_steps.py``).
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.build import loaded
 from sakiyomi.kernels.native import numbers
 from sakiyomi.model_executor.attention.registry import PassResult
 from sakiyomi.model_executor.program_steps import Builder
-from sakiyomi.model_executor.torch_steps import DTYPES, WHOLE, Operand
+from sakiyomi.model_executor.torch_steps import DTYPES
 
-__all__ = ["Program", "program_of"]
+__all__ = ["Program"]
 
-logger = logging.getLogger("sakiyomi")
 REACH = 2048  # positions that are computed at first
 
 
@@ -31,24 +30,37 @@ class Program:
     """Runs passes of a model: see ``PassForward``.
 
     Args:
-        builder: of its steps.
-        outputs: the values that a pass gives, logits first.
-        rows: of each, how many numbers there are in one and of which type.
+        graph: TorchScript, from ids, positions, perhaps the rows to keep, and what is given, to what a pass gives.
+        given: tensors that are the same in all passes.
+        rows: of each output, logits first, how many numbers there are in a row and of which type.
 
     Attributes:
         number: of the program in the kernels.
         calls: operators of torch that it calls.
+
+    Raises:
+        UnsupportedError: there are no kernels, or one of its operators cannot be called.
     """
 
-    def __init__(self, builder: Builder, outputs: Sequence[int], rows: Sequence[tuple[int, torch.dtype]]) -> None:
-        self.number, self.calls = 0, tuple(text for text in builder.texts if "::" in text)
+    def __init__(self, graph: Any, given: Sequence[Tensor], rows: Sequence[tuple[int, torch.dtype]]) -> None:
+        self.number = 0
+        if loaded() is None:
+            raise UnsupportedError("there are no kernels")
         self._kernels = cast(Any, loaded())
-        self._held = builder.constants
+        graph = graph.copy()
+        torch._C._jit_pass_inline(graph)
+        torch._C._jit_pass_dce(graph)
+        builder = Builder(graph, given)
+        outputs = builder.outputs
+        self.calls = tuple(text for text in builder.texts if "::" in text)
+        self._held, self._functions = builder.constants, builder.functions
         self._tables, self._reach = builder.tables, 0
         self._rows = tuple(rows)
         code = numbers(builder.code)
         tables = numbers([number for number, _ in self._tables])
-        about = [x for value, (width, dtype) in zip(outputs, rows, strict=True) for x in (value, width, DTYPES[dtype])]
+        about = [
+            x for made, (width, dtype) in zip(outputs, rows, strict=True) for x in (made.value, width, DTYPES[dtype])
+        ]
         sizes = builder.count, len(code), code, len(outputs), numbers(about), len(tables), tables
         texts = [text.encode() for text in builder.texts]
         self.number = int(self._kernels.sk_program(*sizes, len(texts), (ctypes.c_char_p * len(texts))(*texts)))
@@ -64,16 +76,22 @@ class Program:
         """Whether logits are of this width and type."""
         return self._rows[0] == (vocab, dtype)
 
-    def __call__(self, ids: Tensor, positions: Tensor) -> PassResult:
-        """The pass that was begun, with all of its rows.
+    def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> PassResult:
+        """The pass that was begun.
+
+        Args:
+            ids, positions: (1, N) of its rows.
+            keep: (K,) numbers of the rows whose outputs are wanted; None: all.
 
         Raises:
             RuntimeError: it cannot be run.
         """
-        made = [torch.empty(1, ids.shape[1], width, dtype=dtype) for width, dtype in self._rows]
+        count = ids.shape[1] if keep is None else len(keep)
+        made = [torch.empty(1, count, width, dtype=dtype) for width, dtype in self._rows]
         places = (ctypes.c_void_p * len(made))(*[tensor.data_ptr() for tensor in made])
         why = ctypes.c_char_p()
-        given = ids.shape[1], ids.data_ptr(), positions.data_ptr(), places, ctypes.byref(why)
+        kept = (-1, None) if keep is None else (count, keep.data_ptr())
+        given = ids.shape[1], ids.data_ptr(), positions.data_ptr(), *kept, places, ctypes.byref(why)
         code = self._kernels.sk_run(self.number, *given)
         if code == 1:
             self._extend(int(positions.max()) + 1)
@@ -88,7 +106,7 @@ class Program:
         self._kernels.sk_constant(self.number, number, tensor.data_ptr(), *about)
 
     def _extend(self, positions: int) -> None:
-        """Have tables reach so far, and some more."""
+        """Make tables for so many positions, and some more."""
         wanted = max(positions, 2 * self._reach, REACH)
         while positions > self._reach:
             try:
@@ -99,37 +117,3 @@ class Program:
                 if wanted == positions:
                     raise
                 wanted = (wanted + positions) // 2
-
-
-def program_of(
-    graph: Any, given: Sequence[Tensor], rows: Sequence[tuple[int, torch.dtype]], head: Any = None, tail: Any = None
-) -> Program | None:
-    """A traced pass as a program; None: there are no kernels, or one of its operators is not among theirs.
-
-    Args:
-        graph: TorchScript, from ids, positions, perhaps the rows to keep, and what is given, to what a pass gives.
-        given: tensors that are the same in all passes.
-        rows: see ``Program``.
-        head: a packed layer that makes logits, which become the first output, of the graph's only one.
-        tail: a graph from what the head gives to logits; None: these are the logits.
-    """
-    if loaded() is None:
-        return None
-    try:
-        builder = Builder(_inlined(graph), given)
-        outputs = list(builder.outputs)
-        if head is not None:
-            logits = builder.emit("linear", outputs[0], Operand(WHOLE, head.index), Operand(WHOLE, head.out_features))
-            outputs.insert(0, logits if tail is None else builder.follow(_inlined(tail), logits))
-        made = [each.value for each in outputs]
-        return Program(builder, made, rows) if len(made) == len(rows) else None
-    except Exception as error:  # whatever it is, the trace is there
-        logger.debug("a pass has no program: %r", error)
-        return None
-
-
-def _inlined(graph: Any) -> Any:
-    graph = graph.copy()
-    torch._C._jit_pass_inline(graph)
-    torch._C._jit_pass_dce(graph)
-    return graph

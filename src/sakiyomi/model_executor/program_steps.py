@@ -1,14 +1,14 @@
 """The steps of a program: what becomes of each operator in a traced pass.
 
-Operators that the kernels have are theirs; all others are torch's, called from C++ (``torch_steps.py``).
+Operators that the kernels have are theirs; all others are torch's, called by name (``torch_steps.py``).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,31 +19,33 @@ from sakiyomi.model_executor.torch_steps import (
     DTYPES,
     NUMBER,
     REAL,
-    REWRITES,
     TENSOR,
     TEXT,
     WHOLE,
     Operand,
-    as_tensor,
+    PythonFunction,
     each_of,
+    run_node,
     torch_call,
 )
 
 __all__ = ["Builder", "leaves"]
 
 OPERATORS = (
-    "linear", "experts", "attend", "cross", "recur", "norm", "gated", "rotate", "rows", "size", "view", "transpose",
-    "unsqueeze", "slice", "part", "contiguous", "add", "sub", "mul", "div", "whole", "torch",
+    "linear", "experts", "attend", "cross", "recur", "norm", "gated", "rotate", "rows", "kept", "size", "view",
+    "transpose", "unsqueeze", "slice", "part", "contiguous", "add", "sub", "mul", "div", "whole", "torch",
 )  # fmt: skip
 """In the order of Op in program.h."""
 ARITHMETIC = ("aten::add", "aten::sub", "aten::mul", "aten::floor_divide")
 """Of whole numbers, in the order of Arithmetic in program.h."""
-VIEWS = {"view", "transpose", "unsqueeze", "slice", "part", "contiguous"}
+VIEWS = {"kept", "view", "transpose", "unsqueeze", "slice", "part", "contiguous"}
 """Steps whose results may lie in the memory of what they are given."""
 COUNTING = {"size", "whole"}
 """Steps that make a whole number."""
-IDS, POSITIONS = range(2)  # the first values
-_ALIKE = {"prim::NumToTensor", "aten::Int", "aten::dropout", "aten::detach"}
+IDS, POSITIONS, KEEP = range(3)  # the first values
+_ALIKE = (
+    "prim::NumToTensor", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit", "aten::dropout", "aten::detach",
+)  # fmt: skip
 """Operators that give what they are given."""
 
 
@@ -51,16 +53,15 @@ class _OfPositions:
     """What follows from positions alone, which torch computes."""
 
 
-class _AllRows:
-    """The rows that are kept, which are all."""
+class _KeptRows:
+    """The numbers of the rows that a pass is asked for."""
 
 
 class Builder:
     """The steps of a graph.
 
     Args:
-        graph: as of ``program_of``.
-        given: as there.
+        graph, given: see ``Program``.
 
     Attributes:
         code: of the steps, as `sk_program` takes them.
@@ -68,45 +69,39 @@ class Builder:
         constants: tensors that are the same in all passes, by their values.
         tables: what makes those of so many positions, with their values.
         texts: that steps name.
+        functions: of Python that steps call.
         outputs: of the graph, as steps read them.
 
     Raises:
-        UnsupportedError: an operator is not among the kernels'.
+        UnsupportedError: an operator can be called neither by the kernels nor by Python.
     """
 
     def __init__(self, graph: Any, given: Sequence[Tensor]) -> None:
         self.code: list[int] = []
-        self.count = 2
+        self.count = 3
         self.constants: dict[int, Tensor] = {}
         self.tables: list[tuple[int, Callable[[int], Tensor]]] = []
         self.texts: list[str] = []
-        self._lasting = {IDS, POSITIONS}  # values in memory that other passes read, too
+        self.functions: list[PythonFunction] = []
+        self._graph = graph  # its nodes are read later, too
+        self._lasting = {IDS, POSITIONS, KEEP}  # values in memory that other passes read, too
         self._shared: set[int] = set()  # in that of another value
+        self._held = {tensor.untyped_storage().data_ptr() for tensor in given}  # memory that the model holds
         self._known: dict[int, Any] = {}
         self._looked_up: dict[int, int] = {}
         inputs = [value for value in graph.inputs() if isinstance(value.type(), torch._C.TensorType)]
-        keeping = [_AllRows()] * (len(inputs) - len(given) - 2)
+        keeping = [_KeptRows()] * (len(inputs) - len(given) - 2)
         known = [Operand(TENSOR, IDS), _OfPositions(), *keeping, *given]
         self._known |= {value.unique(): each for value, each in zip(inputs, known, strict=True)}
         self._positions = inputs[POSITIONS]
         self._looked_up[self._positions.unique()] = POSITIONS
         for value in graph.inputs():
             self._known.setdefault(value.unique(), None)  # the script itself
-        self.outputs = self._run(graph)
-
-    def follow(self, graph: Any, given: Operand) -> Operand:
-        """The steps of another graph behind these, of one tensor; what it gives."""
-        inputs = [(value.unique(), isinstance(value.type(), torch._C.TensorType)) for value in graph.inputs()]
-        self._known = {number: given if tensor else None for number, tensor in inputs}
-        (found,) = self._run(graph)
-        return found
-
-    def _run(self, graph: Any) -> list[Operand]:
         with torch.no_grad():
             for node in graph.nodes():
                 self._take(node)
         values = [value for output in graph.outputs() for value in leaves(output)]
-        return [self._operand(value, self._known[value.unique()]) for value in values]
+        self.outputs = [self._operand(value, self._known[value.unique()]) for value in values]
 
     # ------------------------------------------------------------ values
 
@@ -123,7 +118,7 @@ class Builder:
         if isinstance(known, Operand):
             return known
         if isinstance(known, _OfPositions):
-            return Operand(TENSOR, self._look_up(value))
+            return self._at_positions(value)
         if isinstance(known, Tensor):
             if known.dim():
                 return self._fixed(known)
@@ -148,6 +143,17 @@ class Builder:
             self._lasting.add(view)
 
     # ------------------------------------------------------------ what follows from positions alone
+
+    def _at_positions(self, value: Any) -> Operand:
+        """Looked up, or, where it has no row for each position, computed in each pass."""
+        try:
+            return Operand(TENSOR, self._look_up(value))
+        except UnsupportedError:
+            node = value.node()
+            inputs = list(node.inputs())
+            found = self._called(node, inputs, [self._known[each.unique()] for each in inputs])
+            self._known |= {each.unique(): made for each, made in zip(node.outputs(), found, strict=True)}
+            return self._operand(value, self._known[value.unique()])
 
     def _look_up(self, value: Any) -> int:
         """Rows of a table, of the pass's positions."""
@@ -184,7 +190,7 @@ class Builder:
             if not isinstance(held, _OfPositions):
                 return [find(part) for part in each.node().inputs()] if isinstance(held, list) else held
             if each.unique() not in known:
-                known[each.unique()] = _call(each.node(), [find(part) for part in each.node().inputs()])
+                known[each.unique()] = run_node(each.node(), [find(part) for part in each.node().inputs()])
             return known[each.unique()]
 
         with torch.no_grad():
@@ -206,35 +212,44 @@ class Builder:
 
     def _made(self, node: Any, kind: str, inputs: list[Any], known: list[Any]) -> Any:
         if kind == "prim::Constant":
-            return node.output().toIValue()
-        moving = [each for each in _flat(known) if isinstance(each, Operand | _OfPositions | _AllRows)]
+            found = node.output().toIValue()
+            if isinstance(found, Tensor):
+                self._held.add(found.untyped_storage().data_ptr())
+            return found
+        moving = [each for each in _flat(known) if isinstance(each, Operand | _OfPositions | _KeptRows)]
         if kind in ("prim::ListConstruct", "prim::TupleConstruct"):
             return known
         if not moving:
-            return _call(node, known)
+            if _aliases(node) == "written" and known[0].untyped_storage().data_ptr() in self._held:
+                raise UnsupportedError(f"{kind} of what other passes read")
+            return run_node(node, known)
         if kind in _ALIKE and isinstance(known[0], Operand) and (kind != "aten::dropout" or not known[2]):
             return known[0]
         if kind == "aten::size" and len(known) == 2:
             return self.emit("size", *self._operands(zip(inputs, known, strict=True)))
-        if all(isinstance(each, _OfPositions) for each in moving):
+        listed = isinstance(node.output().type(), torch._C.ListType)
+        if not listed and all(isinstance(each, _OfPositions) for each in moving):
             return _OfPositions()
-        if (
-            kind == "aten::index"
-            and isinstance(known[0], Operand)
-            and all(each is None or isinstance(each, _AllRows) for each in known[1])
-        ):
-            return known[0]
+        if kind == "aten::index" and isinstance(known[0], Operand):
+            kept = [d for d, each in enumerate(known[1]) if isinstance(each, _KeptRows)]
+            if len(kept) == 1 and sum(each is None for each in known[1]) == len(known[1]) - 1:
+                return self.emit("kept", known[0], Operand(WHOLE, kept[0]))
         if kind in ("aten::chunk", "aten::split", "aten::split_with_sizes"):
             return self._parts(node, self._operand(inputs[0], known[0]), *known[1:])
         if kind in ARITHMETIC and all(map(_is_whole, known[:2])):
             return self._counted(kind, *self._operands(zip(inputs[:2], known[:2], strict=True)))
         if kind == "aten::neg" and _is_whole(known[0]):
             return self._counted("aten::sub", Operand(WHOLE, 0), self._operand(inputs[0], known[0]))
-        if kind in REWRITES and isinstance(known[0], Operand):
-            found = REWRITES[kind](self, *known)
-            if found is not None:
-                return found
-        return self._step(kind, inputs, known) or self._called(node, inputs, known)[0]
+        if kind == "aten::pow" and isinstance(known[0], Operand) and len(moving) == 1 and known[1] in (2, 3):
+            square = self.emit("mul", known[0], known[0])  # as torch computes it, but for cubes in float16
+            if known[1] == 2:
+                return square
+            if inputs[0].type().scalarType() != "Half":
+                return self.emit("mul", square, known[0])
+        if (found := self._step(kind, inputs, known)) is not None:
+            return found
+        made = self._called(node, inputs, known)
+        return made if listed else made[0]
 
     def _operands(self, pairs: Iterable[Pair]) -> list[Operand]:
         return [self._operand(value, known) for value, known in pairs]
@@ -253,16 +268,26 @@ class Builder:
             return None
         operands = self._operands(pairs)
         if kind.endswith("_") and (operands[0] != known[0] or operands[0].value in self._shared):
-            raise UnsupportedError(f"{kind} of what others read")  # the step makes another tensor
+            return None  # the step makes another tensor, and others read this one
         return self.emit(name, *operands)
 
-    def call(self, name: str, *given: Operand | float, overload: str = "", writes: bool = False) -> Operand:
-        """An operator of torch that gives one tensor: see ``Steps``."""
-        operands = [each if isinstance(each, Operand) else self._fixed(as_tensor(each)) for each in given]
-        return self._torch(name, overload, 1, operands, writes)[0]
-
     def _called(self, node: Any, inputs: list[Any], known: list[Any]) -> list[Operand]:
-        """What an operator of torch gives, which is called from the kernels."""
+        """What an operator of torch gives, which the kernels call by name or through Python."""
+        aliases = _aliases(node)
+        written = known[0] if aliases == "written" else None
+        if aliases == "written" and (not isinstance(written, Operand) or written.value in self._lasting):
+            raise UnsupportedError(f"{node.kind()} of what other passes read")
+        try:
+            found, given = self._by_name(node, inputs, known)
+        except UnsupportedError:
+            found, given = self._through_python(node, inputs, known)
+        if aliases == "viewed":
+            for operand, made in itertools.product(given, found):
+                self._share(operand.value, made.value)
+        return found
+
+    def _by_name(self, node: Any, inputs: list[Any], known: list[Any]) -> tuple[list[Operand], list[Operand]]:
+        """What an operator gives that is called from C++, and the tensors that it is given."""
         call = torch_call(node, inputs, known)
         operands = []
         for kind, each in call.arguments:
@@ -276,14 +301,35 @@ class Builder:
                     raise UnsupportedError(f"{call.name} with an argument of another type")
             else:
                 operands.append(Operand(kind, each))
-        found = self._torch(call.name, call.overload, call.returns, operands, call.writes)
-        if call.views and not call.writes:
-            self._share(operands[0].value, found[0].value)
-        return found
+        made = self._torch(call.name, call.overload, call.returns, operands)
+        return made, [each for each in operands if each.kind == TENSOR]
 
-    def _torch(self, name: str, overload: str, returns: int, given: list[Operand], writes: bool) -> list[Operand]:
-        if writes and given[0].value in self._lasting:
-            raise UnsupportedError(f"{name} of what other passes read")
+    def _through_python(self, node: Any, inputs: list[Any], known: list[Any]) -> tuple[list[Operand], list[Operand]]:
+        """The same of any other operator."""
+        arguments = [self._held_by_python(*pair) for pair in zip(inputs, known, strict=True)]
+        moving = [each for each in _flat(arguments) if isinstance(each, Operand)]
+
+        def run(*given: Any) -> Any:
+            return run_node(node, _filled(arguments, iter(given)))
+
+        outputs = list(node.outputs())
+        returns = _list_size(node) if isinstance(outputs[0].type(), torch._C.ListType) else len(outputs)
+        if not all(isinstance(each.type(), torch._C.TensorType | torch._C.ListType) for each in outputs):
+            raise UnsupportedError(f"{node.kind()}, which gives more than tensors")
+        function = PythonFunction(run, moving, returns)
+        self.functions.append(function)
+        made = self._torch(function.name, "", returns, [Operand(WHOLE, function.number), *moving])
+        return made, [each for each in moving if each.kind == TENSOR]
+
+    def _held_by_python(self, value: Any, known: Any) -> Any:
+        """An argument with operands in the place of what differs from pass to pass."""
+        if isinstance(known, list):
+            return [self._held_by_python(*pair) for pair in each_of(value, known)]
+        if isinstance(known, _KeptRows):
+            raise UnsupportedError("an operator of the rows that a pass is asked for")
+        return self._operand(value, known) if isinstance(known, Operand | _OfPositions) else known
+
+    def _torch(self, name: str, overload: str, returns: int, given: list[Operand]) -> list[Operand]:
         head = self._text(name), self._text(overload), Operand(WHOLE, returns)
         first = self.emit("torch", *head, *given).value
         self.count += returns - 1
@@ -301,11 +347,11 @@ class Builder:
             cuts = [("part", whole, along, Operand(WHOLE, sizes), Operand(WHOLE, i)) for i in range(sizes)]
         else:
             if isinstance(sizes, int):
-                sizes = [sizes] * next(iter(node.output().uses())).user.outputsSize()
+                sizes = [sizes] * _list_size(node)
             ends = [Operand(WHOLE, 0)]
             for size in sizes:
                 ends.append(self._after(ends[-1], size))
-            cuts = [("slice", whole, along, *pair) for pair in pairwise(ends)]
+            cuts = [("slice", whole, along, *pair) for pair in itertools.pairwise(ends)]
         return [self.emit(name, *given) for name, *given in cuts]
 
     def _after(self, end: Operand, size: Any) -> Operand:
@@ -317,7 +363,7 @@ class Builder:
 
 # ---------------------------------------------------------------- which step an operator becomes, and what that reads
 
-Pair = tuple[Any, Any]  # a value of the graph, and what is known of it
+Pair = tuple[Any, Any]  # a value of the graph, and its constant or operand
 Order = Callable[[list[Any], list[Any]], Iterable[Pair] | None]
 
 
@@ -384,25 +430,42 @@ def _flat(known: Any) -> Iterable[Any]:
         yield known
 
 
+def _filled(arguments: list[Any], given: Iterator[Any]) -> list[Any]:
+    """Arguments with what is given, one after the other, in the place of their operands."""
+    found: list[Any] = []
+    for each in arguments:
+        if isinstance(each, list):
+            found.append(_filled(each, given))
+        else:
+            found.append(next(given) if isinstance(each, Operand) else each)
+    return found
+
+
 def _bits(number: float) -> int:
     return int(struct.unpack("=q", struct.pack("=d", number))[0])
 
 
-def _call(node: Any, given: list[Any]) -> Any:
-    """What an operator gives."""
-    kind = node.kind()
-    if kind == "prim::NumToTensor":
-        return torch.tensor(given[0])
-    if kind == "aten::Int":
-        return int(given[0])
-    space, _, name = kind.partition("::")
-    if space != "aten":
-        raise UnsupportedError(kind)
+def _aliases(node: Any) -> str:
+    """Whether what an operator gives may lie in memory that it is given ("viewed"), or is written there ("written")."""
+    if node.kind().startswith("prim::"):
+        return "viewed"
     schema = torch._C.parse_schema(node.schema())
-    operator = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
-    pairs = list(zip(schema.arguments, given, strict=True))
-    by_name = {argument.name: value for argument, value in pairs if argument.kwarg_only}
-    return operator(*[value for argument, value in pairs if not argument.kwarg_only], **by_name)
+    first = schema.arguments[0].alias_info if schema.arguments else None
+    if first is not None and first.is_write:
+        return "written"
+    return "viewed" if any(made.alias_info is not None for made in schema.returns) else ""
+
+
+def _list_size(node: Any) -> int:
+    """How many parts the list has that an operator gives.
+
+    Raises:
+        UnsupportedError: nothing says so.
+    """
+    sizes = [use.user.outputsSize() for use in node.output().uses() if use.user.kind() == "prim::ListUnpack"]
+    if not sizes:
+        raise UnsupportedError(f"{node.kind()}, which gives a list")
+    return int(sizes[0])
 
 
 def leaves(value: Any) -> list[Any]:

@@ -24,7 +24,6 @@ from sakiyomi.model_executor.attention.registry import AttentionBackend, PassFor
 from sakiyomi.model_executor.attention.torch import take_over
 from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
 from sakiyomi.model_executor.session import Session
-from sakiyomi.model_executor.traced import interpreted
 
 __all__ = ["ModelRunner", "first_logits"]
 
@@ -136,15 +135,15 @@ class ModelRunner(Session):
             began = time.perf_counter()
             try:
                 found = None
-                if self.recorder is not None and keep is None and prompts is None:
-                    found = self.recorder.run(self.begin, plan, ids, positions)
+                if self.recorder is not None and prompts is None:
+                    found = self.recorder.run(self.begin, plan, ids, positions, keep)
                 replayed = found is not None
                 if found is None:
                     wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
                     ids, positions = ids.to(self.device), positions.to(self.device)
-                    arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(size) | wanted
                     self.weights.capture.begin()
-                    logits = self.module(input_ids=ids, position_ids=positions, **arguments).logits
+                    given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "use_cache": False}
+                    logits = self.module(**given, **wanted).logits
                     found = logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
@@ -211,7 +210,7 @@ class ModelRunner(Session):
     # ------------------------------------------------------------ passes that the kernels describe
 
     def describable(self) -> bool:
-        """Whether the kernels may describe passes by themselves: these are replayed, and nobody listens to them."""
+        """Whether the kernels may describe passes: these are replayed, and no callback reads their plans."""
         eviction = self.eviction
         return not (
             self.backend.session is None
@@ -243,7 +242,7 @@ class ModelRunner(Session):
         table += (token for part in segments for token in part.tokens)
         for part in segments:
             table += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
-        with self.lock, interpreted():
+        with self.lock:
             packed = struct.pack(f"={len(table)}q", *table)
             self.backend.describe(len(segments), packed, size, ids.data_ptr())
             self.recorder.fresh = False
@@ -257,7 +256,7 @@ class ModelRunner(Session):
     def native_passes(self, rows: int, slot: int | None, length: int) -> tuple[int, tuple[int, ...]] | None:
         """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.
 
-        That is so where decoding passes of so many rows are replayed, and nobody listens to them: see ``replay``.
+        They may where decoding passes of so many rows are replayed and no callback reads their plans: see ``replay``.
 
         Args:
             rows: of the largest pass.
@@ -294,7 +293,7 @@ class ModelRunner(Session):
         assert recorder is not None
         passes: dict[int, tuple[int, float]] = {}  # by rows: how many, and their seconds
         recorder.fresh = False
-        with self.lock, interpreted():
+        with self.lock:
             while size > 0:
                 replay, ids, positions = self.replayed(size)
                 began = now()

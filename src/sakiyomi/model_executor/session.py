@@ -23,25 +23,22 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.hooks import has_hooks
 from sakiyomi.core.process import share_processors
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.kernels.build import native_at_hand
+from sakiyomi.kernels.build import native, native_at_hand
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.model_executor.attention import choose_backend, op
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassRecorder, PassResult
 from sakiyomi.model_executor.attention.torch import TorchBackend
-from sakiyomi.model_executor.compiled import CompiledPasses
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.pass_clock import PassClock
-from sakiyomi.model_executor.recorded import RecordedModel, RecordedPasses
-from sakiyomi.model_executor.traced import TracedPasses
+from sakiyomi.model_executor.recorded_model import RecordedModel
+from sakiyomi.model_executor.recorded_passes import RecordedPasses
 from sakiyomi.model_executor.weights import ModelWeights
 
-__all__ = ["ALL_SIZES", "DRAFT_SIZES", "SIZES", "TARGET_SIZES", "Session"]
+__all__ = ["ALL_SIZES", "SIZES", "Session"]
 
 SIZES = (1, 4, 8, 16, 32, 64)
 # Where none of them has to be recorded or proven first, so many that of no pass a fifth is for nothing.
 ALL_SIZES = tuple(sorted({rows << twice for rows in range(1, 9) for twice in range(5)}))
-# What one request needs, the likeliest first; the others are recorded when they come.
-TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
 
 
 class Session:
@@ -55,11 +52,9 @@ class Session:
         eviction: what stays of the cache; None: all of it.
         observer: a policy that listens to the model's modules, and notes something of each layer's queries; None: none
             does.
-        compile: "auto": passes that come often are traced; True: they are compiled before the first one; False: all
-            are eager.
+        records: passes that come often are recorded; otherwise all are eager.
         exact: every pass has a row count at which a self-test found each row independent of the others.
         sizes: row counts of decoding passes, ascending.
-        first_sizes: those that any request needs.
         evicts: pairs are dropped, quantized or observed.
         depth: layers that run; None: all.
 
@@ -67,7 +62,7 @@ class Session:
         backend: computes attention.
         recorder: replays passes; None: all are eager.
         eviction: what stays of the cache, for the engine.
-        compile: as given.
+        records: as given.
         max_context: tokens that a text may have, prompt included.
         forward_seconds: spent in passes so far.
         watchers: told of every pass when it is done: its plan, and its seconds.
@@ -82,23 +77,22 @@ class Session:
         sources: SourceCache | None = None,
         eviction: ManagedCache | None = None,
         observer: Policy | None = None,
-        compile: bool | str = "auto",
+        records: bool = True,
         exact: bool = False,
         sizes: Sequence[int] = SIZES,
-        first_sizes: Sequence[int] = TARGET_SIZES,
         evicts: bool = False,
         depth: int | None = None,
     ) -> None:
         self.weights, self.cache, self.sources = weights, cache, sources
         self.module: Any = weights.module if module is None else module
         self.eviction: ManagedCache = FullCache(cache) if eviction is None else eviction
-        self.exact, self.sizes, self.first_sizes = exact, tuple(sizes), tuple(first_sizes)
+        self.exact, self.sizes = exact, tuple(sizes)
         self.max_context = weights.max_context
         self.forward_seconds = 0.0
         self.watchers: list[Callable[[BatchPlan, float], None]] = []
         self._observer, self._evicts = observer, evicts
         self._note: op.Note | None = None if observer is None else observer.observe
-        self.compile = compile
+        self.records = records
         self._depth = depth or len(cache.shapes)
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
         self._prompts: TorchBackend | None = None  # reads prompts where only some columns are looked at
@@ -159,7 +153,7 @@ class Session:
     # ------------------------------------------------------------ attention, and recorded passes
 
     def settle(self) -> None:
-        """Take kernels into use that were being built when the model was loaded. Only while no request runs.
+        """Swap in kernels that were being built when the model was loaded. Only while no request runs.
 
         Raises:
             UnsupportedError: the user's model is another one by now.
@@ -198,8 +192,6 @@ class Session:
         self._generation = self.weights.generation
         self.clock = PassClock(self._replays, offloaded=self.weights.offloaded)
         self.recorder = recorder or self._make_recorder()
-        if self.compile is True:
-            self.record(self.sizes)
 
     def _listen(self) -> None:
         """Have the model's modules note what the session wants of a pass: hidden states, queries, raw rows."""
@@ -214,23 +206,20 @@ class Session:
 
     def _make_recorder(self) -> PassRecorder | None:
         weights = self.weights
-        if not self.compile or weights.offloaded or weights.unsettled:
+        if not self.records or weights.offloaded or weights.unsettled:
             return None
-        if isinstance(self.module, RecordedModel):
-            return RecordedPasses(self.module, self.sizes)
         found = self.backend.recorder(self.forward) if self.module is weights.module else None
         if found is not None or self.device.type != "cpu" or weights.own_attention:
             return found
-        if self.compile is True and not weights.stateful:
-            return CompiledPasses(self.forward, self.device, self.sizes)
-        return TracedPasses(self.forward, self.module, self.sizes)
+        if not native_at_hand() or native() is None:
+            return None
+        return RecordedPasses(self.forward, self.module, self.sizes)
 
-    def record(self, sizes: Sequence[int]) -> None:
-        """Record passes of these sizes now, where they can be recorded before they come."""
+    def record(self) -> None:
+        """Record passes now, where they can be recorded before they come."""
         with self.lock, torch.no_grad():
-            for size in sizes if self.recorder is not None else ():
-                assert self.recorder is not None
-                self.recorder.record(self.begin, size)
+            if self.recorder is not None:
+                self.recorder.record(self.begin)
             self.cache.begin(None)
 
     @contextmanager
@@ -243,8 +232,8 @@ class Session:
             self.recorder = recorder
 
     def recorded(self, rows: int | None = None) -> bool:
-        """Whether passes over so many rows are replayed; None: those that any request needs."""
-        return all(map(self._replays, self.first_sizes if rows is None else (self.padded(rows),)))
+        """Whether passes over so many rows are replayed; None: those of the fewest."""
+        return self._replays(self.sizes[0] if rows is None else self.padded(rows))
 
     def padded(self, rows: int) -> int:
         """Rows that a decoding pass over so many really has: passes come in few sizes."""
@@ -262,7 +251,7 @@ class Session:
 
     @property
     def mode(self) -> str:
-        """How the passes that any request needs run now: eager, traced, compiled or captured."""
+        """How the passes that any request needs run now: eager, recorded or captured."""
         return self.recorder.mode if self.recorder is not None and self.recorded() else "eager"
 
     def begin(self, plan: BatchPlan, size: int) -> None:
@@ -273,8 +262,9 @@ class Session:
         self.backend.begin(plan, size)
 
     def want(self, rows: Tensor) -> None:
-        """Have the pass that was begun compute the last layer for these rows alone, where nobody sees the others: no
-        policy listens, no module has hooks, and no state goes on from row to row.
+        """Have the pass that was begun compute the last layer for these rows alone.
+
+        Ignored where something reads the others: a policy, a hook of a module, or a recurrent state.
         """
         weights = self.weights
         if self._observer is not None or weights.stateful or weights.encoder is not None:
@@ -315,7 +305,7 @@ class Session:
     def track_queries(self) -> QueryTrackingCache:
         """Keep the queries of each slot's last row from now on, if that is not done already.
 
-        Running requests go on; their slots' queries are kept from the next text on. Passes are recorded anew.
+        Running requests continue; their slots' queries are kept from the next text on. Passes are recorded anew.
 
         Raises:
             UnsupportedError: the cache does not hold all keys and values, or the model keeps its own.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.session import DRAFT_SIZES
 
 __all__ = ["Excerpt"]
 
@@ -12,7 +11,7 @@ __all__ = ["Excerpt"]
 class Excerpt(ModelRunner):
     """The logits that a model gives where it sees part of what it has read.
 
-    Its own cache is filled by whoever makes excerpts (``SlotCache.excerpt``); passes write behind that, as always.
+    ``SlotCache.excerpt`` fills its own cache; passes write behind that, as always.
     Positions are those of the whole text.
 
     Args:
@@ -25,7 +24,7 @@ class Excerpt(ModelRunner):
         shapes = whole.cache.shapes
         limits = [[pairs] * shape.heads for shape in shapes]
         cache = SlotCache(shapes, dtype=whole.dtype, max_slots=whole.cache.max_slots, limits=limits)
-        super().__init__(whole.weights, cache, first_sizes=DRAFT_SIZES, evicts=True)
+        super().__init__(whole.weights, cache, evicts=True)
         cache.on_move = self.moved
         self.take_backend()
 

@@ -10,7 +10,7 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ from sakiyomi.model_executor.multimodal import set_aside
 from sakiyomi.model_executor.own_forward import expect_own, run_by_text
 from sakiyomi.model_executor.positions import context_note, position_count, rope_limit, take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
-from sakiyomi.model_executor.recorded import RecordedModel
+from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
 from sakiyomi.model_executor.structural_copy import (
     distinct_layers,
@@ -70,7 +70,7 @@ class _Given(NamedTuple):
     text: list[int]
     latents: bool
     theirs: weakref.ref[Any]  # the user's model
-    state: ModelState | None  # what it was like; None: nobody else has it
+    state: ModelState | None  # a record of it; None: the user has no reference to it
 
 
 def is_shared(model: Any) -> bool:
@@ -84,8 +84,8 @@ class ModelWeights:
     Args:
         model: a loaded causal LM, or an encoder-decoder one of a known family; not changed.
         owned: the model was loaded for this alone: its weights are freed when packed, and it cannot run any more.
-        prepared: what is known of a model whose layers are packed already; nothing is quantized then.
-        quantize: "int8" or "int4" quantizes weights to so many bits, and rows to 8, where a layer bears it.
+        prepared: metadata of a model whose layers are packed already; nothing is quantized then.
+        quantize: "int8" or "int4" quantizes weights to so many bits, and rows to 8, in layers whose error stays small.
         text: token ids on which the quantization is judged.
         way: of ``own_forward.WAYS``, that in which texts go through the class's own forward; None: rows of a pass go
             through it together, on our cache.
@@ -102,9 +102,9 @@ class ModelWeights:
         shapes: of the cache, by layer.
         stateful: layers that keep something else than keys and values, see ``cache/layer_state.py``.
         expected: what the model's own forward gives, for the proof that ours gives the same; None: none is made.
-        own_attention: the class keeps its own attention and cannot be switched to another.
+        own_attention: texts go through the class's own forward, see ``way``.
         packed: linear layers in the compiled kernels; None: none are.
-        unsettled: kernels are being built, and taken into use by ``ModelRunner.settle``.
+        unsettled: kernels are being built; ``ModelRunner.settle`` swaps them in.
         generation: grows when modules are replaced by others.
         quantization: what quantizing changed; None where nothing was quantized.
         siblings: names of linear layers that are computed together.
@@ -154,7 +154,10 @@ class ModelWeights:
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
         # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
         self.offloaded = not owned and is_offloaded(self.module)
-        self.stream = _stream(self.module, self.encoder) if self.offloaded else None
+        self.stream: WeightStream | None = None
+        if self.offloaded:
+            parts = self.module if self.encoder is None else nn.ModuleList([self.module, self.encoder.module])
+            self.stream = attach(parts, int(self.module.config.num_hidden_layers))
         for module in self.module.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
@@ -181,7 +184,7 @@ class ModelWeights:
             self.stateful.update(serve_modules(self.module))
 
     def _learn(self) -> None:
-        """Find out what the layers keep, and have those that go on from token to token keep it on our cache."""
+        """Find out what the layers keep, and have recurrent ones keep it on our cache."""
         prepared, recorded = self._given.prepared, isinstance(self.module, RecordedModel)
         callers = stateful_modules(self.module)
         if not self._given.quantize and (prepared is None or prepared.native is None):  # else it gives other logits
@@ -203,7 +206,7 @@ class ModelWeights:
                 prepared.native.begin(BatchPlan([]), 0)
             layers = None if callers or modules else int(self.config.num_hidden_layers)
             self._probed = probe(self.module, self.vocab_size, layers, self.device)
-            self.shapes, self.own_attention = self._probed.shapes, self._probed.own_attention
+            self.shapes = self._probed.shapes
         if not recorded:
             op.set_reach(self.module, self.shapes)
         self.stateful = {**modules, **calls}
@@ -307,7 +310,6 @@ class ModelWeights:
             device=self.device,
             one_device=self.one_device,
             packed=self.packed,
-            own_attention=self.own_attention and bool(self.shapes),
             exact=exact,
             evicts=evicts or bool(self.stateful),
             offloaded=self.offloaded,
@@ -332,7 +334,10 @@ class ModelWeights:
         if self.packed is not None and not isinstance(self.module, RecordedModel):
             _serve_elementwise(self.module)
         if on_gpu(self) and gpu_kernels(self.device) is not None:
-            _serve_gpu(self.module, self._probed)
+            if (probed := self._probed) is not None:
+                apart = (group for group in probed.siblings if not probed.read & set(map(id, group)))
+                join_linears(self.module, list(apart))
+            _serve_elementwise(self.module)
         for site in self.stateful.values():
             if isinstance(site, Site):
                 site.compiled = self.packed is not None
@@ -346,9 +351,11 @@ class ModelWeights:
         bits = None
         if given.quantize:
             bits, self._before = _choose_bits(self.module, self.encoder, given.quantize, self.text)
-        assert self._probed is not None
-        self.siblings = _pack(self.module, table, self._probed, free=given.owned, bits=bits)
-        self._probed = None
+        probed, self._probed = self._probed, None
+        assert probed is not None
+        names = {id(part): name for name, part in self.module.named_modules()}
+        self.siblings = [[names[id(layer)] for layer in group] for group in probed.siblings]
+        pack_linears(self.module, table, probed.siblings, read=probed.read, free=given.owned, bits=bits)
         table.experts = pack_experts(self.module, table, free=given.owned, bits=bits)
         return table
 
@@ -380,12 +387,6 @@ class ModelWeights:
         self.quantization = QuantizationReport(str(self._given.quantize), *counts)
 
 
-def _stream(module: Any, encoder: Encoder | None) -> WeightStream | None:
-    """What brings the weights of a model, those of its encoder too."""
-    parts = module if encoder is None else nn.ModuleList([module, encoder.module])
-    return attach(parts, int(module.config.num_hidden_layers))
-
-
 def _choose_bits(module: Any, encoder: Encoder | None, kind: str, text: Sequence[int]) -> tuple[dict[int, int], Tensor]:
     """Bits of the linear layers' weights, by their id, and the model's logits on the text."""
     if encoder is not None and encoder.judged is not None:
@@ -403,16 +404,6 @@ def _scale_for_inference(model: nn.Module) -> None:
             training, module.training = module.training, False
             rescale()
             module.training = training
-
-
-def _pack(
-    module: Any, table: PackedWeights, probed: Probed, *, free: bool, bits: Mapping[int, int] | None
-) -> list[list[str]]:
-    """Put a model's linear layers into the kernels; the names of those that are computed together."""
-    names = {id(part): name for name, part in module.named_modules()}
-    siblings = [[names[id(layer)] for layer in group] for group in probed.siblings]
-    pack_linears(module, table, probed.siblings, read=probed.read, free=free, bits=bits)
-    return siblings
 
 
 def _expect(
@@ -438,13 +429,6 @@ def _serve_elementwise(model: nn.Module) -> None:
 def on_gpu(weights: ModelWeights) -> bool:
     """Whether all of a model lies on one GPU, and its passes run our attention."""
     return weights.device.type == "cuda" and weights.one_device and not (weights.offloaded or weights.own_attention)
-
-
-def _serve_gpu(model: nn.Module, probed: Probed | None) -> None:
-    """Have a model on a GPU call few kernels: joint products, and ours between them."""
-    if probed is not None:
-        join_linears(model, [group for group in probed.siblings if not probed.read & {id(layer) for layer in group}])
-    _serve_elementwise(model)
 
 
 def _enough(model: nn.Module, count: int) -> list[int] | None:

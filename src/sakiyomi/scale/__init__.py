@@ -1,7 +1,7 @@
 """Beyond one request, and beyond one machine: files of requests, datasets and servers, on Ray where asked for.
 
 A text depends on its request and its seed alone. So work can be repeated, moved or continued elsewhere without a change
-in what comes out, and whoever died is replaced by doing again what is missing.
+in the output; the work of a process that died is done again.
 """
 
 from typing import TYPE_CHECKING, Any

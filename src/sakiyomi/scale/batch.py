@@ -1,8 +1,8 @@
-"""A file of requests, answered in pieces, each whole or not there.
+"""Answers a file of requests in pieces; a piece is written as a whole or not at all.
 
 Input and output have OpenAI's batch format: a line is ``{"custom_id", "method", "url", "body"}``, and the reply to it
 ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``. The input is cut into pieces of so
-many lines, which ``core/pieces.py`` keeps.
+many lines; ``core/pieces.py`` stores their replies.
 """
 
 from __future__ import annotations
@@ -14,23 +14,40 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, get_args
+
+from pydantic import ConfigDict
 
 from sakiyomi.core.digests import file_digest
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.core.pieces import ADVICE, Pieces
 from sakiyomi.core.version import __version__
+from sakiyomi.server.errors import ApiError
+from sakiyomi.server.fields import Strict, Text
+from sakiyomi.server.schema import read_as
 
 __all__ = ["IN_FLIGHT", "BatchFile", "BatchProgress", "Endpoint", "Piece", "answer_missing", "seeded"]
 
 ABOUT = "about.json"
 IN_FLIGHT = 2  # pieces at a time for each engine, so that the end of one does not leave its batch half empty
-URLS = ("/v1/chat/completions", "/v1/completions")
+Url = Literal["/v1/chat/completions", "/v1/completions"]
+URLS = get_args(Url)
+
+
+class Line(Strict):
+    """A line of the input; further fields are not read."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    custom_id: Text
+    method: Literal["POST"] = "POST"
+    url: Url
+    body: dict[str, Any]
 
 
 class Endpoint(Protocol):
-    """Who answers: ``InProcessServer``, ``WorkerPool``, or what stands for one."""
+    """Answers requests: ``InProcessServer``, ``WorkerPool``, ``OneByOne``."""
 
     async def post(self, path: str, body: Any, client: str) -> tuple[int, Any]:
         """Status and object of the reply to a body."""
@@ -56,13 +73,13 @@ class Piece:
 
 @dataclass
 class BatchProgress:
-    """How far it is.
+    """Progress of a batch.
 
     Attributes:
-        lines: all requests of the input.
-        answered: of them, so far, with those of earlier runs.
-        failed: of these, with an error instead of a text.
-        prompt_tokens, completion_tokens: that this run has read and written.
+        lines: requests of the input.
+        answered: answered requests, those of earlier runs included.
+        failed: answered with an error.
+        prompt_tokens, completion_tokens: of this run.
     """
 
     lines: int
@@ -77,7 +94,7 @@ class BatchProgress:
         self.failed += sum(map(_has_failed, replies))
 
     def count_tokens(self, replies: Sequence[Mapping[str, Any]]) -> None:
-        """Count what a piece of this run has read and written."""
+        """Count the tokens of a piece of this run."""
         for reply in replies:
             usage = ((reply["response"] or {}).get("body") or {}).get("usage") or {}
             self.prompt_tokens += usage.get("prompt_tokens", 0)
@@ -86,12 +103,12 @@ class BatchProgress:
 
 @dataclass
 class BatchFile(Pieces):
-    """An input, its output, and the pieces between them.
+    """An input file, its output, and the pieces.
 
     Args:
         source: the input.
         out: the output.
-        settings: of the model; a run that goes on must have those that it began with.
+        settings: of the model; a run that continues another one must have the same.
         piece_lines: requests in a piece.
 
     Raises:
@@ -123,11 +140,11 @@ class BatchFile(Pieces):
         self._compare()
 
     def missing(self) -> list[Piece]:
-        """Pieces that are still to be answered."""
+        """Pieces without replies."""
         return [piece for piece in self.pieces if not self.path(piece.number).exists()]
 
     def begin(self) -> BatchProgress:
-        """Have the folder there, and count what earlier runs have left in it."""
+        """Create the folder, and count the replies of earlier runs."""
         if len(self.missing()) == len(self.pieces):
             with whole_file(self.folder / ABOUT, "choose another output") as fresh:
                 fresh.write_text(json.dumps(self._about(), indent=1), encoding="utf-8")
@@ -143,12 +160,8 @@ class BatchFile(Pieces):
             lines = file.read(piece.size).split(b"\n")
         return ((piece.line + i, line) for i, line in enumerate(lines) if line.strip())
 
-    def write(self, piece: Piece, replies: Sequence[Mapping[str, Any]]) -> None:
-        """Put the replies to a piece under its number."""
-        self.keep(piece.number, replies)
-
     def join(self) -> None:
-        """Make the output of the pieces, all of which are there, and remove them."""
+        """Write the output from the pieces, all of which exist, and remove them."""
         with whole_file(self.out, ADVICE) as fresh, fresh.open("wb") as file:
             for piece in self.pieces:
                 with self.path(piece.number).open("rb") as part:
@@ -164,7 +177,7 @@ class BatchFile(Pieces):
         }
 
     def _compare(self) -> None:
-        """Refuse to mix this run with one of something else, if that has left a piece."""
+        """Refuse pieces of a run with other settings."""
         if len(self.missing()) == len(self.pieces):
             return
         try:
@@ -178,13 +191,13 @@ class BatchFile(Pieces):
                     f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
                 )  # fmt: skip
                 raise InputError(
-                    f"{self.folder} has pieces of another run: {what} since; go on with what it began with, or remove "
+                    f"{self.folder} has pieces of another run: {what} since; use what it began with, or remove "
                     "that folder to begin anew"
                 )
 
 
 def _scan(source: Path, piece_lines: int) -> tuple[list[Piece], dict[int, int]]:
-    """Where the pieces are, and lines whose custom_id an earlier line has, with that one."""
+    """The pieces of a file, and for each line with a repeated custom_id the first line that has it."""
     pieces: list[Piece] = []
     seen: dict[bytes, int] = {}
     twice: dict[int, int] = {}
@@ -209,16 +222,13 @@ def _scan(source: Path, piece_lines: int) -> tuple[list[Piece], dict[int, int]]:
 
 
 def _name(line: bytes) -> str | None:
+    """The custom_id of a line; None if it has none that UTF-8 can say."""
     try:
         name = json.loads(line)["custom_id"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        name.encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return name if _is_text(name) else None
-
-
-def _is_text(value: Any) -> TypeGuard[str]:
-    """Whether it is a text that UTF-8 can say."""
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return str(name)
 
 
 # ---------------------------------------------------------------- answering
@@ -231,12 +241,12 @@ async def answer_missing(
     told: Callable[[BatchProgress], object],
     in_flight: int = IN_FLIGHT,
 ) -> None:
-    """Answer the pieces that are not there, some at a time.
+    """Answer the missing pieces, some at a time.
 
     Args:
-        batch: whose pieces they are.
-        endpoint: who answers.
-        progress: counts.
+        batch: has the pieces.
+        endpoint: answers requests.
+        progress: is updated.
         told: called after each piece.
         in_flight: pieces at a time.
 
@@ -252,7 +262,7 @@ async def answer_missing(
             )
         finally:
             free.release()
-        batch.write(piece, replies)
+        batch.keep(piece.number, replies)
         progress.add(replies)
         progress.count_tokens(replies)
         told(progress)
@@ -267,22 +277,23 @@ async def answer_missing(
 
 
 async def _answer(endpoint: Endpoint, number: int, line: bytes, twice: Mapping[int, int]) -> dict[str, Any]:
-    """The reply to a line, or why there is none; never an exception."""
+    """The reply to a line, or its error; raises nothing."""
     try:
         if number in twice:
             raise InputError(f"custom_id is {_name(line)!r}, as in line {twice[number]}; give each line its own")
-        name, url, body = _request(line)
-    except InputError as error:
+        asked = _request(line)
+    except (InputError, ApiError) as error:
         return _reply(_name(line), None, {"code": "invalid_line", "message": f"line {number}: {error.message}"})
-    status, reply = await endpoint.post(url, seeded(name, body), f"line {number}")
-    return _reply(name, {"status_code": status, "request_id": _identity(name), "body": reply}, None)
+    status, reply = await endpoint.post(asked.url, seeded(asked.custom_id, asked.body), f"line {number}")
+    response = {"status_code": status, "request_id": _identity(asked.custom_id), "body": reply}
+    return _reply(asked.custom_id, response, None)
 
 
-def _request(line: bytes) -> tuple[str, str, dict[str, Any]]:
-    """Name, address and body of what a line asks for.
+def _request(line: bytes) -> Line:
+    """The request of a line.
 
     Raises:
-        InputError: it is no request.
+        InputError, ApiError: the line is invalid.
     """
     try:
         asked = json.loads(line)
@@ -290,22 +301,14 @@ def _request(line: bytes) -> tuple[str, str, dict[str, Any]]:
         raise InputError(f"it is no JSON: {error}") from None
     if not isinstance(asked, dict):
         raise InputError("it is no JSON object; expected custom_id, method, url and body")
-    for key, kind in (("custom_id", str), ("url", str), ("body", dict)):
-        value = asked.get(key)
-        if not (_is_text(value) if kind is str else isinstance(value, kind)):
-            found = repr(value)[:80] if key in asked else "missing"
-            raise InputError(f"{key} is {found}; expected {'an object' if kind is dict else 'a text'}")
-    if asked["url"] not in URLS:
-        raise InputError(f"url is {asked['url']!r:.80}; it is {' or '.join(URLS)}")
-    if asked.get("method", "POST") != "POST":
-        raise InputError(f"method is {asked['method']!r:.80}; it is POST")
-    if asked["body"].get("stream"):
+    found = read_as(Line, asked)
+    if found.body.get("stream"):
         raise InputError("stream is on; a batch has whole replies: leave it out")
-    return asked["custom_id"], asked["url"], asked["body"]
+    return found
 
 
 def seeded(name: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with a seed of its name, if it draws and has none: its text is the same whenever it is written."""
+    """The body, with a seed made from its name if it samples without one, so that its text is reproducible."""
     if body.get("temperature") == 0 or body.get("seed") is not None:
         return body
     return body | {"seed": int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())}

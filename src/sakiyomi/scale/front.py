@@ -1,95 +1,65 @@
-"""One endpoint for several replicas: it reads requests as the server does, and computes nothing.
+"""One endpoint for several replicas. It checks requests as the server does, and runs no model.
 
-Knows no Ray: somebody gives it a way to ask a replica, and says which errors mean that one has died. A stream whose
-replica dies goes on with the same text on another one.
+It does not use Ray: ``Replicas`` says how a replica is asked, and which errors mean that one has died. Another replica
+continues the stream of one that died, with the same text.
 """
 
 from __future__ import annotations
 
-import asyncio
 import html
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, Response
+from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
-from sakiyomi.core.version import __version__
-from sakiyomi.scale.in_process import Part
+from sakiyomi.scale.in_process import Asked, Part
 from sakiyomi.scale.routing import affinity_key
-from sakiyomi.server import errors
-from sakiyomi.server.app import ANTHROPIC_ERRORS, BODY_THREADS, ERRORS, IMAGES_BYTES, PDF, REPLIES, SOUND
+from sakiyomi.server.app import IMAGES_BYTES
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, is_anthropic
-from sakiyomi.server.extract import pdf_text
-from sakiyomi.server.gate import Gate
-from sakiyomi.server.messages import CountRequest, MessagesRequest
-from sakiyomi.server.metrics import CONTENT_TYPE
-from sakiyomi.server.page import page
-from sakiyomi.server.reference import reference
+from sakiyomi.server.paths import make_app
 from sakiyomi.server.relay import Relay
-from sakiyomi.server.responses import ResponsesRequest
-from sakiyomi.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
-from sakiyomi.server.stream import event, gone
+from sakiyomi.server.stream import event, unless_gone
 
-__all__ = ["Asked", "Replicas", "follow", "make_front", "merged_metrics"]
+__all__ = ["Replicas", "follow", "make_front", "merged_metrics"]
 
-TRIES = 3  # replicas that may die of a request: one that kills its replicas must not kill all
+TRIES = 3  # replicas that may die during one request, so that a request that kills replicas does not kill all
 SESSION = "x-session-id"
-"""Header that names a conversation; without it the first messages do."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a replica is asked.
-
-    Attributes:
-        path, body, method: of the request; what is no JSON stays bytes.
-        client: whose it is; many of them take turns.
-        key: requests that have it in common should meet the same replica.
-        relay: its seed, and what the client has of the reply already.
-        kind: of the body, as its header says.
-    """
-
-    path: str
-    body: Any
-    client: str
-    key: str
-    relay: Relay
-    method: str = "POST"
-    kind: str = "application/json"
+"""Header with the name of a conversation; by default its first messages identify it."""
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 class Replicas(Protocol):
-    """What stands behind a front.
+    """The replicas behind a front.
 
     Attributes:
-        dead: errors that mean that a replica died while it answered.
-        busy: those that mean that no replica takes more.
+        dead: errors that mean that a replica died during a reply.
+        busy: errors that mean that no replica accepts requests.
     """
 
     dead: tuple[type[BaseException], ...]
     busy: tuple[type[BaseException], ...]
 
     def ask(self, asked: Asked) -> AsyncGenerator[Part]:
-        """A replica's reply as it comes; raises where the replica dies. Closed, nothing is computed any longer."""
+        """Parts of a replica's reply; raises if the replica dies. Closing the generator ends the request."""
 
     async def figures(self) -> list[dict[str, Any]]:
-        """What each replica says of itself: ``replica``, its ``metrics``, and figures."""
+        """Figures of each replica: its name as ``replica``, its ``metrics``, and others."""
 
 
 async def follow(replicas: Replicas, asked: Asked) -> AsyncGenerator[Part]:
-    """A reply, from as many replicas as it takes. Leaving the loop frees the request's slot.
+    """Parts of a reply; another replica continues it if one dies. Closing the generator ends the request.
 
     Raises:
-        ApiError: replicas died, again and again.
+        ApiError: too many replicas died, or all are busy.
     """
     relay = asked.relay
+    assert relay is not None
     for _ in range(TRIES):
         begun = over = False
         try:
@@ -110,134 +80,58 @@ async def follow(replicas: Replicas, asked: Asked) -> AsyncGenerator[Part]:
     raise ApiError(502, f"{TRIES} replicas died while they answered this request", code="replica_died")
 
 
-def make_front(replicas: Replicas, config: ServerConfig, lifespan: Any = None) -> FastAPI:
-    """The application.
+class Front:
+    """A ``Backend`` whose requests are answered by replicas.
 
     Args:
-        replicas: that answer.
-        config: of the server: whom it serves, and limits.
-        lifespan: of what stands behind it, if it begins and ends with the application.
+        replicas: answer the requests.
+        config: keys and limits of the server.
+        lifespan: of the replicas, if they start and stop with the application.
     """
-    app = FastAPI(
-        title="sakiyomi",
-        version=__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        responses=ERRORS,
-        redirect_slashes=False,
-    )
-    errors.install(app)
-    app.add_middleware(Gate, config=config, max_body=config.max_body or IMAGES_BYTES)
-    if origins := list(config.cors_origins):
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    _add_interfaces(app, replicas)
-    _add_pages(app, replicas)
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs(request: Request) -> Response:
-        """Every path with its fields."""
-        return reference(app.openapi(), str(request.base_url).rstrip("/"), keyed=bool(config.keys))
+    def __init__(self, replicas: Replicas, config: ServerConfig, lifespan: Lifespan | None = None) -> None:
+        self._replicas, self.config = replicas, config
+        self.max_body = config.max_body or IMAGES_BYTES
+        self.lifespan = lifespan or (lambda app: nullcontext())
 
-    return app
+    async def reply(self, request: Request, body: Any) -> Response:
+        """The reply of a replica; the request ends when the client disconnects.
 
+        The body has been checked, so that invalid requests cost no replica anything; it is passed on unchanged.
+        """
+        if isinstance(body, BaseModel):
+            body = await request.json()
+        key = affinity_key(body if isinstance(body, dict) else {}, request.headers.get(SESSION, ""))
+        kind = request.headers.get("content-type", "application/json")
+        asked = Asked(request.url.path, body, request.state.client, key, Relay(), request.method, kind)
+        return await unless_gone(_begun(follow(self._replicas, asked), asked.path), request.receive)
 
-def _add_interfaces(app: FastAPI, replicas: Replicas) -> None:
-    """Paths that take a body: it is read here, so that what is no request costs no replica anything."""
-
-    async def reply(request: Request) -> Response:
-        return await _reply(replicas, request, await request.json())
-
-    def add(path: str, kind: type[Any]) -> None:
-        async def handler(body: Any, request: Request) -> Response:
-            return await reply(request)
-
-        handler.__annotations__["body"] = kind
-        handler.__annotations__["request"] = Request
-        told = REPLIES | (ANTHROPIC_ERRORS if is_anthropic(path) else {})
-        app.add_api_route(path, handler, methods=["POST"], responses=told, response_model=None)
-
-    add("/v1/completions", CompletionRequest)
-    add("/v1/chat/completions", ChatRequest)
-    add("/v1/responses", ResponsesRequest)
-    add("/v1/messages", MessagesRequest)
-    add("/v1/messages/count_tokens", CountRequest)
-    add("/v1/embeddings", EmbeddingsRequest)
-    add("/tokenize", TokenizeRequest)
-    add("/detokenize", DetokenizeRequest)
-
-    @app.post("/v1/audio/transcriptions", responses=REPLIES, openapi_extra=SOUND)
-    @app.post("/v1/audio/translations", responses=REPLIES, openapi_extra=SOUND)
-    async def sound(request: Request) -> Response:
-        """The text of a sound; of translations in English."""
-        return await _reply(replicas, request, await request.body())
-
-    extracting = asyncio.Semaphore(BODY_THREADS)
-
-    @app.post("/extract", openapi_extra=PDF)
-    async def extract(request: Request) -> dict[str, Any]:
-        """The text of a PDF."""
-        return await pdf_text(await request.body(), extracting)
-
-    @app.get("/v1/models")
-    @app.get("/v1/models/{name:path}")
-    async def models(request: Request) -> Response:
-        """The model of the replicas."""
-        return await _reply(replicas, request, None)
-
-
-def _add_pages(app: FastAPI, replicas: Replicas) -> None:
-    """Paths that take none."""
-    front = page()
-
-    @app.get("/", include_in_schema=False)
-    async def start() -> Response:
-        """The web page."""
-        return front
-
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        """Whether a replica answers."""
-        count = len(await replicas.figures())
+    async def health(self) -> dict[str, Any]:
+        """See ``Backend``."""
+        count = len(await self._replicas.figures())
         if not count:
             raise ApiError(503, "no replica answers", code="unhealthy")
         return {"status": "ok", "replicas": count}
 
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        """The version of the server."""
-        return {"version": __version__}
+    async def metrics_page(self) -> bytes:
+        """See ``Backend``."""
+        return merged_metrics({found["replica"]: found["metrics"] for found in await self._replicas.figures()})
 
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Metrics for Prometheus, of all replicas."""
-        pages = {found["replica"]: found["metrics"] for found in await replicas.figures()}
-        return Response(merged_metrics(pages), media_type=CONTENT_TYPE)
+
+def make_front(replicas: Replicas, config: ServerConfig, lifespan: Lifespan | None = None) -> FastAPI:
+    """The application of a ``Front``, with a page that shows the replicas."""
+    app = make_app(Front(replicas, config, lifespan))
 
     @app.get("/replicas", response_class=HTMLResponse)
     async def shown() -> Response:
         """The replicas, for a reader."""
         return HTMLResponse(_table(await replicas.figures()), headers={"content-security-policy": "default-src 'none'"})
 
-
-async def _reply(replicas: Replicas, request: Request, body: Any) -> Response:
-    """What a replica says; nothing is asked for any longer when the client has gone."""
-    key = affinity_key(body if isinstance(body, dict) else {}, request.headers.get(SESSION, ""))
-    kind = request.headers.get("content-type", "application/json")
-    asked = Asked(request.url.path, body, request.state.client, key, Relay(), request.method, kind)
-    replying = asyncio.ensure_future(_begun(follow(replicas, asked), asked.path))
-    leaving = asyncio.ensure_future(gone(request.receive))
-    try:
-        await asyncio.wait({replying, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return replying.result() if replying.done() else Response(status_code=499)  # nobody reads it; the log does
-    finally:
-        for task in (replying, leaving):
-            task.cancel()
-        await asyncio.gather(replying, leaving, return_exceptions=True)
+    return app
 
 
 async def _begun(parts: AsyncGenerator[Part], path: str) -> Response:
-    """A reply that is whole, or a stream that has begun, of a request to this path."""
+    """A complete reply, or a stream that has begun."""
     first = await anext(parts)
     headers = {
         name.decode("latin-1"): value.decode("latin-1")
@@ -261,7 +155,7 @@ async def _begun(parts: AsyncGenerator[Part], path: str) -> Response:
 
 
 def merged_metrics(pages: Mapping[str, str]) -> bytes:
-    """Pages of metrics as one, in which every sample says whose it is.
+    """One page of metrics, whose samples have the replica as a label.
 
     Args:
         pages: by replica; each sample has a label.
@@ -283,7 +177,7 @@ COLUMNS = ("replica", "machine", "pid", "running", "waiting", "slots", "requests
 
 
 def _table(found: Sequence[Mapping[str, Any]]) -> str:
-    """A page that shows the replicas, and loads itself again."""
+    """A page that shows the replicas, and reloads itself."""
     head = "".join(f"<th>{name}" for name in COLUMNS)
     rows = "".join("<tr>" + "".join(f"<td>{html.escape(str(one[name]))}" for name in COLUMNS) for one in found)
     return (

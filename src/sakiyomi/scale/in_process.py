@@ -1,6 +1,6 @@
-"""The server's application without a socket: a body in, the reply out.
+"""The server's application without a socket.
 
-A line of a batch file is answered by the code that answers a request over HTTP: same checks, same errors, same text.
+A line of a batch file is answered by the code that answers HTTP requests: same checks, same errors, same text.
 """
 
 from __future__ import annotations
@@ -10,33 +10,35 @@ import dataclasses
 import json
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from starlette.types import ASGIApp, Message
 
-from sakiyomi.server.app import Server, make_app
+from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.jobs import JobState
+from sakiyomi.server.paths import make_app
 from sakiyomi.server.relay import Relay, Sent
+from sakiyomi.server.run import warm_up
 
 if TYPE_CHECKING:
     from sakiyomi.engine.config import LLMConfig
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["InProcessServer", "Part", "load_server"]
+__all__ = ["Asked", "InProcessServer", "Part", "load_server", "unlimited"]
 
 ANY_NUMBER = 1 << 30
 NEVER = 1e8  # seconds
 
 
 class Part(NamedTuple):
-    """What came of a reply at once.
+    """A part of a reply.
 
     Attributes:
         status: of HTTP.
         headers: of HTTP.
-        data: bytes of it.
-        sent: tokens that its events have.
+        data: bytes of the body.
+        sent: tokens of the events in it.
     """
 
     status: int
@@ -50,19 +52,52 @@ class Part(NamedTuple):
         return any(name == b"content-type" and kind.startswith(b"text/event-stream") for name, kind in self.headers)
 
 
-class InProcessServer:
-    """A model behind the server's application. Use it as an asynchronous context manager.
+@dataclass(frozen=True)
+class Asked:
+    """A request.
 
-    Args:
-        llm: nobody else may generate with it meanwhile.
-        name: of the model, for requests that name one; by default the target's.
-        config: of the server; by default one that takes whatever comes.
+    Attributes:
+        path, body, method: of the request; a body that is not JSON is bytes.
+        client: for fair shares.
+        key: requests with the same key should go to the same replica.
+        relay: seed, and the part of the reply that the client has; None: no other server may continue it.
+        kind: content type of the body.
     """
 
-    def __init__(self, llm: LLM, name: str | None = None, config: ServerConfig | None = None) -> None:
-        config = config or ServerConfig(
-            served_name=name, max_queue=ANY_NUMBER, max_n=ANY_NUMBER, max_body=ANY_NUMBER, request_timeout=NEVER
-        )
+    path: str
+    body: Any
+    client: str = ""
+    key: str = ""
+    relay: Relay | None = None
+    method: str = "POST"
+    kind: str = "application/json"
+
+
+def unlimited(name: str | None = None) -> ServerConfig:
+    """Settings of a server without limits.
+
+    Args:
+        name: of the model, for requests that name one; by default the target's.
+    """
+    return ServerConfig(
+        served_name=name,
+        max_queue=ANY_NUMBER,
+        max_n=ANY_NUMBER,
+        max_body=ANY_NUMBER,
+        request_timeout=NEVER,
+        warm_up="none",
+    )
+
+
+class InProcessServer:
+    """A model behind the server's application; an asynchronous context manager.
+
+    Args:
+        llm: used by this server alone.
+        config: of the server.
+    """
+
+    def __init__(self, llm: LLM, config: ServerConfig) -> None:
         self.server = Server(llm, config)
         self._app: ASGIApp = make_app(self.server)
         self._stack = AsyncExitStack()
@@ -80,12 +115,12 @@ class InProcessServer:
         return self.server.worker.alive
 
     def figures(self) -> dict[str, Any]:
-        """How it is, and what ``/metrics`` says."""
+        """Load, totals and the page of metrics."""
         metrics, worker = self.server.metrics, self.server.worker
         page = metrics.page().decode()
         return {
-            "running": worker.count(JobState.RUNNING),
-            "waiting": worker.count(JobState.WAITING),
+            "running": worker.running,
+            "waiting": worker.waiting,
             "slots": worker.slots,
             "requests": int(metrics.total("vllm:request_prompt_tokens_count")),
             "tokens": int(metrics.total("vllm:generation_tokens_total")),
@@ -99,30 +134,15 @@ class InProcessServer:
 
         Args:
             path: of the API, such as /v1/completions.
-            body: what is asked for; JSON can hold it.
-            client: who asks; many of them take turns.
+            body: JSON values.
+            client: for fair shares.
         """
-        parts = [part async for part in self.events(path, body, client)]
+        parts = [part async for part in self.events(Asked(path, body, client))]
         return parts[0].status, json.loads(b"".join(part.data for part in parts))
 
-    async def events(
-        self,
-        path: str,
-        body: Any,
-        client: str,
-        relay: Relay | None = None,
-        method: str = "POST",
-        kind: str = "application/json",
-    ) -> AsyncGenerator[Part]:
-        """A reply as it comes. Leaving the loop frees the request's slot in the engine.
-
-        Args:
-            path, client: see ``post``.
-            body: what is asked for; JSON can hold it, or it is bytes.
-            relay: what is known of the request where it may go on elsewhere.
-            method: of the request.
-            kind: of the body.
-        """
+    async def events(self, request: Asked) -> AsyncGenerator[Part]:
+        """Parts of a reply. Closing the generator frees the request's slot in the engine."""
+        body, relay = request.body, request.relay
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent: asyncio.Queue[tuple[Message, list[Sent]] | None] = asyncio.Queue()
         asked: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
@@ -138,8 +158,7 @@ class InProcessServer:
             events = relay is not None and message["type"] == "http.response.body"
             sent.put_nowait((message, relay.take() if events else []))  # type: ignore[union-attr]
 
-        scope = _scope(path, client, method, kind, {} if relay is None else {"relay": relay})
-        task = asyncio.ensure_future(self._app(scope, receive, send))
+        task = asyncio.ensure_future(self._app(_scope(request), receive, send))
         task.add_done_callback(lambda _: sent.put_nowait(None))
         status, headers = 500, []
         try:
@@ -154,30 +173,32 @@ class InProcessServer:
             await asyncio.gather(task, return_exceptions=True)
 
 
-def load_server(model: LLMConfig, name: str | None = None) -> InProcessServer:
-    """The same from what the model is made of, in the process that is to compute.
+def load_server(model: LLMConfig, config: ServerConfig) -> InProcessServer:
+    """The server of a model, in the process that is to compute.
 
     Raises:
         SakiyomiError: the model cannot be loaded.
     """
     from sakiyomi.engine.llm import LLM
 
-    return InProcessServer(LLM(**dataclasses.asdict(model)), name)
+    llm = LLM(**dataclasses.asdict(model))
+    warm_up(llm, config)
+    return InProcessServer(llm, config)
 
 
-def _scope(path: str, client: str, method: str, kind: str, state: dict[str, Any]) -> dict[str, Any]:
+def _scope(request: Asked) -> dict[str, Any]:
     return {
-        "state": state,
+        "state": {} if request.relay is None else {"relay": request.relay},
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
-        "method": method,
+        "method": request.method,
         "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
+        "path": request.path,
+        "raw_path": request.path.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [(b"content-type", kind.encode("latin-1")), (b"host", b"localhost")],
+        "headers": [(b"content-type", request.kind.encode("latin-1")), (b"host", b"localhost")],
         "server": ("localhost", 80),
-        "client": (client, 1),
+        "client": (request.client, 1),
     }

@@ -1,16 +1,15 @@
-"""A model in a process of its own, asked over its standard input and output.
+"""A model in a process of its own, with requests over its standard input and output.
 
-Its memory is all its own, so that the end of the process gives back all of it; engines of several models share no
-threads, no locks and no default dtype; and a model that dies takes no other one with it.
+The end of the process frees all of the model's memory; engines of several models share no threads, no locks and no
+default dtype; and a model that crashes does not affect others.
 
-Frames go both ways: a length, and a pickled pair of a request's number and something of it. The first one is what the
-model is made of, and the answer to it says that it is loaded, or why not. A process whose standard input ends, ends.
+Frames go both ways: a length, and a pickled pair of a request's number and a value. The first frame has the settings of
+the model; the answer to it says that it is loaded, or why not. The process ends when its standard input does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import logging
 import os
@@ -28,8 +27,7 @@ import psutil
 
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.front import Asked
-from sakiyomi.scale.in_process import InProcessServer, Part
+from sakiyomi.scale.in_process import Asked, load_server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.logs import set_up
 
@@ -38,11 +36,12 @@ __all__ = ["ModelDied", "ModelProcess"]
 logger = logging.getLogger("sakiyomi")
 _LENGTH = struct.Struct("!Q")
 _READY = 0  # number of the first frames
-_PATIENCE = 5.0  # seconds that a process may take to say how it is, or to end when it is told to
+_FIGURES = "figures"  # asked for in place of a reply; None in its place ends one
+_PATIENCE = 5.0  # seconds in which a process must give its figures, or end
 
 
 class ModelDied(Exception):
-    """The process ended before what it was asked for."""
+    """The process ended before its reply."""
 
 
 def _frame(number: int, value: Any) -> bytes:
@@ -51,7 +50,7 @@ def _frame(number: int, value: Any) -> bytes:
 
 
 class ModelProcess:
-    """The process, seen from who asks it; ``start`` makes one."""
+    """The process, as its parent sees it; made by ``start``."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str | None) -> None:
         self._process, self._name, self._stopped = process, name, False
@@ -67,7 +66,7 @@ class ModelProcess:
             SakiyomiError: it cannot be loaded.
             ModelDied: the process ended meanwhile.
         """
-        # Ctrl-C is for us, who tell it when to end: a group of its own.
+        # A process group of its own: Ctrl-C goes to the parent alone, which ends it.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", __name__),
             stdin=subprocess.PIPE,
@@ -88,7 +87,7 @@ class ModelProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process runs."""
         return not self._reading.done()
 
     @property
@@ -103,30 +102,19 @@ class ModelProcess:
             return int(psutil.Process(self.pid).memory_info().rss)
         return 0
 
-    async def ask(self, asked: Asked) -> AsyncGenerator[Part]:
-        """A reply as it comes. Leaving the loop frees the request's slot in the engine.
-
-        Raises:
-            ModelDied: the process ended.
-        """
-        async with aclosing(self._values(asked)) as parts:
-            async for part in parts:
-                yield part
-
     async def figures(self) -> dict[str, Any]:
-        """How it is, see ``InProcessServer.figures``.
+        """See ``InProcessServer.figures``.
 
         Raises:
-            ModelDied, TimeoutError: it does not say.
+            ModelDied, TimeoutError: the process does not answer.
         """
-        async with asyncio.timeout(_PATIENCE):
-            async with aclosing(self._values("figures")) as values:
-                async for found in values:
-                    return dict(found)
+        async with asyncio.timeout(_PATIENCE), aclosing(self.ask(_FIGURES)) as values:
+            async for found in values:
+                return dict(found)
         raise ModelDied
 
     async def stop(self) -> None:
-        """End it; what it was asked for fails."""
+        """End the process; its requests fail."""
         self._stopped = True
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -139,7 +127,15 @@ class ModelProcess:
             await self._process.wait()
         await self._reading
 
-    async def _values(self, asked: Any) -> AsyncGenerator[Any]:
+    async def ask(self, asked: Asked | str) -> AsyncGenerator[Any]:
+        """Parts of a reply. Closing the generator frees the request's slot in the engine.
+
+        Args:
+            asked: a request, or ``_FIGURES``.
+
+        Raises:
+            ModelDied: the process ended.
+        """
         if not self.alive:
             raise ModelDied
         number, queue = next(self._numbers), asyncio.Queue[Any]()
@@ -180,7 +176,7 @@ class ModelProcess:
 
 
 class _Asked:
-    """What comes in, and what goes out."""
+    """Frames that come in, and frames that go out."""
 
     def __init__(self, source: BinaryIO, out: BinaryIO) -> None:
         self._source, self._out = source, out
@@ -195,25 +191,15 @@ class _Asked:
             head = self._source.read(_LENGTH.size)
             frame = pickle.loads(self._source.read(*_LENGTH.unpack(head))) if len(head) == _LENGTH.size else None
             if frame is None and not self.loaded:
-                os._exit(0)  # loading may take minutes, and nobody waits for it
+                os._exit(0)  # loading may take minutes, and the parent is gone
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self.frames.put_nowait, frame)
 
     def send(self, number: int, value: Any) -> None:
-        """One frame, at once."""
-        with suppress(BrokenPipeError):  # the end of the other pipe is on its way
+        """Write one frame."""
+        with suppress(BrokenPipeError):  # the parent is gone, and the end of the other pipe follows
             self._out.write(_frame(number, value))
             self._out.flush()
-
-
-def _load(model: LLMConfig, config: ServerConfig) -> InProcessServer:
-    from sakiyomi.engine.llm import LLM
-
-    llm = LLM(**dataclasses.asdict(model))
-    if config.warm_up != "none":
-        llm.wait(batches=config.warm_up == "all")
-        llm.record()
-    return InProcessServer(llm, config=config)
 
 
 async def _serve(source: BinaryIO, out: BinaryIO) -> None:
@@ -225,7 +211,7 @@ async def _serve(source: BinaryIO, out: BinaryIO) -> None:
     set_up(config.log_format)
     logging.getLogger("sakiyomi.server").setLevel(logging.WARNING)  # a line a request is what the front writes
     try:
-        made = await asyncio.to_thread(_load, model, config)
+        made = await asyncio.to_thread(load_server, model, config)
     except SakiyomiError as error:
         pipes.send(_READY, error)
         return
@@ -237,8 +223,7 @@ async def _serve(source: BinaryIO, out: BinaryIO) -> None:
         async def answer(number: int, asked: Any) -> None:
             try:
                 if isinstance(asked, Asked):
-                    how = asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind
-                    async for part in server.events(*how):
+                    async for part in server.events(asked):
                         pipes.send(number, part)
                 else:
                     pipes.send(number, server.figures())
@@ -262,7 +247,7 @@ async def _serve(source: BinaryIO, out: BinaryIO) -> None:
 def main() -> None:
     """The process."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whoever prints something breaks no frame
+    os.dup2(2, 1)  # print() must not write into the frames
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_serve(sys.stdin.buffer, out))
     out.flush()

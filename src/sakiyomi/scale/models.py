@@ -1,7 +1,7 @@
 """Several models behind one address, by name: each is loaded when a request names it, within a bound on memory.
 
-Where there is no room for another one, the model that was used longest ago is given up. What a model is writing is
-never taken from it: it is waited for, and whoever comes after it waits too, so that each has its turn.
+If a model does not fit beside the others, the least recently used one is unloaded. Requests that a model is answering
+are finished first; requests that come for it meanwhile wait until it is loaded again.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI
 
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.memory import readable
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.front import Asked, make_front
-from sakiyomi.scale.in_process import Part
+from sakiyomi.scale.front import make_front
+from sakiyomi.scale.in_process import Asked, Part
 from sakiyomi.scale.model_options import likely_bytes
 from sakiyomi.scale.model_process import ModelDied, ModelProcess
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.fields import Strict
-from sakiyomi.server.forms import read_form
-from sakiyomi.server.relay import Relay
+from sakiyomi.server.transcriptions import read_form
 
 __all__ = ["ModelName", "ModelTable", "make_models_app"]
 
@@ -38,51 +37,26 @@ _JSON = [(b"content-type", b"application/json")]
 
 
 class ModelName(Strict):
-    """Which model."""
+    """Body of ``/models/load`` and ``/models/unload``."""
 
     model: str
 
 
-class Running(Protocol):
-    """A loaded model; see ``ModelProcess``."""
-
-    @property
-    def alive(self) -> bool:
-        """See there."""
-
-    @property
-    def pid(self) -> int:
-        """See there."""
-
-    @property
-    def bytes(self) -> int:
-        """See there."""
-
-    def ask(self, asked: Asked) -> AsyncGenerator[Part]:
-        """See there."""
-
-    async def figures(self) -> dict[str, Any]:
-        """See there."""
-
-    async def stop(self) -> None:
-        """See there."""
-
-
 class _Model:
-    """One of the table.
+    """A model of the table.
 
     Attributes:
-        users: requests that it has.
-        used: when one came or went last.
-        leaving: it is given up as soon as it has no more requests; those that come wait for it to be loaded again.
-        size: bytes that it took when it had been loaded; caches grow afterwards.
+        users: running requests.
+        used: time when a request last began or ended.
+        leaving: it is unloaded as soon as it has no requests; new ones wait until it is loaded again.
+        size: bytes after it was loaded; caches grow afterwards.
         loads: how often it was loaded.
-        card: as ``/v1/models`` shows it, of its last process.
+        card: its entry in ``/v1/models``, from its last process.
     """
 
     def __init__(self, name: str, model: LLMConfig) -> None:
         self.name, self.model = name, model
-        self.process: Running | None = None
+        self.process: ModelProcess | None = None
         self.users, self.used, self.leaving, self.size, self.loads = 0, 0.0, False, 0, 0
         self.card: dict[str, Any] = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sakiyomi"}
 
@@ -91,7 +65,7 @@ class _Model:
         return self.process is not None and self.process.alive
 
     def weigh(self) -> int:
-        """Bytes that it takes, or is likely to."""
+        """Bytes that it takes, or is expected to take."""
         taken = self.process.bytes if self.process is not None and self.process.alive else 0
         return taken or self.size or likely_bytes(self.model)
 
@@ -105,10 +79,10 @@ class ModelTable:
     """Models by name, for ``make_front``.
 
     Args:
-        models: what each is made of; the first is loaded at once, and asked where a request names none.
+        models: settings of each; the first one is loaded at the start, and is the default of requests.
         config: of the server.
-        memory: bytes that they may take together; see ``room_of``.
-        start: loads one.
+        memory: bytes that the models may take together; see ``room_of``.
+        start: loads a model.
     """
 
     dead: tuple[type[BaseException], ...] = (ModelDied,)
@@ -119,22 +93,22 @@ class ModelTable:
         models: Mapping[str, LLMConfig],
         config: ServerConfig,
         memory: int,
-        start: Callable[[LLMConfig, ServerConfig], Coroutine[Any, Any, Running]] = ModelProcess.start,
+        start: Callable[[LLMConfig, ServerConfig], Coroutine[Any, Any, ModelProcess]] = ModelProcess.start,
     ) -> None:
         self._models = {name: _Model(name, model) for name, model in models.items()}
         self._config, self._start = config, start
         self._limit = memory
-        self._door = asyncio.Lock()  # whoever loads or gives up holds it
+        self._door = asyncio.Lock()  # held while a model is loaded or unloaded
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._waiting = 0  # requests whose model is not loaded yet
-        self._loading: asyncio.Task[Running] | None = None
+        self._waiting = 0  # requests that wait for their model
+        self._loading: asyncio.Task[ModelProcess] | None = None
         self._draining = self._over = False
 
     # ------------------------------------------------------------ for the front
 
     async def ask(self, asked: Asked) -> AsyncGenerator[Part]:
-        """A reply as it comes, of the model that the request names."""
+        """Parts of a reply of the model that the request names."""
         if asked.path.startswith("/v1/models"):
             yield self._listed(asked.path)
             return
@@ -145,7 +119,7 @@ class ModelTable:
                     yield part
 
     async def figures(self) -> list[dict[str, Any]]:
-        """What each model says of itself; of those that are not loaded there is little to say."""
+        """Figures of each model; zeros for those that are not loaded."""
         found = []
         for model in self._models.values():
             said: dict[str, Any] = dict.fromkeys(("running", "waiting", "slots", "requests", "tokens"), 0)
@@ -165,7 +139,7 @@ class ModelTable:
             return model.shown()
 
     async def unload_model(self, name: str) -> dict[str, Any]:
-        """Give a model up when it has nothing to do; its card."""
+        """Unload a model when it has no requests; its card."""
         model = self._find(name)
         async with self._door:
             try:
@@ -181,7 +155,7 @@ class ModelTable:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """The first model is loaded; at the end no process is left."""
+        """Load the first model; end all processes afterwards."""
         self._later(self._first())
         try:
             yield
@@ -194,15 +168,15 @@ class ModelTable:
 
     @property
     def load(self) -> int:
-        """Requests under way, those that wait for their model included."""
+        """Running requests, and those that wait for their model."""
         return self._waiting + sum(model.users for model in self._models.values())
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Refuse new requests from now on."""
         self._draining = True
 
     def stop(self) -> None:
-        """End what is under way."""
+        """End running requests."""
         self._draining = self._over = True
         if self._loading is not None:
             self._loading.cancel()
@@ -213,7 +187,7 @@ class ModelTable:
 
     @asynccontextmanager
     async def _lent(self, name: str | None) -> AsyncIterator[_Model]:
-        """A loaded model, which stays so meanwhile."""
+        """A loaded model, which is not unloaded during the block."""
         model = self._find(name)
         self._waiting += 1
         try:
@@ -264,7 +238,7 @@ class ModelTable:
                     await self._load(model)
 
     async def _make_room(self, model: _Model) -> None:
-        """Give up others, the one that was used longest ago first; idle ones before those that must be waited for."""
+        """Unload others, the least recently used first; idle ones before busy ones."""
         self._check_size(model)
         needed = model.weigh()
         try:
@@ -297,7 +271,7 @@ class ModelTable:
             self._loading = None
         model.loads += 1
         model.used = time.monotonic()
-        asked = Asked(f"/v1/models/{model.name}", None, "", "", Relay(), "GET")
+        asked = Asked(f"/v1/models/{model.name}", None, method="GET")
         data = b"".join([part.data async for part in model.process.ask(asked)])
         model.card = json.loads(data) | {"created": model.card["created"]}
         model.size = model.weigh()
@@ -310,7 +284,7 @@ class ModelTable:
             raise
 
     def _check_size(self, model: _Model) -> None:
-        """Refuse what takes more than all models may."""
+        """Refuse a model that exceeds the limit of all models."""
         if (needed := model.weigh()) > self._limit:
             raise ApiError(
                 503,
@@ -319,7 +293,7 @@ class ModelTable:
             )
 
     async def _trim(self) -> None:
-        """Give up idle models until the others keep to the bound; the one that was used last stays."""
+        """Unload idle models until the others fit; the most recently used one stays."""
         async with self._door:
             while self._taken() > self._limit and len(held := self._held()) > 1:
                 idle = [one for one in sorted(held, key=lambda one: one.used)[:-1] if not one.users]
@@ -331,10 +305,10 @@ class ModelTable:
         process, model.process, model.leaving = model.process, None, False
         if process is not None:
             await process.stop()
-            logger.info("model %s is given up", model.name)
+            logger.info("model %s is unloaded", model.name)
 
     async def _first(self) -> None:
-        with suppress(ApiError):  # it is in the log, and whoever asks for the model is told
+        with suppress(ApiError):  # the log has it, and requests for the model get it
             await self.load_model(next(iter(self._models)))
 
     def _held(self) -> list[_Model]:
@@ -362,7 +336,7 @@ class ModelTable:
 
 
 def make_models_app(table: ModelTable, config: ServerConfig) -> FastAPI:
-    """The application: a front, and what loads and gives up models by hand."""
+    """The application: a front, and paths that load and unload models."""
     app = make_front(table, config, table.lifespan)
 
     @app.post("/models/load")
@@ -372,14 +346,14 @@ def make_models_app(table: ModelTable, config: ServerConfig) -> FastAPI:
 
     @app.post("/models/unload")
     async def unload(body: ModelName) -> dict[str, Any]:
-        """Give a model up as soon as it has nothing to do."""
+        """Unload a model as soon as it has no requests."""
         return await table.unload_model(body.model)
 
     return app
 
 
 def _named(asked: Asked) -> str | None:
-    """The model that a request names."""
+    """Name of the model in a request."""
     if isinstance(asked.body, Mapping):
         return asked.body.get("model")
     if isinstance(asked.body, bytes):
@@ -393,7 +367,7 @@ def _stopping() -> ApiError:
 
 
 def _gauges(model: _Model) -> str:
-    """What the table itself knows of a model, for Prometheus."""
+    """Metrics of the table itself, for Prometheus."""
     found = [
         ("sakiyomi:model_loaded", "gauge", "1 where the model is loaded", int(model.loaded)),
         ("sakiyomi:model_bytes", "gauge", "Memory of its process", model.weigh() if model.loaded else 0),

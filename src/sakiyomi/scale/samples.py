@@ -10,13 +10,13 @@ from sakiyomi.core.errors import LoadError
 from sakiyomi.scale.cluster import WorkersOption, import_ray
 from sakiyomi.scale.spread import OneByOne, spread
 from sakiyomi.train import distill_data
-from sakiyomi.train.config import DistillDataConfig
+from sakiyomi.train.commands import TrainDistillData
 from sakiyomi.train.samples import Asked, Write, sample_continuations, weights_digest
 
 __all__ = ["train_distill_data"]
 
 
-def train_distill_data(config: DistillDataConfig, command: str = "") -> dict[str, Any]:
+def train_distill_data(config: TrainDistillData, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train distill-data`, here or with workers; see ``train.distill_data``."""
     option = WorkersOption(config.workers or None, config.worker_cpus, config.address or None)
     if option.workers is None:
@@ -33,7 +33,7 @@ def train_distill_data(config: DistillDataConfig, command: str = "") -> dict[str
     return distill_data.train_distill_data(config, command, write)
 
 
-def _worker(config: DistillDataConfig, digest: str) -> OneByOne:
+def _worker(config: TrainDistillData, digest: str) -> OneByOne:
     llm, target = distill_data.load_writer(config)
     if weights_digest(target) != digest:
         raise LoadError(f"{config.target!r} is another model on a worker than here; have the same on all machines")

@@ -1,14 +1,15 @@
-"""Replicas of the engine behind one front, on Ray Serve, which starts, watches, scales and drains them."""
+"""Replicas of the engine behind one front, on Ray Serve, which starts, monitors, scales and drains them."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from ray import serve
 from ray.exceptions import RayActorError
@@ -21,64 +22,51 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.version import __version__
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.cluster import MAX_BATCH, Count, ReplicaOptions, check_version, gpus_of
-from sakiyomi.scale.front import Asked, make_front
-from sakiyomi.scale.in_process import InProcessServer, Part
-from sakiyomi.scale.routing import SLACK, ranked
+from sakiyomi.scale.front import make_front
+from sakiyomi.scale.in_process import Asked, InProcessServer, Part, load_server
+from sakiyomi.scale.routing import ranked
 from sakiyomi.scale.wire import Address, Dialer, Lines
 from sakiyomi.server.config import ServerConfig
 
-__all__ = ["MakeServer", "RayReplicas", "Replica", "application", "build", "deployment", "processes"]
+__all__ = ["RayReplicas", "Replica", "application", "build", "deployment", "make_server", "processes"]
 
-PATIENCE = 5.0  # seconds that a replica may take to say how it is
+T = TypeVar("T")
+PATIENCE = 5.0  # seconds in which a replica must give its figures
 TARGET = 0.75  # share of a replica's slots that autoscaling aims at
 THEIRS = ("address", "start_timeout", "host", "port", "kv_events", "kv_events_replay", "kv_events_topic")
-"""What `serve run` decides, or one of several replicas cannot have."""
+"""Settings that `serve run` decides, or that a replica cannot have."""
 
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc]
-    """The replica that has a conversation in its cache, unless it is busy; see ``routing``."""
-
-    def initialize_state(self, slack: int = SLACK) -> None:
-        """See Ray Serve."""
-        self._slack = slack
+    """Routes a request to the replica that has its conversation in the cache, unless that is busy; see ``routing``."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One replica a rank, the best first; a request that names its replica has that one alone, if it is there."""
-        await asyncio.sleep(0)  # Serve asks again at once where a replica is not free, and others wait
+        """One replica per rank, the best first; a request that names a replica gets that one alone, if it exists."""
+        await asyncio.sleep(0)  # Serve retries at once while a replica is busy; let other tasks run
         asked = {} if pending_request is None else pending_request.kwargs
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if (named := by_name.get(asked.get("replica", ""))) is not None:
             return [[named]]
         loads = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
-        return [[by_name[name]] for name in ranked(asked.get("key", ""), loads, self._slack)]
+        return [[by_name[name]] for name in ranked(asked.get("key", ""), loads)]
 
 
-class MakeServer:
-    """Makes a replica's server, in its process; refuses to where the library is of another version.
+def make_server(version: str, model: LLMConfig, config: ServerConfig) -> InProcessServer:
+    """The server of a replica, in its process.
 
     Args:
+        version: of the library where the replica was asked for; another one here is refused.
         model: what it is made of.
         config: of the server.
     """
-
-    def __init__(self, model: LLMConfig, config: ServerConfig) -> None:
-        self._model, self._config, self._version = model, config, __version__
-
-    def __call__(self) -> InProcessServer:
-        """Load the model."""
-        check_version(self._version)
-        from sakiyomi.engine.llm import LLM
-
-        llm = LLM(**dataclasses.asdict(self._model))
-        if self._config.warm_up != "none":
-            llm.wait(batches=self._config.warm_up == "all")
-        return InProcessServer(llm, config=self._config)
+    check_version(version)
+    return load_server(model, config)
 
 
 class Replica:
-    """A model; its requests share passes, as those of a server do.
+    """A model in a process of Ray Serve.
 
     Args:
         make: makes its server.
@@ -91,16 +79,15 @@ class Replica:
         self._ready: asyncio.Future[Any] | None = None
 
     async def _server(self) -> Any:
-        """The server, whose thread belongs to the loop that handlers live in."""
+        """The server, started in the event loop of the handlers."""
         if self._ready is None:
             self._ready = asyncio.ensure_future(self._made.__aenter__())
         return await asyncio.shield(self._ready)
 
     async def ask(self, *, asked: Asked, key: str, address: Address | None) -> AsyncIterator[tuple[Part, bool]]:
-        """A reply as it comes, and whether the rest of it comes to the address."""
+        """Parts of a reply, each with whether the rest of the reply is sent to the address instead."""
         server = await self._server()
-        parts = server.events(asked.path, asked.body, asked.client, asked.relay, asked.method, asked.kind)
-        async with aclosing(parts):
+        async with aclosing(server.events(asked)) as parts:
             first = await anext(parts)
             async with self._dialer.opened(address if first.streams else None) as line:
                 yield first, line is not None
@@ -113,19 +100,19 @@ class Replica:
                     await line.end()
 
     async def figures(self, *, replica: str) -> AsyncIterator[dict[str, Any]]:
-        """How it is."""
+        """The replica's figures, see ``InProcessServer.figures``."""
         server = await self._server()
         machine = {"replica": self._name, "machine": socket.gethostname(), "pid": os.getpid()}
         yield {**machine, **server.figures()}
 
     async def check_health(self) -> None:
-        """Asked by Serve, which replaces a replica that raises."""
+        """Called by Serve, which replaces a replica that raises."""
         if self._ready is not None and self._ready.done() and not self._ready.result().alive:
             raise RuntimeError("the engine's last round failed")
 
 
 class RayReplicas:
-    """Replicas as a front asks them; see ``front.Replicas``.
+    """The replicas of a Ray Serve application; see ``front.Replicas``.
 
     Args:
         handle: Serve's, of the deployment ``Replica``.
@@ -140,7 +127,7 @@ class RayReplicas:
 
     @asynccontextmanager
     async def lifespan(self, _: Any) -> AsyncIterator[None]:
-        """Of the front: streams may come by sockets, unless what a cluster says is to be encrypted."""
+        """Of the front: streams come by sockets, unless the cluster encrypts its traffic."""
         encrypted = os.environ.get("RAY_USE_TLS", "0") != "0"
         async with nullcontext() if encrypted else self._lines.listening():
             yield
@@ -167,7 +154,7 @@ class RayReplicas:
                 parts.cancel()
 
     async def figures(self) -> list[dict[str, Any]]:
-        """What each replica says of itself; those that do not answer in time are left out."""
+        """Figures of each replica; those that do not answer in time are left out."""
         names = await asyncio.to_thread(processes, self._application)
 
         async def one(name: str) -> dict[str, Any] | None:
@@ -179,12 +166,12 @@ class RayReplicas:
 
         found = [
             await one(name) for name in names.values()
-        ]  # together, Serve gives one's place to another and tries for ever
+        ]  # one at a time: asked together, Serve mixes up their places and retries for ever
         return list({each["replica"]: each for each in found if each is not None}.values())
 
 
 def processes(application: str) -> dict[str, str]:
-    """The replicas of an application: their names in Ray, and what Serve calls them."""
+    """Names of an application's replicas: in Ray, and in Serve."""
     prefix = f"SERVE_REPLICA::{application}#{Replica.__name__}#"
     names = [actor["name"] for actor in list_named_actors(all_namespaces=True)]
     return {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
@@ -228,13 +215,11 @@ def deployment(make: Any, config: ServerConfig, options: ReplicaOptions, model: 
         Replica,
         max_ongoing_requests=slots + config.max_queue,
         max_queued_requests=max(1, config.max_queue),
-        graceful_shutdown_timeout_s=config.request_timeout,  # what runs when a replica is taken away is ended first
+        graceful_shutdown_timeout_s=config.request_timeout,  # a replica that is removed finishes its requests first
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        request_router_config=RequestRouterConfig(
-            request_router_class=AffinityRouter, request_router_kwargs={"slack": SLACK}
-        ),
+        request_router_config=RequestRouterConfig(request_router_class=AffinityRouter),
         ray_actor_options={
             "num_cpus": options.replica_cpus,
             "num_gpus": gpus_of(model.device),
@@ -268,24 +253,22 @@ def build(args: Mapping[str, Any]) -> Any:
     """
     if theirs := [name for name in THEIRS if name in args]:
         raise InputError(f"{theirs[0]!r} is a setting of `sakiyomi serve`; here Ray Serve decides")
-    given = {"max_batch": MAX_BATCH, **args}
-    options = ReplicaOptions(**_values(ReplicaOptions, given, {"replicas": "1"}))
-    model, config = LLMConfig(**_values(LLMConfig, given)), ServerConfig(**_values(ServerConfig, given))
+    given = {"max_batch": MAX_BATCH, "replicas": "1", **args}
+    options, model, config = _made(ReplicaOptions, given), _made(LLMConfig, given), _made(ServerConfig, given)
     if given:
-        raise InputError(f"{next(iter(given))!r} is no setting of a server; `sakiyomi serve --help` lists them")
-    return application(deployment(MakeServer(model, config), config, options, model), config)
+        raise InputError(f"{next(iter(given))!r} is not a setting of a server; `sakiyomi serve --help` lists them")
+    make = functools.partial(make_server, __version__, model, config)
+    return application(deployment(make, config, options, model), config)
 
 
-def _values(kind: type[Any], given: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Values of a dataclass's fields, taken out of what was given."""
-    names = [field.name for field in dataclasses.fields(kind) if field.name in {**(defaults or {}), **given}]
-    values = {name: given.pop(name, (defaults or {}).get(name)) for name in names}
-    return {name: _value(kind, name, value) for name, value in values.items()}
+def _made(kind: type[T], given: dict[str, Any]) -> T:
+    """A group of settings, of the values that are its own; they are taken out of what was given."""
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: _value(name, wanted, given.pop(name)) for name, wanted in fields.items() if name in given})
 
 
-def _value(kind: type[Any], name: str, value: Any) -> Any:
-    """A value of a field from a text, or as it is."""
-    wanted = str(next(field.type for field in dataclasses.fields(kind) if field.name == name))
+def _value(name: str, wanted: str, value: Any) -> Any:
+    """A value of a field, converted if it is a text."""
     if not isinstance(value, str):
         return value
     try:

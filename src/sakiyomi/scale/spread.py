@@ -1,4 +1,4 @@
-"""Pieces of work that engines on a Ray cluster do, for a command that goes through them one by one."""
+"""Distributes pieces of work to engines on a Ray cluster, and yields their results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
-from sakiyomi.scale.batch import IN_FLIGHT, Endpoint
-from sakiyomi.scale.cluster import WorkersOption, check_room, connected, gpus_of
-from sakiyomi.scale.workers import WorkerOptions, WorkerPool
+from sakiyomi.scale.batch import IN_FLIGHT
+from sakiyomi.scale.cluster import WorkersOption
+from sakiyomi.scale.workers import Make, pool_of
 
 __all__ = ["OneByOne", "Workers", "spread"]
 
@@ -19,10 +19,10 @@ Key = TypeVar("Key")
 
 
 class OneByOne(AbstractAsyncContextManager["OneByOne"]):
-    """A worker's endpoint that does one piece after the other, off the loop.
+    """An endpoint that does one piece at a time, in a thread.
 
     Args:
-        do: a piece, from its body to its result.
+        do: makes the result of a piece from its body.
     """
 
     def __init__(self, do: Callable[[Any], Any]) -> None:
@@ -41,7 +41,7 @@ class OneByOne(AbstractAsyncContextManager["OneByOne"]):
 
 
 class Workers:
-    """Workers of a Ray cluster that do pieces, one set after the other; a context manager.
+    """Workers of a Ray cluster that do pieces; a context manager.
 
     Args:
         make: a worker's endpoint, in its process.
@@ -49,19 +49,14 @@ class Workers:
         device: of each.
     """
 
-    def __init__(
-        self, make: Callable[[], AbstractAsyncContextManager[Endpoint]], option: WorkersOption, device: str
-    ) -> None:
+    def __init__(self, make: Make, option: WorkersOption, device: str) -> None:
         assert option.count is not None
-        self._make, self._option, self._device, self._count = make, option, device, option.count
+        self._made, self._most = pool_of(make, option, device, IN_FLIGHT), option.count.most
 
     def __enter__(self) -> Workers:
         with ExitStack() as opened:
-            opened.enter_context(connected(self._option.address))
-            check_room(self._option.worker_cpus, self._option.address)
+            self._pool = opened.enter_context(self._made)
             self._runner = opened.enter_context(asyncio.Runner())
-            worker = WorkerOptions(self._option.worker_cpus, gpus_of(self._device), IN_FLIGHT)
-            self._pool = WorkerPool(self._make, self._count, worker)
             self._runner.run(self._pool.__aenter__())
             opened.callback(lambda: self._runner.run(self._pool.__aexit__(None, None, None)))
             self._opened = opened.pop_all()
@@ -71,19 +66,19 @@ class Workers:
         self._opened.close()
 
     def do(self, pieces: Iterable[tuple[Key, Any]]) -> Generator[tuple[Key, Any], None, None]:
-        """Results of pieces, each as soon as it is there; some are under way, and the next ones are not drawn yet.
+        """Results of pieces, in the order in which they finish. Pieces are drawn as workers become free.
 
         Args:
-            pieces: what each is here, and its body.
+            pieces: the key of each, and its body.
 
         Raises:
-            SakiyomiError: of a worker; or a piece whose workers die again and again.
+            SakiyomiError: an error of a worker, or too many workers died during a piece.
         """
         coming = iter(pieces)
         running: dict[asyncio.Task[tuple[int, Any]], Key] = {}
         try:
             while True:
-                for key, body in islice(coming, IN_FLIGHT * self._count.most - len(running)):
+                for key, body in islice(coming, IN_FLIGHT * self._most - len(running)):
                     running[self._runner.get_loop().create_task(self._pool.post("", body, ""))] = key
                 if not running:
                     return
@@ -99,10 +94,7 @@ class Workers:
 
 
 def spread(
-    make: Callable[[], AbstractAsyncContextManager[Endpoint]],
-    option: WorkersOption,
-    device: str,
-    pieces: Iterable[tuple[Key, Any]],
+    make: Make, option: WorkersOption, device: str, pieces: Iterable[tuple[Key, Any]]
 ) -> Generator[tuple[Key, Any], None, None]:
     """Results of one set of pieces; see ``Workers``."""
     with Workers(make, option, device) as workers:

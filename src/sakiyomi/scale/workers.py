@@ -1,53 +1,38 @@
-"""Engines on a Ray cluster that answer requests as one: who dies is replaced, and what it had is asked again.
+"""A pool of engines on a Ray cluster. A worker that dies is replaced, and its requests are repeated.
 
-A request whose workers die is in the end asked of a worker that has nothing else to do. If that dies too, again and
-again, the request gets an error for its reply, and no other one does.
+A request whose workers die is finally given to a worker without other requests. If such workers die too, the request
+gets an error as its reply, and no other request does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Self
 
 from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.core.version import __version__
 from sakiyomi.scale.batch import Endpoint
-from sakiyomi.scale.cluster import Count, check_version
+from sakiyomi.scale.cluster import Count, WorkersOption, check_room, check_version, connected, gpus_of
 
-__all__ = ["Make", "WorkerOptions", "WorkerPool"]
+__all__ = ["Make", "WorkerPool", "pool_of"]
 
 logger = logging.getLogger("sakiyomi")
 Make = Callable[[], AbstractAsyncContextManager[Endpoint]]
-TOGETHER, ALONE = 2, 2  # workers that may die of a request: among others, and then alone
-FUTILE = 3  # workers in a row that may die before they have answered anything
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """What a worker has of its machine.
-
-    Attributes:
-        cpus, gpus: so many.
-        lines: requests that it is given at a time.
-    """
-
-    cpus: float = 1
-    gpus: float = 0
-    lines: int = 64
+TOGETHER, ALONE = 2, 2  # workers that may die during a request: with other requests, then with it alone
+FUTILE = 3  # workers in a row that may die before their first reply
 
 
 class _Actor:
-    """A worker's process: an endpoint, made where it runs."""
+    """The process of a worker: makes an endpoint, and answers by it."""
 
     def __init__(self) -> None:
         self._endpoint: Any = None
 
     async def begin(self, make: Make) -> tuple[str, SakiyomiError | None]:
-        """Load the model; the version of the library here, and what was wrong with what the user gave."""
+        """Load the model. Gives the version of the library here, and an error of the user's settings."""
         try:
             self._context = await asyncio.to_thread(make)
             self._endpoint = await self._context.__aenter__()
@@ -64,10 +49,10 @@ class _Worker:
     """A place in the pool, whose actor may change.
 
     Attributes:
-        actor: Ray's handle; None while there is none that answers.
-        running: requests that it has.
+        actor: Ray's handle; None while no actor is ready.
+        running: its running requests.
         answered: requests that this actor has answered.
-        reserved: it is to be idle soon, for one request alone.
+        reserved: it gets no more requests, so that one request can have it alone.
     """
 
     def __init__(self) -> None:
@@ -77,24 +62,23 @@ class _Worker:
 
 
 class WorkerPool:
-    """Workers as one endpoint. Use it as an asynchronous context manager, connected to a cluster.
+    """Workers as one endpoint; an asynchronous context manager. Needs a connection to a cluster.
 
     Args:
         make: makes a worker's endpoint, in its process.
-        count: of workers. Beyond the least one is added when all have as much as they may, and the cluster has room.
-        options: of each.
+        count: of workers. More than the least are added while all are full and the cluster has room.
+        cpus, gpus: of each worker.
+        lines: requests that a worker gets at a time.
 
     Attributes:
         deaths: of workers, so far.
     """
 
-    def __init__(self, make: Make, count: Count, options: WorkerOptions | None = None) -> None:
+    def __init__(self, make: Make, count: Count, *, cpus: float = 1, gpus: float = 0, lines: int) -> None:
         import ray
 
-        self._make, self._count, self._options = make, count, options or WorkerOptions()
-        self._kind = ray.remote(
-            num_cpus=self._options.cpus, num_gpus=self._options.gpus, max_restarts=0, max_concurrency=1 << 14
-        )(_Actor)
+        self._make, self._count, self._cpus, self._gpus, self._lines = make, count, cpus, gpus, lines
+        self._kind = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_concurrency=1 << 14)(_Actor)
         self._workers: list[_Worker] = []
         self._actors: list[Any] = []
         self._starting: set[asyncio.Task[None]] = set()
@@ -119,7 +103,7 @@ class WorkerPool:
 
     @property
     def ready(self) -> int:
-        """Workers that answer now."""
+        """Workers that are ready."""
         return sum(worker.actor is not None for worker in self._workers)
 
     async def post(self, path: str, body: Any, client: str) -> tuple[int, Any]:
@@ -160,7 +144,7 @@ class WorkerPool:
                 self._changed.notify_all()
 
     async def _take(self, alone: bool) -> _Worker:
-        """A worker that has room for one request, or that has none and gets no other one meanwhile."""
+        """A worker with room for a request; ``alone``: one that has no other request, and gets none meanwhile."""
         chosen: _Worker | None = None
         async with self._changed:
             while True:
@@ -173,7 +157,7 @@ class WorkerPool:
                         chosen.reserved = True
                     free = [chosen] if chosen is not None and chosen.actor and not chosen.running else []
                 else:
-                    free = [w for w in there if not w.reserved and w.running < self._options.lines]
+                    free = [w for w in there if not w.reserved and w.running < self._lines]
                     if not free:
                         self._grow()
                 if free:
@@ -183,13 +167,13 @@ class WorkerPool:
                 await self._changed.wait()
 
     def _grow(self) -> None:
-        """Another worker, if there may be more and the cluster has room for it now."""
+        """Add a worker, if there may be more and the cluster has room."""
         import ray
 
         if self._starting or len(self._workers) >= self._count.most:
             return
         room = ray.available_resources()
-        if room.get("CPU", 0) >= self._options.cpus and room.get("GPU", 0) >= self._options.gpus:
+        if room.get("CPU", 0) >= self._cpus and room.get("GPU", 0) >= self._gpus:
             self._add()
 
     def _add(self) -> None:
@@ -203,7 +187,7 @@ class WorkerPool:
         task.add_done_callback(self._starting.discard)
 
     async def _begin(self, worker: _Worker) -> None:
-        """Have an actor in this place, which may take until there is room for it."""
+        """Start an actor for this worker; waits until the cluster has room."""
         from ray.exceptions import RayError
 
         failure: Exception | None = None
@@ -233,7 +217,7 @@ class WorkerPool:
             self._changed.notify_all()
 
     async def _lost(self, worker: _Worker, actor: Any) -> None:
-        """A worker is gone: the first that notices has another one begin."""
+        """A worker has died: the first request that notices starts another actor."""
         async with self._changed:
             if worker.actor is not actor:
                 return
@@ -241,3 +225,23 @@ class WorkerPool:
             self.deaths += 1
             logger.warning("a worker died after %d replies; another one takes its place", worker.answered)
             self._start(worker)
+
+
+@contextmanager
+def pool_of(make: Make, option: WorkersOption, device: str, lines: int) -> Iterator[WorkerPool]:
+    """A pool of workers, and the connection to their cluster.
+
+    Args:
+        make: makes a worker's endpoint, in its process.
+        option: how many workers, and where.
+        device: of each.
+        lines: requests that each is given at a time.
+
+    Raises:
+        LoadError: there is no cluster.
+        InputError: no machine has the processors for a worker.
+    """
+    assert option.count is not None
+    with connected(option.address):
+        check_room(option.worker_cpus, option.address)
+        yield WorkerPool(make, option.count, cpus=option.worker_cpus, gpus=gpus_of(device), lines=lines)

@@ -1,6 +1,6 @@
-"""From the body of a request to jobs for the engine: templates, tokens, limits, parameters.
+"""Turns the body of a request into jobs for the engine: templates, tokens, limits, parameters.
 
-Runs in threads of its own: tokenizing a long text takes seconds, in which the event loop serves others.
+Runs in threads: tokenizing a long text takes seconds, in which the event loop must serve other clients.
 """
 
 from __future__ import annotations
@@ -18,17 +18,12 @@ from sakiyomi.core.tokens import token_places
 from sakiyomi.engine.chat_template import Dialogue, Ending, read_template
 from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
-from sakiyomi.server.channels import ENDS
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.conversations import as_template_takes, ending_of, text_of
+from sakiyomi.server.conversations import as_template_takes, ending_of, read_images, text_of
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.escapes import Matcher
-from sakiyomi.server.grammar import Constraint, Grammars
-from sakiyomi.server.images import read_images
+from sakiyomi.server.grammar import Constraint, Grammars, Penalties
 from sakiyomi.server.jobs import Echo, Job, Reply
-from sakiyomi.server.processors import Penalties
-from sakiyomi.server.reasoning import CLOSING, OPENING, ends_inside
-from sakiyomi.server.room import Room
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,
@@ -40,6 +35,7 @@ from sakiyomi.server.schema import (
     Speculation,
     TokenizeRequest,
 )
+from sakiyomi.server.thoughts import CLOSING, ENDS, OPENING, ends_inside
 from sakiyomi.server.tools import ToolFormat, in_channels, shown, tool_format
 
 if TYPE_CHECKING:
@@ -51,16 +47,16 @@ __all__ = ["BodyReader", "is_long"]
 AS_THEY_ARE = {
     "temperature", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "repetition_penalty",
 }  # fmt: skip
-"""Fields of a body that are parameters of the same name."""
+"""Fields of a body that are sampling parameters of the same name."""
 NAMES = {name: name for name in Ask.model_fields} | {name: f"speculation.{name}" for name in Speculation.model_fields}
-"""Fields of a body by the names of parameters, which errors of these begin with."""
+"""Fields of a body by the name of the sampling parameter, which the parameter's errors begin with."""
 
 
 LONG = 1 << 15  # characters
 
 
 def is_long(body: Ask) -> bool:
-    """Whether reading a body may take long: its text is long, or it comes with a grammar or images."""
+    """Whether a body may take long to read: it has a long text, a grammar or images."""
     if body.response_format is not None and body.response_format.type != "text":
         return True
     if isinstance(body, ChatRequest):
@@ -74,15 +70,68 @@ def is_long(body: Ask) -> bool:
     return sum(1 if isinstance(prompt, int) else len(prompt) for prompt in prompts) > LONG
 
 
-class BodyReader:
-    """Reads bodies.
+class Room:
+    """Limits of a prompt and of new tokens, by the length of the context.
 
     Args:
-        llm: whose tokens and limits they are.
+        context: tokens.
+        longest: characters of the longest token.
+    """
+
+    def __init__(self, context: int, longest: int) -> None:
+        self._context, self._longest = context, longest
+
+    def check(self, prompt: Any, field: str) -> None:
+        """Refuse a prompt that is too long for the context however it is tokenized; ``field`` is to blame."""
+        # Checked before tokenizing, which takes seconds for a long text.
+        most = self._context * (self._longest if isinstance(prompt, str) else 1)
+        if len(prompt) > most:
+            kind = "characters" if isinstance(prompt, str) else "tokens"
+            raise bad_request(
+                f"the prompt has {len(prompt)} {kind}, and no text of more than {most} fits into the context of "
+                f"{self._context} tokens; shorten it",
+                field,
+                code="context_length_exceeded",
+            )
+
+    def limit(self, tokens: Sequence[int], asked: int | None, field: str, source: str) -> int:
+        """New tokens at most, behind those of a prompt.
+
+        Args:
+            tokens: of the prompt.
+            asked: for so many; None: for as many as there is room for.
+            field: that asked for them.
+            source: the prompt's field.
+
+        Raises:
+            ApiError: there is no room for them.
+        """
+        room = self._context - len(tokens)
+        if room < 1:
+            raise bad_request(
+                f"the prompt has {len(tokens)} tokens, and the context holds {self._context} with at least one "
+                "new one; shorten it",
+                source,
+                code="context_length_exceeded",
+            )
+        if asked is not None and asked > room:
+            raise bad_request(
+                f"{field} is {asked}, and after the prompt's {len(tokens)} tokens the context has room for {room}",
+                field,
+                code="context_length_exceeded",
+            )
+        return room if asked is None else max(asked, 1)
+
+
+class BodyReader:
+    """Turns bodies into jobs.
+
+    Args:
+        llm: has the tokenizer and the limits.
         config: of the server.
 
     Raises:
-        UnsupportedError: the target does not go on with its prompt.
+        UnsupportedError: the target is an encoder-decoder model for text.
     """
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
@@ -94,7 +143,7 @@ class BodyReader:
             )
         self._llm, self._config = llm, config
         self.name = config.served_name or llm.name
-        self.blind = llm.target.blind  # why no images are read; None: they are
+        self.blind = llm.target.blind  # why the model reads no images; None: it does
         if self.blind is None and llm.processor is None:
             self.blind = "the model's folder has no image processor (preprocessor_config.json)"
         self.drafter = None if llm.draft is None else llm.draft.name
@@ -127,7 +176,7 @@ class BodyReader:
             tokens = self._tokens(text, "prompt")
             limit = self._room.limit(tokens, body.max_tokens, "max_tokens", "prompt")
             echo = _echo(text, tokens, body, self._llm.tokenizer) if body.echo else None
-            for job in self._jobs(body, tokens, limit, body.logprobs, i, self._format(body)):
+            for job in self._jobs(body, tokens, limit, i, self._format(body)):
                 job.index, job.echo, job.unwritten = len(jobs), echo, body.max_tokens == 0
                 jobs.append(job)
         return jobs
@@ -154,15 +203,15 @@ class BodyReader:
         begun = str(messages[-1]["content"]) if ending == "begun" else ""
         schemas = {tool.function.name: tool.function.parameters for tool in offered}
         reply = Reply(form, schemas, self._reasoning(body, tokens, begun), bool(begun))
-        jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
+        jobs = self._jobs(body, tokens, limit, 0, matcher)
         for index, job in enumerate(jobs):
             job.index, job.reply, job.source = index, reply, source
         return jobs
 
     def _reasoning(self, body: ChatRequest, tokens: list[int], begun: str) -> bool | None:
-        """Whether a reply, or what follows one that has begun, begins inside thoughts; None where none are told apart.
+        """Whether the new text begins inside thoughts; None: thoughts are not separated from the reply.
 
-        A reply that must keep to a grammar from its first token on has none.
+        A reply under a grammar has no thoughts.
         """
         formed = body.response_format is not None and body.response_format.type != "text"
         if self._channels is not None:
@@ -177,7 +226,7 @@ class BodyReader:
     def _read(
         self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest, ending: Ending
     ) -> tuple[list[int], Source | None]:
-        """Tokens of a conversation, and its images as the model reads them."""
+        """Tokens of a conversation, and the model's inputs for its images."""
         options = body.chat_template_kwargs or {}
         images = read_images(body.messages, self._config, self.blind)
         with _blaming("messages", {"options": "chat_template_kwargs"}):
@@ -190,10 +239,10 @@ class BodyReader:
             return made.tokens, made.source
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Tokens of a prompt, or of messages up to where a reply begins.
+        """Tokens of a prompt, or of messages up to the reply.
 
         Raises:
-            ApiError: there is neither of them, or both.
+            ApiError: the body has neither of them, or both.
         """
         self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -227,12 +276,12 @@ class BodyReader:
 
     @property
     def template(self) -> str:
-        """That messages become a prompt by; "" where there is none."""
+        """The chat template; "" without one."""
         return self._dialogue.template
 
     @property
     def has_template(self) -> bool:
-        """Whether messages become a prompt by a chat template; otherwise they are one text that goes on."""
+        """Whether a chat template formats messages; without one they form one continuing text."""
         return not self._dialogue.plain
 
     # ------------------------------------------------------------ parts
@@ -277,21 +326,19 @@ class BodyReader:
         with _blaming(field):
             return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
 
-    def _jobs(
-        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int, matcher: Matcher | None
-    ) -> list[Job]:
+    def _jobs(self, body: Ask, tokens: list[int], limit: int, number: int, matcher: Matcher | None) -> list[Job]:
         if matcher is not None and body.ignore_eos:
             raise bad_request("with a grammar the text ends when it is complete; leave ignore_eos out", "ignore_eos")
         keys = [(number, j) if body.n > 1 else (number,) for j in range(body.n)]
         drafted, asks = _drafting(body.speculation, self.drafter, self.parts)
         with _blaming(None, NAMES):
             return [
-                Job(tokens, self.params(body, tokens, limit, logprobs, matcher), key, drafted, body.trace, asks=asks)
+                Job(tokens, self.params(body, tokens, limit, matcher), key, drafted, body.trace, asks=asks)
                 for key in keys
             ]
 
     def _format(self, body: Ask) -> Matcher | None:
-        """What the text must keep to."""
+        """The grammar that response_format asks for."""
         wanted = body.response_format
         if wanted is None or wanted.type == "text":
             return None
@@ -306,7 +353,7 @@ class BodyReader:
     def _tools(
         self, body: ChatRequest
     ) -> tuple[Sequence[FunctionTool], Sequence[FunctionTool], Matcher | None, ToolFormat | None]:
-        """Tools to tell the model of, those it may call, what its text must keep to, and how it writes calls."""
+        """Tools in the prompt, tools that may be called, the grammar, and the format of calls."""
         if not body.tools and body.tool_choice not in (None, "none", "auto"):
             raise bad_request("tool_choice needs tools", "tool_choice")
         choice = body.tool_choice or "auto"
@@ -323,14 +370,13 @@ class BodyReader:
                     f"tool_choice names {choice.function.name!r}, which is not among tools", "tool_choice"
                 )
         several = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
-        with _placing(body.tools):
+        places = {f"tools.{tool.function.name}": f"tools[{i}].function.parameters" for i, tool in enumerate(body.tools)}
+        with _blaming("tools", places):
             matcher = self._grammars.of_tools(offered, form, forced=choice != "auto", several=several)
         return body.tools, offered, matcher, form
 
-    def params(
-        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, matcher: Matcher | None
-    ) -> SamplingParams:
-        """How a text goes on that begins with these tokens."""
+    def params(self, body: Ask, tokens: list[int], limit: int, matcher: Matcher | None) -> SamplingParams:
+        """The sampling parameters of a request with this prompt."""
         processors: list[Callable[..., Any]] = []
         ends = self._ends if isinstance(body, ChatRequest) else []
         if body.presence_penalty or body.frequency_penalty:
@@ -343,7 +389,7 @@ class BodyReader:
             stop=body.stop or (),
             logit_bias=_biases(body.logit_bias, self._llm.vocab_size),
             logits_processors=processors,  # type: ignore[arg-type]
-            logprobs=logprobs,
+            logprobs=body.alternatives,
             prompt_logprobs=_of_prompt(body),
             **body.model_dump(include=AS_THEY_ARE) | {"stop_token_ids": [*body.stop_token_ids, *ends]},
             **body.speculation.model_dump(exclude={"drafter"}),
@@ -352,22 +398,14 @@ class BodyReader:
 
 @contextmanager
 def _blaming(field: str | None, others: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """What is refused in here is a 400 that names this field, or one of the others if that is what it begins with."""
+    """Make errors a 400 that names this field, or the one of ``others`` that the message begins with."""
     try:
         yield
     except InputError as error:
         name = error.message.split()[0]
         raise bad_request(error.message, name if name in others else field).renamed(others) from None
-
-
-@contextmanager
-def _placing(tools: Sequence[FunctionTool]) -> Iterator[None]:
-    """What is refused in here of a tool, by its name, names the place of its parameters in the body."""
-    try:
-        yield
     except ApiError as error:
-        places = {f"tools.{tool.function.name}": f"tools[{i}].function.parameters" for i, tool in enumerate(tools)}
-        raise error.renamed(places) from None
+        raise error.renamed(others) from None
 
 
 def _prompts(body: CompletionRequest) -> Sequence[Any]:
@@ -376,7 +414,7 @@ def _prompts(body: CompletionRequest) -> Sequence[Any]:
 
 
 def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> tuple[bool, tuple[str, ...] | None]:
-    """Whether to draft, and which of the drafters are asked; None: all of them."""
+    """Whether to draft, and the drafters to use; None: all of them."""
     if wanted.drafter in ("off", "none"):
         if (wanted.gamma, wanted.tree, wanted.nodes) != ("auto", "auto", "auto"):
             raise bad_request(
@@ -396,7 +434,7 @@ def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> t
 
 
 def _echo(prompt: Any, tokens: list[int], body: CompletionRequest, tokenizer: Any) -> Echo:
-    """A prompt as the reply repeats it. If its tokens end within a character, the text behind it begins with it."""
+    """A prompt as the reply repeats it. A character that its tokens leave incomplete belongs to the new text."""
     text = prompt if isinstance(prompt, str) else str(tokenizer.decode(prompt))
     if body.max_tokens != 0 and not isinstance(prompt, str):
         text = text.rstrip("\ufffd")
@@ -404,7 +442,7 @@ def _echo(prompt: Any, tokens: list[int], body: CompletionRequest, tokenizer: An
 
 
 def _of_prompt(body: Ask) -> int | None:
-    """How many tokens are wanted at each place of the prompt; None: it is not scored."""
+    """How many alternatives to give for each token of the prompt; None: the prompt is not scored."""
     asked = [body.prompt_logprobs]
     if isinstance(body, CompletionRequest) and body.echo:
         asked.append(body.logprobs)

@@ -1,29 +1,41 @@
-"""Messages of a request as chat templates take them, and where the prompt that they become ends."""
+"""Messages of a request as chat templates take them, their images, and where the prompt that they become ends.
+
+Images are data URLs; nothing is fetched. What a client sends is checked before it costs anything: how many bytes it
+decodes to by its length, how many pixels by the image's header.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.images import decode_image
 from sakiyomi.engine.chat_template import Ending
+from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import bad_request
 from sakiyomi.server.schema import ChatRequest, ImagePart, Message, TextPart, TokenizeRequest, ToolCall
 from sakiyomi.server.tools import takes_texts
 
-__all__ = ["as_template_takes", "ending_of", "text_of"]
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["as_template_takes", "ending_of", "read_images", "text_of"]
 
 
 def ending_of(
     body: ChatRequest | TokenizeRequest, messages: Sequence[Mapping[str, Any]], *, in_channels: bool = False
 ) -> Ending:
-    """Where the prompt of messages ends.
+    """How the prompt of messages ends: "new" for a new reply, "begun" inside the last one, "none" after it.
 
     Args:
         body: of the request.
-        messages: of it, as templates take them.
-        in_channels: the text must keep to a grammar of messages in channels.
+        messages: of it, in the form for templates.
+        in_channels: the reply is under a grammar of channels.
 
     Raises:
         ApiError: the last message cannot be continued.
@@ -58,7 +70,7 @@ def ending_of(
 
 
 def as_template_takes(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-    """Messages as this template takes them."""
+    """Messages in the form that this template takes."""
     texts = takes_texts(template)
     return [_plain(message, number, texts) for number, message in enumerate(messages)]
 
@@ -80,7 +92,7 @@ def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
         found["tool_call_id"] = message.tool_call_id
     if (thoughts := message.reasoning_content or message.reasoning) is not None:
         found["reasoning_content"] = thoughts
-        if not said:  # of gpt-oss, which takes them beside calls alone
+        if not said:  # for gpt-oss, whose template takes thoughts only beside calls
             found["thinking"] = thoughts
     if message.tool_calls:
         found["tool_calls"] = [_called(call, texts) for call in message.tool_calls]
@@ -88,14 +100,79 @@ def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
 
 
 def text_of(part: TextPart | ImagePart | str) -> str:
-    """What a part of a message says; "" for an image."""
+    """Text of a part of a message; "" for an image."""
     return part if isinstance(part, str) else part.text if isinstance(part, TextPart) else ""
 
 
 def _called(call: ToolCall, texts: bool) -> dict[str, Any]:
-    """A call as templates take it. They write arguments themselves; what cannot be read goes in as it is."""
+    """A call in the form for templates, which format arguments themselves; invalid JSON is passed on as text."""
     arguments: Any = call.function.arguments
     if not texts:
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def read_images(messages: Sequence[Message], config: ServerConfig, blind: str | None) -> list[Image]:
+    """The images of messages, in their order.
+
+    Args:
+        messages: of a request.
+        config: with the limits.
+        blind: why the model reads no images; None: it does.
+
+    Raises:
+        ApiError: 400: an image cannot be read, or exceeds a limit.
+    """
+    found = [
+        (message.role, part.image_url.url, f"messages[{i}].content[{j}].image_url.url")
+        for i, message in enumerate(messages)
+        for j, part in enumerate(message.content or ())
+        if isinstance(part, ImagePart)
+    ]
+    if found and blind is not None:
+        raise bad_request(
+            f"this server reads no images: {blind}; send text alone", found[0][2], code="unsupported_value"
+        )
+    if len(found) > config.max_images:
+        raise bad_request(f"{len(found)} images in one request; this server allows {config.max_images}", "messages")
+    images, left = [], config.max_image_pixels
+    for role, url, field in found:
+        if role not in ("user", "tool"):
+            raise bad_request(f"an image in a {role} message; images are sent in user messages", field)
+        images.append(_read(url, config.max_image_bytes, left, field))
+        left -= images[-1].width * images[-1].height
+    return images
+
+
+def _read(url: str, most_bytes: int, most_pixels: int, field: str) -> Image:
+    """The image of a data URL, as RGB, rotated as its metadata say.
+
+    Args:
+        url: ``data:image/TYPE;base64,DATA``.
+        most_bytes, most_pixels: its limits.
+        field: of the body, for errors.
+
+    Raises:
+        ApiError: 400: it is no data URL or no image, or exceeds a limit.
+    """
+    head, comma, data = url.partition(",")
+    if not comma or not head.startswith("data:"):
+        raise bad_request(
+            f"the image is given as {url!r:.60}; this server fetches nothing: send the image itself, as "
+            "data:image/png;base64,...",
+            field,
+            code="unsupported_value",
+        )
+    if not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise bad_request(f"the image begins with {head!r:.60}; expected data:image/TYPE;base64,", field)
+    if (size := len(data) * 3 // 4) > most_bytes:
+        raise bad_request(f"the image has {size} bytes, {most_bytes} are taken; send a smaller one", field)
+    try:
+        content = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise bad_request(f"the image is no base64 ({error})", field) from None
+    try:
+        return decode_image(content, most_pixels)
+    except InputError as error:
+        raise bad_request(error.message, field) from None

@@ -1,6 +1,6 @@
-"""One sample of one prompt on its way through the server: what was asked, its state, and what a round gave to it.
+"""A job: one sample of one prompt, with its request, its state and the steps that it gets.
 
-Knows neither the thread that runs rounds (``worker.py``) nor the figures that are kept of it (``metrics.py``).
+The thread that runs jobs is in ``worker.py``, their figures in ``metrics.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from sakiyomi.core.outputs import RoundTrace, Stats, Step
@@ -23,30 +23,21 @@ if TYPE_CHECKING:
     from sakiyomi.engine.encoder_inputs import Heard
     from sakiyomi.server.tools import Schemas, ToolFormat
 
-__all__ = ["Call", "Echo", "Event", "Job", "JobState", "Reply"]
+__all__ = ["Call", "Echo", "Event", "Job", "Reply"]
 
 
-class JobState(Enum):
-    """Where a sample is. It waits for a slot of the cache, runs in it, and has left it."""
-
-    WAITING = auto()
-    RUNNING = auto()
-    LEFT = auto()
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What is in the text of a reply besides text.
+class Reply(NamedTuple):
+    """How to read the text of a reply.
 
     Attributes:
-        tools: how calls are written; None: there are none.
-        schemas: of the arguments of the tools that may be called, by name.
-        reasoning: whether the text begins inside thoughts; None: thoughts are not told apart.
-        begun: the prompt ends inside the reply, and the text goes on with it.
+        tools: format of calls; None: no calls.
+        schemas: of the arguments of the offered tools, by name.
+        reasoning: whether the text begins inside thoughts; None: thoughts are not separated.
+        begun: the prompt ends inside the reply, which the text continues.
     """
 
     tools: ToolFormat | None = None
-    schemas: Schemas = field(default_factory=dict)
+    schemas: Schemas = MappingProxyType({})
     reasoning: bool | None = None
     begun: bool = False
 
@@ -56,7 +47,7 @@ class Echo(NamedTuple):
 
     Attributes:
         text: of the prompt.
-        places: where in it each of its tokens begins; empty where log probabilities are not asked for.
+        places: offset of each token in it; empty without log probabilities.
     """
 
     text: str
@@ -69,28 +60,28 @@ class Job:
 
     Attributes:
         prompt: its tokens.
-        params: how to go on.
+        params: of sampling.
         key: of its randomness, as in ``LLM.generate``: (prompt,) or (prompt, sample).
         drafted: whether to speculate.
-        asks: the drafters that are asked, by name; None: all that are there.
-        traced: every round's tree is wanted.
+        asks: names of the drafters to use; None: all.
+        traced: record the tree of every round.
         index: its place among the samples of its call.
-        arrived: when it was asked for, by ``time.perf_counter``.
-        first: when its first token came; 0: it has not.
-        last: when its last tokens came.
-        drafted_before: tokens drafted for it until its last step.
-        request: the engine's, once it has it.
+        arrived: time of the request, by ``time.perf_counter``.
+        first: time of its first token; 0: none yet.
+        last: time of its latest tokens.
+        drafted_before: tokens drafted for it until its latest step.
+        request: the engine's request, once it is submitted.
         call: that it belongs to.
-        client: whose it is, for fair turns.
+        client: for fair scheduling.
         over: it was cancelled.
-        reason: why it ended, as metrics and the log have it; "" before that.
-        reply: what is in its text besides text.
-        echo: what comes before its text in the reply: the prompt; None: nothing does.
-        unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
-        states: takes sums of the prompt's hidden states, see ``Request``; None: they are not wanted.
-        source: images in the prompt, as the model reads them; None: there are none.
-        heard: a sound in the place of a prompt, whose tokens are known when it is submitted; None: there is none.
-        given: tokens that its text begins with, as another server has written them.
+        reason: why it ended, for metrics and the log; "" while it runs.
+        reply: how to read its text.
+        echo: the prompt, to be repeated before the text; None: it is not repeated.
+        unwritten: only the prompt is wanted; the one token that the engine writes is dropped.
+        states: collects sums of the prompt's hidden states, see ``Request``; None: not wanted.
+        source: model inputs for images in the prompt; None: no images.
+        heard: a sound in place of a prompt; its tokens are known once it is submitted. None: no sound.
+        given: tokens of its text that another server has written.
     """
 
     prompt: list[int]
@@ -109,7 +100,7 @@ class Job:
     client: str = ""
     over: bool = False
     reason: str = ""
-    reply: Reply = Reply()
+    reply: Reply = field(default_factory=Reply)
     echo: Echo | None = None
     unwritten: bool = False
     states: list[Tensor] | None = None
@@ -117,18 +108,21 @@ class Job:
     heard: Heard | None = None
     given: Sequence[int] = ()
 
+    # Both follow from the engine's request alone, so that no count of them can drift.
     @property
-    def state(self) -> JobState:
-        """Follows from the engine's request alone, so that no count of states can drift."""
-        request = self.request
-        if self.over or (request is not None and request.over):
-            return JobState.LEFT
-        return JobState.RUNNING if request is not None and request.slot is not None else JobState.WAITING
+    def runs(self) -> bool:
+        """Whether it has a slot of the cache."""
+        return self.request is not None and not self.request.over and not self.over and self.request.slot is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a slot."""
+        return not self.over and (self.request is None or not (self.request.over or self.runs))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a round gave to one sample.
+    """The step of one job in one round.
 
     Attributes:
         job: the sample.
@@ -143,16 +137,16 @@ class Event:
 
     @property
     def over(self) -> bool:
-        """Whether nothing comes after it."""
+        """Whether it is the last one of its job."""
         return self.step.finish_reason is not None or self.step.error is not None
 
 
 class Call:
-    """The samples of one client's request; iterate over it for what they write.
+    """The jobs of one HTTP request; iterating yields their events.
 
     Args:
         jobs: the samples.
-        cancel: ends those of them that are not over.
+        cancel: ends unfinished jobs.
     """
 
     def __init__(self, jobs: Sequence[Job], cancel: Callable[[Sequence[Job]], None]) -> None:
@@ -171,5 +165,5 @@ class Call:
             yield event
 
     def close(self) -> None:
-        """Free what is still running; nothing where all samples are over."""
+        """End unfinished jobs."""
         self._cancel(self.jobs)

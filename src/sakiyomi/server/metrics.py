@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: under vLLM's names, so that its dashboards work, and our own where it has none.
+"""Metrics for Prometheus: vLLM's names where it has the figure, so that its dashboards work; our own otherwise.
 
-Counted in the engine's thread, once a round and sample; read by whoever asks ``/metrics``.
+Counted in the engine's thread, once per round and sample; read by ``/metrics``.
 """
 
 from __future__ import annotations
@@ -33,24 +33,10 @@ class Metrics:
 
     Args:
         model: label of all of them, as vLLM has it.
-        running, waiting: count the samples in these states.
-        cache_used: share of the cache's columns that are held.
-        cache_bytes: that are allocated for it.
-        blocks: of 16 tokens, that the cache has room for.
         chosen: tau when the draft was chosen (`sakiyomi tune`); None: not known.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        running: Callable[[], float],
-        waiting: Callable[[], float],
-        cache_used: Callable[[], float],
-        cache_bytes: Callable[[], float],
-        blocks: int,
-        chosen: Tau | None = None,
-    ) -> None:
+    def __init__(self, model: str, chosen: Tau | None = None) -> None:
         self.registry = CollectorRegistry()
 
         def labelled(name: str, text: str, label: str) -> Counter:
@@ -62,20 +48,8 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry).labels(model)
 
-        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
-            Gauge(name, text, ("model_name",), registry=self.registry).labels(model).set_function(value)
-
         self._model = model
-        gauge("vllm:num_requests_running", "Samples that have a slot of the cache", running)
-        gauge("vllm:num_requests_waiting", "Samples that wait for one", waiting)
-        gauge("vllm:kv_cache_usage_perc", "Share of the cache's columns that are held, 1 is all", cache_used)
-        config = Gauge(
-            "vllm:cache_config_info", "The cache, for routers: 1", ("model_name", "block_size", "num_gpu_blocks"),
-            registry=self.registry,
-        )  # fmt: skip
-        config.labels(model, str(BLOCK), str(blocks)).set(1)
-        gauge("sakiyomi:compiling", "1 while the CPU kernels are compiled for this machine", build.building)
-        gauge("sakiyomi:kv_cache_bytes", "Bytes that are allocated for the cache", cache_bytes)
+        self.gauge("sakiyomi:compiling", "1 while the CPU kernels are compiled for this machine", build.building)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens prefilled")
         self.new_tokens = counter("vllm:generation_tokens", "New tokens")
         self._queried = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache")
@@ -97,23 +71,43 @@ class Metrics:
         self._by_place = [by_place.labels(model, str(place)) for place in range(POSITIONS)]
         self._rounds = counter("sakiyomi:rounds", "Target passes after the prefill, times their samples")
         self._committed = counter("sakiyomi:committed_tokens", "Tokens committed by these passes")
-        gauge("sakiyomi:tau", "Tokens per target pass and sample, since the start", self._tau)
+        self.gauge("sakiyomi:tau", "Tokens per target pass and sample, since the start", self._tau)
         self._totals = [0, 0]
         self._watch = watch = None if chosen is None else TauWatch(chosen)
         if watch is not None:
-            gauge("sakiyomi:tau_recent", "Tokens per target pass of the last rounds", lambda: watch.recent.value)
-            gauge("sakiyomi:tau_chosen", "The same when the draft was chosen", lambda: watch.chosen.value)
-            gauge("sakiyomi:acceptance_fell", "1 where tau is lower than then by more than chance", lambda: watch.fell)
+            self.gauge("sakiyomi:tau_recent", "Tokens per target pass of the last rounds", lambda: watch.recent.value)
+            self.gauge("sakiyomi:tau_chosen", "The same when the draft was chosen", lambda: watch.chosen.value)
+            self.gauge(
+                "sakiyomi:acceptance_fell", "1 where tau is lower than then by more than chance", lambda: watch.fell
+            )
+
+    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Add a figure that is read when somebody asks for the page."""
+        Gauge(name, text, ("model_name",), registry=self.registry).labels(self._model).set_function(value)
+
+    def cache(self, used: Callable[[], float], size: Callable[[], float], blocks: int) -> None:
+        """Add the figures of a KV cache.
+
+        Args:
+            used: share of its columns that are held.
+            size: bytes that are allocated for it.
+            blocks: of 16 tokens, that it has room for.
+        """
+        self.gauge("vllm:kv_cache_usage_perc", "Share of the cache's columns that are held, 1 is all", used)
+        self.gauge("sakiyomi:kv_cache_bytes", "Bytes that are allocated for the cache", size)
+        labels = ("model_name", "block_size", "num_gpu_blocks")
+        config = Gauge("vllm:cache_config_info", "The cache, for routers: 1", labels, registry=self.registry)
+        config.labels(self._model, str(BLOCK), str(blocks)).set(1)
 
     def _tau(self) -> float:
         rounds, committed = self._totals
         return committed / rounds if rounds else 0.0
 
     def step(self, job: Job, step: Step, now: float) -> None:
-        """A sample got these tokens."""
+        """Count the tokens of a step."""
         request = job.request
         assert request is not None
-        count = sum(entry.source != GIVEN for entry in step.trace)  # the others were written elsewhere
+        count = sum(entry.source != GIVEN for entry in step.trace)  # the others were written by another server
         if not job.first and count:
             self.queued.observe(max(0.0, request.began - job.arrived))
             self.first_token.observe(now - job.arrived)
@@ -148,7 +142,7 @@ class Metrics:
 
     @staticmethod
     def _tell(watch: TauWatch) -> None:
-        """Say in the log that acceptance has fallen, or is as it was again."""
+        """Log that acceptance has fallen, or has recovered."""
         numbers = watch.recent.value, watch.chosen.value
         if watch.fell:
             logger.warning(
@@ -160,7 +154,7 @@ class Metrics:
             logger.info("acceptance is as it was: tau is %.2f, and was %.2f when the draft was chosen", *numbers)
 
     def ended(self, reason: str) -> None:
-        """Why a sample is over: stop, length, abort (by its client, or by the time limit) or error."""
+        """Count the end of a sample: stop, length, abort (by the client or the time limit) or error."""
         self._ended.labels(self._model, reason).inc()
 
     def total(self, name: str) -> float:
@@ -168,5 +162,5 @@ class Metrics:
         return self.registry.get_sample_value(name, {"model_name": self._model}) or 0.0
 
     def page(self) -> bytes:
-        """What ``/metrics`` says."""
+        """The page ``/metrics``."""
         return generate_latest(self.registry)

@@ -1,18 +1,23 @@
-"""The web page at ``/``: one document made of the files in ``web/``, and headers that let it talk to this server alone.
+"""Pages: the web page at ``/``, and the list of all paths at ``/docs``; headers let them talk to this server alone.
 
-It is a client like any other. What it draws is what ``trace: true`` gives to everybody.
+The web page is a client like any other. What it draws is what ``trace: true`` gives to everybody.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
+import shlex
+from collections.abc import Mapping
 from importlib.resources import files
+from typing import Any
 
+import jinja2
 from starlette.responses import Response
 
-__all__ = ["as_page", "document", "page", "policy"]
+__all__ = ["page", "policy", "reference"]
 
 SCRIPTS = "base", "markdown", "lanes", "tree", "chats", "talk"
 """Parts of the one script, in this order."""
@@ -20,21 +25,22 @@ SCRIPTS = "base", "markdown", "lanes", "tree", "chats", "talk"
 _NONE = "'none'"
 # A block without attributes: data blocks (type="application/json") do not run and need no permission.
 _BLOCK = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+_REFERENCE = "#/components/schemas/"
+
+
+def _web_file(name: str) -> str:
+    """The text of a file in ``web/``."""
+    return files("sakiyomi.server").joinpath("web", name).read_text(encoding="utf-8")
 
 
 def document() -> str:
     """The page as it is sent: markup with style, texts and script in it."""
-    folder = files("sakiyomi.server").joinpath("web")
-
-    def read(name: str) -> str:
-        return folder.joinpath(name).read_text(encoding="utf-8")
-
     parts = {
-        "style": f"<style>\n{read('style.css')}</style>",
-        "texts": f'<script type="application/json" id="texts">\n{read("texts.json")}</script>',
-        "script": "<script>\n" + "\n".join(read(f"{name}.js") for name in SCRIPTS) + "</script>",
+        "style": f"<style>\n{_web_file('style.css')}</style>",
+        "texts": f'<script type="application/json" id="texts">\n{_web_file("texts.json")}</script>',
+        "script": "<script>\n" + "\n".join(_web_file(f"{name}.js") for name in SCRIPTS) + "</script>",
     }
-    html = read("index.html")
+    html = _web_file("index.html")
     for name, text in parts.items():
         html = html.replace(f"<!-- {name} -->", text)
     return html
@@ -66,11 +72,11 @@ def policy(html: str) -> str:
 
 
 def page() -> Response:
-    """The page with its headers, read once."""
-    return as_page(document())
+    """The web page with its headers."""
+    return _as_page(document())
 
 
-def as_page(html: str) -> Response:
+def _as_page(html: str) -> Response:
     """A document as a reply, with the headers of our pages."""
     return Response(
         html,
@@ -82,3 +88,48 @@ def as_page(html: str) -> Response:
             "x-content-type-options": "nosniff",
         },
     )
+
+
+def reference(document: Mapping[str, Any], url: str, *, keyed: bool) -> Response:
+    """The page at ``/docs``: paths, fields, bounds and examples of curl. Its markup is ``web/reference.html``.
+
+    Args:
+        document: OpenAPI's.
+        url: of the server, as its client knows it, without a slash at the end.
+        keyed: requests need a key.
+    """
+    schemas = document.get("components", {}).get("schemas", {})
+    operations, bodies = [], set()
+    for path, verbs in document["paths"].items():
+        for verb, what in verbs.items():
+            content = what.get("requestBody", {}).get("content", {})
+            taken = content.get("application/json", {})
+            name = taken.get("schema", {}).get("$ref", "").removeprefix(_REFERENCE)
+            bodies |= {name} & schemas.keys()
+            words = ["curl", url + path] + (["-H", "authorization: Bearer KEY"] if keyed else [])
+            if taken:
+                words += ["-H", "content-type: application/json", "-d", json.dumps(taken["example"])]
+            elif content:
+                words += ["--data-binary", "@FILE"]
+            about = {"path": path, "verb": verb, "about": what.get("description", ""), "body": schemas.get(name)}
+            operations.append(about | {"example": shlex.join(words)})
+    environment = jinja2.Environment(autoescape=True)
+    environment.filters["json"] = json.dumps
+    return _as_page(
+        environment.from_string(_web_file("reference.html")).render(
+            title=f"{document['info']['title']} {document['info']['version']}",
+            operations=operations,
+            parts=[(name, schemas[name]) for name in sorted(_parts(bodies, schemas))],
+        )
+    )
+
+
+def _parts(bodies: set[str], schemas: Mapping[str, Any]) -> set[str]:
+    """Names of the schemas that bodies consist of."""
+    found: set[str] = set()
+    left = set(bodies)
+    while left:
+        name = left.pop()
+        found.add(name)
+        left |= set(re.findall(f'"{_REFERENCE}([^"]+)"', json.dumps(schemas[name]))) - found
+    return found - bodies

@@ -1,7 +1,7 @@
-"""A reply that goes on where another server has left it: with the same text, names and numbers.
+"""Continues a stream of a server that died, with the same text, ids and sequence numbers.
 
-Whoever stands before several servers notes which tokens each event of a stream had. If the server dies, another one is
-told of them. It verifies them as a draft, brings its own reply to where the client is, and goes on from there.
+A front of several servers notes which tokens each event of a stream has. If the server dies, it gives them to another
+one. That one verifies them as a draft, replays its reply up to the place where the client is, and continues.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from sakiyomi.core.text import TextStream
 from sakiyomi.engine.request import GIVEN
 from sakiyomi.server.jobs import Event, Job
 
-__all__ = ["Names", "Relay", "Replay", "Sent", "relayed"]
+__all__ = ["Names", "Relay", "Replay", "Sent"]
 
 Names = Callable[[int], str]
-"""Gives a fresh name of so many bytes, in hexadecimal digits."""
+"""Gives a new id of so many bytes, in hexadecimal digits."""
 
 
 class Sent(NamedTuple):
-    """What an event of a stream had in it.
+    """The tokens of one event of a stream.
 
     Attributes:
-        choice: whose tokens; -1: of none, the stream is over.
-        tokens: so many.
-        over: nothing comes behind them.
+        choice: index of the choice; -1: the stream is over.
+        tokens: of the choice.
+        over: the choice has no more tokens.
     """
 
     choice: int
@@ -41,13 +41,13 @@ class Sent(NamedTuple):
 
 @dataclass
 class Relay:
-    """A request that may go on elsewhere.
+    """A request that another server may continue.
 
     Attributes:
-        seed: of its randomness where its body has none, and of the names in its reply.
-        created: when it came, in seconds.
-        given: what the client has of the reply already.
-        sent: what events had since it was taken last.
+        seed: of sampling if the body has none, and of the ids in the reply.
+        created: time of the request, in seconds.
+        given: the part of the reply that the client has already.
+        sent: tokens of events since the last ``take``.
     """
 
     seed: int = field(default_factory=lambda: secrets.randbits(63))
@@ -56,30 +56,25 @@ class Relay:
     sent: list[Sent] = field(default_factory=list)
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Have the texts follow from the seed, and begin as they did before."""
+        """Make the texts depend on the seed alone, and begin with what the client has."""
         for job in jobs:
             seed = self.seed if job.params.seed is None else job.params.seed
             job.params = replace(job.params, seed=seed, acceptance="coupled")
             job.given = [token for sent in self.given if sent.choice == job.index for token in sent.tokens]
 
     def names(self, of: str) -> Names:
-        """The same names whenever it is asked."""
+        """A generator of ids that is the same on every server."""
         draws = random.Random(f"{self.seed} {of}")
         return lambda size: draws.randbytes(size).hex()
 
     def take(self) -> list[Sent]:
-        """What events had since this was called last."""
+        """Tokens of events since the last call."""
         taken, self.sent = self.sent, []
         return taken
 
 
-def relayed(relay: Relay | None, of: str) -> Names:
-    """Names of a reply, or of a part of it."""
-    return secrets.token_hex if relay is None else relay.names(of)
-
-
 class Replay:
-    """The beginning of a reply, and what the engine's steps bring beyond it.
+    """The part of a reply that a client has, and what the engine's steps add to it.
 
     Args:
         jobs: choices of the reply.
@@ -95,7 +90,7 @@ class Replay:
         self._over = {sent.choice for sent in given if sent.over}
 
     def events(self) -> Iterator[Event]:
-        """What the client has, as it came."""
+        """Events for the part that the client has."""
         for choice, tokens, over in self._given:
             text = self._texts[choice].push(tokens)[0]
             trace = tuple(TokenTrace(token, GIVEN) for token in tokens)
@@ -103,10 +98,10 @@ class Replay:
             yield Event(self._jobs[choice], Step(text, tokens, trace, reason))
 
     def rest(self, event: Event) -> Event | None:
-        """What of an event the client does not have; None: nothing.
+        """The part of an event that the client does not have; None: it has all of it.
 
         Raises:
-            DivergedError: the text is another one.
+            DivergedError: the text differs from what the client has.
         """
         choice, step = event.job.index, event.step
         if choice in self._over or not self._left[choice] or step.error is not None:

@@ -1,12 +1,10 @@
-"""What clients get: OpenAI's objects, made of the engine's steps. Ours beside theirs: ``trace``, ``usage.speculation``.
+"""Makes replies from the engine's steps: OpenAI's objects, with ``trace`` and ``usage.speculation`` of our own.
 
-A ``Sample`` reads the steps of one choice; a ``Style`` puts what it read into the objects of one endpoint.
+A ``Sample`` reads the steps of one choice; a ``Style`` makes the objects of one endpoint from it.
 """
 
 from __future__ import annotations
 
-import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,25 +16,25 @@ from torch import Tensor
 from sakiyomi.core.outputs import PromptToken, Stats, Step, TokenTrace
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tokens import TokenNames
-from sakiyomi.server.channels import ChannelReader
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Event, Job
-from sakiyomi.server.reasoning import ReasoningReader
-from sakiyomi.server.relay import Names
+from sakiyomi.server.relay import Names, Relay
+from sakiyomi.server.schema import Ask, StreamOptions
 from sakiyomi.server.stream import DONE, event
+from sakiyomi.server.thoughts import ChannelReader, ReasoningReader
 from sakiyomi.server.tools import ToolReader, shown
 
 __all__ = ["ChatStyle", "CompletionStyle", "Piece", "Sample", "Style", "usage"]
 
-NEVER = -9999.0  # OpenAI's log probability of what cannot come
+NEVER = -9999.0  # OpenAI's log probability of an impossible token
 
 
 @dataclass
 class Piece:
-    """What one step, or all of them, gave to one choice.
+    """What one step, or all of them, added to one choice.
 
     Attributes:
-        places: where in the choice's text each token begins, those of ``echo`` first; only with log probabilities.
+        places: offset of each token in the choice's text, those of ``echo`` first; only with log probabilities.
     """
 
     index: int
@@ -53,7 +51,7 @@ class Piece:
     places: list[int] = field(default_factory=list)
 
     def add(self, other: Piece) -> None:
-        """Go on with the next one."""
+        """Append the next piece."""
         self.text += other.text
         self.thoughts += other.thoughts
         self.tokens += other.tokens
@@ -70,62 +68,61 @@ class Sample:
     """Reads the steps of one choice.
 
     Args:
-        job: whose steps they are.
-        names: texts of tokens.
-        tokenizer: for texts that the tokens have together.
-        ids: gives ids of calls.
+        job: of the choice.
+        names: texts of single tokens.
+        tokenizer: decodes tokens.
+        ids: makes ids of calls.
     """
 
-    def __init__(self, job: Job, names: TokenNames, tokenizer: Any, ids: Names = secrets.token_hex) -> None:
+    def __init__(self, job: Job, names: TokenNames, tokenizer: Any, ids: Names) -> None:
         self._job, self._names = job, names
         self._begun = False
         told = job.traced or job.params.logprobs is not None
         self._texts = TextStream(tokenizer, job.params.stop, before=job.prompt) if told else None
-        reply = job.reply
-        self._reasoning = ReasoningReader(opened=reply.reasoning) if reply.reasoning is not None else None
-        self._channels: ChannelReader | None = None
-        self._tools: ToolReader | None = None
-        if reply.tools is not None and reply.tools.channels:
-            self._channels = ChannelReader(ids, reply.schemas, begun=reply.begun)
-        elif reply.tools is not None:
-            self._tools = ToolReader(reply.tools, ids, reply.schemas, begun=reply.begun)
-        # Marks of calls that are special tokens are in no usual text.
-        marks = shown(reply.tools.marks, tokenizer) if reply.tools is not None else None
+        form, schemas, reasoning, begun = job.reply
+        self._channels = self._tools = self._reasoning = None
+        if form is not None and form.channels:
+            self._channels = ChannelReader(ids, schemas, begun=begun)
+        elif form is not None:
+            self._tools = ToolReader(form, ids, schemas, begun=begun)
+        if reasoning is not None and self._channels is None:
+            self._reasoning = ReasoningReader(opened=reasoning)
+        self._thoughts_apart, self._called = reasoning is not None, False
+        # Usual decoding drops marks of calls that are special tokens.
+        marks = shown(form.marks, tokenizer) if form is not None else None
         self._marked = TextStream(tokenizer, job.params.stop, marks, job.prompt) if marks else None
 
     def read(self, event: Event) -> Piece:
         """One step."""
-        step = event.step
+        step, request = event.step, self._job.request
         piece = Piece(self._job.index, step.text, list(step.trace), step.finish_reason)
         if not self._begun:
             self._begun = True
             if self._job.echo is not None:
                 piece.echo, piece.places = self._job.echo.text, list(self._job.echo.places)
-            piece.prompt = [] if self._job.request is None else self._job.request.prompt_logprobs
-        if step.finish_reason is not None and self._job.request is not None:
-            piece.stop = self._job.request.text.matched
+            piece.prompt = [] if request is None else request.prompt_logprobs
+        over = step.finish_reason is not None
+        if over and request is not None:
+            piece.stop = request.text.matched
         if self._job.unwritten:
             piece.text, piece.tokens, piece.finish_reason = "", [], "length"
             if self._job.states:
                 piece.mean = torch.stack(self._job.states).sum(0) / len(self._job.prompt)
             return piece
-        text, over = step.text, step.finish_reason is not None
         if (marked := self._marked) is not None:
-            text = "" if marked.stopped else marked.push(step.token_ids)[0]
-            text += marked.finish() if over else ""
+            piece.text = "" if marked.stopped else marked.push(step.token_ids)[0]
+            piece.text += marked.finish() if over else ""
         if self._channels is not None:
-            piece.thoughts, piece.text, piece.calls = self._channels.push(text, over)
-            if self._reasoning is None:  # which is how thoughts were asked for in the text
+            piece.thoughts, piece.text, piece.calls = self._channels.push(piece.text, over)
+            if not self._thoughts_apart:
                 piece.thoughts, piece.text = "", piece.thoughts + piece.text
-            if step.finish_reason == "stop" and self._channels.calls:
-                piece.finish_reason = "tool_calls"
-        elif self._reasoning is not None:
-            piece.thoughts, text = self._reasoning.push(text, over)
-            piece.text = text
+        if self._reasoning is not None:
+            piece.thoughts, piece.text = self._reasoning.push(piece.text, over)
         if self._tools is not None:
-            piece.text, piece.calls = self._tools.push(text, over)
-            if step.finish_reason == "stop" and self._tools.calls:
-                piece.finish_reason = "tool_calls"
+            piece.text, piece.calls = self._tools.push(piece.text, over)
+        self._called = self._called or bool(piece.calls)
+        if step.finish_reason == "stop" and self._called:
+            piece.finish_reason = "tool_calls"
         if self._texts is not None:
             read = self._tokens(step, self._texts)
             before = 0 if self._job.echo is None else len(self._job.echo.text)
@@ -136,7 +133,7 @@ class Sample:
 
     @staticmethod
     def _tokens(step: Step, texts: TextStream) -> list[tuple[str, int]]:
-        """Of each token the text that became certain with it, and where it begins. Joined they are the reply's text."""
+        """Text that each token adds, and its offset. Joined they are the reply's text."""
         found = []
         for entry in step.trace:
             place = texts.place
@@ -147,7 +144,7 @@ class Sample:
         return found
 
     def _origins(self, event: Event, texts: Sequence[str]) -> dict[str, Any]:
-        """Where each token came from, with its text; the tree of the round, the figures so far."""
+        """Origin and text of each token, the tree of the round, and the figures so far."""
         tokens = [entry.to_dict() | {"text": text} for entry, text in zip(event.step.trace, texts, strict=True)]
         found: dict[str, Any] = {"tokens": tokens, "round": None}
         if event.tree is not None:
@@ -164,45 +161,41 @@ class Style(ABC):
     Args:
         model: as clients call it.
         names: texts of tokens.
-        logprobs, prompt_logprobs, traced: what a choice has besides text.
-        usage: that chunks have a field for it.
-        ids: gives its ids.
-        created: when it was asked for; None: now.
+        body: what was asked for.
+        relay: gives ids and the time of the request.
+
+    Attributes:
+        figures: which events have figures.
     """
 
     prefix = ""
 
-    def __init__(
-        self,
-        model: str,
-        names: TokenNames,
-        *,
-        logprobs: bool,
-        prompt_logprobs: bool = False,
-        traced: bool = False,
-        usage: bool = False,
-        ids: Names = secrets.token_hex,
-        created: int | None = None,
-    ) -> None:
-        self._names, self._logprobs, self._traced, self._usage = names, logprobs, traced, usage
-        self._prompt_logprobs = prompt_logprobs
-        self._ids = ids
-        self._head = {"id": self.prefix + ids(12), "created": created or int(time.time()), "model": model}
+    def __init__(self, model: str, names: TokenNames, body: Ask, relay: Relay) -> None:
+        self._names, self._wanted = names, body
+        self.figures = body.stream_options or StreamOptions()
+        self._ids = relay.names("reply")
+        self._head = {"id": self.prefix + self._ids(12), "created": relay.created, "model": model}
 
     @abstractmethod
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any] | str:
-        """The reply at once; a text is sent as it is."""
+        """The complete reply; a text is sent as it is."""
 
-    @abstractmethod
     def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
-        """The events of a step, the first one of its choice or a later one; with figures so far if they are wanted."""
+        """The events of a step; none, unless the endpoint streams.
 
-    @abstractmethod
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
-        """The last events of a stream; ``told``: the figures are wanted."""
+        Args:
+            piece: what the step added.
+            first: it is the first step of its choice.
+            figures: so far; None: they are not wanted in every event.
+        """
+        return iter(())
+
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
+        """The last events of a stream."""
+        return iter(())
 
     def failure(self, error: ApiError) -> bytes:
-        """What ends a stream that has begun."""
+        """The event that ends a stream by an error."""
         return event(error.body)
 
 
@@ -211,34 +204,30 @@ class ChoiceStyle(Style):
 
     whole_name, chunk_name = "", ""
 
-    def chunk(self, piece: Piece, first: bool, figures: dict[str, Any] | None = None) -> dict[str, Any]:
-        """An event of a stream; the first one of a choice says who speaks."""
-        choice = self._choice(piece) | self._delta(piece, first)
-        usage = {"usage": figures} if self._usage else {}
-        return {**self._head, "object": self.chunk_name, "choices": [choice]} | usage
-
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
         """The reply at once."""
         choices = [self._choice(piece) | self._body(piece) for piece in pieces]
         return {**self._head, "object": self.whole_name, "choices": choices, "usage": figures}
 
     def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
-        """The events of a step; ``figures`` so far, if they are wanted in every event."""
-        yield event(self.chunk(piece, first, figures))
+        """An event; the first one of a choice has the role."""
+        choice = self._choice(piece) | self._delta(piece, first)
+        usage = {"usage": figures} if self.figures != StreamOptions() else {}
+        yield event({**self._head, "object": self.chunk_name, "choices": [choice]} | usage)
 
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
-        """The last events of a stream; ``told``: one has the figures alone."""
-        if told:
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
+        """The last events of a stream; one has the figures alone, where they are wanted."""
+        if self.figures.include_usage:
             yield event({**self._head, "object": self.chunk_name, "choices": [], "usage": figures})
         yield DONE
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         found: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
-        if self._logprobs:
+        if self._wanted.alternatives is not None:
             found["logprobs"] = self._chances(piece)
-        if self._traced:
+        if self._wanted.trace:
             found["trace"] = piece.trace
-        if self._prompt_logprobs and piece.prompt:
+        if self._wanted.prompt_logprobs is not None and piece.prompt:
             found["prompt_logprobs"] = list(map(self._prompt_token, piece.prompt))
         return found
 
@@ -282,7 +271,7 @@ class CompletionStyle(ChoiceStyle):
         entries: list[PromptToken | TokenTrace] = [*(piece.prompt if piece.echo is not None else ()), *piece.tokens]
         given = self._given[piece.index] = self._given.get(piece.index, 0) + len(self._body(piece)["text"])
         places = piece.places
-        if piece.finish_reason is not None:  # what spelt a stop string is not in the text
+        if piece.finish_reason is not None:  # tokens of a stop string are not in the text
             places = [min(place, given) for place in places]
         return {
             "tokens": [self._name(entry.token_id) for entry in entries],
@@ -297,7 +286,7 @@ class CompletionStyle(ChoiceStyle):
         }
 
     def _name(self, token: int) -> str:
-        """Its text; of part of a character the bytes, as OpenAI writes them: the names are keys, and must differ."""
+        """Text of a token; its bytes if it is part of a character, as in OpenAI: names are keys, and must differ."""
         text, data = self._names(token)
         return "bytes:" + "".join(f"\\x{value:02x}" for value in data) if "\ufffd" in text else text
 
@@ -308,10 +297,10 @@ class ChatStyle(ChoiceStyle):
     prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
-        """The reply at once; the prompt, which its choices share, is beside them, as in vLLM."""
+        """The complete reply; the prompt, which its choices share, is beside them, as in vLLM."""
         found = super().whole(pieces, figures)
         scored = [choice.pop("prompt_logprobs", None) for choice in found["choices"]]
-        return found | ({"prompt_logprobs": scored[0]} if self._prompt_logprobs else {})
+        return found | ({"prompt_logprobs": scored[0]} if self._wanted.prompt_logprobs is not None else {})
 
     def _delta(self, piece: Piece, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
@@ -355,7 +344,7 @@ def usage(jobs: Sequence[Job]) -> dict[str, Any]:
     stats = Stats.total(request.stats for _, request in requests)
     written = 0 if any(job.unwritten for job in jobs) else stats.tokens
     asked = sum({id(job.prompt): len(job.prompt) for job in jobs}.values())
-    had: dict[int, int] = {}  # of a prompt, which counts once, by the sample that has read it for the others
+    had: dict[int, int] = {}  # by prompt, which counts once: of the sample that prefilled it for the others
     for prompt, request in requests:
         had[id(prompt)] = min(request.stats.reused, had.get(id(prompt), len(prompt)))
     return {

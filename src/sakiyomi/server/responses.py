@@ -1,6 +1,6 @@
 """OpenAI's newer interface, ``/v1/responses``: its items become messages, and a reply becomes items.
 
-A response is not stored here: what came before is sent again, or not at all.
+Responses are not stored: a client sends earlier items again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, Tag
 
 from sakiyomi.server.errors import ApiError, bad_request
-from sakiyomi.server.fields import BY_KIND, Count, ListOrText, Strict, Text, by_type
+from sakiyomi.server.fields import Count, ListOrText, Strict, Text, ToolChoice, by_type
 from sakiyomi.server.replies import Piece, Style
-from sakiyomi.server.schema import Arguments, ChatRequest, Common, ToolName, read_as
+from sakiyomi.server.schema import Arguments, ChatRequest, Common, ToolName, function, joined, read_as
 from sakiyomi.server.stream import event
 
 __all__ = ["ResponsesRequest", "ResponsesStyle"]
@@ -22,11 +22,11 @@ __all__ = ["ResponsesRequest", "ResponsesStyle"]
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 """Fields of chat completions that have another name here."""
 UNFINISHED = ("in_progress", "incomplete")
-"""States of a message that is continued where it is the last item, as in vLLM."""
+"""Statuses with which the last message is continued, as in vLLM."""
 
 
 class InputText(Strict):
-    """Text of a user, or what the model has written before."""
+    """Text of a user, or earlier output of the model."""
 
     type: Literal["input_text", "output_text", "text"]
     text: Text
@@ -35,7 +35,7 @@ class InputText(Strict):
 
 
 class Item(Strict):
-    """Part of the input. What came out of a response may go in again, with all that clients write into it."""
+    """Part of the input. Items of a response may be sent back with any fields that clients add."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     id: str | None = None
@@ -51,7 +51,7 @@ class InputMessage(Item):
 
 
 class FunctionCall(Item):
-    """A call that the model made before."""
+    """An earlier call of the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -60,7 +60,7 @@ class FunctionCall(Item):
 
 
 class FunctionOutput(Item):
-    """What a function gave back."""
+    """The result of a function."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -76,7 +76,7 @@ AnyItem = Annotated[
 
 
 class ResponseTool(Strict):
-    """A function; there are no other tools."""
+    """A function, the only kind of tool."""
 
     type: Literal["function"]
     name: ToolName
@@ -103,13 +103,13 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    """``format``: what the text must keep to."""
+    """``format``: a grammar for the text."""
 
     format: TextFormat | None = None
 
 
 class NoReasoning(Strict):
-    """Nothing of it can be set."""
+    """An empty object: no setting is supported."""
 
 
 class ResponsesRequest(Common):
@@ -119,14 +119,7 @@ class ResponsesRequest(Common):
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("<string>")]
-            | Annotated[ResponseChoice, Tag("<object>")],
-            BY_KIND,
-        ]
-        | None
-    ) = None
+    tool_choice: ToolChoice[ResponseChoice] | None = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
@@ -135,10 +128,10 @@ class ResponsesRequest(Common):
     reasoning: NoReasoning | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as messages.
+        """The same request for chat completions.
 
         Raises:
-            ApiError: there is no such message.
+            ApiError: chat completions cannot express it.
         """
         given = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages: list[dict[str, Any]] = []
@@ -154,14 +147,9 @@ class ResponsesRequest(Common):
             **self.model_dump(include={*Common.model_fields}),
         }
         if self.tools:
-            values["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-                for tool in self.tools
-            ]
-        choice = self.tool_choice
-        if choice is not None:
-            named = isinstance(choice, ResponseChoice)
-            values["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
+            values["tools"] = [function(**tool.model_dump(exclude={"type"}, exclude_none=True)) for tool in self.tools]
+        if (choice := self.tool_choice) is not None:
+            values["tool_choice"] = choice if isinstance(choice, str) else function(choice.name)
         if self.text is not None and (wanted := self.text.format) is not None:
             values["response_format"] = {"type": wanted.type}
             if (wanted.schema_ is None) == (wanted.type == "json_schema"):
@@ -180,21 +168,16 @@ class ResponsesRequest(Common):
 
 
 def _add(messages: list[dict[str, Any]], item: InputMessage | FunctionCall | FunctionOutput) -> None:
-    """Put an item behind the messages; calls stand in the message of the assistant that made them."""
+    """Append an item to the messages; a call goes into the assistant message before it."""
     if isinstance(item, FunctionOutput):
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
     elif isinstance(item, InputMessage):
-        messages.append({"role": item.role, "content": _text(item.content)})
+        messages.append({"role": item.role, "content": joined(item.content)})
     else:
-        function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
+        call = {"id": item.call_id, **function(item.name, arguments=item.arguments)}
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         messages[-1].setdefault("tool_calls", []).append(call)
-
-
-def _text(content: str | list[InputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ResponsesStyle(Style):
@@ -222,7 +205,7 @@ class ResponsesStyle(Style):
         return self._response(piece, output + list(map(_call, piece.calls)), figures)
 
     def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
-        """What a step brings: text, and whole calls."""
+        """Events for new text and complete calls."""
         if first:
             for name in ("response.created", "response.in_progress"):
                 yield self._event(name, response=self._response(None, [], None))
@@ -245,8 +228,8 @@ class ResponsesStyle(Style):
             )
             yield self._event("response.output_item.done", output_index=at, item=item)
 
-    def end(self, figures: dict[str, Any], told: bool) -> Iterator[bytes]:
-        """The text as a whole, and the response."""
+    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
+        """Events with the complete text, and the response."""
         text, calls = self._so_far.text, list(map(_call, self._so_far.calls))
         output = calls
         if self._text_at is not None:
@@ -282,39 +265,34 @@ class ResponsesStyle(Style):
     def _response(
         self, piece: Piece | None, output: list[dict[str, Any]], figures: dict[str, Any] | None
     ) -> dict[str, Any]:
-        asked = self._asked
-        tools = [tool.model_dump() for tool in asked.tools or ()]
-        choice = asked.tool_choice.model_dump() if isinstance(asked.tool_choice, ResponseChoice) else asked.tool_choice
+        asked, status = self._asked, _status(piece)
+        own = {"temperature", "top_p", "user", "instructions", "max_output_tokens", "parallel_tool_calls"}
+        given = asked.model_dump(include=own | {"tools", "tool_choice", "metadata"})
         return {
             "id": self._head["id"],
             "object": "response",
             "created_at": self._head["created"],
             "completed_at": None if piece is None else int(time.time()),
-            "status": _status(piece),
+            "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if _status(piece) == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._head["model"],
             "output": output,
-            "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "temperature": asked.temperature,
             "text": {"format": {"type": "text"}} if asked.text is None else asked.text.model_dump(by_alias=True),
-            "tool_choice": choice or "auto",
-            "tools": tools,
-            "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": None if figures is None else _usage(figures),
-            "user": asked.user,
+            **given,
+            "metadata": asked.metadata or {},
+            "tools": given["tools"] or [],
+            "tool_choice": given["tool_choice"] or "auto",
         }
 
 
 def _status(piece: Piece | None) -> str:
-    """Of a response, or a message, that is this far; None: it has begun."""
+    """Status of a response or a message; None: it has begun."""
     return "in_progress" if piece is None else "incomplete" if piece.finish_reason == "length" else "completed"
 
 

@@ -1,6 +1,6 @@
-"""What clients may ask for: OpenAI's fields as far as they are honoured, and our own. Another field is an error.
+"""Bodies of requests: OpenAI's fields that are supported, and our own. Any other field is an error.
 
-Knows no engine; ``bodies.py`` turns a body into what the engine takes.
+``bodies.py`` turns a body into jobs for the engine.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from sakiyomi.server.fields import (
     Strict,
     Text,
     TokenId,
+    ToolChoice,
     whole_items,
 )
 
@@ -55,15 +56,17 @@ __all__ = [
     "TokenizeRequest",
     "ToolCall",
     "ToolName",
+    "function",
+    "joined",
     "read_as",
 ]
 
 MOST_TEXTS = 2048
-"""Of a request for embeddings, as OpenAI has it; how many a request for completions may have is a setting."""
+"""Most texts of a request for embeddings, as OpenAI has it. For completions ``max_n`` decides."""
 
 
 def _kind(prompt: Any) -> str:
-    """Which of the four kinds of prompts it is to be read as."""
+    """Which of the four kinds of prompts it is."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else None
@@ -82,7 +85,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 def _arguments(text: str) -> str:
-    """Those of a call without any are written in several ways; what cannot be read is as a model has written it."""
+    """Arguments of a call as a JSON object; "{}" for none. Invalid JSON stays as the model wrote it."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -95,7 +98,7 @@ def _arguments(text: str) -> str:
 
 
 Arguments = Annotated[str, AfterValidator(_arguments)]
-"""Of an earlier call of a function."""
+"""Arguments of an earlier call."""
 
 
 class StreamOptions(Strict):
@@ -105,28 +108,26 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
+T = TypeVar("T")
+AutoOr = Annotated[
+    Annotated[T, Tag("<number>")] | Annotated[Literal["auto", "heuristic", "heuristic-kept"], Tag("<string>")], BY_KIND
+]
+
+
 class Speculation(Strict):
     """How this request speculates; its text does not depend on it.
 
-    ``drafter`` is "off", or "auto" for the server's own, which may also be named; where that is several, one of them.
+    ``drafter`` is "off", "auto" for the server's own, or the name of that or of one of its parts.
     """
 
     drafter: str = "auto"
-    gamma: Annotated[
-        Annotated[int, Field(ge=1, le=256), WHOLE, Tag("<number>")]
-        | Annotated[Literal["auto", "heuristic", "heuristic-kept"], Tag("<string>")],
-        BY_KIND,
-    ] = "auto"
+    gamma: AutoOr[Annotated[int, Field(ge=1, le=256), WHOLE]] = "auto"
     tree: Literal["auto", "chain", "best-first", "ddtree", "dynamic", "static"] = "auto"
-    nodes: Annotated[
-        Annotated[int, Field(ge=1, le=1024), WHOLE, Tag("<number>")]
-        | Annotated[Literal["auto", "heuristic", "heuristic-kept"], Tag("<string>")],
-        BY_KIND,
-    ] = "auto"
+    nodes: AutoOr[Annotated[int, Field(ge=1, le=1024), WHOLE]] = "auto"
 
 
 class JsonSchema(Strict):
-    """``schema`` as in OpenAI's structured outputs. It is always kept to, whether ``strict`` or not."""
+    """``schema`` as in OpenAI's structured outputs. It is always enforced, whether ``strict`` or not."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -144,7 +145,7 @@ class ResponseFormat(Strict):
 
 
 class Common(Strict):
-    """What all of OpenAI's interfaces share: who is asked, how tokens are chosen."""
+    """Fields that all of OpenAI's interfaces share: the model, and sampling."""
 
     model: str | None = Field(None, description="The server's own, if it is given.")
     stream: bool = False
@@ -156,7 +157,7 @@ class Common(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     user: str | None = Field(None, max_length=512, description="Written to the log, and used for nothing else.")
-    # Ours, named as in other servers where they have them.
+    # Our own, named as in other servers if those have them.
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: all tokens."), WHOLE] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
@@ -166,7 +167,7 @@ class Common(Strict):
     kv_budget: Annotated[Annotated[int, Tag("<number>")] | Annotated[str, Tag("<string>")], BY_KIND] | None = Field(
         None, description="Must equal the server's own, which is fixed when the model is loaded."
     )
-    # What other servers take and what cannot change the text.
+    # Fields of other servers that do not change the text.
     request_id: str | None = Field(None, max_length=512)
     metadata: dict[str, Any] | None = None
     priority: int | None = None
@@ -174,7 +175,7 @@ class Common(Strict):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # What other servers take, as it is here.
+    # Fields of other servers with the only value that is supported here.
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
     include_stop_str_in_output: Literal[False] = False
@@ -184,7 +185,7 @@ class Common(Strict):
 
 
 class Ask(Common):
-    """What requests for completions and for chat completions share."""
+    """Fields that completions and chat completions share."""
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128), WHOLE] = 1
@@ -198,24 +199,39 @@ class Ask(Common):
 
     _names: dict[str, str] = PrivateAttr(default_factory=dict)
 
+    @property
+    def alternatives(self) -> int | None:
+        """How many other tokens are wanted beside each, with their log probabilities; None: no log probabilities."""
+        raise NotImplementedError
+
     def named(self, error: ApiError) -> ApiError:
-        """The same error by the names that the client's interface has for the fields of this one."""
+        """The same error with the client's names of the fields."""
         return error.renamed(self._names)
 
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
+def function(name: str, **more: Any) -> dict[str, Any]:
+    """A function as chat completions write it: a tool, a choice of one, or, beside an id, a call."""
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def joined(content: str | list[Any]) -> str:
+    """A text, or the texts of its parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 def read_as(kind: type[Body], values: dict[str, Any], names: dict[str, str] | None = None) -> Body:
-    """A body of values that have come in another form.
+    """A body from values of another interface.
 
     Args:
         kind: of the body.
-        values: its fields.
-        names: what the client calls them, where that differs, by their places here.
+        values: of its fields.
+        names: the client's names of fields, by their path here.
 
     Raises:
-        ApiError: it is none.
+        ApiError: a value is invalid.
     """
     try:
         body = kind.model_validate(values)
@@ -237,6 +253,11 @@ class CompletionRequest(Ask):
     echo: bool = Field(False, description="The prompt, too, with its log probabilities if they are asked for.")
     add_special_tokens: Literal[True] = True
     best_of: Literal[1] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """See ``Ask``."""
+        return self.logprobs
 
 
 class EmbeddingsRequest(Strict):
@@ -278,7 +299,7 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """A call that the model made before; ``index`` is its place in a stream."""
+    """An earlier call of the model; ``index`` is its place in a stream."""
 
     id: str
     index: int | None = None
@@ -290,7 +311,7 @@ Part = Annotated[Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("
 
 
 class Message(Strict):
-    """One message. Annotations are taken back with a reply of another server, and not read."""
+    """One message. ``annotations`` of other servers' replies are accepted and ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: ListOrText[list[Part]] | None = None
@@ -305,13 +326,13 @@ class Message(Strict):
 
 
 class Ending(Strict):
-    """How the prompt that messages become ends: where a new reply begins, or inside the last message."""
+    """How the prompt ends: where a new reply begins, or inside the last message."""
 
     add_generation_prompt: bool = Field(
         True, description="False: the prompt ends with the last message; by default so with continue_final_message."
     )
     continue_final_message: bool = Field(
-        False, description="The last message is a reply that has begun, and what is written goes on with it."
+        False, description="The last message is the beginning of a reply, which the new text continues."
     )
 
 
@@ -333,7 +354,7 @@ class DetokenizeRequest(Strict):
 
 
 class Function(Strict):
-    """A function that the model may call; ``parameters`` is a JSON schema, always kept to."""
+    """A function that the model may call; ``parameters`` is a JSON schema, which is always enforced."""
 
     name: ToolName
     description: Text | None = None
@@ -342,7 +363,7 @@ class Function(Strict):
 
 
 class FunctionTool(Strict):
-    """A tool; there is no other kind."""
+    """A tool, which is always a function."""
 
     type: Literal["function"]
     function: Function
@@ -372,13 +393,7 @@ class ChatRequest(Ask, Ending):
     echo: Literal[False] = False
     add_special_tokens: Literal[False] = False
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedChoice, Tag("<object>")],
-            BY_KIND,
-        ]
-        | None
-    ) = None
+    tool_choice: ToolChoice[NamedChoice] | None = None
     parallel_tool_calls: bool = True
     reasoning_format: Literal["auto", "none", "deepseek"] = Field(
         "auto", description="none: thoughts stay in the text; otherwise they are reasoning_content."
@@ -386,3 +401,8 @@ class ChatRequest(Ask, Ending):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="As in vLLM: further arguments of the chat template, for instance enable_thinking."
     )
+
+    @property
+    def alternatives(self) -> int | None:
+        """See ``Ask``."""
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,17 +1,19 @@
-"""Server-sent events, and noticing that a client has gone."""
+"""Server-sent events, and work that ends when its client goes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-__all__ = ["DONE", "EventStream", "event", "gone"]
+__all__ = ["DONE", "EventStream", "event", "unless_gone"]
 
+T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -22,21 +24,48 @@ def event(value: dict[str, Any], name: str | None = None) -> bytes:
     return f"{head}data: {_encode(value)}\n\n".encode()
 
 
-async def gone(receive: Receive) -> None:
-    """Return when the client has dropped its connection; its body must have been read."""
+async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive, patience: float | None = None) -> T:
+    """Work for a client that waits for it; the work is cancelled when the client drops its connection.
+
+    Args:
+        work: what to do.
+        receive: of the request, whose body must have been read.
+        patience: seconds that it may take; None: no limit.
+
+    Returns:
+        The result of the work.
+
+    Raises:
+        ClientDisconnect: the client has gone.
+        TimeoutError: the time is over.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(receive))
+    try:
+        done, _ = await asyncio.wait({working, leaving}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+    if working in done:
+        return working.result()
+    raise ClientDisconnect if leaving in done else TimeoutError
+
+
+async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """A reply of events, as they come. Ends when they do, when the client goes, or when it has not read for too long.
+    """A reply of events. It ends with them, when the client disconnects, or when the client has not read for too long.
 
-    It begins with the first event: an error before that is one of the whole request, with a status of its own.
+    The reply begins with the first event: an error before it gets an HTTP status of its own.
 
     Args:
-        events: what to send; they end by themselves.
-        close: called at the end, whatever the end is.
-        patience: seconds that the whole may take. Events end before; it is for a client that does not read them.
+        events: what to send.
+        close: called at the end, also after an error.
+        patience: seconds for the whole reply, for a client that does not read.
     """
 
     media_type = "text/event-stream"
@@ -50,21 +79,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(gone(receive))
         try:
-            await asyncio.wait({sending, leaving}, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+            await unless_gone(self._send(send), receive, self._patience)
+        except (ClientDisconnect, OSError):  # or the client does not read
+            if not self._begun:
+                raise ClientDisconnect from None
         finally:
             self._close()
-            leaving.cancel()
-            if not sending.done():
-                sending.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
-        if sending.cancelled():
-            if not self._begun:
-                await Response(status_code=499)(scope, receive, send)  # nobody reads it; the log does
-        elif (error := sending.exception()) is not None and not isinstance(error, OSError):
-            raise error
 
     async def _send(self, send: Send) -> None:
         async for data in self._events:

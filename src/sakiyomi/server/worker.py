@@ -1,4 +1,4 @@
-"""The thread that runs the engine's rounds, and what clients' handlers have of it: calls that are opened and closed.
+"""The thread that runs the engine's rounds. Handlers open and close calls on it.
 
 Handlers live in an event loop and never wait for the engine; what they want is put into an inbox that the thread looks
 into between rounds. What a round gave to all requests comes back as one callback into the loop.
@@ -22,31 +22,30 @@ from sakiyomi.core.process import release_workers
 from sakiyomi.engine.inputs import TokenizedPrompt
 from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.server.errors import ApiError
-from sakiyomi.server.jobs import Call, Event, Job, JobState
+from sakiyomi.server.jobs import Call, Event, Job
 from sakiyomi.server.metrics import Metrics
-from sakiyomi.server.turns import Turns
 
 if TYPE_CHECKING:
     from sakiyomi.engine.engine import Engine
     from sakiyomi.server.kv_events import EventPublisher
 
-__all__ = ["Worker"]
+__all__ = ["Turns", "Worker"]
 
 logger = logging.getLogger("sakiyomi.server")
 
 
 class Worker:
-    """Runs requests on an engine; see the module.
+    """Runs requests on an engine.
 
     Args:
-        engine: nobody else may step it meanwhile.
-        max_queue: requests that are taken beyond as many as there are slots.
-        reuse: prompts go on from what others have read of the same beginning, while these run and afterwards.
+        engine: stepped by this thread alone.
+        max_queue: requests that are accepted beyond the number of slots.
+        reuse: prompts share cached prefixes, with running requests and with finished ones.
         metrics: count every step and end.
-        events: are told what the cache holds after every round.
+        events: publishes what the cache holds after every round.
 
     Attributes:
-        fault: what the last round failed with, if nobody could be blamed for it and none has succeeded since.
+        fault: the error of the last round, if it failed as a whole; None once a round succeeds.
     """
 
     def __init__(
@@ -65,6 +64,8 @@ class Worker:
         self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        metrics.gauge("vllm:num_requests_running", "Samples that have a slot of the cache", lambda: self.running)
+        metrics.gauge("vllm:num_requests_waiting", "Samples that wait for one", lambda: self.waiting)
 
     # ------------------------------------------------------------ in the event loop
 
@@ -79,9 +80,15 @@ class Worker:
         """Samples that run or wait."""
         return len(self._open)
 
-    def count(self, state: JobState) -> int:
-        """Samples in this state; those that have left may not have been told of yet."""
-        return sum(job.state is state for job in self._open)
+    @property
+    def running(self) -> int:
+        """Samples that have a slot of the cache."""
+        return sum(job.runs for job in self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for a slot."""
+        return sum(job.waits for job in self._open)
 
     @property
     def alive(self) -> bool:
@@ -114,9 +121,10 @@ class Worker:
         return call
 
     def _shed(self, calls: Collection[Call], client: str) -> bool:
-        """Make room for a request of a client that has few, by one of the client that has most; whether there is.
+        """End a waiting request of the client with most requests, the newest one, if this client has fewer.
 
-        Only a request that has not begun is ended, the newest one.
+        Returns:
+            Whether there is room now.
         """
         held = Counter(call.jobs[0].client for call in calls)
         other, most = held.most_common(1)[0]
@@ -146,11 +154,11 @@ class Worker:
                 self._end(job, "abort")
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Refuse new requests from now on."""
         self._draining = True
 
     def stop(self) -> None:
-        """End the thread, and what is still under way with an error that says so."""
+        """End the thread, and running requests with an error that says so."""
         self._draining = True
         for job in list(self._open):
             self._inbox.put(("remove", job))
@@ -209,7 +217,7 @@ class Worker:
                 logger.debug("events after the end of the loop")
 
     def _read_inbox(self) -> bool:
-        """Do what was asked for, and wait for something where there is nothing else to do; False at the end."""
+        """Handle the inbox; wait for an entry if there is nothing to run. False: the thread should end."""
         while True:
             try:
                 what, job = self._inbox.get(block=not (self.engine.busy or len(self._turns)))
@@ -275,3 +283,48 @@ class Worker:
             self._turns.leave(job)
         stats = replace(request.stats, seconds=now - request.began) if job.traced else None
         return Event(job, step, tree, stats)
+
+
+class Turns:
+    """Samples that wait for slots, and those that run, by client and by request.
+
+    The engine would serve in the order of arrival, so that a client with many samples would hold up all others.
+
+    The next one is of the client with the fewest running samples; among its requests, of that with the fewest; among
+    equals, of the one that has waited longest.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Job, None] = {}  # in the order in which they came
+        self._running: set[Job] = set()
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Samples that were given out and have not left."""
+        return len(self._running)
+
+    def add(self, job: Job) -> None:
+        """Another one that waits."""
+        self._waiting[job] = None
+
+    def next(self) -> Job:
+        """Give out the next one.
+
+        Raises:
+            ValueError: none waits.
+        """
+        clients = Counter(job.client for job in self._running)
+        calls = Counter(job.call for job in self._running)
+        job = min(self._waiting, key=lambda job: (clients[job.client], calls[job.call]))
+        del self._waiting[job]
+        self._running.add(job)
+        return job
+
+    def leave(self, job: Job) -> None:
+        """One is over, whether it waited or ran; nothing where it has left before."""
+        self._waiting.pop(job, None)
+        self._running.discard(job)

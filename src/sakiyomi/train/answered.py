@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.counted import answered_tokens, chat_messages, written_chat
-from sakiyomi.train.data import Ids, TextSpec, excerpts, normalise, parse_text, read_records
+from sakiyomi.core.errors import InputError
+from sakiyomi.train.chats import encoded, written_chat
+from sakiyomi.train.counted import marked, token_ids
+from sakiyomi.train.data import Ids, Record, TextSpec, excerpts, parse_text, read_records
 from sakiyomi.train.long_tasks import Filler, named
-from sakiyomi.train.rows import check_unchanged
+from sakiyomi.train.rows import check_unchanged, shares_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["SHORTEST", "Answered", "Questions", "TaskRows", "joined", "parse_tasks", "read_answered", "split_rows"]
 
 SHORTEST = 16
 """Tokens of a prompt below which there is nothing to choose from."""
@@ -65,35 +65,16 @@ class Answered:
         return np.concatenate([before, answer]).astype(np.int64), len(before)
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """A record before it is encoded.
-
-    Attributes:
-        answer: None: the prompt's own last part.
-        asked: the question by itself; empty where nobody says it.
-        chat: the prompt is written by a chat template, with its special tokens.
-    """
-
-    prompt: str
-    answer: str | None
-    asked: str = ""
-    chat: bool = False
-
-
 def read_answered(
     path: Path, tokenizer: Any, vocab: int, *, query_tokens: int = 0, length: int = 1024, most: int = 0, seed: int = 0
 ) -> tuple[list[Answered], dict[str, int]]:
-    """Prompts with answers from a file; the form of each record is told by its keys.
+    """Prompts with answers from a file; `data.read_records` has the forms.
 
-    - ``instruction`` (with ``input``) and ``output``, as LongAlpaca and Alpaca have them: a message and its reply;
-    - ``prompt`` and ``answer``, texts as they are, perhaps with ``question``;
-    - ``conversations`` or ``messages``, chats in ShareGPT's form: the last reply is the answer;
-    - ``tokens`` with ``prompt``, the number of those that are the prompt's;
-    - ``text``: in excerpts of about a row, of which the last part is the answer: the text goes on.
+    Of a chat the last reply is the answer. A text is cut into excerpts of about a row, of which the last part is the
+    answer: the text continues.
 
     Args:
-        path: a .jsonl or .json file (.gz allowed).
+        path: a .jsonl, .json or .txt file (.gz allowed).
         tokenizer: of the target.
         vocab: tokens that it knows.
         query_tokens: with more than 0 the question is wanted in front: the record's own, or so many last tokens.
@@ -105,14 +86,14 @@ def read_answered(
         The prompts with answers, and how many records were passed over, by reason.
 
     Raises:
-        LoadError: a line is not JSON, or is none of these; its number and the reason are said.
+        LoadError: see `data.read_records`.
         InputError: no record has an answer, or every prompt is too short.
     """
-    kept: list[_Texts | Answered] = []
+    kept: list[Record] = []
     passed = {"no answer": 0, "too short": 0}
     rng, seen = np.random.default_rng((seed, 7)), 0
-    for number, record in read_records(path):
-        found = _parsed(record, f"{path} line {number}", tokenizer, vocab, length)
+    for record in read_records(path):
+        found = _with_answers(record, length)
         passed["no answer"] += not found
         for one in found:
             seen += 1
@@ -125,79 +106,48 @@ def read_answered(
             f"{path} has {passed['no answer']} records without an answer and none with one; expected instruction and "
             "output, prompt and answer, or chats that end with a reply"
         )
-    encoded = [_encoded(one, tokenizer, query_tokens) for one in kept]
-    long = [one for one in encoded if len(one.prompt) >= SHORTEST and len(one.answer)]
-    passed["too short"] = len(encoded) - len(long)
+    made = [_encoded(one, tokenizer, vocab, query_tokens) for one in kept]
+    long = [one for one in made if len(one.prompt) >= SHORTEST and len(one.answer)]
+    passed["too short"] = len(made) - len(long)
     if not long:
-        longest = max(len(one.prompt) for one in encoded)
+        longest = max(len(one.prompt) for one in made)
         raise InputError(
-            f"{path}: the longest of {len(encoded)} prompts has {longest} tokens, and heads learn from {SHORTEST} or "
+            f"{path}: the longest of {len(made)} prompts has {longest} tokens, and heads learn from {SHORTEST} or "
             "more, followed by an answer; give longer ones"
         )
     return long, passed
 
 
-def _parsed(record: Any, place: str, tokenizer: Any, vocab: int, length: int) -> Sequence[_Texts | Answered]:
-    """A record's prompt and answer, of a text several; none: it has no answer."""
-    if not isinstance(record, dict):
-        raise LoadError(f"{place} holds a {type(record).__name__}; expected an object")
-    messages = chat_messages(record, place)
-    if messages is None and isinstance(record.get("instruction"), str):
-        asked = "\n\n".join(part.strip() for part in (record["instruction"], _text(record, "input", place)) if part)
-        messages = [("user", asked)]
-        if _text(record, "output", place):
-            messages.append(("assistant", record["output"].strip()))
-    if messages is not None:
-        last = max((i for i, (role, text) in enumerate(messages) if role == "assistant" and text), default=0)
-        if not last:
-            return []
-        before = written_chat(tokenizer, messages[:last], asking=True)
-        after = written_chat(tokenizer, messages[: last + 1])
-        # A template that writes a message differently when it is answered: the answer as it is.
-        answer = after[len(before) :] if after.startswith(before) else messages[last][1]
-        return [_Texts(before, answer, chat=True)]
-    if isinstance(record.get("prompt"), str):
-        answer = _text(record, "answer", place)
-        asked = _text(record, "question", place)
-        return [_Texts(normalise(record["prompt"]), answer, asked)] if answer.strip() else []
-    if isinstance(record.get("text"), str):
-        return [_Texts(part, None) for part in excerpts(normalise(record["text"]), CHARACTERS * length) if part]
-    if "tokens" in record:
-        document = answered_tokens(record, place, vocab)
-        count = int((document < 0).sum())
-        ids = np.where(document < 0, ~document, document)
-        return [Answered(ids[:count], ids[count:], NOTHING)] if 0 < count < len(ids) else []
-    raise LoadError(
-        f'{place} has neither "instruction" and "output", "prompt" and "answer", "conversations", "text" nor '
-        '"tokens" with "prompt"; expected one of them'
-    )
+def _with_answers(record: Record, length: int) -> list[Record]:
+    """The record, a text in parts, a chat up to its last reply; none: it has no answer."""
+    if record.messages is not None:
+        last = max((i for i, (role, text) in enumerate(record.messages) if role == "assistant" and text), default=0)
+        return [dataclasses.replace(record, messages=record.messages[: last + 1])] if last else []
+    if record.tokens is not None:
+        return [record] if 0 < record.asked < len(record.tokens) else []
+    if record.answer is not None:
+        return [record] if record.answer.strip() else []
+    parts = excerpts(record.text, CHARACTERS * length)
+    return [dataclasses.replace(record, text=part) for part in parts]
 
 
-def _text(record: dict[str, Any], key: str, place: str) -> str:
-    value = record.get(key) or ""
-    if not isinstance(value, str):
-        raise LoadError(f'{place} has a {type(value).__name__} as "{key}"; expected a text')
-    return value
-
-
-def _encoded(one: _Texts | Answered, tokenizer: Any, query_tokens: int) -> Answered:
-    named = False
-    if isinstance(one, _Texts):
-        named = bool(query_tokens and one.asked)
-        own = not (one.chat and getattr(tokenizer, "chat_template", None))
-        prompt = _ids(f"{one.asked}{JOINT}{one.prompt}" if named else one.prompt, tokenizer, own)
-        if one.answer is None:
-            count = len(prompt) - len(prompt) // PARTS
-            one = Answered(prompt[:count], prompt[count:], NOTHING)
-        else:
-            one = Answered(prompt, _ids(one.answer, tokenizer, False), NOTHING)
-    front = one.prompt[-query_tokens:] if query_tokens and not named else NOTHING
-    return Answered(one.prompt, one.answer, front)
-
-
-def _ids(text: str, tokenizer: Any, special: bool) -> Ids:
-    found: Ids = np.array(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"], dtype=np.int64)
-    return found
+def _encoded(one: Record, tokenizer: Any, vocab: int, query_tokens: int) -> Answered:
+    named = bool(query_tokens and one.question)
+    if one.tokens is not None:
+        ids = token_ids(marked(one, vocab))
+        prompt, answer = ids[: one.asked], ids[one.asked :]
+    elif one.messages is not None:
+        before, after = written_chat(tokenizer, one.messages[:-1], asking=True), written_chat(tokenizer, one.messages)
+        prompt = encoded(tokenizer, before, special=not getattr(tokenizer, "chat_template", None))
+        # A template may write a message differently when it is answered: the answer is then taken as it is.
+        answer = encoded(tokenizer, after[len(before) :] if after.startswith(before) else one.messages[-1][1])
+    else:
+        prompt = encoded(tokenizer, f"{one.question}{JOINT}{one.text}" if named else one.text, special=True)
+        count = len(prompt) - len(prompt) // PARTS
+        prompt, answer = (
+            (prompt[:count], prompt[count:]) if one.answer is None else (prompt, encoded(tokenizer, one.answer))
+        )
+    return Answered(prompt, answer, prompt[-query_tokens:] if query_tokens and not named else NOTHING)
 
 
 # ---------------------------------------------------------------- tasks
@@ -210,7 +160,7 @@ class TaskRows:
         name: of the task.
         tokenizer: of the target.
         query_aware: the question also stands in front.
-        marked: tokens of further questions, which nobody can know, are given as ~id.
+        marked: tokens of further questions, which cannot be predicted, are given as ~id.
         filler: what facts are hidden in; None: the task's own.
 
     Raises:
@@ -231,15 +181,14 @@ class TaskRows:
         """
         further = 0 if self._query_aware else length // FURTHER
         example = self._task.make(rng, length - self._task.answer_tokens - further, self._tokenizer)
-        prompt = _ids(example.prompt(query_first=self._query_aware), self._tokenizer, True)
-        answer = _ids(_behind(example.question, ", ".join(example.answers)), self._tokenizer, False)
+        prompt = encoded(self._tokenizer, example.prompt(query_first=self._query_aware), special=True)
+        answer = encoded(self._tokenizer, _behind(example.question, ", ".join(example.answers)))
         if further:
-            # What a text holds is wanted whatever is asked: with one question a row, most of it would be labelled as
-            # if nobody ever asked.
+            # Any part of a text may be asked for: with one question a row, most of it would be labelled as unused.
             for question, value in example.others:
-                more = _ids(question + _behind(question, value), self._tokenizer, False)
+                more = encoded(self._tokenizer, question + _behind(question, value))
                 if self._marked:
-                    asked = len(more) - len(_ids(_behind(question, value), self._tokenizer, False))
+                    asked = len(more) - len(encoded(self._tokenizer, _behind(question, value)))
                     more = np.concatenate([~more[:asked], more[asked:]])
                 if len(prompt) + len(answer) + len(more) > length:
                     break
@@ -248,7 +197,7 @@ class TaskRows:
 
 
 def _behind(question: str, answer: str) -> str:
-    """An answer that goes on where the question ends, inside a quotation or behind a word, and what closes it.
+    """An answer that continues the question, inside a quotation or behind a word, and what closes it.
 
     The row that closes it looks at what stood behind the value: without that an answer does not end where it should.
     """
@@ -273,7 +222,7 @@ class Questions:
     Args:
         files: of each what was read of it.
         tasks: makers of others.
-        stable, decay: shares of the rows before and during the decay, of the files and then of the tasks.
+        specs: shares of the files and then of the tasks.
         answer_tokens: most tokens of an answer.
         most: positions of the target.
         first: token that every prompt begins with; None: none.
@@ -287,8 +236,7 @@ class Questions:
         self,
         files: Sequence[Sequence[Answered]],
         tasks: Sequence[TaskRows],
-        stable: Sequence[float],
-        decay: Sequence[float],
+        specs: Sequence[TextSpec],
         *,
         answer_tokens: int,
         most: int,
@@ -296,7 +244,7 @@ class Questions:
         seed: int,
     ) -> None:
         self._files, self._tasks = files, tasks
-        self._shares = [np.array(shares, dtype=float) / sum(shares) for shares in (stable, decay)]
+        self._shares = shares_of(specs)
         self._answer_tokens, self._most, self._first, self._seed = answer_tokens, most, first, seed
         self._taken = [0] * len(files)
         self.tokens = 0

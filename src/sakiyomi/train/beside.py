@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,22 +14,17 @@ from torch.optim import AdamW, Optimizer
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.trained import Origin
-from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.answered import Answered, Questions, TaskRows, joined, parse_tasks, read_answered
 from sakiyomi.train.config import AnsweredConfig
-from sakiyomi.train.config.base import passes_on
-from sakiyomi.train.data import check_shares, hold_back, parse_text
-from sakiyomi.train.evaluate import parse_valid
+from sakiyomi.train.counted import hold_back
+from sakiyomi.train.data import TextSpec, check_shares, parse_text
 from sakiyomi.train.export import Result
-from sakiyomi.train.labels import vocabulary
+from sakiyomi.train.hidden import vocabulary
 from sakiyomi.train.long_tasks import read_filler
-from sakiyomi.train.loop import Loop, accelerator, on_device
+from sakiyomi.train.loop import on_device, place
 from sakiyomi.train.optim import with_peaks
-from sakiyomi.train.preflight import check_run
 from sakiyomi.train.recipe import Recipe
 from sakiyomi.train.taught import load_target
-
-__all__ = ["BesideTarget", "as_written"]
 
 HELD_OUT = 1_000_003  # in the seeds of held-out tasks, so that no step of a run has them
 Settings = TypeVar("Settings", bound=AnsweredConfig)
@@ -40,10 +35,8 @@ class BesideTarget(Recipe[Settings]):
     """A recipe whose target is frozen.
 
     Attributes:
-        passes: their precision: bf16 or no.
-        device: where the target is.
         target, tokenizer: of the run.
-        files, tasks: training files with their shares, and tasks with theirs.
+        tasks: tasks with their shares.
         questions: prompts with answers to learn from.
         held_out: rows of such prompts on the device, by file or task.
         held_back: prompts of the training files that became held-out ones.
@@ -52,14 +45,16 @@ class BesideTarget(Recipe[Settings]):
     marked = False
     """Whether prompts are read with marks, see `TaskRows`."""
 
+    def files(self) -> list[TextSpec]:
+        """See `Recipe`."""
+        files, self.tasks = [parse_text(spec) for spec in self.config.data], parse_tasks(self.config.tasks)
+        check_shares("--data and --tasks", [*files, *self.tasks])
+        return files
+
     def check(self) -> None:
         """See `Recipe`."""
-        config = self.config
-        self.passes = passes_on(parse_device(config.device).type, config.precision)
-        self.files, self.tasks = [parse_text(spec) for spec in config.data], parse_tasks(config.tasks)
-        check_shares("--data and --tasks", [*self.files, *self.tasks])
-        self.valid = parse_valid(config.loop.valid)
-        check_run(config, [])
+        super().check()
+        self.device, self.passes = place(self.config.machine)
 
     def check_target(self) -> None:
         """Refuse a target that is not fit for it, before the data is read."""
@@ -71,9 +66,7 @@ class BesideTarget(Recipe[Settings]):
             InputError, LoadError: a file cannot be read or has too few prompts, or the rows are too short for a task.
         """
         config, longest = self.config, max(self.config.loop.row_tokens)
-        self.device = accelerator(config.device, self.passes).device
-        self.target, self.tokenizer = load_target(config.target, self.passes)
-        nn.Module.to(self.target, self.device)
+        self.target, self.tokenizer = load_target(config.target, self.passes, self.device)
         self.check_target()
         positions = int(getattr(self.target.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
         if positions < longest:
@@ -84,18 +77,16 @@ class BesideTarget(Recipe[Settings]):
             TaskRows(str(spec.path), self.tokenizer, config.query_aware, marked=self.marked, filler=filler)
             for spec in self.tasks
         ]
-        given = {spec.path: self._prompts(spec.path, length) for spec in self.files}
+        given = {spec.path: self._prompts(spec.path, length) for spec in self.specs}
         if self.valid:
             held = {name: self._prompts(path, length)[: config.eval_rows] for name, path in self.valid.items()}
         else:
             held = {path.name: self._hold_back(path, rows) for path, rows in given.items()}
         self.held_back = 0 if self.valid else sum(map(len, held.values()))
-        shares = [*self.files, *self.tasks]
-        self.questions = Questions(
-            [given[spec.path] for spec in self.files],
+        self.mixture = self.questions = Questions(
+            [given[spec.path] for spec in self.specs],
             makers,
-            [spec.stable for spec in shares],
-            [spec.decay for spec in shares],
+            [*self.specs, *self.tasks],
             answer_tokens=config.answer_tokens,
             most=positions,
             first=self.tokenizer.bos_token_id,
@@ -143,36 +134,21 @@ class BesideTarget(Recipe[Settings]):
             )
         return held
 
-    def tokens(self, loop: Loop) -> int:
-        """Those of the rows as long as they are, and not as they are filled up."""
+    def tokens(self) -> int:
+        """Those of the rows as long as they are, without what fills them up."""
         return self.questions.tokens
 
-    def loop_of(self, module: nn.Module, loss: Callable[..., Any], measures: Callable[[], Any], **more: Any) -> Loop:
-        """The loop around a module whose loss on a batch this is, with AdamW and the settings of the run."""
-        config, adam = self.config, self.config.adam
-
-        def optimizers(model: nn.Module) -> list[Optimizer]:
-            betas = (adam.beta1, adam.beta2)
-            made = AdamW(model.parameters(), lr=adam.lr, betas=betas, weight_decay=adam.weight_decay, fused=True)
-            return with_peaks([made])
-
-        return Loop(
-            config,
-            module,
-            lambda _, batch: loss(batch),
-            self.questions,
-            lambda _: measures(),
-            optimizers=optimizers,
-            device=str(self.device),
-            precision=self.passes,
-            warmup_share=config.warmup_share,
-            **more,
-        )
+    def optimizers(self, model: nn.Module) -> list[Optimizer]:
+        """See `Recipe`."""
+        adam = self.config.adam
+        betas = (adam.beta1, adam.beta2)
+        made = AdamW(model.parameters(), lr=adam.lr, betas=betas, weight_decay=adam.weight_decay, fused=True)
+        return with_peaks([made])
 
     def origin(self, names: Sequence[str]) -> Origin:
         """What is written beside the trained tensors: the target, and these settings of the run."""
         values = self.config.flat()
-        data = {"data": [spec.path.name for spec in self.files], "row_tokens": list(values["row_tokens"])}
+        data = {"data": [spec.path.name for spec in self.specs], "row_tokens": list(values["row_tokens"])}
         recipe = {name: values[name] for name in names} | data
         return Origin(base=self.config.target, recipe=recipe, fingerprint=fingerprint(self.target, self.tokenizer))
 
@@ -180,7 +156,7 @@ class BesideTarget(Recipe[Settings]):
         """What the run has made, for its card."""
         tasks = [str(spec.path) for spec in self.tasks]
         origin = {"tasks": tasks, "held_back": self.held_back, "base": self.config.target}
-        return Result(module, layers, measures, self.questions.epochs(self.files), more | origin)
+        return Result(module, layers, measures, self.questions.epochs(self.specs), more | origin)
 
 
 @torch.no_grad()

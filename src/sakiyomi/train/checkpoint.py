@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import whole_file
-from sakiyomi.train.writing import ADVICE, writing
 
 KEEP = 2
 
@@ -62,3 +64,28 @@ def load_checkpoint(folder: Path, *, peek: bool = False) -> dict[str, Any]:
     except Exception as error:  # damage has many kinds
         raise LoadError(f"cannot read checkpoint {found[-1]}: {error}; delete it to use the one before") from error
     return state
+
+
+# ---------------------------------------------------------------- writing
+
+
+ADVICE = "make room there, or choose another --out. Where there is a checkpoint, --resume continues from it"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around code that writes `path`.
+
+    Raises:
+        LoadError: the disk is full, or the place cannot be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch meets a full disk with a RuntimeError of its own words; others are none of ours.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError | SafetensorError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise LoadError(f"cannot write {path}: {cause}; {ADVICE}") from error

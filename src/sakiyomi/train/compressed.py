@@ -22,8 +22,6 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.train.retaining_labels import attention_by, attention_logits, layer_shapes
 
-__all__ = ["Compressed", "policy_of"]
-
 
 def policy_of(spec: str, budget: int, merged: int) -> Policy:
     """The policy that says what stays while convolutions are trained.

@@ -1,43 +1,204 @@
-"""Documents of which some tokens are learnt from and others are only read: chats, and answers to prompts.
+"""Training files as documents: arrays of token ids, of which some may be read but not learnt.
 
-A document is one array of token ids in which a token that does not count stands as its complement, ``~id``, a negative
-number: rows are then cut, shuffled and kept as those of any other text.
+A token that does not count stands as its complement, ``~id``, a negative number: rows are then cut, shuffled and kept
+as those of any other text. In chats the assistant's replies count, in prompts with answers the answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.data import Ids, check_ids, encode_documents, normalise, read_records
+from sakiyomi.train.chats import Message, chat_prompts, encode_chat, encoded
+from sakiyomi.train.data import Ids, Record, excerpts, read_records, split
 
-__all__ = [
-    "Message",
-    "answered_tokens",
-    "chat_messages",
-    "chat_prompts",
-    "encode_chat",
-    "read_counted",
-    "read_prompts",
-    "token_ids",
-    "written_chat",
-]
+LONGEST_PROMPT = 96
+"""Tokens of the longest beginning of a text that a target continues."""
+T = TypeVar("T")
 
-Message = tuple[str, str]
-"""Role ("system", "user" or "assistant") and text."""
 
-ROLES = {
-    "system": "system",
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
-}
-"""By the names that ShareGPT's files use."""
-PLAIN = {"system": "{}\n\n", "user": "USER: {}\n", "assistant": "ASSISTANT:"}
-"""How a chat is written where the tokenizer has no template; the reply follows behind a space."""
+@dataclass(frozen=True)
+class Document:
+    """One document of a file.
+
+    Attributes:
+        ids: with marks; None: a chat in which the assistant says nothing.
+        messages: of a chat; None: it is none.
+    """
+
+    ids: Ids | None
+    messages: list[Message] | None = None
+
+
+class Library:
+    """Files as documents. Each is read once, and what is held back is missing from then on.
+
+    Args:
+        tokenizer: encodes what is text.
+        vocab: tokens that the model knows.
+        marked: tokens that do not count have marks; else all count.
+    """
+
+    def __init__(self, tokenizer: Any, vocab: int, *, marked: bool = False) -> None:
+        self._tokenizer, self._vocab, self._marked = tokenizer, vocab, marked
+        self._files: dict[Path, list[Document]] = {}
+
+    def documents(self, path: Path) -> list[Ids]:
+        """The documents of a file, without those held back.
+
+        Raises:
+            LoadError, InputError: see `read_records`; an id lies outside the vocabulary, or nothing in the file counts.
+        """
+        found = [document.ids for document in self._read(path) if document.ids is not None]
+        if not found or not any((ids >= 0).any() for ids in found):
+            raise InputError(
+                f"{path} holds chats in which no assistant says anything; expected messages from gpt or assistant"
+            )
+        return found if self._marked else [token_ids(ids) for ids in found]
+
+    def prompts(self, path: Path, room: int, flag: str, note: Callable[[str], None]) -> list[Ids]:
+        """What a target continues: of chats every point where the assistant is to speak, else the documents.
+
+        Args:
+            path: of the file; what is held back is left out.
+            room: tokens of the longest prompt; longer ones of chats are left out.
+            flag: that sets the tokens of an answer, which the room depends on.
+            note: told how many are left out.
+
+        Returns:
+            Documents; a prompt of a chat is one whose tokens are all marked.
+
+        Raises:
+            InputError: the file holds chats and other records, or no prompt is short enough.
+        """
+        chats = [document.messages for document in self._read(path) if document.messages is not None]
+        if not chats and room >= LONGEST_PROMPT:
+            return [token_ids(ids) for ids in self.documents(path)]
+        others = len(self._read(path)) - len(chats)
+        if chats and others:
+            raise InputError(
+                f"{path} holds chats and {others} records of other kinds; put them into files of their own"
+            )
+        prompts = [~np.array(ids, np.int64) for messages in chats for ids in chat_prompts(self._tokenizer, messages)]
+        fitting = [ids for ids in prompts if 0 < len(ids) <= room]
+        if not fitting:
+            raise InputError(f"the target's positions leave {room} tokens for a prompt of {path}; set {flag} lower")
+        if len(fitting) < len(prompts):
+            note(f"{path.name}: {len(prompts) - len(fitting)} prompts of more than {room} tokens left out")
+        return fitting
+
+    def hold_back(self, paths: Sequence[Path], count: int, longer_than: int, seed: int) -> list[Ids]:
+        """Take some documents out, drawn with the seed: `count` in all, but at most every tenth of a file.
+
+        Args:
+            paths: the files, which give alike.
+            count: documents wanted.
+            longer_than: tokens; shorter documents stay, unless they begin with a prompt.
+            seed: of the choice.
+
+        Returns:
+            Documents, with marks.
+
+        Raises:
+            InputError: no file has ten documents and a long one among them.
+        """
+        held: list[Document] = []
+        for key, path in enumerate(paths):
+            documents = self._read(path)
+            long = [i for i, one in enumerate(documents) if one.ids is not None and is_long(one.ids, longer_than)]
+            held += hold_back(documents, long, -(-count // len(paths)), (seed, key))
+        if not held:
+            raise InputError(
+                "the training text has too few documents to hold some back: no file has ten, with one of more than "
+                f"{longer_than} tokens; give more text, or held-out text with --valid NAME=FILE"
+            )
+        return [document.ids for document in held if document.ids is not None]
+
+    def held_out(
+        self, valid: dict[str, Path], paths: Sequence[Path], count: int, longer_than: int, seed: int
+    ) -> dict[str, list[Ids]]:
+        """Long documents of held-out files by name, `count` of each; without such files some of the training text.
+
+        Args:
+            valid: held-out files by name.
+            paths, count, longer_than, seed: see `hold_back`.
+
+        Returns:
+            Documents, with marks.
+
+        Raises:
+            InputError: a file has none.
+        """
+        if not valid:
+            return {"held_back": self.hold_back(paths, count, longer_than, seed)}
+        found: dict[str, list[Ids]] = {}
+        for name, path in valid.items():
+            documents = (document.ids for document in self._read(path))
+            found[name] = [ids for ids in documents if ids is not None and is_long(ids, longer_than)][:count]
+            if not found[name]:
+                raise InputError(
+                    f"held-out file {path} has no document of more than {longer_than} tokens, the length of a prompt; "
+                    "give longer texts with --valid, or none to have some of the training text held back"
+                )
+        return found
+
+    def _read(self, path: Path) -> list[Document]:
+        place = path.resolve()
+        if place not in self._files:
+            self._files[place] = _documents(path, self._tokenizer, self._vocab, self._marked)
+        return self._files[place]
+
+
+def read_counted(path: Path, tokenizer: Any, vocab: int) -> list[Ids]:
+    """Documents of a file with marks, see `Library.documents`."""
+    return Library(tokenizer, vocab, marked=True).documents(path)
+
+
+def _documents(path: Path, tokenizer: Any, vocab: int, prompts: bool) -> list[Document]:
+    """Documents of all records, texts in excerpts behind the others; `prompts`: those of token ids are marked."""
+    plain = ".txt" in path.suffixes[-2:]
+    found, texts = list[Document](), list[str]()
+    for record in read_records(path):
+        if record.messages is not None:
+            found.append(Document(encode_chat(tokenizer, record.messages), record.messages))
+        elif record.tokens is not None:
+            ids = marked(record, vocab) if prompts else token_ids(marked(record, vocab))
+            begin = [] if ids[0] < 0 or ids[0] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
+            found.append(Document(np.concatenate([begin, ids]).astype(np.int64)))
+        elif record.answer is not None:
+            prompt = np.concatenate([[tokenizer.eos_token_id], encoded(tokenizer, record.text)]).astype(np.int64)
+            found.append(Document(np.concatenate([~prompt, encoded(tokenizer, record.answer)])))
+        else:
+            texts += split(record.text) if plain else [record.text]
+    return found + [Document(ids) for ids in encode_texts(texts, tokenizer)]
+
+
+def encode_texts(texts: Sequence[str], tokenizer: Any) -> list[Ids]:
+    """Token ids of each excerpt, led by the end token: it says "begin" to the next document and "stop" to the last."""
+    parts = [part for text in texts for part in excerpts(text)]
+    ids = tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"] if parts else []
+    return [np.array([tokenizer.eos_token_id, *some], dtype=np.int64) for some in ids]
+
+
+def marked(record: Record, vocab: int) -> Ids:
+    """The tokens of a record that has some, those of the prompt marked.
+
+    Raises:
+        LoadError: the model does not know one of them.
+    """
+    ids = np.array(record.tokens, dtype=np.int64)
+    if not 0 <= ids.min() <= ids.max() < vocab:
+        raise LoadError(
+            f"{record.place} holds token ids from {ids.min()} to {ids.max()}, the model knows {vocab} tokens; give "
+            "text, or ids of this tokenizer"
+        )
+    ids[: record.asked] = ~ids[: record.asked]
+    return ids
 
 
 def token_ids(document: Ids) -> Ids:
@@ -45,148 +206,22 @@ def token_ids(document: Ids) -> Ids:
     return np.where(document < 0, ~document, document)
 
 
-def read_counted(path: Path, tokenizer: Any, vocab: int) -> list[Ids]:
-    """Documents of a file: texts, lists of token ids, or chats in ShareGPT's form, told apart by their keys.
+def is_long(ids: Ids, longer_than: int) -> bool:
+    """Whether a document gives a held-out prompt: of more than so many tokens, or one of its own in front."""
+    return len(ids) > longer_than or bool(ids[0] < 0)
 
-    Of a text all tokens count; of ``tokens`` those behind the first ``prompt`` ones; of a chat (``conversations`` with
-    ``from`` and ``value``, or ``messages`` with ``role`` and ``content``) what the assistant says. Chats in which it
-    says nothing are passed over.
 
-    Raises:
-        LoadError: a line is not JSON, or is none of these; its number and the reason are said.
-        InputError: nothing in the file counts.
+def hold_back(documents: list[T], among: Sequence[int], count: int, seed: tuple[int, ...]) -> list[T]:
+    """Take documents out of a list, drawn with the seed: `count`, but at most every tenth.
+
+    Args:
+        documents: lose them.
+        among: places of those that may be taken.
+        count: documents wanted.
+        seed: of the choice.
     """
-    texts: list[str] = []
-    found: list[Ids] = []
-    chats = 0
-    for number, record in read_records(path):
-        place = f"{path} line {number}"
-        if not isinstance(record, dict):
-            raise LoadError(f"{place} holds a {type(record).__name__}; expected an object")
-        messages = chat_messages(record, place)
-        if messages is not None:
-            chats += 1
-            chat = encode_chat(tokenizer, messages)
-            if chat is not None:
-                found.append(chat)
-        elif isinstance(record.get("text"), str):
-            texts.append(normalise(record["text"]))
-        else:
-            found.append(answered_tokens(record, place, vocab))
-    found += encode_documents([text for text in texts if text], tokenizer)
-    if chats and not any((document >= 0).any() for document in found):
-        raise InputError(
-            f"{path} holds {chats} chats in which no assistant says anything; expected messages from gpt or assistant"
-        )
-    if not found:
-        raise LoadError(f"{path} holds no document; expected at least one non-empty text or chat")
-    return found
-
-
-def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
-    """Prompts of a file of chats: every point where the assistant is to speak. Empty: the file holds other things.
-
-    Raises:
-        LoadError: see ``read_counted``.
-    """
-    found: list[list[int]] = []
-    others = 0
-    for number, record in read_records(path):
-        messages = chat_messages(record, f"{path} line {number}") if isinstance(record, dict) else None
-        if messages is not None:
-            found += chat_prompts(tokenizer, messages)
-        else:
-            others += 1
-    if found and others:
-        raise InputError(f"{path} holds chats and {others} records of other kinds; put them into files of their own")
-    return found
-
-
-def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
-    """A chat's tokens, of which those of the assistant count; None: it says nothing.
-
-    What stands before a reply is encoded as it will be when the model is asked for that reply, and the reply for
-    itself, so that both meet where they will then.
-    """
-    parts: list[np.ndarray] = []
-    done = ""
-    for i, (role, _) in enumerate(messages):
-        if role != "assistant":
-            continue
-        before, after = written_chat(tokenizer, messages[:i], asking=True), written_chat(tokenizer, messages[: i + 1])
-        if not before.startswith(done):  # a template that writes earlier turns differently: this reply alone counts
-            parts, done = [], ""
-        if not after.startswith(before):
-            raise InputError(
-                "the chat template writes a message differently when it is answered: no place of the reply can be "
-                "told; give chats as tokens with the length of their prompt"
-            )
-        read, reply = (
-            np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
-            for text in (before[len(done) :], after[len(before) :])
-        )
-        parts += [~read, reply]
-        done = after
-    if not parts:
-        return None
-    end = [] if getattr(tokenizer, "chat_template", None) else [[tokenizer.eos_token_id]]
-    return np.concatenate([*parts, *end]).astype(np.int64)
-
-
-def chat_prompts(tokenizer: Any, messages: Sequence[Message]) -> list[list[int]]:
-    """Token ids up to each point where the assistant speaks, or is to speak at the end."""
-    ends = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
-    if messages and messages[-1][0] == "user":
-        ends.append(len(messages))
-    return [
-        list(tokenizer(written_chat(tokenizer, messages[:end], asking=True), add_special_tokens=False)["input_ids"])
-        for end in ends
-        if end
-    ]
-
-
-def written_chat(tokenizer: Any, messages: Sequence[Message], *, asking: bool = False) -> str:
-    """Messages as one text; ``asking``: up to where the assistant's next one begins."""
-    if getattr(tokenizer, "chat_template", None):
-        turns = [{"role": role, "content": text} for role, text in messages]
-        try:
-            return str(tokenizer.apply_chat_template(turns, add_generation_prompt=asking, tokenize=False))
-        except Exception as error:  # a template is a program of somebody else's
-            raise InputError(f"the chat template fails ({type(error).__name__}: {error})") from error
-    written = ""
-    for role, text in messages:
-        written += f"{PLAIN[role]} {text}\n" if role == "assistant" else PLAIN[role].format(text)
-    return written + PLAIN["assistant"] * asking
-
-
-def chat_messages(record: dict[str, Any], place: str) -> list[Message] | None:
-    """The messages of a record; None: it is no chat."""
-    turns = record.get("conversations", record.get("messages"))
-    if turns is None:
-        return None
-    found: list[Message] = []
-    for turn in turns if isinstance(turns, list) else [turns]:
-        turn = turn if isinstance(turn, dict) else {}
-        role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        if not isinstance(role, str) or role not in ROLES or not isinstance(text, str):
-            raise LoadError(
-                f"{place} has a message from {role!r} with {type(text).__name__} content; expected one of "
-                f"{', '.join(ROLES)} and a text"
-            )
-        found.append((ROLES[role], text.strip()))
-    return found
-
-
-def answered_tokens(record: dict[str, Any], place: str, vocab: int) -> Ids:
-    """The document of a record with token ids."""
-    tokens, prompt = record.get("tokens"), record.get("prompt", 0)
-    whole = isinstance(tokens, list) and all(type(token) is int for token in tokens)
-    if not whole or not tokens or type(prompt) is not int or not 0 <= prompt <= len(tokens):
-        raise LoadError(
-            f'{place} has no "text", no "conversations" and no "tokens" (ids, perhaps with "prompt", the number of '
-            "those that do not count); expected one of them"
-        )
-    check_ids(tokens, vocab, place)
-    ids = np.array(tokens, dtype=np.int64)
-    ids[:prompt] = ~ids[:prompt]
-    return ids
+    most = min(count, len(documents) // 10, len(among))
+    chosen = set(np.random.default_rng(seed).choice(among, most, replace=False).tolist())
+    held = [document for index, document in enumerate(documents) if index in chosen]
+    documents[:] = [document for index, document in enumerate(documents) if index not in chosen]
+    return held

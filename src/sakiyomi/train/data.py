@@ -1,22 +1,25 @@
-"""Training text: files to documents, documents to token ids."""
+"""Training files: which ones are read, and their records as texts, token ids, chats, and prompts with answers.
+
+All recipes read all forms, by these functions; `counted` makes token ids of them.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.train.chats import Message, chat_messages, written_chat
 
 Ids = npt.NDArray[np.int64]
-T = TypeVar("T")
 
 # A book is cut between paragraphs into excerpts of about this many characters (some 1,000 tokens, the longest row):
 # shuffled whole, its chapters would fill batch after batch.
@@ -25,125 +28,7 @@ END_MARK = "<|endoftext|>"  # between the documents of a plain text, as data set
 FEWEST_DOCUMENTS, SHORTEST_CHARACTERS = 20, 400
 
 
-class Encoder(Protocol):
-    """The part of a tokenizer that this module needs."""
-
-    eos_token_id: Any
-
-    def __call__(self, text: Any, *, add_special_tokens: bool, verbose: bool) -> Any:
-        """Encode a list of texts; the ids are under `input_ids`."""
-
-
-def read_documents(path: Path) -> Generator[str | list[int]]:
-    """Documents of a `.jsonl(.gz)` file (`text`, or `tokens`, a list of ids), or of a `.txt(.gz)` file (see `split`).
-
-    Text is stripped and its line ends are unified; documents left empty are passed over.
-
-    Raises:
-        LoadError: the file is missing, unreadable, or holds no document; a bad JSON line is named by its number.
-        InputError: the ending is of another kind.
-    """
-    found = 0
-    plain = ".txt" in path.suffixes[-2:]
-    for number, record in read_records(path):
-        document = _document(record, f"{path} line {number}")
-        for part in split(document) if plain and isinstance(document, str) else [document]:
-            if part:
-                found += 1
-                yield part
-    if not found:
-        raise LoadError(f"{path} holds no document; expected at least one non-empty text")
-
-
-def read_records(path: Path) -> Generator[tuple[int, Any]]:
-    """The objects of a `.jsonl(.gz)` file with the numbers of their lines, or of a list in a `.json(.gz)` file.
-
-    Of a `.txt(.gz)` file it is the text, as number 1.
-
-    Raises:
-        LoadError: the file is missing or unreadable, or a line is not JSON.
-        InputError: the ending is none of these.
-    """
-    plain = path.with_suffix("") if path.suffix == ".gz" else path
-    if plain.suffix not in (".jsonl", ".json", ".txt"):
-        raise InputError(f"{path} is neither .jsonl, .json nor .txt (.gz allowed); convert it first")
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            if plain.suffix == ".txt":
-                yield 1, {"text": file.read()}
-                return
-            if plain.suffix == ".json":
-                found = _parsed(file.read(), path)
-                if not isinstance(found, list):
-                    raise LoadError(f"{path} holds a {type(found).__name__}; expected a list of objects")
-                yield from enumerate(found, start=1)
-                return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, _parsed(line, path, number)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise LoadError(f"cannot read training text {path}: {error}; expected UTF-8 text, plain or gzip") from error
-
-
-def _parsed(text: str, path: Path, number: int | None = None) -> Any:
-    """The value of one line, or of the whole file."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        expected = "one object a line" if number else "a list of objects"
-        raise LoadError(
-            f"{path} line {number or error.lineno} is not JSON ({error.msg}); expected {expected}"
-        ) from error
-
-
-def _document(record: Any, place: str) -> str | list[int]:
-    record = record if isinstance(record, dict) else {}
-    text, tokens = record.get("text"), record.get("tokens")
-    if isinstance(text, str):
-        return normalise(text)
-    if isinstance(tokens, list) and all(type(token) is int for token in tokens):
-        return tokens
-    raise LoadError(f'{place} has no "text" string and no "tokens" list of ids; expected one of them')
-
-
-def normalise(text: str) -> str:
-    """Text stripped, with line ends of one kind."""
-    return text.replace("\r\n", "\n").replace("\r", "\n").strip()
-
-
-def split(text: str) -> list[str]:
-    """The documents of a plain text: between end marks, else some paragraphs each, or some lines where none is blank.
-
-    A text is cut into twenty at least, as far as it has so many paragraphs or lines of `SHORTEST_CHARACTERS`: some of
-    them can be held out then.
-    """
-    if END_MARK in text:
-        return [part.strip() for part in text.split(END_MARK)]
-    limit = min(EXCERPT_CHARACTERS, max(len(text) // FEWEST_DOCUMENTS, SHORTEST_CHARACTERS))
-    found = excerpts(text, limit)
-    wanted = min(FEWEST_DOCUMENTS, len(text) // limit) / 2
-    return found if len(found) >= wanted else excerpts(text, limit, "\n")
-
-
-def excerpts(text: str, limit: int = EXCERPT_CHARACTERS, between: str = "\n\n") -> list[str]:
-    """Cut a text at blank lines into pieces of at most `limit` characters; one longer paragraph stays whole.
-
-    Args:
-        text: of any length.
-        limit: characters.
-        between: what stands where it may be cut.
-    """
-    if len(text) <= limit:
-        return [text]
-    pieces: list[list[str]] = [[]]
-    size = 0
-    for paragraph in text.split(between):
-        if pieces[-1] and size + len(paragraph) > limit:
-            pieces.append([])
-            size = 0
-        pieces[-1].append(paragraph)
-        size += len(paragraph) + len(between)
-    return [between.join(piece).strip() for piece in pieces if any(part.strip() for part in piece)]
+# ---------------------------------------------------------------- which files
 
 
 @dataclass(frozen=True)
@@ -188,108 +73,204 @@ def check_shares(flag: str, specs: Sequence[TextSpec]) -> None:
             raise InputError(f"the {name} shares of the files of {flag} sum to 0; give one file a share above 0")
 
 
-def encode_file(path: Path, tokenizer: Encoder, vocab: int) -> list[Ids]:
-    """Token ids of each excerpt of a file, as `encode_documents` gives them.
-
-    Args:
-        path: see `read_documents`.
-        tokenizer: encodes what is text.
-        vocab: tokens that the model knows.
+def parse_valid(specs: Sequence[str]) -> dict[str, Path]:
+    """Held-out files by name, given as NAME=FILE.
 
     Raises:
-        LoadError, InputError: see `read_documents`; or an id in the file lies outside the vocabulary.
+        InputError: a name or a file is missing, or a name is given twice.
     """
-    documents = list(read_documents(path))
-    for document in documents:
-        if not isinstance(document, str):
-            check_ids(document, vocab, str(path))
-    return encode_documents(documents, tokenizer)
+    found: dict[str, Path] = {}
+    for spec in specs:
+        name, _, path = spec.partition("=")
+        if not name or not path:
+            raise InputError(f"valid is {spec!r}, expected NAME=FILE")
+        if name in found:
+            raise InputError(f"valid names {name!r} twice; give each file a name of its own")
+        found[name] = Path(path)
+    return found
 
 
-def check_ids(ids: Sequence[int], vocab: int, place: str) -> None:
-    """Refuse token ids that the model does not know.
+# ---------------------------------------------------------------- what they hold
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a file: a text, token ids, a chat, or a prompt with its answer.
+
+    Attributes:
+        place: file and line, for messages.
+        text: of a text; of a prompt with its answer the prompt.
+        tokens: ids; None: it has none.
+        asked: of these are a prompt, the others what follows.
+        messages: of a chat; None: it is none.
+        answer: to the prompt; None: it is no prompt.
+        question: what the prompt asks, by itself; empty where the record does not say.
+    """
+
+    place: str
+    text: str = ""
+    tokens: list[int] | None = None
+    asked: int = 0
+    messages: list[Message] | None = None
+    answer: str | None = None
+    question: str = ""
+
+
+def read_records(path: Path) -> Generator[Record]:
+    """The records of a `.jsonl(.gz)` file, or of a list in a `.json(.gz)` file; a `.txt(.gz)` file is one text.
+
+    The form of each is told by its keys:
+
+    - `text`: a text;
+    - `tokens`, a list of ids, perhaps with `prompt`, the number of those that are a prompt: what a target wrote;
+    - `conversations` or `messages`: a chat;
+    - `instruction` (with `input`) and `output`, as LongAlpaca and Alpaca have them: a message and its reply;
+    - `prompt` and `answer`, texts as they are, perhaps with `question`.
+
+    Texts are stripped and their line ends are unified; those left empty are passed over.
 
     Raises:
-        LoadError: with the place that holds them.
+        LoadError: the file is missing, unreadable, or holds no record; a line that is not JSON or has none of these
+            forms is named by its number.
+        InputError: the ending is of another kind.
     """
-    if not 0 <= min(ids) <= max(ids) < vocab:
+    found = 0
+    for number, value in _values(path):
+        record = _record(value, f"{path} line {number}")
+        if record.text or record.tokens or record.messages is not None or record.answer is not None:
+            found += 1
+            yield record
+    if not found:
+        raise LoadError(f"{path} holds no document; expected at least one non-empty text or chat")
+
+
+def _values(path: Path) -> Iterator[tuple[int, Any]]:
+    """JSON values with their line numbers."""
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    if plain.suffix not in (".jsonl", ".json", ".txt"):
+        raise InputError(f"{path} is neither .jsonl, .json nor .txt (.gz allowed); convert it first")
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            if plain.suffix == ".txt":
+                yield 1, {"text": file.read()}
+            elif plain.suffix == ".json":
+                found = _parsed(file.read(), path)
+                if not isinstance(found, list):
+                    raise LoadError(f"{path} holds a {type(found).__name__}; expected a list of objects")
+                yield from enumerate(found, start=1)
+            else:
+                yield from ((i, _parsed(line, path, i)) for i, line in enumerate(file, start=1) if line.strip())
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise LoadError(f"cannot read training text {path}: {error}; expected UTF-8 text, plain or gzip") from error
+
+
+def _parsed(text: str, path: Path, number: int | None = None) -> Any:
+    """The value of one line, or of the whole file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        expected = "one object a line" if number else "a list of objects"
         raise LoadError(
-            f"{place} holds token ids from {min(ids)} to {max(ids)}, the model knows {vocab} tokens; give text, or ids "
-            "of this tokenizer"
-        )
+            f"{path} line {number or error.lineno} is not JSON ({error.msg}); expected {expected}"
+        ) from error
 
 
-def encode_documents(documents: Sequence[str | list[int]], tokenizer: Encoder) -> list[Ids]:
-    """Token ids of each excerpt, led by the end token: it says "begin" to the next document and "stop" to the last."""
-    separator = int(tokenizer.eos_token_id)
-    rows: list[Ids] = []
-    texts: list[str] = []
-    for document in documents:
-        if isinstance(document, str):
-            texts.extend(excerpts(document))
+def _record(value: Any, place: str) -> Record:
+    if not isinstance(value, dict):
+        raise LoadError(f"{place} holds a {type(value).__name__}; expected an object")
+    messages = chat_messages(value, place)
+    if messages is not None:
+        return Record(place, messages=messages)
+    if isinstance(value.get("instruction"), str):
+        reply = _text(value, "output", place).strip()
+        asked = "\n\n".join(part.strip() for part in (value["instruction"], _text(value, "input", place)) if part)
+        return Record(place, messages=[("user", asked), *([("assistant", reply)] if reply else [])])
+    if isinstance(value.get("prompt"), str):
+        answer, question = (_text(value, name, place) for name in ("answer", "question"))
+        return Record(place, normalise(value["prompt"]), answer=answer, question=question)
+    if isinstance(value.get("text"), str):
+        return Record(place, normalise(value["text"]))
+    tokens, prompt = value.get("tokens"), value.get("prompt", 0)
+    if isinstance(tokens, list) and all(type(one) is int for one in (*tokens, prompt)) and 0 <= prompt <= len(tokens):
+        return Record(place, tokens=tokens, asked=prompt)
+    raise LoadError(
+        f'{place} has no "text", no "conversations" or "messages", no "tokens" (ids, perhaps with "prompt", the number '
+        'of those that are one), no "instruction" with "output" and no "prompt" with "answer"; expected one of them'
+    )
+
+
+def _text(record: dict[str, Any], key: str, place: str) -> str:
+    value = record.get(key) or ""
+    if not isinstance(value, str):
+        raise LoadError(f'{place} has a {type(value).__name__} as "{key}"; expected a text')
+    return value
+
+
+def read_documents(path: Path, tokenizer: Any = None) -> Generator[str | list[int]]:
+    """The records of a file as texts, or as token ids where it holds these; a plain text in parts, see `split`.
+
+    Args:
+        path: see `read_records`.
+        tokenizer: whose template chats are written by; None: they are written plainly.
+    """
+    plain = ".txt" in path.suffixes[-2:]
+    for record in read_records(path):
+        if record.tokens is not None:
+            yield record.tokens
+        elif record.messages is not None:
+            yield written_chat(tokenizer, record.messages)
         else:
-            rows.append(np.array(document if document[0] == separator else [separator, *document], dtype=np.int64))
-    if texts:
-        # verbose=False: an excerpt longer than the model's context is cut into rows, no reason for a warning
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        rows.extend(np.array([separator, *ids], dtype=np.int64) for ids in encoded)
-    return rows
+            yield from split(record.text) if plain else [record.text + (record.answer or "")]
 
 
-def hold_back(documents: list[T], among: Sequence[int], count: int, seed: tuple[int, ...]) -> list[T]:
-    """Take documents out of a list, drawn with the seed: `count`, but at most every tenth.
+def read_texts(path: Path, tokenizer: Any = None) -> list[str]:
+    """The same of a file that must hold texts or chats.
+
+    Raises:
+        InputError: it holds token ids.
+    """
+    documents = list(read_documents(path, tokenizer))
+    texts = [document for document in documents if isinstance(document, str)]
+    if len(texts) < len(documents):
+        raise InputError(f"file {path} holds token ids, expected text: its characters are needed")
+    return texts
+
+
+def normalise(text: str) -> str:
+    """Text stripped, with line ends of one kind."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").strip()
+
+
+def split(text: str) -> list[str]:
+    """The documents of a plain text: between end marks, else some paragraphs each, or some lines where none is blank.
+
+    A text is cut into twenty at least, as far as it has so many paragraphs or lines of `SHORTEST_CHARACTERS`: some of
+    them can be held out then.
+    """
+    if END_MARK in text:
+        return [part.strip() for part in text.split(END_MARK) if part.strip()]
+    limit = min(EXCERPT_CHARACTERS, max(len(text) // FEWEST_DOCUMENTS, SHORTEST_CHARACTERS))
+    found = excerpts(text, limit)
+    wanted = min(FEWEST_DOCUMENTS, len(text) // limit) / 2
+    return found if len(found) >= wanted else excerpts(text, limit, "\n")
+
+
+def excerpts(text: str, limit: int = EXCERPT_CHARACTERS, between: str = "\n\n") -> list[str]:
+    """Cut a text at blank lines into pieces of at most `limit` characters; one longer paragraph stays whole.
 
     Args:
-        documents: lose them.
-        among: places of those that may be taken.
-        count: documents wanted.
-        seed: of the choice.
+        text: of any length.
+        limit: characters.
+        between: what stands where it may be cut.
     """
-    most = min(count, len(documents) // 10, len(among))
-    chosen = set(np.random.default_rng(seed).choice(among, most, replace=False).tolist())
-    held = [document for index, document in enumerate(documents) if index in chosen]
-    documents[:] = [document for index, document in enumerate(documents) if index not in chosen]
-    return held
-
-
-class Library:
-    """Files as encoded documents. Each is read once, and what is held back is gone for everybody who asks again.
-
-    Args:
-        tokenizer, vocab: see `encode_file`.
-    """
-
-    def __init__(self, tokenizer: Encoder, vocab: int) -> None:
-        self._tokenizer, self._vocab = tokenizer, vocab
-        self._files: dict[Path, list[Ids]] = {}
-
-    def documents(self, path: Path) -> list[Ids]:
-        """The documents of a file, without those held back."""
-        place = path.resolve()
-        if place not in self._files:
-            self._files[place] = encode_file(path, self._tokenizer, self._vocab)
-        return self._files[place]
-
-    def hold_back(self, paths: Sequence[Path], count: int, longer_than: int, seed: int) -> list[Ids]:
-        """Take some documents out, drawn with the seed: `count` in all, but at most every tenth of a file.
-
-        Args:
-            paths: the files, which give alike.
-            count: documents wanted.
-            longer_than: tokens; shorter documents stay.
-            seed: of the choice.
-
-        Raises:
-            InputError: no file has ten documents and a long one among them.
-        """
-        held: list[Ids] = []
-        for key, path in enumerate(paths):
-            documents = self.documents(path)
-            long = [index for index, document in enumerate(documents) if len(document) > longer_than]
-            held += hold_back(documents, long, -(-count // len(paths)), (seed, key))
-        if not held:
-            raise InputError(
-                f"the training text has too few documents to hold some back: none has ten, with one of more than "
-                f"{longer_than} tokens; give more text, or held-out text with --valid NAME=FILE"
-            )
-        return held
+    if len(text) <= limit:
+        return [text]
+    pieces: list[list[str]] = [[]]
+    size = 0
+    for paragraph in text.split(between):
+        if pieces[-1] and size + len(paragraph) > limit:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(paragraph)
+        size += len(paragraph) + len(between)
+    return [between.join(piece).strip() for piece in pieces if any(part.strip() for part in piece)]

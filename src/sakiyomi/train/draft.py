@@ -15,36 +15,32 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from sakiyomi.core.errors import LoadError
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.train.acceptance import acceptance, distinct_ngrams
-from sakiyomi.train.config import DraftConfig
-from sakiyomi.train.expect import Speed, expected, given_speed, measured_speed, told_by
+from sakiyomi.train.acceptance import MEASURING, acceptance, distinct_ngrams, measured, measured_on, worth
+from sakiyomi.train.commands import TrainDraft
+from sakiyomi.train.expect import expected, given_speed, measured_speed
 from sakiyomi.train.export import Result, model_folder, read_card, save
-from sakiyomi.train.guesses import MEASURING, measured, measured_on, worth
-from sakiyomi.train.labels import SoftLabels, vocabulary
+from sakiyomi.train.hidden import SoftLabels, vocabulary
 from sakiyomi.train.llama import draft_sizes, new_llama
-from sakiyomi.train.loop import Loop, compile_layers, compiled_loss
+from sakiyomi.train.loop import compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss
-from sakiyomi.train.masks import mask_token
-from sakiyomi.train.optim import text_optimizers
-from sakiyomi.train.parallel import MaskedRows, rank_parallel
+from sakiyomi.train.parallel import MaskedRows, mask_token, rank_parallel
 from sakiyomi.train.recipe import train
-from sakiyomi.train.report import Reporter
 from sakiyomi.train.taught import Taught
 
 
-def train_draft(config: DraftConfig, command: str = "") -> dict[str, Any]:
+def train_draft(config: TrainDraft, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train draft`, see `recipe.train`."""
     return train((_ParallelDraft if config.parallel > 1 else _Draft)(config), command)
 
 
-class _Draft(Taught[DraftConfig]):
+class _Draft(Taught[TrainDraft]):
     """A small Llama learns the target's probabilities on text and on what the target writes."""
 
     def check_target(self) -> None:
         """See `Taught`."""
         self.start = _start(self.config, self.vocab, self.tokenizer) if self.config.init else None
 
-    def loop(self) -> Loop:
+    def make(self) -> Any:
         """See `Recipe`."""
         config, target = self.config, self.target
         if self.start is not None:
@@ -57,33 +53,25 @@ class _Draft(Taught[DraftConfig]):
             compile_layers(target, config.loop.compile)
         share = 1.0 if config.loop.tokens else config.label_share
         self.labels = SoftLabels(target, config.top, int(config.label_gib * 2**30), share)
-        loss = compiled_loss(distillation_loss, config.loop.compile)
+        self._divergence = compiled_loss(distillation_loss, config.loop.compile)
+        return draft
 
-        def batch_loss(model: Any, ids: Tensor) -> Tensor:
-            inputs, following = ids[:, :-1], ids[:, 1:]
-            with torch.autocast(inputs.device.type, enabled=False):
-                top_ids, top_probs = self.labels(inputs, following)
-            hidden, places = self.read_rows(model, inputs, made.progress.step)
-            return loss(hidden, model.lm_head.weight, top_ids[:, places], top_probs[:, places], config.greedy_weight)
-
-        made = Loop(
-            config,
-            draft,
-            batch_loss,
-            self.mixture,
-            self.measures,
-            optimizers=text_optimizers(config),
-            precision=config.text.passes,
-        )
-        return made
+    def loss(self, model: Any, ids: Tensor) -> Tensor:
+        """See `Recipe`."""
+        inputs, following = ids[:, :-1], ids[:, 1:]
+        with torch.autocast(inputs.device.type, enabled=False):
+            top_ids, top_probs = self.labels(inputs, following)
+        hidden, places = self.read_rows(model, inputs, self.loop.progress.step)
+        top_ids, top_probs = top_ids[:, places], top_probs[:, places]
+        return self._divergence(hidden, model.lm_head.weight, top_ids, top_probs, self.config.greedy_weight)
 
     def read_rows(self, model: Any, ids: Tensor, step: int) -> tuple[Tensor, Any]:
         """What the draft's head reads in a step, (B, rows, hidden), and the places of (B, T) ids that rows stand at."""
         return model.model(input_ids=ids, use_cache=False).last_hidden_state, slice(None)
 
-    def finish(self, loop: Loop) -> Result:
+    def finish(self) -> Result:
         """See `Recipe`."""
-        config = self.config
+        config, loop = self.config, self.loop
         measures: dict[str, dict[str, Any]] = self.measures(loop.model, sampled=True)
         for name, values in measures.items():
             values["target_distinct_4grams"] = distinct_ngrams(self.held_out[name].greedy)
@@ -98,14 +86,17 @@ class _Draft(Taught[DraftConfig]):
 
     def tell_speed(self, measures: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Add what the finished draft brings on this machine to the measures; what the card says of that."""
-        speed = _speed(self.config, self.reporter)
+        if self.config.cost == "measured":
+            gc.collect()  # cycles may still hold the target
+            speed, told = measured_speed(self.config, self.held_out, self.reporter)
+        else:
+            speed, told = given_speed(self.config.given_cost), {}
         for values in measures.values():
             values |= expected(values, self.config.gamma, speed)
-        told = told_by(self.config, self.held_out, self.reporter) if self.config.cost == "measured" else {}
         return told | {"cost": speed.cost, "cost_source": speed.source}
 
     def measures(self, model: LlamaForCausalLM, *, sampled: bool = False) -> dict[str, dict[str, float]]:
-        """How the draft does on the held-out continuations, by file; beside what the target draws, if asked for."""
+        """See `Recipe`; `sampled`: beside what the target draws, too."""
         model.eval()
         gamma, target = self.config.gamma, self.target if sampled else None  # which takes longest to be asked
         found = {name: acceptance(model, target, texts, gamma) for name, texts in self.held_out.items()}
@@ -121,11 +112,11 @@ class _ParallelDraft(_Draft):
         super().check_target()
         self.mask = mask_token(self.config.mask, self.tokenizer, self.vocab)
 
-    def loop(self) -> Loop:
+    def make(self) -> Any:
         """See `Recipe`."""
-        made = super().loop()
-        made.model.config.pard_token = self.mask
-        return made
+        draft = super().make()
+        draft.config.pard_token = self.mask
+        return draft
 
     def read_rows(self, model: Any, ids: Tensor, step: int) -> tuple[Tensor, Any]:
         """See `_Draft`."""
@@ -150,7 +141,7 @@ class _ParallelDraft(_Draft):
         return {"measured_on": measured_on(self.config.target)}
 
 
-def _start(config: DraftConfig, vocab: int, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, dict[str, Any]]:
+def _start(config: TrainDraft, vocab: int, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, dict[str, Any]]:
     """The draft to start from, with what its card says.
 
     Raises:
@@ -178,11 +169,3 @@ def _sizes(draft: Any, target: Any) -> str:
         f"a draft of {own / 1e6:.2g}M parameters, {shape.num_hidden_layers} layers of {shape.hidden_size}, for a "
         f"target of {whole / 1e6:.3g}M"
     )
-
-
-def _speed(config: DraftConfig, reporter: Reporter) -> Speed:
-    """What a draft step costs, as given or as measured with the finished draft."""
-    if config.cost != "measured":
-        return given_speed(config.given_cost)
-    gc.collect()  # cycles may still hold the target
-    return measured_speed(config, reporter)

@@ -1,37 +1,36 @@
 """Train an EAGLE-3 head on a frozen target, whose hidden states are computed on the way.
 
 Li et al. 2025, arXiv 2503.01840. The head learns the target's distribution behind every token: with the target's
-features, and then step by step with its own in their place, as it will draft (`eagle_unrolled`).
+features, and then step by step with its own in their place, as it will draft (`UnrolledHead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers, write_eagle
-from sakiyomi.drafters.eagle_heads.module import EagleOptions
-from sakiyomi.train.config import EagleConfig
-from sakiyomi.train.eagle_unrolled import UnrolledHead, new_head
+from sakiyomi.drafters.eagle_heads.module import EagleOptions, make_module
+from sakiyomi.train.commands import TrainEagle
 from sakiyomi.train.head_recipe import LayersRecipe
+from sakiyomi.train.hidden import begin_as, vocabulary
 from sakiyomi.train.recipe import train
-from sakiyomi.train.unrolled import UnrolledRecipe
-
-__all__ = ["train_eagle"]
+from sakiyomi.train.unrolled import Unrolled, UnrolledRecipe, attend, behind
 
 
-def train_eagle(config: EagleConfig, command: str = "") -> dict[str, Any]:
+def train_eagle(config: TrainEagle, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train eagle`, see `recipe.train`."""
     return train(_Eagle(config), command)
 
 
-class _Eagle(LayersRecipe[EagleConfig], UnrolledRecipe[EagleConfig]):
+class _Eagle(LayersRecipe[TrainEagle], UnrolledRecipe[TrainEagle]):
     """One decoder layer learns to foretell the target from its hidden states."""
 
     kind = "eagle"
@@ -52,7 +51,7 @@ class _Eagle(LayersRecipe[EagleConfig], UnrolledRecipe[EagleConfig]):
             )
         self.options = EagleOptions(layers=self.reads, target_size=self.sizes["hidden_size"])
 
-    def make(self) -> UnrolledHead:
+    def new_head(self) -> UnrolledHead:
         """See `HeadRecipe`."""
         self.known = _frequent(self.config, self.texts, self.vocab)
         head = new_head(self.target, self.sizes, self.options, self.known)
@@ -73,10 +72,94 @@ class _Eagle(LayersRecipe[EagleConfig], UnrolledRecipe[EagleConfig]):
         return about, file.tensors
 
 
-def _frequent(config: EagleConfig, texts: list[list[Any]], vocab: int) -> Tensor | None:
+def _frequent(config: TrainEagle, texts: list[list[Any]], vocab: int) -> Tensor | None:
     """The most frequent tokens of the documents, ascending; None: all are proposed."""
     if not config.draft_vocab or config.draft_vocab == vocab:
         return None
     counts = sum(np.bincount(np.concatenate(documents), minlength=vocab) for documents in texts)
     chosen = np.argsort(-np.asarray(counts), kind="stable")[: config.draft_vocab]
     return torch.from_numpy(np.sort(chosen))
+
+
+# ---------------------------------------------------------------- eagle unrolled
+
+
+class UnrolledHead(Unrolled):
+    """The head's parts in the order in which they work.
+
+    Args:
+        module: the head as a causal LM, from `make_module`, with one layer.
+        joined: width of the hidden states that it reads, side by side.
+
+    Attributes:
+        layers: what joins the target's states to a feature, and the decoder layer.
+        head: over the vocabulary.
+    """
+
+    def __init__(self, module: Any, joined: int) -> None:
+        super().__init__()
+        layer, config = module.model.layers[0], module.config
+        self.layers = nn.ModuleList([nn.Linear(joined, config.hidden_size, bias=False), layer])
+        self.norm, self.head, self.embed = module.model.norm, module.lm_head, module.model.embed_tokens
+        self.embed.requires_grad_(False)
+        self._rotary = module.model.rotary_emb
+        self._dim = layer.self_attn.head_dim
+
+    def forward(self, ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
+        """See `Unrolled`."""
+        layer: Any = self.layers[1]
+        embedded = layer.input_layernorm(self.embed(ids))
+        features = self.layers[0](states.to(self.norm.weight.dtype))
+        places = torch.arange(ids.shape[1], device=ids.device)[None]
+        turned = self._rotary(embedded, places)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for _ in range(steps):
+            read = torch.cat([embedded, layer.hidden_norm(features).to(embedded.dtype)], -1)
+            features = features + self._attend(layer.self_attn, read, turned, keys, values)
+            features = features + layer.mlp(layer.post_attention_layernorm(features))
+            yield self.norm(features)
+            features = behind(features, 1)
+
+    def weight(self) -> Tensor:
+        """See `Unrolled`."""
+        found: Tensor = self.head.weight
+        return found
+
+    def _attend(
+        self, attention: Any, read: Tensor, turned: tuple[Tensor, Tensor], keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        """Attention of a step to tokens with the target's features and, behind them, to the draft tokens so far.
+
+        Args:
+            attention: its projections.
+            read: (B, T, 2 hidden).
+            turned: cosines and sines of the rotary positions.
+            keys, values: (B, heads, T, width) of the steps before; those of this step are added.
+        """
+        shape = (*read.shape[:2], -1, self._dim)
+        q, k, v = (
+            project(read).view(shape).transpose(1, 2)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        q, k = (each.to(v.dtype) for each in apply_rotary_pos_emb(q, k, *turned))
+        mixed = attend(q * self._dim**-0.5, k, v, keys, values)
+        found: Tensor = attention.o_proj(mixed.transpose(1, 2).flatten(2))
+        return found
+
+
+def new_head(target: Any, config: dict[str, Any], options: EagleOptions, tokens: Tensor | None) -> UnrolledHead:
+    """A head with random weights, which begins with the target's embedding, last norm and head over the vocabulary.
+
+    A layer that begins as the target's last one learnt no faster (benchmarks/log/training.md).
+
+    Args:
+        target: a causal LM.
+        config: from `layer_config`.
+        options: of the head.
+        tokens: that it proposes; None: all.
+    """
+    embedding = target.get_input_embeddings().weight.detach()
+    count = vocabulary(target) if tokens is None else len(tokens)
+    made = begin_as(make_module(config, options, embedding, count), target, tokens)
+    return UnrolledHead(made, len(options.layers) * config["hidden_size"])

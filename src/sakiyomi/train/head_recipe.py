@@ -11,26 +11,21 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import MEASURING, Continuations, measured, measured_on, worth
+from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.config import HeadConfig, LayersConfig
 from sakiyomi.train.export import Result, model_folder
-from sakiyomi.train.guesses import MEASURING, measured, measured_on, worth
-from sakiyomi.train.loop import Loop
+from sakiyomi.train.hidden import TargetStates, layer_config
 from sakiyomi.train.medusa_measures import HeadLog
-from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.plot import plot_heads
-from sakiyomi.train.target_states import TargetStates, layer_config
 from sakiyomi.train.taught import Taught
-from sakiyomi.train.writing import writing
-
-__all__ = ["HeadRecipe", "LayersRecipe"]
 
 PIECE = 512
 """Tokens that are gone through at a time, target and all: their activations stay in the caches of a CPU."""
@@ -57,7 +52,7 @@ class HeadRecipe(Taught[Settings]):
     positions_ahead: int
 
     @abstractmethod
-    def make(self) -> nn.Module:
+    def new_head(self) -> nn.Module:
         """The head before it has learnt anything."""
 
     @abstractmethod
@@ -79,38 +74,29 @@ class HeadRecipe(Taught[Settings]):
 
     # ------------------------------------------------------------ a run
 
-    def loop(self) -> Loop:
+    def make(self) -> nn.Module:
         """See `Recipe`."""
         config = self.config
-        self.head = self.make()
+        self.head = self.new_head()
         self.states = TargetStates(self.target, self.reads)
         self.log = HeadLog(self.workers.log(Path(config.loop.out) / "steps.jsonl"), config.loop.resume)
-        rows = max(1, PIECE // config.loop.row_tokens[0])
         shares = config.step_decay ** torch.arange(self.positions_ahead)
-        shares /= shares.sum()
+        self.shares = shares / shares.sum()
+        return self.head
 
-        def batch_loss(_: nn.Module, ids: Tensor) -> Tensor:
-            pieces, each, step = ids.split(rows), torch.zeros(self.positions_ahead), made.progress.step
-            first = (step * self.workers.count + self.workers.number) * len(pieces)
-            for place, piece in enumerate(pieces):
-                own = self.losses(piece, first + place) * (len(piece) / len(ids))
-                with torch.autocast(ids.device.type, enabled=False):
-                    (own @ shares).backward()
-                torch.clear_autocast_cache()  # copies of weights belong to a graph that is gone
-                each += own.detach()
-            self.log.add(step, self.workers.mean(each))
-            return (each * shares).sum()
-
-        made = Loop(
-            config,
-            self.head,
-            batch_loss,
-            self.mixture,
-            lambda _: self._measures(),
-            optimizers=text_optimizers(config),
-            precision=config.text.passes,
-        )
-        return made
+    def loss(self, model: Any, ids: Tensor) -> Tensor:
+        """See `Recipe`; a piece of the batch at a time."""
+        step, pieces = self.loop.progress.step, ids.split(max(1, PIECE // self.config.loop.row))
+        each = torch.zeros(self.positions_ahead)
+        first = (step * self.workers.count + self.workers.number) * len(pieces)
+        for place, piece in enumerate(pieces):
+            own = self.losses(piece, first + place) * (len(piece) / len(ids))
+            with torch.autocast(ids.device.type, enabled=False):
+                (own @ self.shares).backward()
+            torch.clear_autocast_cache()  # copies of weights belong to a graph that is gone
+            each += own.detach()
+        self.log.add(step, self.workers.mean(each))
+        return (each * self.shares).sum()
 
     def wanted(self, last: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the head should give, see `TargetStates.probs`; the likeliest token has `greedy_weight` more."""
@@ -125,10 +111,11 @@ class HeadRecipe(Taught[Settings]):
         """See `Recipe`."""
         return closing(self.log)
 
-    def _measures(self) -> dict[str, dict[str, float]]:
+    def measures(self, model: Any) -> dict[str, dict[str, float]]:
+        """See `Recipe`."""
         return {name: measured(self.ranks(texts)) for name, texts in self.held_out.items()}
 
-    def finish(self, loop: Loop) -> Result:
+    def finish(self) -> Result:
         """See `Recipe`."""
         config, folder = self.config, model_folder(self.config)
         with torch.no_grad():
@@ -154,7 +141,7 @@ class HeadRecipe(Taught[Settings]):
             "base": config.target,
             "use": f"sakiyomi generate --target {config.target} --draft {draft} 'Once upon a time'",
         }
-        return Result(self.head, self.layers, measures, loop.epochs(self.sources), more)
+        return Result(self.head, self.layers, measures, self.loop.epochs(self.sources), more)
 
 
 class LayersRecipe(HeadRecipe[LayersSettings]):

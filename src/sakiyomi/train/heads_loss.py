@@ -21,11 +21,9 @@ from sakiyomi.cache.policies.retaining.heads import RetainingHeads
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.train.answered import split_rows
-from sakiyomi.train.config import RetainingConfig
+from sakiyomi.train.commands import TrainRetaining
 from sakiyomi.train.loop import compiled_loss
 from sakiyomi.train.retaining_labels import attention_observed, largest_chances, largest_logits
-
-__all__ = ["TOP", "HeadsLoss", "Measured", "heads_loss", "overlap"]
 
 TOP = 0.1
 """Share of a prompt's tokens whose choice is compared, as the paper's training does."""
@@ -101,9 +99,9 @@ class HeadsLoss:
         UnsupportedError: the target has no head over the vocabulary, or its projections are not known.
     """
 
-    def __init__(self, config: RetainingConfig, target: Any, heads: RetainingHeads) -> None:
+    def __init__(self, config: TrainRetaining, target: Any, heads: RetainingHeads) -> None:
         self._config, self._target, self._heads = config, target, heads
-        self._backbone = Backbone(target)  # logits over the vocabulary are nobody's concern here
+        self._backbone = Backbone(target)  # logits over the vocabulary are not needed here
         self._raw = Raw(target, then=self._note)
         self._qkv: Tensor | None = None
         self._prompt = 0

@@ -10,29 +10,27 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.cache.policies.merging.formats import write_merging
 from sakiyomi.train.answered import split_rows
 from sakiyomi.train.beside import BesideTarget, as_written
+from sakiyomi.train.checkpoint import writing
+from sakiyomi.train.commands import TrainLococo
 from sakiyomi.train.compressed import Compressed, policy_of
-from sakiyomi.train.config import LococoConfig
 from sakiyomi.train.export import Result, model_folder
-from sakiyomi.train.loop import Loop, compiled_loss
+from sakiyomi.train.loop import compiled_loss
 from sakiyomi.train.recipe import train
-from sakiyomi.train.writing import writing
-
-__all__ = ["MergingLoss", "train_lococo"]
 
 
-def train_lococo(config: LococoConfig, command: str = "") -> dict[str, Any]:
+def train_lococo(config: TrainLococo, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train lococo`, see `recipe.train`."""
     return train(_Lococo(config), command)
 
 
-class _Lococo(BesideTarget[LococoConfig]):
+class _Lococo(BesideTarget[TrainLococo]):
     """Convolutions learn to merge what goes into what stays."""
 
     marked = True
@@ -43,7 +41,7 @@ class _Lococo(BesideTarget[LococoConfig]):
         self.policy = policy_of(config.scores, config.kv_budget, config.merged)
         super().check()
 
-    def loop(self) -> Loop:
+    def make(self) -> nn.Module:
         """See `Recipe`."""
         config, target = self.config, self.target
         self.compressed = Compressed(target, self.policy, config.kv_budget, config.chunk_size)
@@ -55,16 +53,21 @@ class _Lococo(BesideTarget[LococoConfig]):
             config.again,
         )
         self.convolutions = Convolutions(shape, norm=config.norm).to(self.device)
-        self.loss = MergingLoss(config, self.compressed, self.convolutions)
+        self.merging_loss = MergingLoss(config, self.compressed, self.convolutions)
         self.beside = self._beside() if self.workers.leads else {}
-        return self.loop_of(self.convolutions, self.loss, self._measures)
+        self.loop_options = {"warmup_share": config.warmup_share}
+        return self.convolutions
+
+    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        """See `Recipe`."""
+        return self.merging_loss(batch)
 
     def _beside(self) -> dict[str, dict[str, float]]:
         """Losses of held-out answers with what goes dropped, and with everything kept."""
         config = self.config
         whole = MergingLoss(config, Compressed(self.target, self.policy, 0, config.chunk_size), None)
         with self.compressed.hooks():
-            dropped = {name: self.loss.measure(batch, None) for name, batch in self.held_out.items()}
+            dropped = {name: self.merging_loss.measure(batch, None) for name, batch in self.held_out.items()}
         with whole.passes.hooks():
             full = {name: whole.measure(batch, None) for name, batch in self.held_out.items()}
         return {name: {"dropped": dropped[name], "full": full[name]} for name in self.held_out}
@@ -73,7 +76,7 @@ class _Lococo(BesideTarget[LococoConfig]):
         """See `Recipe`."""
         return self.compressed.hooks()
 
-    def finish(self, loop: Loop) -> Result:
+    def finish(self) -> Result:
         """See `Recipe`."""
         config, folder, convolutions = self.config, model_folder(self.config), self.convolutions
         names = ("scores", "kv_budget", "chunk_size", "norm", "tasks", "text_weight", "seed")
@@ -88,12 +91,13 @@ class _Lococo(BesideTarget[LococoConfig]):
             "everything kept (`full`).",
         }
         with self.hooks():
-            measures = self._measures()
+            measures = self.measures(None)
         return self.result(convolutions, convolutions.shape.layers, measures, more)
 
-    def _measures(self) -> dict[str, dict[str, float]]:
+    def measures(self, model: Any) -> dict[str, dict[str, float]]:
+        """See `Recipe`."""
         return {
-            name: {"nats_per_token": self.loss.measure(batch, self.convolutions)} | self.beside[name]
+            name: {"nats_per_token": self.merging_loss.measure(batch, self.convolutions)} | self.beside[name]
             for name, batch in self.held_out.items()
         }
 
@@ -107,7 +111,7 @@ class MergingLoss:
         convolutions: being trained; None: nothing is merged.
     """
 
-    def __init__(self, config: LococoConfig, passes: Compressed, convolutions: Convolutions | None) -> None:
+    def __init__(self, config: TrainLococo, passes: Compressed, convolutions: Convolutions | None) -> None:
         self._text_weight, self._first = config.text_weight, config.chunk_size
         self.passes, self._convolutions = passes, convolutions
         self._nats = compiled_loss(_nats, config.loop.compile, dynamic=True)
@@ -141,7 +145,7 @@ class MergingLoss:
         for first, hidden in self.passes(ids, prompt, convolutions):
             following = slice(first + 1, first + 1 + len(hidden))
             own, wanted = weights[following], ids[following]
-            asked = own.nonzero()[:, 0]  # logits of other rows are nobody's concern
+            asked = own.nonzero()[:, 0]  # logits of other rows are not needed
             losses.append((self._nats(hidden[asked], self.passes.head, wanted[asked]) * own[asked]).sum())
         return torch.stack(losses).sum() / counted
 

@@ -26,15 +26,14 @@ from torch.optim import Optimizer
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.progress import progress
+from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
-from sakiyomi.train.config import RunConfig
+from sakiyomi.train.config import MachineOptions, RunConfig, passes_on
 from sakiyomi.train.data import TextSpec
 from sakiyomi.train.llama import grow
 from sakiyomi.train.optim import LAYER, copy_state, set_scale
-from sakiyomi.train.progress import Progress
-from sakiyomi.train.report import Reporter
+from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Progress, Reporter, Schedule
 from sakiyomi.train.rows import Batches, Mixture
-from sakiyomi.train.schedule import LONGEST_STEP_SECONDS, Schedule
 from sakiyomi.train.workers import ALONE, Workers
 
 BatchLoss = Callable[[Any, Any], Tensor]
@@ -188,7 +187,7 @@ class Loop:
 
     @property
     def row_tokens(self) -> tuple[int, ...]:
-        """Row lengths that are used by turns now: all, or that of the stage."""
+        """Row lengths that are used in turn now: all, or that of the stage."""
         if not self._stages:
             return self.config.row_tokens
         ends = list(accumulate(self._stages))
@@ -343,6 +342,19 @@ def accelerator(device: str, precision: str) -> Accelerator:
             "torchrun, or with --workers"
         )
     return found
+
+
+def place(options: MachineOptions) -> tuple[torch.device, str]:
+    """Where a run takes place, and the precision of its passes.
+
+    Raises:
+        InputError: there is no such device, or it has no such passes.
+    """
+    device = parse_device(options.device)
+    if device.type == "cpu" and options.precision == "fp16":
+        raise InputError("precision is 'fp16', for which a CPU has no passes; set --precision bf16, or no for float32")
+    passes = passes_on(device.type, options.precision)
+    return accelerator(str(device), passes).device, passes
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

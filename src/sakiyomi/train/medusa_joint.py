@@ -17,18 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
-from sakiyomi.train.config import MedusaConfig
+from sakiyomi.train.checkpoint import writing
+from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.losses import heads_loss
 from sakiyomi.train.workers import ALONE, Workers
-from sakiyomi.train.writing import writing
-
-__all__ = ["Joint", "guess_loss", "save_tuned"]
 
 PIECE = 512  # positions whose logits over the vocabulary are held at a time
 
 
 def guess_loss(
-    config: MedusaConfig,
+    config: TrainMedusa,
     heads: MedusaHeads,
     hidden: Tensor,
     rows: Tensor,
@@ -78,7 +76,7 @@ def _places(labels: Tensor, share: float, seed: tuple[int, int], workers: Worker
 class Joint(nn.Module):
     """Heads and target together: the target keeps to what it was by the divergence from itself without adapters."""
 
-    def __init__(self, config: MedusaConfig, target: Any, heads: MedusaHeads) -> None:
+    def __init__(self, config: TrainMedusa, target: Any, heads: MedusaHeads) -> None:
         super().__init__()
         peft = _peft()
         self.heads, self._config = heads, config
@@ -94,7 +92,7 @@ class Joint(nn.Module):
         self._backbone = Backbone(target)
 
     def train(self, mode: bool = True) -> Joint:
-        """The target writes without dropout, whoever trains: what it said before is what it is compared with."""
+        """The target stays in evaluation mode, without dropout: it is compared with what it gave before."""
         super().train(mode)
         self.model.eval()
         return self

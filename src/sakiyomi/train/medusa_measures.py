@@ -9,7 +9,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,20 @@ from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
 from sakiyomi.theory import expected_tree_tokens
-from sakiyomi.train.config import MedusaConfig
+from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.checkpoint import writing
+from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.hidden import HiddenStates
 from sakiyomi.train.progress import Progress
 from sakiyomi.train.samples import whole_lines
-from sakiyomi.train.writing import writing
-
-__all__ = ["Answers", "HeadLog", "best_trees", "measured", "memory", "rank_answers", "throughput"]
 
 BUDGETS = (4, 8, 16, 32, 64)
 """Nodes of the trees in the report."""
 SHOWN = 5  # first guesses whose accuracy is reported
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Held-out prompts and what the target writes behind them, greedily."""
-
-    prompts: list[list[int]]
-    texts: list[list[int]]
-
-
 class HeadLog:
-    """The means of each head at every step, a line each in a file that a resumed run goes on with.
+    """The means of each head at every step, a line each in a file that a resumed run continues.
 
     A line has ``step``, ``loss`` (K) in nats and, where it is known, ``top`` (K, 5): the share of places whose token
     was among a head's first 1, 2, ... 5 guesses.
@@ -94,14 +84,14 @@ class HeadLog:
         return [(piece[-1][0] + 1, np.mean([each for _, each in piece], axis=0).tolist()) for piece in pieces]
 
 
-def rank_answers(heads: MedusaHeads, backbone: Backbone, texts: Answers) -> Ranks:
+def rank_answers(heads: MedusaHeads, backbone: Backbone, texts: Continuations) -> Ranks:
     """Where the target's own tokens stand among the heads' guesses."""
     weight = backbone.weight.to(heads.weights.dtype)
 
     def hidden_of(ids: Sequence[int]) -> Tensor:
         return backbone(torch.tensor([list(ids)], device=weight.device))[0].to(weight.dtype)
 
-    return rank_texts(hidden_of, lambda hidden: heads(hidden, weight), texts.prompts, texts.texts)
+    return rank_texts(hidden_of, lambda hidden: heads(hidden, weight), texts.prompts, texts.greedy)
 
 
 def measured(ranks: Ranks) -> dict[str, float]:
@@ -117,25 +107,22 @@ def measured(ranks: Ranks) -> dict[str, float]:
 
 def best_trees(ranks: Ranks) -> list[dict[str, Any]]:
     """The best tree of each budget: what the accuracies say of it, and what these texts do."""
-    levels = ranks.accuracies()
-    found = []
-    for nodes in BUDGETS:
-        paths = ranks.best(nodes)
-        found.append(
-            {
-                "nodes": nodes,
-                "expected_tau": expected_tree_tokens(levels, paths),
-                "replayed_tau": ranks.replay(paths),
-                "choices": [list(path) for path in paths],
-            }
-        )
-    return found
+    return [
+        {
+            "nodes": nodes,
+            "expected_tau": expected_tree_tokens(ranks.accuracies(), paths),
+            "replayed_tau": ranks.replay(paths),
+            "choices": [list(path) for path in paths],
+        }
+        for nodes in BUDGETS
+        for paths in [ranks.best(nodes)]
+    ]
 
 
-def throughput(config: MedusaConfig, progress: Progress, hidden: HiddenStates) -> dict[str, float] | None:
+def throughput(config: TrainMedusa, progress: Progress, hidden: HiddenStates) -> dict[str, float] | None:
     """Median milliseconds of a step and of the frozen target's part of it, where no row came from disk."""
     times = [after[2] - before[2] for before, after in itertools.pairwise(progress.losses)]
-    rows = config.loop.step_tokens // config.loop.row_tokens[0]
+    rows = config.loop.step_tokens // config.loop.row
     whole = [seconds for count, seconds in hidden.calls if count == rows]
     if config.joint.joint or hidden.found or not times or not whole:
         return None
@@ -144,7 +131,7 @@ def throughput(config: MedusaConfig, progress: Progress, hidden: HiddenStates) -
 
 
 def memory(
-    config: MedusaConfig, target: nn.Module, heads: MedusaHeads, adapters: int, device: torch.device
+    config: TrainMedusa, target: nn.Module, heads: MedusaHeads, adapters: int, device: torch.device
 ) -> dict[str, Any]:
     """What the run held at most, and what of it must be."""
     frozen = sum(weight.nbytes for weight in target.parameters())

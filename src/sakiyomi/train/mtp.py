@@ -7,32 +7,33 @@ for each further token: FastMTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.core_model_loading import revert_weight_conversion
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import LoadError
+from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.drafters.mtp_layer import MtpForm, make_mtp, new_mtp, read_mtp, write_mtp
-from sakiyomi.train.config import MtpConfig
-from sakiyomi.train.mtp_head import MtpHead
+from sakiyomi.model_executor.structural_copy import layer_list
+from sakiyomi.train.commands import TrainMtp
 from sakiyomi.train.recipe import train
-from sakiyomi.train.unrolled import UnrolledRecipe
-
-__all__ = ["train_mtp"]
+from sakiyomi.train.unrolled import Unrolled, UnrolledRecipe, attend, behind
 
 NEW = "new"
 
 
-def train_mtp(config: MtpConfig, command: str = "") -> dict[str, Any]:
+def train_mtp(config: TrainMtp, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train mtp`, see `recipe.train`."""
     return train(_Mtp(config), command)
 
 
-class _Mtp(UnrolledRecipe[MtpConfig]):
+class _Mtp(UnrolledRecipe[TrainMtp]):
     """One decoder layer of the target's kind learns to foretell the target from what its head reads."""
 
     kind = "mtp"
@@ -45,7 +46,7 @@ class _Mtp(UnrolledRecipe[MtpConfig]):
         self.begun = self._begin()
 
     def _begin(self) -> tuple[MtpForm, dict[str, Tensor], str] | None:
-        """The layer that training goes on with; None: a new one."""
+        """The layer that training continues; None: a new one."""
         config = self.config
         if config.init == NEW:
             return None
@@ -59,7 +60,7 @@ class _Mtp(UnrolledRecipe[MtpConfig]):
                 raise
             return None
 
-    def make(self) -> MtpHead:
+    def new_head(self) -> MtpHead:
         """See `HeadRecipe`."""
         if self.begun is None:
             self.form, module = new_mtp(self.target)
@@ -86,3 +87,92 @@ class _Mtp(UnrolledRecipe[MtpConfig]):
             written[form.layer + name.removeprefix("model.layers.0.")] = tensor
         write_mtp(folder, form, written, self.count, self.config.target)
         return f"A layer for predicting further tokens (MTP) for {self.config.target}", written
+
+
+# ---------------------------------------------------------------- mtp head
+
+
+NAME = "sakiyomi_unrolled"
+"""Attention of a step, by transformers' name for it."""
+STEPS = "sakiyomi_steps"
+"""Attribute of a module that attends: keys and values of the steps so far."""
+
+
+class MtpHead(Unrolled):
+    """The layer's parts in the order in which they work.
+
+    Args:
+        form: of the layer.
+        module: from `make_mtp` or `new_mtp`.
+        out: weights of the target's head over the vocabulary, (V, hidden), which stay as they are.
+
+    Attributes:
+        layers: what joins a token and a hidden state, and the decoder layer.
+        model: that they belong to.
+
+    Raises:
+        UnsupportedError: the target's class keeps its own attention.
+    """
+
+    def __init__(self, form: MtpForm, module: Any, out: Tensor) -> None:
+        super().__init__()
+        fused = module.model.embed_tokens
+        embedding = fused.embed
+        module.float().requires_grad_(True)
+        fused.embed = nn.Embedding.from_pretrained(embedding.weight.detach())  # as the target has it
+        _register()
+        try:
+            module.set_attn_implementation(NAME)
+        except ValueError:
+            raise _own(module) from None
+        self.layers = nn.ModuleList([fused.project, module.get_submodule(layer_list(module, 1, "training heads"))[0]])
+        self.model = module.model
+        self._form, self._out = form, [out]  # no parameter of this module
+        self._attending = [part for part in self.layers[1].modules() if hasattr(part, "layer_idx")]
+
+    def weight(self) -> Tensor:
+        """See `Unrolled`."""
+        return self._out[0]
+
+    def forward(self, ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
+        """See `Unrolled`."""
+        fused: Any = self.model.embed_tokens
+        found: tuple[list[Tensor], list[Tensor]] = [], []
+        embedded = fused.embed(ids).to(fused.project.weight.dtype)
+        if self._form.blank:
+            embedded = torch.cat([torch.zeros_like(embedded[:, :1]), embedded[:, 1:]], 1)
+        embedded = fused.embedding_norm(embedded)
+        features = states.to(embedded.dtype)
+        for step in range(1, steps + 1):
+            for part in self._attending:
+                setattr(part, STEPS, found)
+            parts = [embedded, fused.hidden_norm(features)]
+            joined = fused.project(torch.cat(parts[::-1] if self._form.hidden_first else parts, -1))
+            hidden = self.model(inputs_embeds=joined.to(embedded.dtype), use_cache=False).last_hidden_state
+            if len(found[0]) != step:
+                raise _own(self.model)
+            yield hidden
+            features = behind(hidden, 1)
+
+
+@functools.cache
+def _register() -> None:
+    # What it appends to is no matter of a compiled graph.
+    AttentionInterface.register(NAME, torch.compiler.disable(_attend))
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
+) -> tuple[Tensor, None]:
+    """One step, of (B, heads, T, width): (B, T, heads, width)."""
+    if more.get("softcap") is not None or more.get("s_aux") is not None:
+        raise UnsupportedError("the target's attention has a soft cap or sinks: no MTP layer can be trained here")
+    scaling = more.get("scaling")
+    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    mixed = attend(query.to(value.dtype), key.to(value.dtype), value, *getattr(module, STEPS))
+    return mixed.transpose(1, 2), None
+
+
+def _own(module: Any) -> UnsupportedError:
+    return UnsupportedError(f"{type(module).__name__} keeps its own attention: no MTP layer can be trained here")

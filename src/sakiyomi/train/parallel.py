@@ -7,18 +7,17 @@ before it, as it will when drafts are wanted. Deeper masks teach less and cost a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 
+from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
-from sakiyomi.train.acceptance import Continuations
-from sakiyomi.train.guesses import rank_of
-
-__all__ = ["MaskedRows", "rank_parallel"]
+from sakiyomi.train.acceptance import Continuations, ranked
 
 KEPT, LEAST_KEPT = 0.7, 0.2
 """Share of masks that is kept from one depth to the next, and the share that is kept of all at least."""
@@ -80,11 +79,8 @@ class MaskedRows:
         return hidden
 
 
-@torch.inference_mode()
-def rank_parallel(draft: nn.Module, mask: int, count: int, texts: Continuations) -> Ranks:
+def rank_parallel(draft: Any, mask: int, count: int, texts: Continuations) -> Ranks:
     """Where the target's own greedy tokens stand among a draft's guesses of one pass.
-
-    At a place whose token is committed, the k-th column is the rank of the token k + 1 places on.
 
     Args:
         draft: the model.
@@ -92,21 +88,44 @@ def rank_parallel(draft: nn.Module, mask: int, count: int, texts: Continuations)
         count: tokens of a pass.
         texts: of the target.
     """
-    lm: Any = draft
-    training = lm.training
-    lm.eval()
-    pairs = [(len(prompt), [*prompt, *text]) for prompt, text in zip(texts.prompts, texts.greedy, strict=True)]
-    width, found = max((len(ids) for _, ids in pairs), default=0), []  # one shape: a compiled model is compiled once
-    for first, ids in pairs:
-        if len(ids) < first + 2:
-            continue
-        whole = torch.tensor([ids + [0] * (width - len(ids))])
+    both = zip(texts.prompts, texts.greedy, strict=True)
+    width = max((len(prompt) + len(text) for prompt, text in both), default=0)  # one shape: it is compiled once
+
+    def guess(ids: Tensor, first: int) -> Iterator[Tensor]:
+        length = ids.shape[1]
         rows = MaskedRows.behind(first, width, count)
-        wanted = (rows.places - rows.depths >= first) & (rows.places < len(ids) - 1)
-        logits = lm.lm_head(rows.read(lm, whole, mask)[0, wanted])
-        places, depths = rows.places[wanted], rows.depths[wanted]
-        ranks = np.full((len(ids) - first - 1, count), -1, np.int16)
-        ranks[(places - depths - first).numpy(), depths.numpy()] = rank_of(logits, whole[0, places + 1], None)
-        found.append(ranks)
-    lm.train(training)
-    return Ranks(found)
+        hidden = rows.read(draft, F.pad(ids, (0, width - length)), mask)[0]
+        for depth in range(count):
+            wanted = (rows.depths == depth) & (rows.places - depth >= first) & (rows.places < length - 1)
+            yield draft.lm_head(hidden[wanted])
+
+    return ranked(draft, texts, count, guess)
+
+
+# ---------------------------------------------------------------- masks
+
+
+def mask_token(wanted: int, tokenizer: Any, vocab: int) -> int:
+    """The token of masks: as wanted, else one that the tokenizer does not have, else its padding.
+
+    Args:
+        wanted: of the settings; -1: any.
+        tokenizer: of the target.
+        vocab: rows of the target's embedding.
+
+    Raises:
+        InputError: it lies outside the vocabulary; or none was wanted, and texts may hold all tokens.
+    """
+    if wanted >= vocab:
+        raise InputError(f"mask is {wanted}, and the target has {vocab} tokens; set --mask to 0 .. {vocab - 1}")
+    if wanted >= 0:
+        return wanted
+    if len(tokenizer) < vocab:
+        return vocab - 1
+    pad = tokenizer.pad_token_id
+    if pad is None or pad in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        raise InputError(
+            f"all {vocab} tokens of the target may stand in texts: none is free for masks; set --mask to one that your "
+            "texts do not hold"
+        )
+    return int(pad)

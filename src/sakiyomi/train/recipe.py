@@ -1,27 +1,30 @@
-"""What all training runs share: threads, checks, the seed, the loop, the card. A recipe states what is its own."""
+"""What all training runs share: checks, processes, seed, loop, card. A recipe is a module and a loss."""
 
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.peers import launched
+from sakiyomi.train.checkpoint import checkpoints, load_checkpoint, writing
 from sakiyomi.train.config import RunConfig, TextRunConfig
-from sakiyomi.train.data import TextSpec, parse_texts
-from sakiyomi.train.evaluate import parse_valid
+from sakiyomi.train.data import TextSpec, parse_texts, parse_valid, read_records
 from sakiyomi.train.export import Result, write_card
 from sakiyomi.train.loop import Loop
-from sakiyomi.train.preflight import check_run
-from sakiyomi.train.report import Reporter
+from sakiyomi.train.optim import text_optimizers
+from sakiyomi.train.progress import Reporter
+from sakiyomi.train.rows import Batches
 from sakiyomi.train.workers import ALONE, Workers, started
-
-__all__ = ["Recipe", "TextRecipe", "train"]
 
 Settings = TypeVar("Settings", bound=RunConfig)
 TextSettings = TypeVar("TextSettings", bound=TextRunConfig)
@@ -34,62 +37,89 @@ class Recipe(ABC, Generic[Settings]):
         config: settings of the run.
 
     Attributes:
-        reporter: takes lines about what goes on besides the loop.
+        specs: training files with their shares.
+        valid: held-out files by name.
+        mixture: where the batches come from; `read` sets it.
+        device: where the model is.
+        passes: precision of the passes: "bf16", "fp16" or "no".
+        reporter: takes lines about what happens beside the loop.
         workers: the processes of the run. All but the first read what that has made, and do not measure.
+        loop: around the module, from `make` on.
+        loop_options: further arguments of `Loop`.
     """
 
+    mixture: Batches
+    passes: str
+    loop: Loop
+    device: torch.device = torch.device("cpu")
     workers: Workers = ALONE
 
     def __init__(self, config: Settings) -> None:
         self.config = config
         self.reporter = Reporter(config.loop.log_seconds)
+        self.loop_options: dict[str, Any] = {}
 
     @abstractmethod
+    def files(self) -> list[TextSpec]:
+        """Training files with their shares."""
+
+    def prompts(self) -> Iterable[TextSpec]:
+        """Further files that are read."""
+        return ()
+
     def check(self) -> None:
         """Refuse what can be found wrong before anything is loaded.
 
         Raises:
             InputError, LoadError: settings, files or the output folder.
         """
+        self.specs, self.valid = self.files(), parse_valid(self.config.loop.valid)
+        check_run(self.config, [*(spec.path for spec in (*self.specs, *self.prompts())), *self.valid.values()])
 
     @abstractmethod
     def read(self) -> None:
         """Load models and data; the first process does so before the others."""
 
     @abstractmethod
-    def loop(self) -> Loop:
-        """Make what is trained, with random weights from the seed that has just been set, and the loop around it."""
+    def make(self) -> nn.Module:
+        """The module that learns, with random weights from the seed that has just been set."""
+
+    @abstractmethod
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """Loss of a batch, of tensors on the device."""
+
+    @abstractmethod
+    def optimizers(self, model: nn.Module) -> list[Optimizer]:
+        """Those of the module."""
+
+    @abstractmethod
+    def measures(self, model: Any) -> dict[str, dict[str, float]]:
+        """Held-out measures, by file."""
 
     def hooks(self) -> AbstractContextManager[object]:
         """What is open while the loop runs: files, hooks on the target."""
         return nullcontext()
 
-    def tokens(self, loop: Loop) -> int:
+    def tokens(self) -> int:
         """Tokens that were learnt from."""
-        return loop.progress.tokens
+        return self.loop.progress.tokens
 
     @abstractmethod
-    def finish(self, loop: Loop) -> Result:
+    def finish(self) -> Result:
         """Measure and write what was trained, when the budget is spent."""
 
 
 class TextRecipe(Recipe[TextSettings]):
-    """A recipe that reads text files.
+    """A recipe that reads texts and chats, with Muon and AdamW."""
 
-    Attributes:
-        specs: training files with their shares.
-        valid: held-out files by name.
-    """
-
-    def check(self) -> None:
+    def files(self) -> list[TextSpec]:
         """See `Recipe`."""
-        config = self.config
-        self.specs, self.valid = parse_texts("--text", config.text.text), parse_valid(config.loop.valid)
-        check_run(config, [spec.path for spec in (*self.specs, *self.prompts())] + list(self.valid.values()))
+        self.passes = self.config.text.passes
+        return parse_texts("--text", self.config.text.text)
 
-    def prompts(self) -> Iterable[TextSpec]:
-        """Further files of text."""
-        return ()
+    def optimizers(self, model: nn.Module) -> list[Optimizer]:
+        """See `Recipe`."""
+        return text_optimizers(self.config, model)
 
 
 def train(recipe: Recipe[Any], command: str = "") -> dict[str, Any]:
@@ -101,7 +131,7 @@ def train(recipe: Recipe[Any], command: str = "") -> dict[str, Any]:
 
     Returns:
         The summary that `--json` prints; `finished` is False after SIGINT. A worker that torchrun has started, and that
-        is not the first, says its number alone.
+        is not the first, gives its number alone.
 
     Raises:
         InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
@@ -111,35 +141,45 @@ def train(recipe: Recipe[Any], command: str = "") -> dict[str, Any]:
     _check_rows(config, given.count if given else config.loop.workers)
     recipe.check()
     with started(config.loop.workers, given, _work, type(recipe), config) as workers:
-        loop, finished = _run(recipe, workers)
+        finished = _run(recipe, workers)
     if not workers.leads:
         return {"finished": finished, "worker": workers.number}
-    progress = dataclasses.replace(loop.progress, tokens=recipe.tokens(loop))
+    progress = dataclasses.replace(recipe.loop.progress, tokens=recipe.tokens())
     if not finished:
         return {"finished": False, "out": config.loop.out, "step": progress.step, "tokens": progress.tokens}
-    return write_card(config, recipe.finish(loop), progress, command)
+    return write_card(config, recipe.finish(), progress, command)
 
 
-def _run(recipe: Recipe[Any], workers: Workers) -> tuple[Loop, bool]:
-    """Read and learn; the loop, and whether it has come to its end."""
-    loop_config = recipe.config.loop
+def _run(recipe: Recipe[Any], workers: Workers) -> bool:
+    """Read and learn; whether the loop has come to its end."""
+    options = recipe.config.loop
     threads = torch.get_num_threads()
-    torch.set_num_threads(loop_config.threads or max(1, threads // workers.peers.local))
+    torch.set_num_threads(options.threads or max(1, threads // workers.peers.local))
     recipe.workers = workers
     if workers.leads:
         recipe.read()
         workers.connect()
     else:
-        recipe.reporter = Reporter(loop_config.log_seconds, silent=True)
+        recipe.reporter = Reporter(options.log_seconds, silent=True)
         workers.connect()
         recipe.read()
-    torch.manual_seed(loop_config.seed)
-    loop = recipe.loop()
+    torch.manual_seed(options.seed)
+    recipe.loop = Loop(
+        recipe.config,
+        recipe.make(),
+        recipe.loss,
+        recipe.mixture,
+        recipe.measures,
+        optimizers=recipe.optimizers,
+        device=str(recipe.device),
+        precision=recipe.passes,
+        **recipe.loop_options,
+    )
     with recipe.hooks():
-        finished = loop.run(workers)
-    if not loop_config.threads:
+        finished = recipe.loop.run(workers)
+    if not options.threads:
         torch.set_num_threads(threads)
-    return loop, finished
+    return finished
 
 
 def _work(workers: Workers, kind: type[Recipe[Any]], config: RunConfig) -> None:
@@ -157,4 +197,54 @@ def _check_rows(config: RunConfig, workers: int) -> None:
             raise InputError(
                 f"a step has {tokens // length} rows of {length} tokens, which {workers} workers cannot share evenly; "
                 f"set --step-tokens to a multiple of {workers * length}, or other --workers"
+            )
+
+
+# ---------------------------------------------------------------- preflight
+
+
+def check_run(config: RunConfig, files: Iterable[Path]) -> None:
+    """Refuse a run that could not be done, or that would spoil an earlier one.
+
+    Args:
+        config: its settings; the folder OUT is made.
+        files: all text that it will read. The first record of each is read, the rest when it is needed.
+
+    Raises:
+        InputError: OUT is a file, holds checkpoints of an earlier run, or those of other settings with `resume`.
+        LoadError: a file cannot be read, OUT cannot be written, or there is nothing to resume.
+    """
+    for path in dict.fromkeys(files):
+        with closing(read_records(path)) as records:
+            next(records)
+    out = Path(config.loop.out)
+    if out.exists() and not out.is_dir():
+        raise InputError(f"out is {config.loop.out!r}, which is a file; give a folder with --out")
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    if config.loop.resume:
+        _check_same(config)
+    elif held := checkpoints(out / "checkpoints"):
+        raise InputError(
+            f"{out / 'checkpoints'} holds checkpoints of an earlier run at step {int(held[-1].stem.split('-')[1])}; "
+            "continue with --resume, or choose another --out or delete the folder"
+        )
+
+
+def _check_same(config: RunConfig) -> None:
+    """Compare the settings with those of the newest checkpoint: a run continues with the settings it began with."""
+    state = load_checkpoint(Path(config.loop.out) / "checkpoints", peek=True)
+    given, before = config.flat(), state.get("settings", {})
+    if given.keys() != before.keys():
+        raise InputError(
+            f"the checkpoints in {config.loop.out} are those of another command or version; choose another --out"
+        )
+    free = {flag.name for flag in config.flags() if flag.metadata["resume"]}
+    for name, value in given.items():
+        if name not in free and value != before[name]:
+            raise InputError(
+                f"{name} is {value!r}, and the run in {config.loop.out} was begun with {before[name]!r}; resume it "
+                "with the same settings, or begin another one with another --out"
             )

@@ -21,17 +21,6 @@ from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.attention import op
 
-__all__ = [
-    "Observe",
-    "attention_by",
-    "attention_logits",
-    "attention_observed",
-    "kv_heads_of",
-    "largest_chances",
-    "largest_logits",
-    "layer_shapes",
-]
-
 NAME = "sakiyomi_observed"
 ROWS = 512  # of queries at a time
 COLUMNS = 2048  # of keys at a time
@@ -111,7 +100,7 @@ def largest_logits(
         first: position of the first row; None: behind the tokens.
 
     Returns:
-        (kv_heads, tokens) float32; -inf where no row's window reaches.
+        (kv_heads, tokens) float32; -inf where no row's window includes the token.
     """
     return _maxima(queries, keys, keys.shape[1] if first is None else first, (), scaling, softcap, window)
 
@@ -131,7 +120,7 @@ def largest_chances(
         scaling, softcap, window: as in `largest_logits`.
 
     Returns:
-        (kv_heads, tokens) float32, at most 0; -inf where no row's window reaches.
+        (kv_heads, tokens) float32, at most 0; -inf where no row's window includes the token.
     """
     first, totals = keys.shape[1] - queries.shape[1], []
     for i, rows in enumerate(queries.split(ROWS, 1)):

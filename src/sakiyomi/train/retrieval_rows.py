@@ -15,12 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.train.long_tasks.example import Fact
-from sakiyomi.train.long_tasks.facts import locker, needle, pair
+from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS, digits, keys, locker, needle, pair, repeated
 from sakiyomi.train.long_tasks.filler import NOISE, Supply, Texts
-from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS, digits, keys, repeated
 from sakiyomi.train.rows import check_unchanged
-
-__all__ = ["ANSWER", "KNOWN", "OTHER", "WANTED", "RetrievalRows"]
 
 KINDS = ("passkey", "number", "kv", "kv-dense", "multikey", "recall", "copy", "text")
 SHORT_SHARES = (0.08, 0.10, 0.14, 0.08, 0.14, 0.36, 0.08, 0.02)

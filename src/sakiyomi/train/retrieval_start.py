@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-__all__ = ["start_looking_back"]
-
 SCALE = 0.1
 """Standard deviation of the embeddings, and of what the first layer adds to them."""
 CONSTANT = 4.0

@@ -13,22 +13,19 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.train.config import RetrieverConfig
-from sakiyomi.train.evaluate import bits_per_character, encode_held_out, read_held_out
+from sakiyomi.train.commands import TrainRetriever
+from sakiyomi.train.data import read_texts
 from sakiyomi.train.export import Result, save
 from sakiyomi.train.llama import new_llama
-from sakiyomi.train.long_tasks.facts import locker, needle, pair
+from sakiyomi.train.long_tasks import TASKS, named
+from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS, locker, needle, pair
 from sakiyomi.train.long_tasks.filler import NOISE, Filler, Texts
-from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS
-from sakiyomi.train.loop import Loop, compiled_loss
-from sakiyomi.train.optim import text_optimizers
+from sakiyomi.train.loop import compiled_loss
 from sakiyomi.train.recipe import TextRecipe, train
-from sakiyomi.train.retrieval_measures import ASKED, accuracy
 from sakiyomi.train.retrieval_rows import ANSWER, KNOWN, OTHER, WANTED, RetrievalRows
 from sakiyomi.train.retrieval_start import start_looking_back
+from sakiyomi.train.target import bits_per_character, encode_held_out
 from sakiyomi.train.tokenizer import own_tokenizer, train_tokenizer
-
-__all__ = ["answers_and_text", "retrieval_tokenizer", "train_retriever"]
 
 FINAL_TOKENS = 65536
 SHORT_ROWS = 257
@@ -37,68 +34,59 @@ NOTE_SCALE = 16.0
 TOKENIZER_DOCUMENTS = 600
 
 
-def train_retriever(config: RetrieverConfig, command: str = "") -> dict[str, Any]:
+def train_retriever(config: TrainRetriever, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train retriever`, see `recipe.train`."""
     return train(_Retriever(config), command)
 
 
-class _Retriever(TextRecipe[RetrieverConfig]):
+class _Retriever(TextRecipe[TrainRetriever]):
     """A small Llama learns to answer questions about facts in filler, and a little text beside them."""
 
     def read(self) -> None:
         """See `Recipe`."""
-        documents = [text for spec in self.specs for text in read_held_out(spec.path)]
+        documents = [text for spec in self.specs for text in read_texts(spec.path)]
         config, sizes = self.config, self.config.sizes
         self.tokenizer = own_tokenizer(
             config.loop.out, sizes.vocab, lambda: retrieval_tokenizer(documents, sizes.vocab, sizes.max_positions)
         )
-        self.texts = {name: read_held_out(path) for name, path in self.valid.items()}
+        self.texts = {name: read_texts(path) for name, path in self.valid.items()}
         self.held_out = [encode_held_out(name, some, self.tokenizer) for name, some in self.texts.items()]
-        self.rows = RetrievalRows(documents, self.tokenizer, seed=config.loop.seed)
+        self.mixture = RetrievalRows(documents, self.tokenizer, seed=config.loop.seed)
 
-    def loop(self) -> Loop:
+    def make(self) -> LlamaForCausalLM:
         """See `Recipe`."""
         config, sizes, tokenizer = self.config, self.config.sizes, self.tokenizer
+        self.loop_options = {"stages": config.stage_shares}
+        self._nats = compiled_loss(partial(answers_and_text, config.text_weight), config.loop.compile)
         model = new_llama(sizes, tokenizer, vocab=len(tokenizer), max_positions=sizes.max_positions)
         start_looking_back(model, config.loop.seed)
-        loss = compiled_loss(partial(answers_and_text, config.text_weight), config.loop.compile)
+        return model
 
-        def batch_loss(model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
-            ids, roles = batch["ids"], batch["roles"]
-            counted = [(roles[:, 1:] == ANSWER).sum(), (roles[:, 1:] >= KNOWN).sum()]
-            counted += [(roles[:, :-1] == role).sum() for role in (OTHER, WANTED)]
-            divisors = self.workers.divisor(torch.stack(counted))
-            if "end" in batch:
-                hidden, before = parted_pass(model, ids[:, :-1], int(batch["end"]))
-                noted = notes(before, roles[:, :-1], divisors[2:])
-                found = loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:], divisors[:2])
-                return found + config.note_weight * noted
+    def loss(self, model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
+        """See `Recipe`."""
+        ids, roles = batch["ids"], batch["roles"]
+        counted = [(roles[:, 1:] == ANSWER).sum(), (roles[:, 1:] >= KNOWN).sum()]
+        counted += [(roles[:, :-1] == role).sum() for role in (OTHER, WANTED)]
+        divisors = self.workers.divisor(torch.stack(counted))
+        noted: Tensor | float = 0.0
+        if "end" in batch:
+            hidden, before = parted_pass(model, ids[:, :-1], int(batch["end"]))
+            noted = self.config.note_weight * notes(before, roles[:, :-1], divisors[2:])
+        else:
             # The backward pass of the fused attention is slow for many short rows.
             attend_by(model, "eager" if ids.shape[1] <= SHORT_ROWS else "sdpa")
             hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-            return loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:], divisors[:2])
+        return self._nats(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:], divisors[:2]) + noted
 
-        def evaluate(model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
-            length = max(SHORTEST, loop.row_tokens[-1])
-            found = self._accuracies(model, length, config.eval_prompts, NOISE)
-            mean = sum(found.values()) / len(found)
-            return {"tasks": {"accuracy": mean, "length": length} | found}
+    def measures(self, model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
+        """See `Recipe`; at the length of the stage."""
+        length = max(SHORTEST, self.loop.row_tokens[-1])
+        found = self._accuracies(model, length, self.config.eval_prompts, NOISE)
+        return {"tasks": {"accuracy": sum(found.values()) / len(found), "length": length} | found}
 
-        loop = Loop(
-            config,
-            model,
-            batch_loss,
-            self.rows,
-            evaluate,
-            optimizers=text_optimizers(config),
-            precision=config.text.passes,
-            stages=config.stage_shares,
-        )
-        return loop
-
-    def finish(self, loop: Loop) -> Result:
+    def finish(self) -> Result:
         """See `Recipe`."""
-        config, model, layers = self.config, loop.model, self.config.sizes.layers
+        config, model, layers = self.config, self.loop.model, self.config.sizes.layers
         with torch.compiler.set_stance("force_eager"):
             measures: dict[str, Any] = {
                 item.name: bits_per_character(model, item, FINAL_TOKENS) for item in self.held_out
@@ -133,7 +121,7 @@ class _Retriever(TextRecipe[RetrieverConfig]):
         return found
 
 
-def explained(config: RetrieverConfig) -> str:
+def explained(config: TrainRetriever) -> str:
     """What the accuracies of the card are."""
     return (
         f"Accuracies are shares of {config.final_prompts} prompts, at depths spread evenly from the beginning to the "
@@ -179,7 +167,7 @@ def parted_pass(model: LlamaForCausalLM, ids: Tensor, end: int) -> tuple[Tensor,
 def notes(hidden: Tensor, roles: Tensor, divisors: Tensor) -> Tensor:
     """How well a token of a value says whether a question in front has asked for it; a loss in nats.
 
-    It says so along a direction that is fixed, the alternating one: whoever reads the states can learn it.
+    It says so along a fixed direction, the alternating one, so that a method that reads the states can learn it.
 
     Args:
         hidden: (B, T, H) what the last layer reads.
@@ -236,3 +224,71 @@ def retrieval_tokenizer(documents: Sequence[str], pieces: int, max_length: int) 
         max_length,
         split=[pre_tokenizers.Digits(individual_digits=True)],
     )
+
+
+# ---------------------------------------------------------------- retrieval measures
+
+
+ASKED = ("passkey", "number", "kv", "kv-dense", "multikey")
+"""Tasks of one answer that stands in the text as it is."""
+
+PASS_TOKENS = 16384
+"""Tokens of one pass at most, but for a single prompt that is longer."""
+
+
+@torch.inference_mode()
+def accuracy(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    task: str,
+    length: int,
+    *,
+    prompts: int,
+    query_first: bool = False,
+    filler: Filler = NOISE,
+    seed: int = 0,
+) -> float:
+    """Share of the prompts whose greedy answer begins with the right one.
+
+    The greedy answer is right where each of its tokens is the likeliest behind the right ones before it: so the answer
+    is read with the prompt, in one pass.
+
+    Args:
+        model, tokenizer: what answers.
+        task: one of `ASKED`.
+        length: most tokens of a prompt.
+        prompts: how many; their depths are spread evenly from 0 to 1.
+        query_first: see `Example.prompt`.
+        filler: of the tasks that have one.
+        seed: of the prompts.
+    """
+    made = TASKS[task] if TASKS[task].filler is None else named(task, filler)
+    rows: list[tuple[list[int], int]] = []
+    for number in range(prompts):
+        depth = (number + 0.5) / prompts
+        example = made.make(np.random.default_rng((seed, number)), length, tokenizer, depth)
+        prompt = example.prompt(query_first)
+        text = prompt + ("" if prompt.endswith('"') else " ") + example.answers[0]
+        before = len(tokenizer(prompt)["input_ids"])
+        rows.append((list(tokenizer(text)["input_ids"]), before))
+    training = model.training
+    model.eval()
+    right = 0
+    at_once = max(1, PASS_TOKENS // length)
+    for begin in range(0, prompts, at_once):
+        right += _right(model, rows[begin : begin + at_once])
+    model.train(training)
+    return right / prompts
+
+
+def _right(model: Any, rows: list[tuple[list[int], int]]) -> int:
+    longest = max(len(ids) for ids, _ in rows)
+    # Padding stands behind the answers, where no causal model sees it.
+    inputs = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows], device=model.device)
+    with torch.autocast(model.device.type, dtype=torch.bfloat16):
+        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+        count = 0
+        for number, (ids, before) in enumerate(rows):
+            guessed = model.lm_head(hidden[number, before - 1 : len(ids) - 1]).argmax(-1).tolist()
+            count += guessed == ids[before:]
+    return count

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.errors import LoadError
 from sakiyomi.train.data import Ids, TextSpec
 
 
@@ -148,17 +148,13 @@ class Mixture:
 
     Args:
         streams: one per training file.
-        stable, decay: shares of the rows before and during the decay, in the order of `streams`.
+        specs: with their shares, in the order of `streams`.
         seed: of the choice of streams.
     """
 
-    def __init__(self, streams: Sequence[Rows], stable: Sequence[float], decay: Sequence[float], seed: int) -> None:
-        for name, shares in (("STABLE", stable), ("DECAY", decay)):
-            if sum(shares) <= 0:
-                raise InputError(f"the {name} shares of the training files sum to 0; give one file a share above 0")
+    def __init__(self, streams: Sequence[Rows], specs: Sequence[TextSpec], seed: int) -> None:
         self.streams: list[Rows] = list(streams)
-        self._shares = [np.array(shares, dtype=float) / sum(shares) for shares in (stable, decay)]
-        self._seed = seed
+        self._shares, self._seed = shares_of(specs), seed
 
     def batch(self, step: int, rows: int, length: int, decaying: bool) -> Ids:
         """Rows of step `step`: (rows, length + 1) token ids, inputs and targets one apart."""
@@ -199,4 +195,10 @@ def mixture_of(
         seed: of all orders and choices.
     """
     streams = [make(some, seed=seed, key=key) for key, some in enumerate(documents)]
-    return Mixture(streams, [spec.stable for spec in specs], [spec.decay for spec in specs], seed)
+    return Mixture(streams, specs, seed)
+
+
+def shares_of(specs: Sequence[TextSpec]) -> list[np.ndarray]:
+    """Shares of the rows before and during the decay, which sum to 1."""
+    found = np.array([[spec.stable, spec.decay] for spec in specs], dtype=float).T
+    return [shares / sum(shares) for shares in found]

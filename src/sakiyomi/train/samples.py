@@ -22,14 +22,11 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.pieces import Pieces
 from sakiyomi.engine.llm import LLM
-from sakiyomi.train.counted import token_ids
+from sakiyomi.train.checkpoint import writing
+from sakiyomi.train.counted import LONGEST_PROMPT, token_ids
 from sakiyomi.train.data import Ids, TextSpec
-from sakiyomi.train.report import Reporter
-from sakiyomi.train.schedule import LONGEST_STEP_SECONDS
-from sakiyomi.train.writing import writing
+from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Reporter
 
-# The longest prompt of a sample.
-LONGEST_PROMPT = 96
 DIGEST_VALUES = 64
 
 
@@ -64,7 +61,7 @@ class Plan:
         batch: written at a time.
         temperatures: of the batches in turn.
         seed: of prompts and samples.
-        keep: take the file as it is: what was trained on it goes on.
+        keep: take the file as it is, because a run that was trained on it is resumed.
     """
 
     path: Path

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from sakiyomi.train.config import TargetConfig
-from sakiyomi.train.data import TextSpec, encode_file, read_documents
-from sakiyomi.train.evaluate import bits_per_character, encode_held_out, read_held_out
+from sakiyomi.train.commands import TrainTarget
+from sakiyomi.train.counted import Library, encode_texts
+from sakiyomi.train.data import Ids, TextSpec, read_documents, read_texts
 from sakiyomi.train.export import Result, save
 from sakiyomi.train.llama import new_llama
-from sakiyomi.train.loop import Loop, compiled_loss
+from sakiyomi.train.loop import compiled_loss
 from sakiyomi.train.losses import next_token_loss
-from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.recipe import TextRecipe, train
 from sakiyomi.train.rows import Stream, mixture_of
 from sakiyomi.train.tokenizer import load_tokenizer, own_tokenizer, train_tokenizer
@@ -25,58 +28,57 @@ from sakiyomi.train.tokenizer import load_tokenizer, own_tokenizer, train_tokeni
 FINAL_TOKENS = 65536
 
 
-def train_target(config: TargetConfig, command: str = "") -> dict[str, Any]:
+def train_target(config: TrainTarget, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train target`, see `recipe.train`."""
     return train(_Target(config), command)
 
 
-class _Target(TextRecipe[TargetConfig]):
+class _Target(TextRecipe[TrainTarget]):
     """A Llama with random weights learns the next token of text."""
 
     def read(self) -> None:
         """See `Recipe`."""
-        texts = {name: read_held_out(path) for name, path in self.valid.items()}
-        self.tokenizer = load_or_train_tokenizer(self.config, self.specs)
-        self.held_out = [encode_held_out(name, some, self.tokenizer) for name, some in texts.items()]
-        documents = [encode_file(spec.path, self.tokenizer, len(self.tokenizer)) for spec in self.specs]
+        for path in self.valid.values():
+            read_texts(path)  # refused before a tokenizer is trained
+        self.tokenizer = tokenizer = load_or_train_tokenizer(self.config, self.specs)
+        self.held_out = [
+            encode_held_out(name, read_texts(path, tokenizer), tokenizer) for name, path in self.valid.items()
+        ]
+        library = Library(tokenizer, len(tokenizer))
+        documents = [library.documents(spec.path) for spec in self.specs]
         self.mixture = mixture_of(self.specs, documents, Stream, self.config.loop.seed)
 
-    def loop(self) -> Loop:
-        """See `Recipe`."""
-        config, tokenizer = self.config, self.tokenizer
-        layers = config.first_layers or config.sizes.layers
-        model = new_llama(
-            config.sizes, tokenizer, layers=layers, vocab=len(tokenizer), max_positions=config.sizes.max_positions
-        )
-        loss = compiled_loss(next_token_loss, config.loop.compile)
-
-        def batch_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-            hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-            return loss(hidden, model.lm_head.weight, ids[:, 1:])
-
-        return Loop(
-            config,
-            model,
-            batch_loss,
-            self.mixture,
-            lambda model: self._measures(model, config.eval_tokens),
-            optimizers=text_optimizers(config),
-            precision=config.text.passes,
-            grow_to=config.sizes.layers,
-            grow_at=config.grow_at,
+    def make(self) -> LlamaForCausalLM:
+        """See `Recipe`; it may begin with fewer layers."""
+        config, sizes = self.config, self.config.sizes
+        self.loop_options = {"grow_to": sizes.layers, "grow_at": config.grow_at}
+        self._nats = compiled_loss(next_token_loss, config.loop.compile)
+        return new_llama(
+            sizes,
+            self.tokenizer,
+            layers=config.first_layers or sizes.layers,
+            vocab=len(self.tokenizer),
+            max_positions=sizes.max_positions,
         )
 
-    def finish(self, loop: Loop) -> Result:
+    def loss(self, model: LlamaForCausalLM, ids: Tensor) -> Tensor:
         """See `Recipe`."""
-        measures = self._measures(loop.model, FINAL_TOKENS)
-        save(self.config, loop.model, self.tokenizer)
-        return Result(loop.model, self.config.sizes.layers, measures, loop.epochs(self.specs))
+        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        return self._nats(hidden, model.lm_head.weight, ids[:, 1:])
 
-    def _measures(self, model: LlamaForCausalLM, tokens: int) -> dict[str, dict[str, float]]:
-        return {item.name: bits_per_character(model, item, tokens) for item in self.held_out}
+    def measures(self, model: LlamaForCausalLM, tokens: int = 0) -> dict[str, dict[str, float]]:
+        """See `Recipe`; on so many tokens of each file."""
+        return {item.name: bits_per_character(model, item, tokens or self.config.eval_tokens) for item in self.held_out}
+
+    def finish(self) -> Result:
+        """See `Recipe`."""
+        model = self.loop.model
+        measures = self.measures(model, FINAL_TOKENS)
+        save(self.config, model, self.tokenizer)
+        return Result(model, self.config.sizes.layers, measures, self.loop.epochs(self.specs))
 
 
-def load_or_train_tokenizer(config: TargetConfig, specs: Sequence[TextSpec]) -> PreTrainedTokenizerBase:
+def load_or_train_tokenizer(config: TrainTarget, specs: Sequence[TextSpec]) -> PreTrainedTokenizerBase:
     """The tokenizer of the run: the given folder, else the one below OUT (a resumed run), else a new one kept there.
 
     Raises:
@@ -98,3 +100,57 @@ def _texts(specs: Sequence[TextSpec]) -> Iterator[str]:
     for density, texts in zip(densities, documents, strict=True):
         for _ in range(round(density / smallest)):
             yield from texts
+
+
+# ---------------------------------------------------------------- evaluate
+
+
+ROW_TOKENS = 512
+BATCH_ROWS = 8
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out file as one token stream.
+
+    Attributes:
+        name: what reports call it.
+        tokens: (N,) ids, documents in file order, each led by the end token.
+        characters: characters that the tokens stand for.
+    """
+
+    name: str
+    tokens: Ids
+    characters: int
+
+
+def encode_held_out(name: str, texts: Sequence[str], tokenizer: Any) -> HeldOut:
+    """Texts as the token stream that is measured."""
+    return HeldOut(name, np.concatenate(encode_texts(texts, tokenizer)), sum(map(len, texts)))
+
+
+@torch.inference_mode()
+def bits_per_character(model: PreTrainedModel, held_out: HeldOut, limit: int | None = None) -> dict[str, float]:
+    """Loss on the first `limit` tokens of a held-out file, in rows of 512 tokens without context across rows.
+
+    Returns:
+        `nats_per_token`, `bits_per_character` and `tokens` scored.
+    """
+    causal: Any = model
+    length = min(ROW_TOKENS, len(held_out.tokens) - 1)
+    count = max(min(limit or len(held_out.tokens), len(held_out.tokens) - 1) // length, 1)
+    inputs = torch.from_numpy(held_out.tokens[: count * length]).view(count, length)
+    labels = torch.from_numpy(held_out.tokens[1 : count * length + 1]).view(count, length)
+    total = 0.0
+    training = model.training
+    model.eval()
+    for start in range(0, count, BATCH_ROWS):
+        rows = inputs[start : start + BATCH_ROWS].to(model.device)
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            hidden = causal.model(input_ids=rows, use_cache=False).last_hidden_state
+            loss = next_token_loss(hidden, causal.lm_head.weight, labels[start : start + BATCH_ROWS].to(model.device))
+        total += float(loss) * rows.numel()
+    model.train(training)
+    tokens = inputs.numel()
+    characters = held_out.characters * tokens / len(held_out.tokens)
+    return {"nats_per_token": total / tokens, "bits_per_character": total / math.log(2) / characters, "tokens": tokens}

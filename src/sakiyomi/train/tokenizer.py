@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.writing import writing
+from sakiyomi.train.checkpoint import writing
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"

@@ -10,20 +10,16 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import DEPTH, Continuations, ranked
 from sakiyomi.train.config import UnrolledConfig
-from sakiyomi.train.guesses import DEPTH, rank_of
 from sakiyomi.train.head_recipe import HeadRecipe
+from sakiyomi.train.hidden import TargetStates
 from sakiyomi.train.losses import soft_loss
-from sakiyomi.train.target_states import TargetStates
-
-__all__ = ["Unrolled", "UnrolledRecipe", "attend", "behind", "rank_continuations"]
 
 Settings = TypeVar("Settings", bound=UnrolledConfig)
 
@@ -112,29 +108,16 @@ def behind(rows: Tensor, count: int) -> Tensor:
     return F.pad(rows, (0, 0, count, 0))[..., : rows.shape[-2], :] if count else rows
 
 
-@torch.inference_mode()
 def rank_continuations(head: Unrolled, states: TargetStates, tokens: Tensor | None, texts: Continuations) -> Ranks:
-    """Where the target's own greedy tokens stand among the head's guesses.
+    """Where the target's own greedy tokens stand among the guesses, where all tokens between are drafted rightly.
 
-    At a place whose token is committed, the k-th column is the rank of the token k + 1 places on where all tokens
-    between are drafted rightly, which is all that counts in greedy text.
+    That is all that counts in greedy text.
     """
-    found = []
-    training = head.training
-    head.eval()
-    for prompt, text in zip(texts.prompts, texts.greedy, strict=True):
-        if len(text) < 2:
-            continue
-        ids = torch.tensor([[*prompt, *text]])
+
+    def guess(ids: Tensor, first: int) -> Iterator[Tensor]:
         joined, _ = states(ids)
-        ranks = np.full((len(text) - 1, DEPTH), -1, np.int16)
         for step, hidden in enumerate(head(ids[:, 1:], joined[:, :-1], DEPTH)):
-            # Row r is that of the token r + 1, and foretells the next one.
-            rows = hidden[0, len(prompt) - 1 + step : -1]
-            if not len(rows):
-                break
-            logits = F.linear(rows, head.weight().to(rows.dtype))
-            ranks[: len(rows), step] = rank_of(logits, ids[0, len(prompt) + 1 + step :], tokens)
-        found.append(ranks)
-    head.train(training)
-    return Ranks(found)
+            rows = hidden[0, first - 1 + step : -1]  # row r is that of the token r + 1, and foretells the next one
+            yield F.linear(rows, head.weight().to(rows.dtype))
+
+    return ranked(head, texts, DEPTH, guess, tokens)

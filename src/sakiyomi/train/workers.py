@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.peers import ONE, PATIENCE, Peers, start
 
-__all__ = ["ALONE", "Workers", "started"]
-
 ADVICE = "go on from the last checkpoint with --resume, with as many workers as you like"
 
 

@@ -27,7 +27,6 @@ from sakiyomi.model_executor.loading import (
 )
 from sakiyomi.model_executor.positions import ENDLESS, position_count, rope_limit
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.session import DRAFT_SIZES, TARGET_SIZES
 
 __all__ = ["NO_TEXT", "Assistance", "Engines", "Ready"]
 
@@ -135,13 +134,10 @@ class Engines:
             logger.warning("%s: %s changed since it was packed; it is packed anew", type(model).__name__, changed)
             kept.clear()
         loaded = _loaded(model)
-        sizes = DRAFT_SIZES if draft else TARGET_SIZES
         config = loaded.model.config.get_text_config()
         # Its own ``generate`` goes as far as a stretched rotary embedding reaches, without being asked.
         most = min(position_count(config, ENDLESS), rope_limit(config))
-        kept[key] = build_runner(
-            loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes, max_context=most
-        )
+        kept[key] = build_runner(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, max_context=most)
         return kept[key]
 
 

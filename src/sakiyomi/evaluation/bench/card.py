@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,35 +15,32 @@ import torch
 from sakiyomi.core.draft_specs import split_spec
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.embedded import DRAFTS
-from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.files import whole_file
 from sakiyomi.core.memory import peak_bytes
 from sakiyomi.engine import machine
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, Note
-from sakiyomi.evaluation.bench.engines.process import EngineProcess
-from sakiyomi.evaluation.bench.engines.registry import ENGINES, converted_folder, environments
-from sakiyomi.evaluation.bench.frame import PairRow, our_lap, peer_lap
-from sakiyomi.evaluation.bench.models import rounding
+from sakiyomi.evaluation.bench.contest import Load, opened
+from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, our_lap, peer_lap
+from sakiyomi.evaluation.bench.models import WAYS
 from sakiyomi.evaluation.bench.report import Row, condition_line
-from sakiyomi.evaluation.bench.runner import Contender
 
 __all__ = ["card", "minute"]
 
 FORMAT = 1
+TITLE = "greedy, one prompt at a time, tokens/s"
 LAPS_UNTIL = 40.0
 """Seconds after which no further lap begins."""
 _SHOWN = ("name", "tokens_per_second", "low", "high", "ratio", "tau", "acceptance_rate", "kv_bytes", "equal")
 
 
-def minute(row: PairRow) -> Row:
+@declared(f"the one-minute table: {TITLE}; --rows all for everything")
+def minute(row: PairRow) -> Races:
     """Greedy, one prompt at a time: transformers, and ours plain and with the draft, whichever kind it is."""
-    config = row.config
-    row.note(f"loading {config.target}")
-    llm = row.pair.llm(config.draft)
-    title = "the one-minute table: greedy, one prompt at a time, tokens/s; --rows all for everything"
-    return _measured(row, llm, title)
+    row.note(f"loading {row.config.target}")
+    return (yield from _measured(row, row.pair.llm(row.config.draft)))
 
 
 def card(config: CardConfig, note: Note) -> dict[str, Any]:
@@ -57,22 +53,11 @@ def card(config: CardConfig, note: Note) -> dict[str, Any]:
         LoadError: they cannot be written.
     """
     began = time.perf_counter()
-    wanted = BenchConfig(
-        target=config.target,
-        draft=config.draft,
-        dtype=config.dtype,
-        device=config.device,
-        quantize=config.quantize,
-        prompts=config.prompts,
-        count=config.count,
-        max_new_tokens=config.max_new_tokens,
-        repeats=config.repeats,
-        environments=config.environments,
-    )
-    row = PairRow("card", wanted, note)
+    row = PairRow("card", BenchConfig(**{name: value for name, value in vars(config).items() if name != "out"}), note)
     note(f"loading {config.target}")
     llm = row.pair.llm(config.draft)
-    table = _measured(row, llm, "greedy, one prompt at a time, tokens/s", others=True)
+    engines = [engine for engine in ENGINES if engine.key == "llamacpp"]
+    table = declared(TITLE)(partial(_measured, llm=llm, engines=engines))(row)
     target = row.pair.target
     found = {
         "format": FORMAT,
@@ -94,42 +79,35 @@ def card(config: CardConfig, note: Note) -> dict[str, Any]:
     return found | {"page": str(page), "json": str(data)}
 
 
-def _measured(row: PairRow, llm: LLM, title: str, *, others: bool = False) -> Row:
+def _measured(row: PairRow, llm: LLM, engines: Sequence[OtherEngine] = ()) -> Races:
     config, pair = row.config, row.pair
     params = row.params(gamma="auto", ignore_eos=True)
-    notes: list[str] = []
-    judge = pair.judge(llm)
-    contenders = []
+    theirs: dict[str, Run] = {}
     if config.peers:
         row.note("loading it with transformers")
-        ways = {"plain": pair.peer("plain")}
-        if (draft := _draft_model(config)) is not None:
-            assisted = PairRow("assisted", replace(config, draft=draft), row.note).pair
-            assisted.__dict__["target"] = pair.target  # the same weights
-            ways["assisted"] = assisted.peer("assisted")
-        contenders = [
-            Contender(f"transformers {way}", partial(peer_lap, peer, pair.prompts, params), pair.judge())
-            for way, peer in ways.items()
-        ]
-    ours = {"sakiyomi plain": EngineView(llm)}
+        ways = WAYS[:2] if _has_draft_model(config) else WAYS[:1]
+        theirs = {f"transformers {way}": partial(peer_lap, pair.peer(way), pair.prompts, params) for way in ways}
+    ours = {"sakiyomi plain": partial(our_lap, EngineView(llm), pair.prompts, params)}
     if llm.draft is not None:
-        ours[f"sakiyomi, draft {llm.draft.name}"] = llm  # type: ignore[assignment]
-    rounded = "sakiyomi plain" if llm.target.weights.quantization is not None else None
-    contenders += [
-        Contender(name, partial(our_lap, way, pair.prompts, params), judge, against=rounded)
-        for name, way in ours.items()
-    ]
-    with _llama(row, notes) if others else _nobody() as engine:
-        if engine is not None:
-            lap = partial(engine.lap, [[prompt] for prompt in pair.prompts], config.max_new_tokens)
-            contenders.append(Contender("llama.cpp", lap, optional=True))
+        ours[f"sakiyomi, draft {llm.draft.name}"] = partial(our_lap, llm, pair.prompts, params)
+    contenders = row.contenders(llm, ours, theirs)
+    load = Load("", pair.prompts, config.max_new_tokens)
+    with ExitStack() as stack:
+        kind = config.quantize or dtype_name(llm.target.dtype)
+        contenders += load.raced(opened(row, kind, [load], stack, engines, ["plain"]))
         if config.compile:
             row.note("recording passes")
             llm.wait(20.0)
-        standings = row.race(contenders, lost=notes, until=time.perf_counter() + LAPS_UNTIL)
-    conditions = pair.settings(llm) | {"gamma": "auto", "draft": config.draft, "rounding": rounding(llm)}
-    found = row.row(title, standings, **conditions, prompts=len(pair.prompts))
-    return replace(found, lines=[_short(line) for line in found.lines], notes=[*found.notes, *notes])
+        yield Race(contenders, until=time.perf_counter() + LAPS_UNTIL)
+    row.lines = [{name: line[name] for name in _SHOWN if name in line} for line in row.lines]
+    return row.conditions(llm, alone=True, gamma="auto", draft=config.draft)
+
+
+def _has_draft_model(config: BenchConfig) -> bool:
+    """The draft is a model, which transformers can run too."""
+    if config.draft == "auto":
+        return config.target in DRAFTS
+    return config.draft.startswith("model:") and len(split_spec(config.draft)) == 1
 
 
 def _parameters(model: torch.nn.Module) -> int:
@@ -143,77 +121,26 @@ def _draft(spec: str, llm: LLM) -> dict[str, Any]:
     return {"spec": spec, "drafters": [drafter.name for drafter in found], "parameters": sum(sizes) or None}
 
 
-def _draft_model(config: BenchConfig) -> str | None:
-    """The spec of a draft that transformers can run too; None: it is no model."""
-    known = DRAFTS.get(config.target)
-    parts = [f"model:{known}"] if config.draft == "auto" and known else split_spec(config.draft)
-    return parts[0] if len(parts) == 1 and parts[0].startswith("model:") else None
-
-
-def _short(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: line[name] for name in _SHOWN if name in line}
-
-
-@contextmanager
-def _nobody() -> Iterator[None]:
-    yield None
-
-
-@contextmanager
-def _llama(row: PairRow, notes: list[str]) -> Iterator[EngineProcess | None]:
-    """llama.cpp with the same weights, where it is installed; a note says why it is not there."""
-    config, target = row.config, row.pair.target
-    engine = next(engine for engine in ENGINES if engine.key == "llamacpp")
-    kind = config.quantize or dtype_name(target.model.dtype)
-    task = {
-        "kind": kind,
-        "gamma": config.gamma,
-        "threads": torch.get_num_threads(),
-        "context": max(map(len, row.pair.prompts)) + config.max_new_tokens,
-        "requests": 1,
-        "folder": str(converted_folder()),
-        "draft": None,
-    }
-    opened: EngineProcess | None = None
-    try:
-        if kind not in engine.kinds or target.model.device.type != "cpu":
-            raise UnsupportedError(f"it runs {', '.join(engine.kinds)} on a CPU here")
-        row.note("opening llama.cpp")
-        opened = EngineProcess(
-            engine, environments(config.environments), {**task, "model": str(engine.checkpoint(target, kind))}
-        )
-    except (LoadError, UnsupportedError, MemoryLimitError) as error:
-        notes.append(f"llama.cpp is left out: {error.message}")
-    try:
-        yield opened
-    finally:
-        if opened is not None:
-            opened.close()
-
-
 def _page(found: Mapping[str, Any], table: Row) -> str:
     """The page, in Markdown."""
-    machine_, model, draft = found["machine"], found["model"], found["draft"]
+    machine_, draft = found["machine"], found["draft"]
     size = f", {draft['parameters'] / 1e6:.4g}M parameters" if draft["parameters"] else ""
-    facts: dict[str, Any] = {
-        "model": f"{model['name']}, {model['class']}, {model['parameters'] / 1e6:.4g}M parameters",
-        "draft": f"{draft['spec']}, {' and '.join(draft['drafters']) or 'nothing is drafted'}{size}",
-        "processor": f"{machine_['processor']}, {machine_['cores']} cores, {machine_['threads']} threads",
-        "instruction sets": ", ".join(machine_["processor_features"]) or "none that matter here",
-        "memory": f"reads {machine_['bandwidth_bytes_per_second'] / 1e9:.3g} GB/s",
-        "devices": ", ".join(machine_["devices"]),
-        "versions": f"sakiyomi {machine_['sakiyomi']}, torch {machine_['torch']}, transformers "
-        f"{machine_['transformers']}, Python {machine_['python']}, {machine_['system']}",
-    }
-    lines = [f"# {model['name']} on {machine_['processor']}", ""]
-    lines += [f"- {name}: {text}" for name, text in facts.items()]
-    lines += ["", f"{table.title[:1].upper()}{table.title[1:]}:", "", *_table(table.table()), ""]
-    lines += [*(f"- {note}" for note in table.notes), f"- {condition_line(table.conditions)}", ""]
-    lines.append(
-        "`equal`: the text is that of the first line, token for token. `tau`: tokens committed in a pass of the"
+    notes = [*table.notes, condition_line(table.conditions)]
+    return (
+        Path(__file__)
+        .with_name("card.md")
+        .read_text(encoding="utf-8")
+        .format(
+            **found,
+            size=f"{found['model']['parameters'] / 1e6:.4g}M parameters",
+            drafters=f"{' and '.join(draft['drafters']) or 'nothing is drafted'}{size}",
+            features=", ".join(machine_["processor_features"]) or "none that matter here",
+            bandwidth=machine_["bandwidth_bytes_per_second"] / 1e9,
+            devices=", ".join(machine_["devices"]),
+            table="\n".join(_table(table.table())),
+            notes="\n".join(f"- {note}" for note in notes),
+        )
     )
-    lines.append("target. `acc`: share of the draft's tokens that were accepted.")
-    return "\n".join(lines) + "\n"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

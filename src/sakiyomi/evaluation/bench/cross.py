@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.frame import PairRow, Run, counted_lap
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, counted_lap, declared
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Contender, Lap
+from sakiyomi.evaluation.bench.runner import Contender, Lap, figured
 from sakiyomi.model_executor.loading import same_tokenizer
 
 __all__ = ["cross"]
@@ -22,7 +20,8 @@ __all__ = ["cross"]
 NODES = 15  # of a tree as deep as the chains
 
 
-def cross(row: PairRow) -> Row:
+@declared("greedy across tokenizers, one prompt at a time")
+def cross(row: PairRow) -> Races:
     """The same text drafted by both models, plain, and by transformers with the draft of another tokenizer.
 
     transformers takes as many tokens of that draft a round as say ``gamma`` tokens of the target.
@@ -32,48 +31,40 @@ def cross(row: PairRow) -> Row:
     """
     config = row.config
     rows = [row] if config.cross is None else [row, row.changed(draft=config.cross)]
-    kinds = [same_tokenizer(row.pair.target.tokenizer, row.pair.draft.tokenizer) for row in rows]
+    kinds = [same_tokenizer(row.pair.target.tokenizer, each.pair.draft.tokenizer) for each in rows]
     if all(kinds):
         raise InputError(
             f"row cross needs a draft of another tokenizer than {config.target}'s; give one with --cross model:FOLDER"
         )
-    row = rows[kinds.index(False)]
-    pair = row.pair
+    other = rows[kinds.index(False)]
+    pair = other.pair
     engines = {kind: each.llm() for kind, each in zip(kinds, rows, strict=True)}
-    one = next(iter(engines.values()))
-    runs: dict[str, Run] = {"sakiyomi plain": row.run(EngineView(one))}
-    for same, llm in sorted(engines.items()):
-        name = f"sakiyomi, draft of {'its own' if same else 'another'} tokenizer"
-        runs[name] = row.run(llm)
-        if not same:
-            ways = {name: runs[name], f"{name}, {NODES} nodes": row.run(llm, tree="best-first", nodes=NODES)}
-            runs |= {way: partial(_aligned, llm.draft, run, len(pair.prompts)) for way, run in ways.items()}
+    llm = engines[False]
+    another = "sakiyomi, draft of another tokenizer"
+    ways = {another: other.run(llm), f"{another}, {NODES} nodes": other.run(llm, tree="best-first", nodes=NODES)}
+    runs: dict[str, Run] = {"sakiyomi plain": other.run(EngineView(llm))}
+    runs |= {name: partial(_aligned, llm.draft, run, len(pair.prompts)) for name, run in ways.items()}
+    if True in engines:
+        runs["sakiyomi, draft of its own tokenizer"] = other.run(engines[True])
     steps = _steps(pair, config.gamma)
     sizes = {loaded.model.config.get_text_config().vocab_size for loaded in (pair.target, pair.draft)}
     theirs: dict[str, Run] = {}
     # With vocabularies of one size transformers takes the tokenizers for the same, and refuses two.
-    if config.peers and one.target.weights.quantization is None and len(sizes) == 2:
-        tokenizers = (pair.target.tokenizer, pair.draft.tokenizer)
+    if config.peers and llm.target.weights.quantization is None and len(sizes) == 2:
+        both, calls = (pair.target.tokenizer, pair.draft.tokenizer), [(prompt, row.params()) for prompt in pair.prompts]
         peers = {
-            "plain": Transformers(pair.target.model, None, stop=pair.stop),
-            "universal assisted": Transformers(
-                pair.target.model, pair.draft.model, steps, pair.stop, tokenizers=tokenizers
-            ),
+            "plain": pair.peer("plain"),
+            "universal assisted": Transformers(pair.target.model, pair.draft.model, steps, pair.stop, tokenizers=both),
         }
-        calls = [(prompt, row.params()) for prompt in pair.prompts]
         theirs = {f"transformers {name}": partial(counted_lap, peer, calls) for name, peer in peers.items()}
     decode = partial(pair.target.tokenizer.decode, skip_special_tokens=True)
-    standings = row.race(
-        [
-            Contender(name, partial(_in_characters, run, decode), judge)
-            for judge, some in ((pair.judge(one), runs), (pair.judge(), theirs))
-            for name, run in some.items()
-        ]
-    )
-    conditions = row.conditions(engines[False], assistant_tokens=steps)
-    if True in engines:
-        conditions["draft_of_its_own_tokenizer"] = rows[kinds.index(True)].config.draft_model
-    return row.row("greedy across tokenizers, one prompt at a time", standings, **conditions)
+    yield Race([
+        Contender(name, figured(run, partial(_characters, decode)), judge)
+        for judge, some in ((pair.judge(llm), runs), (pair.judge(), theirs))
+        for name, run in some.items()
+    ])  # fmt: skip
+    own = rows[kinds.index(True)].config.draft_model if True in engines else None
+    return other.conditions(llm, assistant_tokens=steps, draft_of_its_own_tokenizer=own)
 
 
 def _steps(pair: Pair, gamma: int) -> int:
@@ -91,7 +82,5 @@ def _aligned(drafter: Any, run: Run, prompts: int) -> Lap:
     return lap.more(alignment_ms=1000 * (drafter.alignment_seconds - before) / max(rounds, 1))
 
 
-def _in_characters(run: Run, decode: Callable[[Any], str]) -> Lap:
-    lap = run()
-    characters = sum(len(decode(list(text))) for text in lap.outputs)
-    return replace(lap, figures={"characters_per_second": characters / lap.seconds} | lap.figures)
+def _characters(decode: Callable[[Any], str], lap: Lap) -> dict[str, float]:
+    return {"characters_per_second": sum(len(decode(list(text))) for text in lap.outputs) / lap.seconds}

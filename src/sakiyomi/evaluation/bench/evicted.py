@@ -12,20 +12,20 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.frame import PairRow
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.meter import round_figures
-from sakiyomi.evaluation.bench.models import NearTies, Pair
-from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
 
 __all__ = ["evicted"]
 
 
-def evicted(row: PairRow) -> Row:
-    """Greedy, behind so much of the prompts' text: what a token costs where keys and values are what a pass reads.
+@declared("tokens/s behind the prompt, by its tokens")
+def evicted(row: PairRow) -> Races:
+    """Greedy, by the length of the context: what a token costs where a pass reads mostly keys and values.
 
-    The text is read once, and seconds are those behind the prompt. With gamma "auto" the engine stops speculating
-    where that does not pay.
+    The context is prefilled once; seconds do not include it. With gamma "auto" the engine stops speculating where that
+    is slower.
 
     Raises:
         InputError: the prompts are shorter than the longest context, or the target has fewer positions.
@@ -35,25 +35,19 @@ def evicted(row: PairRow) -> Row:
     llm = row.llm(draft)
     text = _text(pair, max(config.contexts))
     fixed = row.params(ignore_eos=True)
-    lines, notes = [], []
     for length in sorted(set(config.contexts)):
         prompt = text[:length]
-        with ExitStack() as open_ones:
+        with ExitStack() as opened:
             ways = {
                 "plain": (Conversation(EngineView(llm).engine), fixed),
                 "self-evicted": (llm.conversation(), fixed),
                 "self-evicted, gamma auto": (llm.conversation(), replace(fixed, gamma="auto")),
             }
             runs = {
-                name: partial(_lap, open_ones.enter_context(talk), prompt, params)
-                for name, (talk, params) in ways.items()
+                name: partial(_lap, opened.enter_context(talk), prompt, params) for name, (talk, params) in ways.items()
             }
-            judge = NearTies(llm.target if llm.target.weights.quantization is not None else pair.target.model, [prompt])
-            standings = row.race(runs, judge, where=f"{length} tokens")
-        lines.append(_line(length, standings))
-        notes += [f"{length} tokens: {found.agreement.note}" for found in standings if found.agreement.note]
-    conditions = pair.settings(llm) | {"draft": draft, "laps": config.repeats}
-    return Row("evicted", "tokens/s behind the prompt, by its tokens", lines, conditions, notes)
+            yield Race(runs, pair.judge(llm, [prompt]), f"{length} tokens", partial(_line, length))
+    return row.conditions(llm, [text], alone=True, draft=draft)
 
 
 def _text(pair: Pair, tokens: int) -> list[int]:
@@ -80,16 +74,15 @@ def _lap(talk: Conversation, prompt: Sequence[int], params: SamplingParams) -> L
     )
 
 
-def _line(length: int, standings: Sequence[Standing]) -> dict[str, Any]:
+def _line(length: int, standings: Sequence[Standing]) -> list[dict[str, Any]]:
     plain, fixed, auto = (standing.to_dict() for standing in standings)
-    figures = ("acceptance_rate", "alpha", "tau", "draft_ms", "score_ms", "overhead_ms")
-    return {
+    line = {
         "context": length,
         "plain_tokens_per_second": plain["tokens_per_second"],
         "speculative_tokens_per_second": fixed["tokens_per_second"],
         "ratio": fixed["ratio"],
         "auto": auto["ratio"],
         "A/A": Spread.shown(standings),
-        **{name: fixed[name] for name in figures},
-        "equal": fixed["equal"] and auto["equal"],
     }
+    line |= {name: fixed[name] for name in ("acceptance_rate", "alpha", "tau", "draft_ms", "score_ms", "overhead_ms")}
+    return [line | {"equal": fixed["equal"] and auto["equal"]}]

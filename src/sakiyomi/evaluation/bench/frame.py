@@ -1,31 +1,87 @@
-"""What the rows about a pair share: its models and prompts, laps over them, races between ways of running them."""
+"""What the rows about a pair share: its models and prompts, laps over them, races between ways of running them.
+
+A row is a short declaration: a generator that yields one ``Race`` or several, gets the standings of each back, and
+returns the conditions. ``declared`` runs the races and makes the table, the notes and the rest of the conditions.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from typing import Any
 
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.outputs import Generation, Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
+from sakiyomi.evaluation.audit.reference import EngineReference, HFReference
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import Pair, rounding
-from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
+from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.report import Row, of_race
-from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, Standing, race, timed
+from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, Run, Standing, race, timed
 
-__all__ = ["PairRow", "Run", "counted_lap", "generated", "lengths", "our_lap", "peer_lap"]
+__all__ = ["PairRow", "Race", "Races", "Run", "counted_lap", "declared", "generated", "lengths", "our_lap", "peer_lap"]
 
 Prompts = Sequence[Sequence[int]]
 Calls = Iterable[tuple[Prompts, SamplingParams]]
 """Prompts that are given to an engine at once, and their parameters."""
-Run = Callable[[], Lap]
+
+
+@dataclass(frozen=True)
+class Race:
+    """Contenders that run side by side, and the lines that they give to the row's table.
+
+    Attributes:
+        contenders: the baseline first; or what does a lap, by name.
+        judge: of those that are given by name; None: their outputs are not compared.
+        where: names the race, if the row has several.
+        lines: lines of the table; by default one for each contender.
+        until: reading of ``time.perf_counter`` after which no further lap begins.
+    """
+
+    contenders: Mapping[str, Run] | Sequence[Contender]
+    judge: Judge | None = None
+    where: str = ""
+    lines: Callable[[list[Standing]], Iterable[Mapping[str, Any]]] | None = None
+    until: float = math.inf
+
+
+Races = Generator[Race, list[Standing], dict[str, Any]]
+"""A row: yields races, is sent their standings, returns the conditions."""
+
+
+def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[PairRow], Row]]:
+    """Make a row of a generator of races; ``title`` says what is measured, with the unit."""
+
+    def decorate(races: Callable[[PairRow], Races]) -> Callable[[PairRow], Row]:
+        @wraps(races)
+        def measure(row: PairRow) -> Row:
+            several, found = races(row), dict[str, Any]()
+            try:
+                asked = next(several)
+                while True:
+                    standings = row.race(asked.contenders, asked.judge, asked.where, asked.until)
+                    lines = None if asked.lines is None else list(asked.lines(standings))
+                    part = of_race(row.name, title, standings, where=asked.where, lines=lines)
+                    row.lines += map(dict, part.lines)
+                    row.notes += part.notes
+                    found |= part.conditions
+                    asked = several.send(standings)
+            except StopIteration as done:
+                conditions: dict[str, Any] = done.value
+            if not any("perplexity" in line for line in row.lines):
+                conditions.pop("perplexity_of", None)  # nothing was graded
+            return Row(row.name, title, row.lines, conditions | found, row.notes)
+
+        return measure
+
+    return decorate
 
 
 def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
@@ -60,20 +116,25 @@ def our_lap(
     return lap.more(**meter.figures(), latency_seconds=statistics.median(result.stats.seconds for result in done))
 
 
-def peer_lap(peer: Transformers, prompts: Prompts, params: SamplingParams) -> Lap:
-    """The same with transformers: all prompts, one after the other."""
-    return timed(lambda: [peer.generate(prompt, params) for prompt in prompts])
+def peer_lap(peer: Transformers, prompts: Prompts, params: SamplingParams, *, together: bool = False) -> Lap:
+    """The same with transformers: all prompts, one after the other or all at once."""
+    batches = [prompts] if together else [[prompt] for prompt in prompts]
+    return timed(lambda: [text for batch in batches for text in peer.generate_batch(batch, params)])
 
 
 def counted_lap(peer: Transformers, calls: Iterable[tuple[Sequence[int], SamplingParams]]) -> Lap:
     """A lap of transformers over prompts with parameters of their own, with tau by a count of the target's forwards."""
     calls = list(calls)
-    with ForwardClock([peer.model]) as clock:
+    forwards: list[None] = []
+    hook = peer.model.register_forward_hook(lambda *_: forwards.append(None))
+    try:
         lap = timed(lambda: [peer.generate(prompt, params) for prompt, params in calls])
+    finally:
+        hook.remove()
     # As with ours, the first pass and the first token of a text are the prompt's. But with a draft model the first
     # forward over the prompt takes a draft along, so that no forward stands apart.
     first = 0 if peer.assistant is not None else len(calls)
-    return lap.more(tau=(lap.tokens - first) / max(clock.calls[0] - first, 1))
+    return lap.more(tau=(lap.tokens - first) / max(len(forwards) - first, 1))
 
 
 class PairRow:
@@ -87,11 +148,15 @@ class PairRow:
 
     Attributes:
         pair: target and draft.
+        lines: of the table, so far.
+        notes: below the table, so far.
     """
 
     def __init__(self, name: str, config: BenchConfig, note: Note, pair: Pair | None = None) -> None:
         self.name, self.config, self._note = name, config, note
         self.pair = pair or Pair(config)
+        self.lines: list[dict[str, Any]] = []
+        self.notes: list[str] = []
 
     def note(self, text: str) -> None:
         """Tell what is going on."""
@@ -110,7 +175,7 @@ class PairRow:
         self.note("loading")
         llm = self.pair.llm(draft, **options)
         if self.config.compile:
-            llm.wait(batches=True)
+            llm.wait()
         return llm
 
     def params(self, **more: Any) -> SamplingParams:
@@ -122,23 +187,35 @@ class PairRow:
         prompts = self.pair.prompts if prompts is None else prompts
         return partial(our_lap, way, prompts, self.params(**more), together=together)
 
+    def contenders(
+        self, llm: LLM, ours: Mapping[str, Run], theirs: Mapping[str, Run] | None = None, prompts: Prompts | None = None
+    ) -> list[Contender]:
+        """Contenders with the same prompts, greedy: judged by the logits of their weights, and graded.
+
+        Args:
+            llm: runs ours. If its weights are quantized, ours are compared with the first of them.
+            ours: laps of our engine, by name.
+            theirs: laps of transformers, by name; they come first.
+            prompts: others than the pair's.
+        """
+        pair, found = self.pair, []
+        if theirs:
+            judge = pair.judge(prompts=prompts)
+            judged = [Contender(name, run, judge) for name, run in theirs.items()]
+            found = pair.quality.grade(judged, HFReference(pair.target.model).logits)
+        first = next(iter(ours)) if theirs and llm.target.weights.quantization is not None else None
+        judge = pair.judge(llm, prompts)
+        own = [Contender(name, run, judge, first) for name, run in ours.items()]
+        return found + pair.quality.grade(own, EngineReference(llm.target).logits)
+
     def race(
         self,
         contenders: Mapping[str, Run] | Sequence[Contender],
         judge: Judge | None = None,
         where: str = "",
-        lost: list[str] | None = None,
         until: float = math.inf,
     ) -> list[Standing]:
-        """Let contenders take turns.
-
-        Args:
-            contenders: the baseline first; or what does a lap, by name.
-            judge: of those that are given by name; None: their outputs are their own.
-            where: names one of several races in what is told.
-            lost: takes a line for each optional contender that failed and was left out.
-            until: see ``race``.
-        """
+        """Run contenders side by side, see ``Race``; optional ones that fail are left out, with a note."""
         if isinstance(contenders, Mapping):
             contenders = [Contender(name, run, judge) for name, run in contenders.items()]
         before = f"{where}, " if where else ""
@@ -146,7 +223,7 @@ class PairRow:
         def tell(text: str) -> None:
             self.note(before + text)
 
-        return race(contenders, repeats=self.config.repeats, note=tell, lost=lost, until=until)
+        return race(contenders, repeats=self.config.repeats, note=tell, lost=self.notes, until=until)
 
     def warm(self, runs: Mapping[str, Run], llm: LLM) -> None:
         """Run all of them once, so that passes of all sizes that they meet are recorded."""
@@ -155,16 +232,25 @@ class PairRow:
             run()
             llm.wait()
 
-    def conditions(self, llm: LLM, prompts: Prompts | None = None, **more: Any) -> dict[str, Any]:
-        """What has to be known of the row, after its laps; ``prompts``: others than the pair's."""
+    def conditions(
+        self, llm: LLM, prompts: Prompts | None = None, *, alone: bool = False, **more: Any
+    ) -> dict[str, Any]:
+        """What has to be known of the row, after its laps.
+
+        Args:
+            llm: our engine.
+            prompts: others than the pair's.
+            alone: the row is about the target, without a draft model.
+            more: further conditions.
+        """
         config, pair = self.config, self.pair
-        found: dict[str, Any] = {**pair.names, **pair.dtypes, "gamma": config.gamma, "rounding": rounding(llm)}
+        if alone:
+            found: dict[str, Any] = {"target": config.target, "dtype": dtype_name(llm.target.dtype)}
+        else:
+            found = {**pair.names, **pair.dtypes}
+        found |= {"gamma": config.gamma, "rounding": rounding(llm)}
         found["graphs"] = llm.target.mode if llm.target.recorded(config.gamma + 1) else "eager"
         return found | lengths(config, pair.prompts if prompts is None else prompts) | pair.quality.conditions | more
-
-    def row(self, title: str, standings: Sequence[Standing], **conditions: Any) -> Row:
-        """The row of one race, see ``of_race``."""
-        return of_race(self.name, title, standings, **conditions)
 
 
 def lengths(config: BenchConfig, prompts: Prompts) -> dict[str, Any]:

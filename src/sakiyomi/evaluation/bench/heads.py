@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +9,9 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.frame import PairRow, Run
-from sakiyomi.evaluation.bench.report import Row, joined
-from sakiyomi.evaluation.bench.runner import Lap
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
+from sakiyomi.evaluation.bench.meter import round_ms
+from sakiyomi.evaluation.bench.runner import Lap, figured
 from sakiyomi.evaluation.tuning.candidates import available, made
 from sakiyomi.evaluation.tuning.config import PairConfig
 
@@ -24,7 +23,8 @@ DEEP = 7
 TEMPERATURES = (0.0, 1.0)
 
 
-def heads(row: PairRow) -> Row:
+@declared("every drafter on the same prompts, one at a time, tokens/s")
+def heads(row: PairRow) -> Races:
     """Plain and every drafter that is known or given, greedy and sampled; sizes as "auto" chooses them.
 
     ``tau_16``: tokens a pass with trees of 16 nodes, whatever they cost; None: the drafter makes none.
@@ -35,28 +35,22 @@ def heads(row: PairRow) -> Row:
     specs = [*given, *available(llm, PairConfig(target=config.target))]
     found, why = made(specs, llm.drafter, given, row.note)
     ways = {"plain": EngineView(llm)} | {spec: EngineView(llm, own) for spec, own in found.items() if own is not None}
-    parts, title = {}, "every drafter on the same prompts, one at a time, tokens/s"
     for temperature in TEMPERATURES:
-        judge = None if temperature else row.pair.judge(llm)
         more: dict[str, Any] = {"temperature": temperature, "seed": 7}
         runs = {}
         for name, way in ways.items():
             row.note(f"trees of {NODES} nodes, {name}")
             tau = None if name == "plain" else _tree_tau(row, way, more)
-            runs[name] = partial(_lap, row.run(way, gamma="auto", **more), tau)
+            runs[name] = figured(row.run(way, gamma="auto", **more), partial(_figures, tau))
         row.warm(runs, llm)
-        parts[f"T={temperature:g}"] = row.row(title, row.race(runs, judge))
-    conditions = row.pair.settings(llm) | {"sizes": "auto", "prompts": len(row.pair.prompts), "laps": config.repeats}
-    result = joined("heads", title, parts, **conditions)
-    return replace(result, notes=[*result.notes, *(f"{spec} is left out: {said}" for spec, said in why.items())])
+        yield Race(runs, None if temperature else row.pair.judge(llm), f"T={temperature:g}")
+    row.notes += [f"{spec} is left out: {said}" for spec, said in why.items()]
+    return row.conditions(llm, alone=True, sizes="auto")
 
 
-def _lap(run: Run, tau: float | None) -> Lap:
-    """With tau of large trees, and the milliseconds of a whole round."""
-    lap = run()
-    figures = lap.figures
-    whole = sum(figures[name] for name in ("draft_ms", "score_ms", "overhead_ms"))
-    return lap.more(round_ms=whole, **({} if tau is None else {"tau_16": tau}))
+def _figures(tau: float | None, lap: Lap) -> dict[str, float]:
+    """Milliseconds of a whole round, and tau of large trees."""
+    return {"round_ms": round_ms(lap.figures)} | ({} if tau is None else {"tau_16": tau})
 
 
 def _tree_tau(row: PairRow, way: EngineView, more: dict[str, Any]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,12 +17,10 @@ from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.audit.reference import EngineReference
 from sakiyomi.evaluation.bench.config import BenchConfig
-from sakiyomi.evaluation.bench.frame import PairRow, Run, our_lap
-from sakiyomi.evaluation.bench.report import Row, joined
-from sakiyomi.evaluation.bench.runner import Lap
-from sakiyomi.kernels.batch import SequenceRows
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared, our_lap
+from sakiyomi.evaluation.bench.runner import Lap, figured
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.typical import threshold
 
@@ -33,46 +31,43 @@ EPSILONS = (0.01, 0.03, 0.09, 0.2, 0.4)
 WARM = 0.7  # temperature of the row typical, as in the paper's figures
 
 
-def medusa(row: PairRow) -> Row:
+@declared("heads against a draft model, one prompt at a time, tokens/s")
+def medusa(row: PairRow) -> Races:
     """Plain, the draft model, heads, and heads merged with drafts from the text, at three temperatures."""
     config, llm = row.config, row.llm()
     drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
     assert llm.draft is not None and llm.draft.model is not None
     model = llm.draft.model
+
+    def own(lap: Lap) -> dict[str, float]:
+        """Megabytes beside the target: the weights of the draft model, and its keys and values."""
+        pairs = sum(part.nbytes for part in (*model.cache.keys, *model.cache.values))
+        return {"draft_mb": ((model.weights.bytes or 0) + pairs) / 1e6}
+
     merged = MergedDrafter([SuffixDrafter(), NgramDrafter(llm.vocab_size), drafter])
-    heads = drafter.guesser.bytes
-    ways: dict[str, tuple[Any, Callable[[], int]]] = {
-        "plain": (EngineView(llm), lambda: 0),
-        "draft model": (llm, lambda: (model.weights.bytes or 0) + _kv_bytes(model)),
-        "medusa": (EngineView(llm, drafter), lambda: heads),
-        "medusa+suffix+ngram": (EngineView(llm, merged), lambda: heads),
+    heads = {"draft_mb": drafter.guesser.bytes / 1e6}
+    ways: dict[str, tuple[Any, Callable[[Lap], Mapping[str, float]]]] = {
+        "plain": (EngineView(llm), lambda lap: {"draft_mb": 0.0}),
+        "draft model": (llm, own),
+        "medusa": (EngineView(llm, drafter), lambda lap: heads),
+        "medusa+suffix+ngram": (EngineView(llm, merged), lambda lap: heads),
     }
-    title = "heads against a draft model, one prompt at a time, tokens/s"
-    parts = {}
     for temperature in TEMPERATURES:
-        judge = None if temperature else row.pair.judge(llm)  # near-ties of sampled text part it too
         runs = {
-            name: partial(_lap, row.run(way, temperature=temperature, seed=7, gamma="auto"), size)
+            name: figured(row.run(way, temperature=temperature, seed=7, gamma="auto"), size)
             for name, (way, size) in ways.items()
         }
         row.warm(runs, llm)
-        parts[f"T={temperature:g}"] = row.row(title, row.race(runs, judge))
-    conditions = row.conditions(llm) | _conditions(config, drafter) | {"sizes": "auto", "laps": config.repeats}
-    del conditions["gamma"]
-    return joined("medusa", title, parts, **conditions)
+        # Sampled text may differ at near-ties, too: it is not compared.
+        yield Race(runs, None if temperature else row.pair.judge(llm), f"T={temperature:g}")
+    return row.conditions(llm, gamma="auto", **_conditions(config, drafter))
 
 
-def _lap(run: Run, size: Callable[[], int]) -> Lap:
-    """With what the draft takes beside the target: its weights, and keys and values of its own."""
-    lap = run()
-    return lap.more(draft_mb=size() / 1e6)
-
-
-def _kv_bytes(model: ModelRunner) -> int:
-    return sum(tensor.nbytes for tensor in (*model.cache.keys, *model.cache.values))
-
-
-def typical(row: PairRow) -> Row:
+@declared(
+    f"what typical acceptance costs, temperature {WARM:g}; TV: mean distance of a token's distribution, given the text "
+    "before it, from the target's"
+)
+def typical(row: PairRow) -> Races:
     """Lossless and typical acceptance of the same heads: tau, distance to the exact distribution and tokens/s."""
     config, llm = row.config, row.llm("none")
     drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
@@ -85,14 +80,10 @@ def typical(row: PairRow) -> Row:
         ways[f"typical, epsilon {epsilon:g}"] = (way, lossy)
     runs = {name: partial(_typical_lap, *how, llm, row.pair.prompts) for name, how in ways.items()}
     row.warm(runs, llm)
-    conditions = {"target": config.target, "temperature": WARM, "delta": "root of epsilon", "sizes": "auto"}
-    return row.row(
-        f"what typical acceptance costs, temperature {WARM:g}; TV: mean distance of a token's distribution, given the "
-        "text before it, from the target's",
-        row.race(runs),
-        notes=["typical is lossy: tau and speed are those of another text"],
-        **conditions | _conditions(config, drafter),
-    )
+    yield Race(runs)
+    row.notes.append("typical is lossy: tau and speed are those of another text")
+    known = {"target": config.target, "temperature": WARM, "delta": "root of epsilon", "sizes": "auto"}
+    return known | _conditions(config, drafter)
 
 
 def _conditions(config: BenchConfig, drafter: MedusaDrafter) -> dict[str, Any]:
@@ -102,7 +93,7 @@ def _conditions(config: BenchConfig, drafter: MedusaDrafter) -> dict[str, Any]:
 
 
 def _typical_lap(way: Any, params: SamplingParams, llm: LLM, prompts: Sequence[Sequence[int]]) -> Lap:
-    """With the distance of what was written; measured behind the clock."""
+    """With the distance of what was written; measured after the clock has stopped."""
     done: list[Generation] = []
     lap = our_lap(way, prompts, params, kept=done)
     lossy = params.acceptance == "typical"
@@ -111,15 +102,13 @@ def _typical_lap(way: Any, params: SamplingParams, llm: LLM, prompts: Sequence[S
 
 
 def _distance(llm: LLM, prompt: Sequence[int], done: Generation, params: SamplingParams) -> float:
-    """Mean over the tokens of a text of how far the distribution that each came from is from the target's own.
+    """Mean total variation between the distribution that each token came from and the target's own.
 
-    Given the text before it a drafted token was taken for certain: total variation 1 - p of it. The target's own was
-    drawn among the typical tokens: the mass of the others.
+    Given the text before it, an accepted draft token came with certainty: the distance is 1 - p of it. Any other token
+    was drawn among the typical ones: the distance is the mass of the rest.
     """
     sampler = Sampler(params, llm.vocab_size)
-    ids = [*prompt, *done.token_ids[:-1]]
-    with llm.target.cache.lent(len(ids)) as slot:
-        logits = llm.target.score([SequenceRows(slot, 0, ids, prompt=True)]).logits[len(prompt) - 1 :]
+    logits = EngineReference(llm.target).logits(prompt, done.token_ids)
     total = 0.0
     for entry, probs in zip(done.trace, sampler.probs(logits).numpy(), strict=True):
         if entry.status == "accepted":

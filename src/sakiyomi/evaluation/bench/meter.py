@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from types import TracebackType
 
 from sakiyomi.cache.slots import SlotCache
@@ -11,7 +12,7 @@ from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.machine import bandwidth
 from sakiyomi.kernels.batch import BatchPlan
 
-__all__ = ["Meter", "round_figures"]
+__all__ = ["Meter", "round_figures", "round_ms"]
 
 
 def round_figures(total: Stats) -> dict[str, float]:
@@ -27,6 +28,11 @@ def round_figures(total: Stats) -> dict[str, float]:
         "score_ms": milliseconds * total.score_seconds,
         "overhead_ms": milliseconds * total.overhead_seconds,
     }
+
+
+def round_ms(figures: Mapping[str, float], *, draft: bool = True) -> float:
+    """Milliseconds of a round, with or without its draft, from ``round_figures``."""
+    return (figures["draft_ms"] if draft else 0.0) + figures["score_ms"] + figures["overhead_ms"]
 
 
 class Meter:

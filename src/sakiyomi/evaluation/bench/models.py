@@ -1,4 +1,4 @@
-"""Models that benchmarks are run on: random Llamas of any size, and a pair for us and for transformers."""
+"""The pair that benchmarks run on, for us and for transformers, and the judge of their texts."""
 
 from __future__ import annotations
 
@@ -7,97 +7,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.engine.llm import LLM
-from sakiyomi.evaluation.audit.engine_reference import EngineReference
-from sakiyomi.evaluation.audit.hf_reference import HFReference
+from sakiyomi.evaluation.audit.reference import EngineReference, HFReference
 from sakiyomi.evaluation.bench.config import BenchConfig
-from sakiyomi.evaluation.bench.inflate import inflated
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.evaluation.bench.quality import Quality
 from sakiyomi.evaluation.bench.runner import Agreement
 from sakiyomi.evaluation.loading import load
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts", "rounding"]
+__all__ = ["WAYS", "NearTies", "Pair", "inflated", "rounding"]
 
-MEDIUM = (768, 12, 12, 2048, 32000)  # of random_llama: 134M parameters
 MEASURED = 4  # texts on which a judge measures what rounding does
 WAYS = ("plain", "assisted", "prompt lookup")
 """How transformers generates: alone, with a draft model, with drafts from the text itself."""
 
 
-class Numbers:
-    """Stands in for the tokenizer of a random model: the text of a token is its number."""
-
-    eos_token_id = None
-    bos_token_id = None
-    all_special_ids: tuple[int, ...] = ()
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Numbers, each with a space before it."""
-        return "".join(f" {token}" for token in token_ids)
-
-
-def random_llama(
-    dim: int,
-    layers: int,
-    heads: int,
-    hidden: int,
-    vocab_size: int,
-    dtype: torch.dtype,
-    *,
-    spread: float = 3.0,
-    seed: int = 0,
-    device: str = "cpu",
-    positions: int = 2048,
-) -> Any:
-    """A Llama with random weights, no end token, and logits whose standard deviation is ``spread``.
-
-    Flat logits (a spread of 0.5, as fresh models have) would make top-p keep nearly all tokens and greedy search one
-    near-tie after the other; those of trained models spread by 2 to 4.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=dim,
-        intermediate_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        model: Any = LlamaForCausalLM(config)
-        # The last norm has unit rows, so that a logit is a sum of dim products.
-        model.lm_head.weight.normal_(0.0, spread / dim**0.5)
-    return model.to(parse_device(device), dtype).eval()
-
-
-def described(model: Any) -> str:
-    """A random model, for the conditions."""
-    config, size = model.config, sum(parameter.numel() for parameter in model.parameters())
-    return (
-        f"random Llama, {size / 1e6:.0f}M parameters, {config.num_hidden_layers} layers, dim {config.hidden_size}, "
-        f"vocabulary {config.vocab_size}"
-    )
-
-
-def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Token ids, always the same ones."""
-    generator = torch.Generator().manual_seed(0)
-    table: list[list[int]] = torch.randint(vocab_size, (count, length), generator=generator).tolist()
-    return table
+def inflated(*configs: Any) -> str | None:
+    """Says which of these models were inflated (``benchmarks/inflate.py``); None if all are as they were trained."""
+    notes = [note for config in configs if (note := getattr(config, "sakiyomi_inflated", None))]
+    return ", ".join(f"{note['from']} at {note['params'] / 1e6:.0f}M parameters" for note in notes) or None
 
 
 def rounding(llm: LLM) -> str | None:
@@ -172,19 +103,9 @@ class Pair:
         models = {"dtype": self.target.model, "draft_dtype": self.draft.model}
         return {name: dtype_name(model.dtype) for name, model in models.items()}
 
-    def settings(self, llm: LLM) -> dict[str, Any]:
-        """For the conditions of a target that drafts for itself: how an engine holds it, and what it is asked for."""
-        return {
-            "target": self.config.target,
-            "dtype": dtype_name(llm.target.dtype),
-            "rounding": rounding(llm),
-            "gamma": self.config.gamma,
-            "max_new_tokens": self.config.max_new_tokens,
-        }
-
 
 class NearTies:
-    """Accepts outputs that are equal, or that part only where rounding decides (see ``hf_reference``).
+    """Accepts outputs that are equal, or that part only where rounding decides (see ``reference``).
 
     Args:
         model: a transformers model of the same weights, or a ``ModelRunner`` of quantized weights, which transformers

@@ -13,10 +13,9 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.frame import PairRow, Run, peer_lap
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, peer_lap
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Lap, Standing
 
 __all__ = ["offload"]
@@ -28,8 +27,9 @@ RATE, GAMMAS = 0.95, (16, 24)
 _BLOCK = 1 << 22
 
 
-def offload(row: PairRow) -> Row:
-    """Greedy text, one prompt at a time; what a pass reads is dropped from the page cache behind it.
+@declared("target read from the disk at every pass: speed-up against tau")
+def offload(row: PairRow) -> Races:
+    """Greedy text, one prompt at a time; what a pass reads is dropped from the page cache after it.
 
     So every pass reads the disk, as it does for a target larger than the memory. ``share`` is ratio / tau: 1 where a
     pass over a tree costs no more than one over a token, and drafting nothing.
@@ -53,16 +53,14 @@ def offload(row: PairRow) -> Row:
     runs |= {f"oracle:{RATE:g}, gamma {gamma}": run(known, gamma=gamma) for gamma in GAMMAS}
     if row.config.peers:
         runs["transformers plain"] = _peer(row.pair, row.params(gamma=1, ignore_eos=True))
-    standings = row.race(runs, row.pair.judge(drafted))
-    conditions = row.conditions(
+    yield Race(runs, row.pair.judge(drafted), lines=lambda standings: map(_line, standings))
+    return row.conditions(
         drafted,
         gamma="by line",
         read_bytes=sum(extent.nbytes for extent in _stream(drafted).extents.values()),
         disk_gb_per_second=speed / 1e9,
-        page_cache="dropped behind every read (posix_fadvise)",
+        page_cache="dropped after every read (posix_fadvise)",
     )
-    title = "target read from the disk at every pass: speed-up against tau"
-    return row.row(title, standings, lines=[_line(standing) for standing in standings], **conditions)
 
 
 def _stream(llm: LLM) -> Any:
@@ -81,18 +79,10 @@ def _lap(stream: Any, run: Run) -> Lap:
 def _line(standing: Standing) -> dict[str, Any]:
     shown = standing.to_dict()
     tau, ratio, score = (shown.get(name) for name in ("tau", "ratio", "score_ms"))
-    return {
-        "name": shown["name"],
-        "tokens_per_second": shown["tokens_per_second"],
-        "ratio": ratio,
-        "tau": tau,
-        "share": ratio / tau if ratio and tau else None,
-        "pass_seconds": score and score / 1000,
-        "draft_ms": shown.get("draft_ms"),
-        "overhead_ms": shown.get("overhead_ms"),
-        "read GB/s": shown.get("read_gb_per_second"),
-        "equal": shown["equal"],
-    }
+    line = {name: shown.get(name) for name in ("name", "tokens_per_second", "ratio", "tau")}
+    line |= {"share": ratio / tau if ratio and tau else None, "pass_seconds": score and score / 1000}
+    line |= {name: shown.get(name) for name in ("draft_ms", "overhead_ms")}
+    return line | {"read GB/s": shown.get("read_gb_per_second"), "equal": shown["equal"]}
 
 
 def _peer(pair: Pair, params: SamplingParams) -> Any:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ import torch
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.model_executor.loading import stop_tokens
 
-__all__ = ["ForwardClock", "Transformers", "generation_settings", "stop_tokens"]
+__all__ = ["Transformers", "generation_settings", "stop_tokens"]
 
 
 class Transformers:
@@ -116,13 +114,6 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
     return tokens[: next((i for i, token in enumerate(tokens, start=1) if token in ends), len(tokens))]
 
 
-def _now(model: Any) -> float:
-    """The clock, when the model's device has done what it was given: a GPU only begins to work when a call returns."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()
-
-
 @contextmanager
 def generation_settings(model: Any, config: Any) -> Iterator[None]:
     """The model generates with these settings while the block runs; its own come back."""
@@ -133,40 +124,3 @@ def generation_settings(model: Any, config: Any) -> Iterator[None]:
         yield
     finally:
         model.generation_config = before
-
-
-@dataclass
-class ForwardClock:
-    """Counts and times the forwards of models while the ``with`` block runs: what is left is bookkeeping.
-
-    Attributes:
-        models: whose forwards are watched.
-        seconds: inside them.
-        calls: of each model.
-    """
-
-    models: Sequence[Any]
-    seconds: float = 0.0
-    calls: list[int] = field(default_factory=list)
-
-    def __enter__(self) -> ForwardClock:
-        self.calls = [0] * len(self.models)
-        self._hooks = []
-        for index, model in enumerate(self.models):
-            self._hooks.append(model.register_forward_pre_hook(self._begin, prepend=True))
-            self._hooks.append(model.register_forward_hook(self._end(index)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _begin(self, model: Any, *_: Any) -> None:
-        self._began = _now(model)
-
-    def _end(self, index: int) -> Any:
-        def end(model: Any, *_: Any) -> None:
-            self.seconds += _now(model) - self._began
-            self.calls[index] += 1
-
-        return end

@@ -9,7 +9,7 @@ from typing import Any
 from sakiyomi.core.memory import readable
 from sakiyomi.evaluation.bench.runner import Spread, Standing
 
-__all__ = ["Row", "condition_line", "joined", "of_race", "race_notes", "unclaimed"]
+__all__ = ["Row", "condition_line", "of_race", "race_notes", "unclaimed"]
 
 HEADS = {
     "tokens_per_second": ("tok/s", 1),
@@ -23,16 +23,9 @@ HEADS = {
     "bandwidth_share": ("bw %", 100),
     "perplexity": ("ppl", 1),
     "text_perplexity": ("text ppl", 1),
-    "weight_bytes": ("weights MB", 1e-6),
     "ratio_8_to_1": ("8:1", 1),
-    "tree_kv_bytes": ("tree MB", 1e-6),
-    "batch_kv_bytes": ("batch MB", 1e-6),
-    "plain_tokens_per_second": ("plain tok/s", 1),
     "speculative_tokens_per_second": ("spec tok/s", 1),
-    "ratio_tokens_per_second": ("ratio tok/s", 1),
-    "block_tokens_per_second": ("block tok/s", 1),
     "oracle_tokens_per_second": ("tok/s", 1),
-    "plain_latency_seconds": ("plain s", 1),
     "speculative_latency_seconds": ("spec s", 1),
     "accuracy": ("right", 100),
     "accuracy_spread": ("±", 100),
@@ -41,16 +34,8 @@ HEADS = {
     "agreement": ("agree", 100),
     "agreement_spread": ("± agree", 100),
     "perplexity_spread": ("± ppl", 1),
-    "far_bytes": ("far MB", 1e-6),
-    "peak_bytes": ("peak MB", 1e-6),
-    "prefill_tokens_per_second": ("prefill tok/s", 1),
-    "decode_tokens_per_second": ("decode tok/s", 1),
     "kv_slope": ("KV slope", 1),
     "process_slope": ("grown slope", 1),
-    "kv_from_bytes": ("KV MB from", 1e-6),
-    "kv_to_bytes": ("KV MB to", 1e-6),
-    "grown_from_bytes": ("grown MB from", 1e-6),
-    "grown_to_bytes": ("grown MB to", 1e-6),
     "resident_growth_bytes": ("grown MB", 1e-6),
     "tokens_held": ("tokens", 1),
     "seconds_per_answer": ("s/answer", 1),
@@ -61,6 +46,8 @@ HEADS = {
     "chrf": ("chrF", 1),
 }
 """Short heads of columns, and what their values are multiplied by, so that a table fits in 120 columns."""
+UNITS = {"_tokens_per_second": (" tok/s", 1), "_latency_seconds": (" s", 1), "_bytes": (" MB", 1e-6)}
+"""The same by the end of a name that is not in ``HEADS``."""
 JSON_ONLY = {"tokens", "latency_seconds", "plain_low", "plain_high", "speculative_low", "speculative_high", "weights"}
 JSON_ONLY |= {"spec", "kind", "pairs", "starred", "tasks", "seeds", "decode_low_high", "grown_bytes"}
 JSON_ONLY |= {"series", "by_category"}
@@ -112,35 +99,38 @@ def of_race(
     title: str,
     standings: Sequence[Standing],
     *,
+    where: str = "",
     lines: Sequence[Mapping[str, Any]] | None = None,
-    notes: Sequence[str] = (),
     **conditions: Any,
 ) -> Row:
     """A row from contenders that ran side by side, the baseline first.
 
     Args:
         name, title: of the row.
-        standings: what came of them; what is to be said of one stands below the table.
-        lines: of the table, in the place of the contenders' own.
-        notes: more of them.
+        standings: the results.
+        where: names the race, if it is one of several; names of contenders and notes begin with it.
+        lines: of the table, instead of one for each contender.
         conditions: what has to be known beside the laps and how far two equal things are apart.
     """
+    before = f"{where}: " if where else ""
+    conditions["laps"] = len(standings[0].laps)
+    if lines is None or not where:
+        conditions[f"A/A {where}".strip()] = Spread.shown(standings)
+    notes = race_notes(standings) if lines is None else _differences(standings)
     if lines is None:
-        lines = [{key: value for key, value in s.to_dict().items() if key != "note"} for s in standings]
-    conditions |= {"laps": len(standings[0].laps), "A/A": Spread.shown(standings)}
-    return Row(name, title, lines, conditions, [*race_notes(standings), *notes])
+        shown = [standing.to_dict() | {"name": before + standing.name} for standing in standings]
+        lines = [{key: value for key, value in line.items() if key != "note"} for line in shown]
+    return Row(name, title, lines, conditions, [before + text for text in notes])
 
 
 def race_notes(standings: Sequence[Standing]) -> list[str]:
     """Notes on a race: texts that differ, contenders with other weights, and ratios within the noise."""
+    return [*_differences(standings), *unclaimed(standings)]
+
+
+def _differences(standings: Sequence[Standing]) -> list[str]:
     apart = [f"{standing.name}: {standing.agreement.note}" for standing in standings if standing.agreement.note]
-    return [*apart, *_of_other_weights(standings), *unclaimed(standings)]
-
-
-def joined(name: str, title: str, parts: Mapping[str, Row], **conditions: Any) -> Row:
-    """Rows of the same contenders as one, in the order of ``parts``: what each is about stands before its names."""
-    lines = [{**line, "name": f"{part}: {line['name']}"} for part, row in parts.items() for line in row.lines]
-    return Row(name, title, lines, conditions, [f"{part}: {text}" for part, row in parts.items() for text in row.notes])
+    return [*apart, *_of_other_weights(standings)]
 
 
 def _of_other_weights(standings: Sequence[Standing]) -> list[str]:
@@ -168,6 +158,9 @@ def unclaimed(standings: Sequence[Standing]) -> list[str]:
 
 def _cell(name: str, value: Any) -> tuple[str, Any]:
     head, scale = HEADS.get(name, (name, 1))
+    for end, (unit, factor) in UNITS.items():
+        if head == name and name.endswith(end):
+            head, scale = name.removesuffix(end).replace("_", " ") + unit, factor
     return head, value if value is None or scale == 1 else value * scale
 
 

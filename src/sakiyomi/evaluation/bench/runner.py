@@ -10,13 +10,14 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 
-__all__ = ["Agreement", "Contender", "Judge", "Lap", "Spread", "Standing", "race", "same_tokens", "timed"]
+__all__ = ["Agreement", "Contender", "Judge", "Lap", "Run", "Spread", "Standing", "figured", "race", "same_tokens"]
+__all__ += ["timed"]
 
 Outputs = tuple[tuple[int, ...], ...]
 
@@ -45,6 +46,20 @@ class Lap:
     def more(self, **figures: float) -> Lap:
         """The same lap with further figures."""
         return replace(self, figures=self.figures | figures)
+
+
+Run = Callable[[], Lap]
+"""Does one lap."""
+
+
+def figured(run: Run, figures: Callable[[Lap], Mapping[str, float]]) -> Run:
+    """The same laps with further figures, which are computed after the clock has stopped."""
+
+    def more() -> Lap:
+        lap = run()
+        return lap.more(**figures(lap))
+
+    return more
 
 
 @dataclass(frozen=True)
@@ -80,10 +95,14 @@ class Contender:
     """
 
     name: str
-    run: Callable[[], Lap]
+    run: Run
     judge: Judge | None = None
     against: str | None = None
     optional: bool = False
+
+    def figured(self, figures: Callable[[Lap], Mapping[str, float]]) -> Contender:
+        """The same with further figures in its laps."""
+        return replace(self, run=figured(self.run, figures))
 
 
 @dataclass(frozen=True)

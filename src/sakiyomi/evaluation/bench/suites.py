@@ -1,120 +1,96 @@
-"""The rows of ``sakiyomi bench``, by name. A new row is a function here or in a file of its own, and one line below."""
+"""The rows of ``sakiyomi bench``, by name. A new row is a function and its name below."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from sakiyomi.core.embedded import MEDUSA_HEADS
-from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import peak_bytes
-from sakiyomi.evaluation.bench.block import block
-from sakiyomi.evaluation.bench.bookkeeping import bookkeeping
 from sakiyomi.evaluation.bench.card import minute
-from sakiyomi.evaluation.bench.compiling import compiling
 from sakiyomi.evaluation.bench.config import BenchConfig, Note, silent
 from sakiyomi.evaluation.bench.contest import peers
 from sakiyomi.evaluation.bench.cross import cross
-from sakiyomi.evaluation.bench.drafts import coverage, oracle, selfdraft, trees, useless
+from sakiyomi.evaluation.bench.drafts import oracle, selfdraft, trees
 from sakiyomi.evaluation.bench.evicted import evicted
-from sakiyomi.evaluation.bench.exactness import exact
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.heads import heads
 from sakiyomi.evaluation.bench.learning import learning
-from sakiyomi.evaluation.bench.lookup import lookup
 from sakiyomi.evaluation.bench.medusa import medusa, typical
-from sakiyomi.evaluation.bench.merged import merged
-from sakiyomi.evaluation.bench.never_slower import never_slower
 from sakiyomi.evaluation.bench.offload import offload
-from sakiyomi.evaluation.bench.passes import passes, scoring
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.speed import batch, dropin, plain, speculative, stories, sweep
+from sakiyomi.evaluation.bench.speed import batch, dropin, speculative, stories, sweep
+from sakiyomi.evaluation.bench.study import attempted
 
 __all__ = ["ROWS", "measure", "run"]
 
-ROWS: dict[str, Callable[[PairRow], Row]] = {
-    "minute": minute,
-    "bookkeeping": bookkeeping,
-    "passes": passes,
-    "plain": plain,
-    "speculative": speculative,
-    "stories": stories,
-    "batch": batch,
-    "sweep": sweep,
-    "never-slower": never_slower,
-    "trees": trees,
-    "coverage": coverage,
-    "scoring": scoring,
-    "useless": useless,
-    "block": block,
-    "oracle": oracle,
-    "lookup": lookup,
-    "merged": merged,
-    "offload": offload,
-    "exact": exact,
-    "compiling": compiling,
-    "peers": peers,
-    "cross": cross,
-    "selfdraft": selfdraft,
-    "evicted": evicted,
-    "dropin": dropin,
-    "medusa": medusa,
-    "heads": heads,
-    "typical": typical,
-    "learning": learning,
-}
+Measure = Callable[[PairRow], Row]
+Rows = Mapping[str, Measure]
+_DECLARED: list[Measure] = [minute, speculative, stories, batch, sweep, trees, oracle, offload, peers, cross]
+_DECLARED += [selfdraft, evicted, dropin, medusa, heads, typical, learning]
+ROWS: dict[str, Measure] = {row.__name__: row for row in _DECLARED}
+"""Named as the functions are, in the order in which they run."""
 
 ALL = "all"
 """In the place of names of rows."""
 
-TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "compiling", "learning"}
-"""Rows of which nothing can be drawn."""
-
-RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
-"""Rows that make their own models."""
-
 ALONE = {"minute", "selfdraft", "evicted", "heads"}
 """Rows of a target without a draft model."""
 
+NAMED = {"minute", "evicted", "heads", "learning"}
+"""Rows that ``all`` does not include: of long texts, of many drafters, of many texts."""
 
-def measure(name: str, config: BenchConfig, note: Note = silent) -> Row:
+TABLES = {"learning"}
+"""Rows of which nothing can be drawn."""
+
+MOVED = {"block", "bookkeeping", "coverage", "exact", "lookup", "merged", "never-slower", "passes", "plain", "scoring"}
+MOVED |= {"useless"}
+"""Rows about sakiyomi's own code, which are run by a script."""
+
+
+def measure(name: str, config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Row:
     """One row alone."""
-    return ROWS[name](PairRow(name, config, note))
+    return rows[name](PairRow(name, config, note))
 
 
-def run(config: BenchConfig, note: Note = silent) -> Iterator[Row]:
+def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Iterator[Row]:
     """Run the rows that were asked for and give each when it is done; one that fails says so, and the others run.
+
+    Args:
+        config: names the rows; none: the one-minute table.
+        note: is told what is going on.
+        rows: those that there are.
 
     Raises:
         InputError, LoadError: a row is not known, or what rows of a pair need is not there; before any work.
     """
-    unknown = [name for name in config.rows if name not in (*ROWS, ALL)]
-    if unknown:
-        raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}, and all")
-    # With "all", a row runs only if all it needs is known: cross needs a draft of another tokenizer, the rows
-    # of heads need heads of this target. Rows evicted, of long texts, heads, of many drafters, learning, of many texts,
-    # and the one-minute table run only if they are named.
-    absent = {"evicted", "heads", "learning", "minute"} | ({"cross"} if config.cross is None else set())
-    absent |= {"medusa", "typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set()
-    wanted = config.rows or ("minute",)
-    if ALL in wanted:
-        wanted = tuple(name for name in ROWS if name not in absent or name in wanted)
-    if "compiling" in config.rows and not config.compile:
-        raise InputError("row compiling measures compiled graphs and compile is off; leave one of the two out")
+    wanted = _wanted(config, rows)
     if "peers" in config.rows and not config.peers:
         raise InputError("row peers measures others beside us and peers is off; leave one of the two out")
-    if set(wanted) - RANDOM:
-        config.check_pair(alone=set(wanted) <= RANDOM | ALONE)
+    config.check_pair(alone=set(wanted) <= ALONE)
     if {"medusa", "typical"} & set(wanted):
         config.medusa_heads  # noqa: B018
 
-    def rows() -> Iterator[Row]:
+    def measured() -> Iterator[Row]:
         for name in wanted:
-            try:
-                row = measure(name, config, note)
-                # Of the whole process so far: transformers' copies and the rows before are in it.
-                yield replace(row, conditions={**row.conditions, "process_peak_bytes": peak_bytes()})
-            except SakiyomiError as error:
-                yield Row(name, "failed", [], error=str(error))
+            row = attempted(name, "failed", partial(measure, name, config, note, rows))
+            # Of the whole process so far: transformers' copies and the rows before are in it.
+            yield replace(row, conditions={**row.conditions, "process_peak_bytes": peak_bytes()})
 
-    return rows()
+    return measured()
+
+
+def _wanted(config: BenchConfig, rows: Rows) -> Sequence[str]:
+    """Names of the rows to run; with ``all`` those alone whose heads or drafts are given or known."""
+    for name in config.rows:
+        if name in MOVED and name not in rows:
+            raise InputError(f"row {name!r} is now in the source repository: python benchmarks/rows.py --rows {name}")
+        if name not in (*rows, ALL):
+            raise InputError(f"there is no row {name!r}; rows are {', '.join(rows)}, and all")
+    if ALL not in config.rows:
+        return config.rows or ("minute",)
+    absent = NAMED | ({"cross"} if config.cross is None else set())
+    absent |= {"medusa", "typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set()
+    return [name for name in rows if name not in absent or name in config.rows]

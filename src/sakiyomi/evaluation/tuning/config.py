@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sakiyomi.core.checks import at_least
-from sakiyomi.core.embedded import DEFAULT
+from sakiyomi.core.prompts import read_prompts
+from sakiyomi.evaluation.settings import TargetSettings
+from sakiyomi.evaluation.tuning.beginnings import beginnings
 
 __all__ = ["PairConfig", "TuneConfig"]
 
 
-@dataclass(frozen=True)
-class PairConfig:
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(TargetSettings):
     """A target, and drafters to choose from.
 
     Attributes:
-        target: embedded name (tales), folder in Hugging Face format, or hub id.
         draft: drafter to consider (again for each), beside those that need nothing but the target: none,
             prompt-lookup, suffix, ngram, its own first layers, itself in 8 bits, the draft and heads that belong to it.
         drafts: folder of candidates, each a folder with a small model; unusable ones are listed with the reason.
@@ -29,14 +30,11 @@ class PairConfig:
         seconds: about how long it may take; the number of prompts follows from it.
         all: measure every configuration on all prompts of the comparison, however long that takes, and report how far
             predictions were off.
-        dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
-        device: auto, cpu, cuda or cuda:N.
         quantize: int8 or int4: as the target will run.
         save: keep the result, so that draft auto uses it for this target from now on.
         watch: choose nothing: measure the draft that was chosen before, and say whether its acceptance has fallen.
     """
 
-    target: str = DEFAULT
     draft: tuple[str, ...] = ()
     drafts: str | None = None
     prompts: str | None = None
@@ -47,8 +45,6 @@ class PairConfig:
     finalists: int = 4
     seconds: int = 150
     all: bool = False
-    dtype: str = "auto"
-    device: str = "auto"
     quantize: str | None = None
     save: bool = True
     watch: bool = False
@@ -56,29 +52,31 @@ class PairConfig:
     def __post_init__(self) -> None:
         at_least(self, count=2, prompt_tokens=1, max_new_tokens=8, temperature=0, finalists=1, seconds=1)
 
+    def texts(self) -> list[str]:
+        """The prompts.
+
+        Raises:
+            LoadError, InputError: the file cannot be read, or has none.
+        """
+        return beginnings(self.count) if self.prompts is None else read_prompts(self.prompts, self.count)
+
 
 @dataclass(frozen=True)
-class TuneConfig:
+class TuneConfig(TargetSettings):
     """What to tune, and on what.
 
     Attributes:
         heads: folder of the heads, or the name of embedded ones; the result is kept there.
-        target: the model that they belong to: embedded name, folder or hub id.
         valid: held-out texts or chats, a .jsonl, .json or .txt file (.gz allowed); the target answers their prompts.
         prompts: how many of them.
         new_tokens: longest answer.
         max_nodes: largest tree.
-        dtype: auto, float32, bfloat16 or float16.
-        device: auto, cpu, cuda or cuda:N.
         quantize: int8 or int4: as the target will run.
     """
 
     heads: str = field(metadata={"argument": "HEADS"})
-    target: str = DEFAULT
     valid: str = ""
     prompts: int = 24
     new_tokens: int = 128
     max_nodes: int = 31
-    dtype: str = "auto"
-    device: str = "auto"
     quantize: str | None = None

@@ -9,9 +9,8 @@ from typing import Any
 from sakiyomi.core.drops import Tau, change, fallen
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.prompts import read_prompts
 from sakiyomi.evaluation.loading import load
-from sakiyomi.evaluation.tuning.beginnings import beginnings
+from sakiyomi.evaluation.tuning.calibrate import OVER
 from sakiyomi.evaluation.tuning.config import PairConfig
 
 __all__ = ["watch"]
@@ -32,7 +31,7 @@ def watch(config: PairConfig, note: Callable[[str], None] = lambda text: None) -
     """
     if config.draft or config.drafts is not None:
         raise InputError("watch measures the draft that was chosen before; leave out --draft and --drafts")
-    texts = beginnings(config.count) if config.prompts is None else read_prompts(config.prompts, config.count)
+    texts = config.texts()
     note(f"loading {config.target}")
     llm = load(config, "auto", strict=True)
     profile = llm.profile
@@ -52,7 +51,7 @@ def watch(config: PairConfig, note: Callable[[str], None] = lambda text: None) -
         if stats.rounds:
             found.append((stats.committed, stats.rounds))
     if not found:
-        raise InputError("all texts end with their first token, so that there is no round to look at; give others")
+        raise InputError(OVER)
     now, then = Tau.of(found), profile.chosen
     return {
         "target": config.target,

@@ -26,7 +26,7 @@ LONGEST = 1024
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is known of a pair and a machine.
+    """Numbers of a pair and a machine.
 
     Attributes:
         alpha: acceptance of the first draft token, again for the second, ...; the last holds for all behind it.
@@ -112,15 +112,15 @@ class _Machine:
     bandwidth: float | None
     operations: float | None
 
-    def target(self, rows: int, batch: int, bits: float) -> float:
-        """Seconds of a target pass; the bandwidth is 1 byte a second where it is not known: ratios are the same."""
-        return self._seconds(rows, batch, "", bits)
+    def seconds(self, rows: int, batch: int, bits: float, model: str = "") -> float:
+        """Of a pass; the bandwidth is 1 byte a second where it is not known: ratios are the same.
 
-    def draft(self, batch: int, bits: float) -> float:
-        """Seconds of a draft step."""
-        return self._seconds(batch, batch, "draft_", bits)
-
-    def _seconds(self, rows: int, batch: int, model: str, bits: float) -> float:
+        Args:
+            rows: of all requests together.
+            batch: requests.
+            bits: of a weight.
+            model: "" is the target, "draft_" the draft.
+        """
         weights = self.read[f"{model}weights"]
         read, operations = weights + batch * self.read[f"{model}kv"], 2 * weights * 8 / bits
         bandwidth = self.bandwidth or 1.0
@@ -142,9 +142,8 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     verify = _verify(config, machine)
     best, fastest = theory.marginal_gamma(config.alpha, c, verify, config.overhead, config.max_gamma)
     lines = [_line(config, machine, gamma, c, c_hat, verify) for gamma in range(config.max_gamma + 1)]
-    plain = (
-        machine.target(config.batch, config.batch, config.bits) if machine is not None and machine.bandwidth else None
-    )
+    timed = machine is not None and machine.bandwidth
+    plain = machine.seconds(config.batch, config.batch, config.bits) if machine is not None and timed else None
     return {
         "gamma": best,
         "speedup": fastest,
@@ -185,37 +184,33 @@ def _line(
 def _machine(config: PlanConfig) -> _Machine | None:
     if config.target_size is None:
         return None
-
-    def number(name: str) -> float | None:
-        return None if getattr(config, name) is None else _number(name, getattr(config, name))
-
+    names = ("target_size", "draft_size", "kv_per_token", "draft_kv_per_token", "bandwidth", "operations")
+    given = {name: getattr(config, name) for name in names}
+    known = {name: None if text is None else _number(name, text) for name, text in given.items()}
     read = {
-        "weights": (number("target_size") or 0.0) * config.bits / 8,
-        "draft_weights": (number("draft_size") or 0.0) * config.draft_bits / 8,
-        "kv": (number("kv_per_token") or 0.0) * config.context,
-        "draft_kv": (number("draft_kv_per_token") or 0.0) * config.context,
+        "weights": (known["target_size"] or 0.0) * config.bits / 8,
+        "draft_weights": (known["draft_size"] or 0.0) * config.draft_bits / 8,
+        "kv": (known["kv_per_token"] or 0.0) * config.context,
+        "draft_kv": (known["draft_kv_per_token"] or 0.0) * config.context,
     }
-    return _Machine(read, number("bandwidth"), number("operations"))
+    return _Machine(read, known["bandwidth"], known["operations"])
 
 
 def _ratios(config: PlanConfig, machine: _Machine | None) -> tuple[float, float | None]:
     """The draft step in time and in operations (c, c_hat)."""
-    sized = machine is not None and machine.read["draft_weights"] > 0
-    if config.c is None and not sized:
+    c, c_hat, batch = config.c, config.c_hat, config.batch
+    if machine is not None and machine.read["draft_weights"]:
+        if c is None:
+            step = machine.seconds(batch, batch, config.draft_bits, "draft_")
+            c = step / machine.seconds(batch, batch, config.bits)
+        if c_hat is None:
+            c_hat = _number("draft_size", config.draft_size) / _number("target_size", config.target_size)
+    if c is None:
         raise InputError(
             "c is not given; give the time of a draft step in target steps (--c 0.05; 0 for a draft from the text), or "
             "--target-size and --draft-size"
         )
-    c_hat = config.c_hat
-    if c_hat is None and sized:
-        c_hat = _number("draft_size", config.draft_size) / _number("target_size", config.target_size)
-    if config.c is not None:
-        return config.c, c_hat
-    assert machine is not None
-    return (
-        machine.draft(config.batch, config.draft_bits) / machine.target(config.batch, config.batch, config.bits),
-        c_hat,
-    )
+    return c, c_hat
 
 
 def _verify(config: PlanConfig, machine: _Machine | None) -> Callable[[int], float]:
@@ -226,8 +221,8 @@ def _verify(config: PlanConfig, machine: _Machine | None) -> Callable[[int], flo
         return lambda rows: curve(batch * rows) / curve(batch)
     if machine is None or machine.operations is None:
         return lambda rows: 1.0
-    plain = machine.target(batch, batch, config.bits)
-    return lambda rows: machine.target(batch * rows, batch, config.bits) / plain
+    plain = machine.seconds(batch, batch, config.bits)
+    return lambda rows: machine.seconds(batch * rows, batch, config.bits) / plain
 
 
 def _curve(entries: tuple[str, ...]) -> Callable[[int], float]:
@@ -266,28 +261,23 @@ def draw(found: dict[str, Any], path: str) -> None:
     Raises:
         LoadError: the file cannot be written.
     """
-    from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, curve, panels, save
+    from sakiyomi.evaluation.bench.pictures import curves, drawing
+    from sakiyomi.evaluation.bench.report import Row
 
-    lines = found["lines"]
-    parts: list[tuple[str, list[tuple[str, str, str]]]] = [
-        ("tokens a pass", [("tokens", "", BAR)]),
-        ("speed-up over plain", [("flat", "all passes alike", BASELINE), ("speedup", "with what passes cost", BAR)]),
+    alpha = ", ".join(f"{value:g}" for value in found["given"]["alpha"])
+    title = f"alpha {alpha}, c {found['c']:.3g}; best gamma {found['gamma']}"
+    look: dict[str, Any] = {"mark": found["gamma"], "xlabel": "gamma", "ylim": (0, None)}
+    ways: dict[str, str | tuple[str, str]] = {
+        "flat": ("all passes alike", "--"),
+        "speedup": "with what passes cost",
+    }
+    panels = [
+        curves("gamma", {"tokens": ""}, title=title, ylabel="tokens a pass", **look),
+        curves("gamma", ways, legend="best", ylabel="speed-up over plain", **look),
     ]
     if found["c_hat"] is not None:
-        parts.append(("operations a token, plain is 1", [("operations", "", BAR)]))
-    if "traffic_bytes" in lines[0]:
-        parts.append(("GB read a token", [("traffic_bytes", "", BAR)]))
-    figure, found_axes = panels(1, len(parts), 3.4 * len(parts), 3.4)
-    for axes, (label, curves) in zip(found_axes, parts, strict=True):
-        for name, legend, colour in curves:
-            scale = 1e-9 if name == "traffic_bytes" else 1.0
-            style = "--" if name == "flat" else "-"
-            curve(axes, lines, "gamma", name, style, scale, color=colour, label=legend or None)
-        axes.axvline(found["gamma"], color=MARK, linestyle="--", linewidth=1)
-        axes.set(xlabel="gamma", ylabel=label)
-        axes.set_ylim(bottom=0)
-        if len(curves) > 1:
-            axes.legend(frameon=False, fontsize=8)
-    alpha = ", ".join(f"{value:g}" for value in found["given"]["alpha"])
-    figure.suptitle(f"alpha {alpha}, c {found['c']:.3g}; best gamma {found['gamma']}", fontsize=10)
-    save(figure, path)
+        panels.append(curves("gamma", {"operations": ""}, ylabel="operations a token, plain is 1", **look))
+    if "traffic_bytes" in found["lines"][0]:
+        panels.append(curves("gamma", {"traffic_bytes": ""}, ylabel="bytes read a token", **look))
+    row = Row("plan", "", found["lines"])
+    drawing(path, [(panel, row, 3.2) for panel in panels], width=5.6)

@@ -30,6 +30,7 @@ __all__ = [
     "weighed",
 ]
 
+
 SURE = 0.02  # share of the readings
 BUCKETS = (0.0, 0.5, 0.8, 0.95, 1.0)
 """Borders of the drafter's own confidence."""

@@ -18,12 +18,10 @@ from sakiyomi.core.drops import Tau
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.prompts import read_prompts
 from sakiyomi.engine import machine
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.engine.tuned_profile import Profile, lasting, profile_path, write_profile
 from sakiyomi.evaluation.loading import load
-from sakiyomi.evaluation.tuning.beginnings import beginnings
 from sakiyomi.evaluation.tuning.calibrate import ALONE, BATCH, OVER, Calibration, Candidate, Gamma, Note, Prompts
 from sakiyomi.evaluation.tuning.candidates import available, made, named
 from sakiyomi.evaluation.tuning.config import PairConfig
@@ -52,7 +50,7 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     """
     began = time.monotonic()
     specs = named(config)
-    texts = beginnings(config.count) if config.prompts is None else read_prompts(config.prompts, config.count)
+    texts = config.texts()
     if len(texts) < 2:
         raise InputError("there is one prompt; give two or more: half of them are kept for the comparison")
     params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
@@ -68,7 +66,7 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     candidates = [candidate for candidate in found.values() if candidate is not None]
     refused = [{"draft": spec, "refused": message} for spec, message in why.items()]
     note("recording passes")
-    llm.wait(batches=True)
+    llm.wait()
     calibration = Calibration(llm, params, candidates, refused)
     comparison = Comparison(calibration, params)
     _learn_and_compare(config, calibration, comparison, prompts, began, note)
@@ -108,7 +106,7 @@ def _learn_and_compare(
 ) -> None:
     """Texts of all kinds, in an order that lets a machine which drifts spoil as little as possible.
 
-    Where everything is run, what is timed and what is compared are written by turns.
+    Where everything is run, texts that are timed and texts that are compared alternate.
     """
 
     def late(share: float) -> bool:
@@ -168,7 +166,7 @@ class _Runs:
 
 
 class Comparison:
-    """Configurations by turns on prompts that nothing was learnt from.
+    """Configurations, interleaved, on prompts that did not calibrate.
 
     Args:
         calibration: what is learnt.
@@ -208,13 +206,13 @@ class Comparison:
         ]
 
     def run(self, prompt: list[int]) -> None:
-        """A prompt by everyone, with plain decoding before, between and behind."""
-        texts = [self._write(run, prompt) for run in self._by_turns()]
+        """Run a prompt with every configuration, with plain decoding before, between and behind."""
+        texts = [self._write(run, prompt) for run in self._order()]
         self.equal += sum(text == texts[0] for text in texts)
         self.written += len(texts)
         self.texts += 1
 
-    def _by_turns(self) -> list[_Runs]:
+    def _order(self) -> list[_Runs]:
         """Everyone, in another order for every prompt: what ran just before leaves the processor's caches behind."""
         order = [self._plain[0]]
         for number, run in enumerate(random.Random(self.texts).sample(self._runs, len(self._runs)), start=1):

@@ -127,9 +127,7 @@ class CudaBackend(AttentionBackend):
     @classmethod
     def serves(cls, needs: BackendNeeds) -> bool:
         """Causal models that lie on one GPU as a whole, with all their pairs in the cache."""
-        apart = (
-            needs.own_attention or needs.exact or needs.evicts or needs.offloaded or needs.encoder or not needs.plain
-        )
+        apart = needs.exact or needs.evicts or needs.offloaded or needs.encoder or not needs.plain
         return needs.device.type == "cuda" and needs.one_device and not apart
 
     @staticmethod
@@ -252,20 +250,22 @@ class CudaGraphs:
         """Passes of all sizes are captured at first use."""
         return not self.failed
 
-    def record(self, begin: BeginPass, rows: int) -> None:
-        """Nothing: a capture costs no compiler's seconds, and comes with the first pass of a shape."""
+    def record(self, begin: BeginPass) -> None:
+        """Nothing: a capture comes with the first pass of a shape."""
 
     def clear(self) -> None:
         """Forget all captures: the cache's tensors have moved. Passes that are not captured look them up."""
         self._backend.frames.clear()
 
-    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
+    def run(
+        self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None
+    ) -> PassResult | None:
         """The pass that `begin` described; None for prompts, which have any length.
 
         The hidden states are copies: a captured pass writes to the same place the next time.
         """
         self.fresh = False
-        if self._backend.apart or not self._backend.cache.room or self.failed:
+        if keep is not None or self._backend.apart or not self._backend.cache.room or self.failed:
             return None
         frame = self._backend.frame
         self.fresh = frame.captured is None
@@ -314,7 +314,7 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(side)
         self._backend.count = 0  # of one forward the attention calls are counted
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on allocating on the device meanwhile.
+        # Other threads may allocate on the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
             given = work()
         return graph, given

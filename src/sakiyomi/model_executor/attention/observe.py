@@ -1,4 +1,4 @@
-"""An operator through which a pass, compiled or not, leaves rows of numbers behind for the cache's policy."""
+"""An operator through which a pass, recorded or not, leaves rows of numbers behind for the cache's policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["listen"]
 
 
 class _Pass(threading.local):
-    """By thread: a graph that is compiled in the background leaves nothing."""
+    """By thread: models run beside each other."""
 
     notes: RowObservations | None = None
     plan: BatchPlan | None = None
@@ -31,10 +31,9 @@ def listen(notes: RowObservations | None, plan: BatchPlan | None) -> None:
 def _observe(out: Tensor, note: Tensor, layer: int) -> Tensor:
     if _pass.notes is not None and _pass.plan is not None:
         _pass.notes.write(layer, _pass.plan, note)
-    return out.clone()  # what comes back is used, so that a compiler cannot leave the operator out
+    return out.clone()  # what comes back is used, so that no recording leaves the operator out
 
 
 _library = torch.library.Library("sakiyomi", "FRAGMENT")
 _library.define("observe(Tensor out, Tensor note, int layer) -> Tensor")
 _library.impl("observe", _observe, "CompositeExplicitAutograd")
-torch.library.register_fake("sakiyomi::observe", lambda out, note, layer: torch.empty_like(out), lib=_library)

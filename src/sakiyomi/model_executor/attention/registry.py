@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ class BackendNeeds:
         device: of the weights; layers may lie on several.
         one_device: all layers lie on it.
         packed: the model's linear layers in the compiled kernels; None: they are torch's own.
-        own_attention: the model's class keeps its own attention and cannot be switched to another.
         exact: rows must not depend on the other rows of a pass.
         evicts: pairs are dropped, quantized or observed (see ``cache/eviction.py``).
         offloaded: weights come and go by hooks between layers.
@@ -51,7 +50,6 @@ class BackendNeeds:
     device: torch.device
     one_device: bool = True
     packed: PackedWeights | None = None
-    own_attention: bool = False
     exact: bool = False
     evicts: bool = False
     offloaded: bool = False
@@ -74,22 +72,28 @@ class PassRecorder(Protocol):
 
     @property
     def ready(self) -> Mapping[int, PassForward]:
-        """By row count what replays a described pass, once it is known to be right; nothing where only ``run`` does.
-
-        Within ``interpreted`` (``traced.py``).
-        """
+        """By row count what replays a described pass, once it is known to be right; nothing where only ``run`` does."""
         ...
 
     def has(self, rows: int) -> bool:
         """Whether a pass of so many rows is replayed, or will be when it comes."""
         ...
 
-    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
-        """The pass that `begin` has described; None: it is not recorded, run it eagerly."""
+    def run(
+        self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None
+    ) -> PassResult | None:
+        """The pass that `begin` has described; None: it is not recorded, run it eagerly.
+
+        Args:
+            begin: describes it once more.
+            plan: of the pass.
+            ids, positions: (1, N), rows that only fill it up included.
+            keep: (K,) numbers of the rows whose logits are wanted, so that there are (1, K, V) of them; None: all.
+        """
         ...
 
-    def record(self, begin: BeginPass, rows: int) -> None:
-        """Record passes of so many rows now."""
+    def record(self, begin: BeginPass) -> None:
+        """Record passes now, if they can be recorded before they come."""
         ...
 
     def clear(self) -> None:
@@ -131,8 +135,7 @@ class AttentionBackend(ABC):
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
         """What a layer calls: queries (1, H, N, D), keys and values (1, H_kv, N, D) of the pass's rows to (1, N, H, D).
 
-        Writes keys and values into the cache, as the plan of the pass says. Never called where the model's class keeps
-        its own attention.
+        Writes keys and values into the cache, as the plan of the pass says.
         """
         raise NotImplementedError
 
@@ -141,12 +144,8 @@ class AttentionBackend(ABC):
         """Cross-attention over the requests' sources: (1, H, N, D) to (1, N, H, D). Never called without an encoder."""
         raise NotImplementedError
 
-    def inputs(self, rows: int) -> dict[str, Any]:
-        """Further arguments of the model's forward, for the pass that `begin` described; none by default."""
-        return {}
-
     def recorder(self, forward: PassForward) -> PassRecorder | None:
-        """What captures this backend's passes on its device; None: tracing or compiling does, if they are recorded."""
+        """What captures this backend's passes on its device; None: they are recorded by a trace, or eager."""
         return None
 
     def attach(self, cache: SlotCache) -> None:  # noqa: B027

@@ -1,6 +1,6 @@
 """Tree attention in plain torch, on any device: the path without a compiler, and the oracle of the compiled operator.
 
-The operator `sakiyomi::attend` reads plan and cache of the pass from outside, so that a compiled graph knows only layer
+The operator `sakiyomi::attend` reads plan and cache of the pass from outside, so that a recorded pass knows only layer
 numbers. With `by_row` every row is computed alone over its own contiguous path, which makes it
 independent of the other rows (`exact=True` where no compiled kernel is); slower, the same numbers up to rounding.
 
@@ -22,13 +22,12 @@ from sakiyomi.cache.layout import Part
 from sakiyomi.cache.policies.sparse import Chunk, attend_some
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.kernels.native import attend_shape, cross_shape
 from sakiyomi.model_executor.attention import latent
 from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 
 
 class _Pass(threading.local):
-    """What the operator works on. By thread: a graph compiled in the background has an empty pass of its own."""
+    """What the operator works on. By thread: models run beside each other."""
 
     dense: TorchBackend
     plan: BatchPlan | None = None
@@ -70,8 +69,8 @@ class TorchBackend(AttentionBackend):
 
     @classmethod
     def serves(cls, needs: BackendNeeds) -> bool:
-        """Every model that calls our operator."""
-        return not needs.own_attention
+        """Every model."""
+        return True
 
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
@@ -233,5 +232,3 @@ _library.define("attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, 
 _library.define("cross(Tensor q, int layer, float scaling) -> Tensor")
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
 _library.impl("cross", _cross, "CompositeExplicitAutograd")
-torch.library.register_fake("sakiyomi::attend", attend_shape, lib=_library)
-torch.library.register_fake("sakiyomi::cross", cross_shape, lib=_library)

@@ -76,11 +76,6 @@ class TritonBackend(CudaBackend):
         at_hand = super().serves(needs) and native_at_hand() and native() is not None
         return at_hand and gpu_kernels(needs.device) is not None
 
-    @property
-    def shapes_captured(self) -> int:
-        """How many passes were captured."""
-        return sum(len(frame.captured) for frame in self.sized.values())
-
     def attach(self, cache: SlotCache) -> None:
         """The cache's tensors are new ones: one kernel moves the rows that commits keep."""
         if cache.room:
@@ -151,11 +146,13 @@ class TritonGraphs(CudaGraphs):
         for frame in self._passes.sized.values():
             frame.captured.clear()
 
-    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
+    def run(
+        self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None
+    ) -> PassResult | None:
         """The pass that `begin` described; None for a prompt of many rows, and where passes cannot be captured."""
         self.fresh = False
         size, backend = ids.shape[1], self._passes
-        if backend.apart or size > MOST_ROWS or not backend.cache.room or self.failed:
+        if keep is not None or backend.apart or size > MOST_ROWS or not backend.cache.room or self.failed:
             return None
         return self._replay(backend.sized[size], ids, positions)
 

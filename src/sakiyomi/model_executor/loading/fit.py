@@ -79,7 +79,7 @@ def _smaller(dtype: torch.dtype, quantize: str | None, layered: bool) -> list[tu
 
 def quantized_bytes(reader: Reader, quantize: str) -> int:
     """Bytes of a model whose linear layers are quantized, and of its largest layer while it is."""
-    model = without_weights(reader)
+    model = without_weights(reader.config, reader.dtype, trust_remote_code=reader.trust_remote_code)
     layers: list[int] = [module.weight.numel() for module in model.modules() if is_linear(module)]
     stacks = [getattr(part, name) for part in model.modules() if is_experts(part) for name in expert_weights(part)]
     layers += [stack.numel() for stack in stacks]
@@ -95,11 +95,11 @@ def quantized_bytes(reader: Reader, quantize: str) -> int:
     return int(sum(layers) * _BITS[quantize] / 8) + sum(others.values()) + largest
 
 
-def without_weights(reader: Reader) -> Any:
-    """A model of the reader's configuration, whose tensors have sizes and no values."""
+def without_weights(config: Any, dtype: torch.dtype | None = None, *, trust_remote_code: bool = False) -> Any:
+    """A model of a configuration, whose tensors have sizes and no values."""
     import transformers
 
     with TORCH_STATE, torch.device("meta"), quiet():
-        return getattr(transformers, auto_class(reader.config)).from_config(
-            copy.deepcopy(reader.config), dtype=reader.dtype, trust_remote_code=reader.trust_remote_code
+        return getattr(transformers, auto_class(config)).from_config(
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
         )

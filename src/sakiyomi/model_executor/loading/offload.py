@@ -160,7 +160,8 @@ def _map(reader: Reader, offload: Offload) -> dict[str, Any]:
 
 def _layers_apart(reader: Reader, where: str) -> dict[str, Any]:
     """A device map that puts the layers at ``where`` and everything else on the device that computes."""
-    model, device = without_weights(reader), reader.device
+    model = without_weights(reader.config, reader.dtype, trust_remote_code=reader.trust_remote_code)
+    device = reader.device
     layers = [
         name
         for name, module in model.named_modules()

@@ -11,8 +11,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile, ZipInfo
 
 import torch
@@ -30,7 +29,6 @@ from sakiyomi.model_executor.loading.packed import packed_files, same_layers, so
 from sakiyomi.model_executor.loading.recorded_tokenizer import recorded_tokenizer
 from sakiyomi.model_executor.loading.recording import (
     SCRIPT,
-    TAIL,
     TOKENIZER,
     TensorSource,
     assemble,
@@ -39,8 +37,7 @@ from sakiyomi.model_executor.loading.recording import (
     shipped_key,
     undeprecated,
 )
-from sakiyomi.model_executor.recorded import RecordedModel
-from sakiyomi.model_executor.traced import interpreted, trace
+from sakiyomi.model_executor.trace import trace
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
@@ -70,7 +67,7 @@ def save_recording(
         dtype, quantize: that were asked for.
         copy: the packed copy of a quantized model, which may be the folder itself; None: it is not quantized.
         tokenizer: of the model.
-        runner: runs the model in traced passes; between requests.
+        runner: runs the model in recorded passes; between requests.
         place: file of a recording that comes with the model; None: in the cache folder.
     """
     key_of = recording_key if place is None else shipped_key
@@ -83,16 +80,15 @@ def save_recording(
             apart = weights.encoder is not None or weights.stateful or weights.packed_experts
             if size > (MOST if copy is None else MOST_PACKED) or apart or any(shape.tied for shape in weights.shapes):
                 raise UnsupportedError("it is too large, or has an encoder, packed experts, latents or other states")
-            about, scripts, read = _record(runner, TensorSource(held), copy)
+            about, script, read = _record(runner, TensorSource(held), copy)
             known, backend = recorded_tokenizer(tokenizer, folder)
             about |= {"key": key_of(folder, checkpoint), "tokenizer": known}
             del about["config"]["_name_or_path"], known["name_or_path"]  # a recording may move with its folder
             about["copy"] = copy and [str(copy), source_key(folder, checkpoint) if copy != folder else None]
             with progress(f"recording passes of {folder.name} for the next start", size=size):
-                _prove(runner, about, scripts, read, TRIED if size <= MOST else TRIED[:-1])
-            if backend is not None:
-                scripts[TOKENIZER] = backend
-        tensors = {name: torch.frombuffer(bytearray(script), dtype=torch.uint8) for name, script in scripts.items()}
+                _prove(runner, about, script, read, TRIED if size <= MOST else TRIED[:-1])
+        parts = {SCRIPT: script} | ({} if backend is None else {TOKENIZER: backend})
+        tensors = {name: torch.frombuffer(bytearray(part), dtype=torch.uint8) for name, part in parts.items()}
         with whole_file(place, "the next start takes longer") as fresh:
             save_tensors(fresh, tensors, {"about": json.dumps(about, default=str)})
     except Exception as error:  # whatever it is, the model runs; only the next start takes longer
@@ -103,13 +99,13 @@ def save_recording(
 
 def _record(
     runner: ModelRunner, source: TensorSource, copy: Path | None
-) -> tuple[dict[str, Any], dict[str, bytes], dict[str, Tensor]]:
-    """What is known of a model, the scripts of its pass, and the weights that the first one reads."""
+) -> tuple[dict[str, Any], bytes, dict[str, Tensor]]:
+    """The metadata of a model, the graph of its pass, and the weights that this reads."""
     weights, module = runner.weights, runner.module
     names = {parameter.data_ptr(): name for name, parameter in module.named_parameters() if parameter.numel()}
     modules: dict[str, nn.Module] = dict(module.named_modules())
     packed = {name: child for name, child in modules.items() if isinstance(child, PackedLinear)}
-    layers = dict(sorted(packed.items(), key=lambda item: item[1].index))  # by which the script calls them
+    layers = dict(sorted(packed.items(), key=lambda item: item[1].index))  # by which the graph calls them
     if [layer.index for layer in layers.values()] != list(range(len(layers))):
         raise UnsupportedError("its layers are not the first ones in the kernels' tables")
     script, read = _script(runner, names)
@@ -137,20 +133,17 @@ def _record(
         "siblings": weights.siblings,
         "cache": [shape.as_json() for shape in weights.shapes],
     }
-    scripts = {SCRIPT: script}
-    if (tail := _tail(runner)) is not None:
-        scripts[TAIL] = tail
-    return about, scripts, found
+    return about, script, found
 
 
 def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[str]]:
-    """A traced pass up to the head, its weights as further inputs; and their names, in this order."""
+    """A traced pass, its weights as further inputs; and their names, in this order."""
     capture, module = runner.weights.capture, runner.module
 
-    def forward(ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+    def forward(ids: Tensor, positions: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         capture.begin()
-        module(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, logits_to_keep=keep)
-        return capture.take()[0]
+        given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "logits_to_keep": keep}
+        return module(**given, use_cache=False).logits, capture.take()[0]
 
     runner.begin(BatchPlan([]), 8)
     ids = torch.zeros(1, 8, dtype=torch.int64)
@@ -172,33 +165,6 @@ def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[
     if len(set(read)) < len(read):
         raise UnsupportedError("a weight is read in two places")
     return _saved(graph), read
-
-
-def _tail(runner: ModelRunner) -> bytes | None:
-    """What the model does behind its head, traced: from what the head gives to logits; None: nothing."""
-    module, tracer = runner.module, cast(Any, torch._C)  # whose stubs lack a function
-    ids = torch.zeros(1, 8, dtype=torch.int64)
-
-    def forward(given: Tensor) -> Tensor:
-        state = tracer._get_tracing_state()
-        tracer._set_tracing_state(None)  # what comes before the head is in the other script
-
-        def instead(*_: Any) -> Tensor:
-            tracer._set_tracing_state(state)
-            return given
-
-        with runner.weights.head.register_forward_hook(instead):
-            try:
-                logits: Tensor = module(input_ids=ids, position_ids=ids, attention_mask=None, use_cache=False).logits
-            finally:
-                tracer._set_tracing_state(state)
-        return logits
-
-    runner.begin(BatchPlan([]), 8)
-    graph = trace(forward, module, torch.zeros(1, 8, runner.vocab_size, dtype=runner.dtype)).graph.copy()
-    torch._C._jit_pass_dce(graph)
-    (given,), (logits,) = graph.inputs(), graph.outputs()
-    return None if given.debugName() == logits.debugName() else _saved(graph)
 
 
 def _saved(graph: Any) -> bytes:
@@ -245,7 +211,7 @@ def _place(name: str, layer: PackedLinear, source: TensorSource, embeddings: lis
 def _prove(
     runner: ModelRunner,
     about: Mapping[str, Any],
-    scripts: Mapping[str, bytes],
+    script: bytes,
     weights: Mapping[str, Tensor],
     tried: Sequence[int],
 ) -> None:
@@ -255,7 +221,7 @@ def _prove(
         UnsupportedError: their logits differ.
     """
     layers = {name: child for name, child in runner.module.named_modules() if isinstance(child, PackedLinear)}
-    recorded = assemble(about, scripts, weights, layers, whole=lambda model: model)
+    recorded = assemble(about, script, weights, layers, whole=lambda model: model)
     own = runner.module
     last = [(rows, torch.tensor([rows - 1])) for rows in tried if rows < TRIED[-1]]
     for rows, keep in [*((rows, None) for rows in tried), *last]:
@@ -263,7 +229,7 @@ def _prove(
             continue
         tokens = [1 + (7 * i) % (runner.vocab_size - 1) for i in range(rows)]
         found: list[Tensor] = []
-        for module in (own, recorded, _replayed(recorded)) if keep is None else (own, recorded):
+        for module in (own, recorded):
             with runner.cache.lent(rows) as slot, runner.eagerly():
                 runner.module = module
                 try:
@@ -271,15 +237,5 @@ def _prove(
                     found.append(runner.run(plan, rows, keep=keep).logits.clone())
                 finally:
                     runner.module = own
-        if not all(torch.equal(found[0], other) for other in found[1:]):
+        if not torch.equal(*found):
             raise UnsupportedError(f"its recorded pass of {rows} rows gives other logits")
-
-
-def _replayed(model: RecordedModel) -> Any:
-    """The model's decoding passes, called as the model is."""
-
-    def forward(input_ids: Tensor, position_ids: Tensor, **_: Any) -> SimpleNamespace:
-        with interpreted():
-            return SimpleNamespace(logits=model.replay(input_ids, position_ids)[0])
-
-    return forward

@@ -1,10 +1,10 @@
 """Recordings on disk: what the next start of a model needs instead of transformers' class of it.
 
-Importing that class takes nearly half of a small model's start. A recording has the script of a pass, the small tensors
-that the model computes itself, and where in the checkpoint, or in the packed copy of a quantized model, everything else
-lies; the weights stay where they are. It is kept in the cache folder, and used as long as model, versions and kernels
-are those it was made with (see ``recorder.py``, which makes and proves it). Embedded models come with theirs, which
-tests prove (``recipes/recordings.py`` makes them).
+Importing that class takes nearly half of a small model's start. A recording has the graph of a pass (TorchScript), with
+the small tensors that the model computes itself, and says where in the checkpoint, or in the packed copy of a quantized
+model, everything else lies; the weights stay where they are. It is kept in the cache folder, and used as long as model,
+versions and kernels are those it was made with (see ``recorder.py``, which makes and proves it). Embedded models come
+with theirs, which tests prove (``recipes/recordings.py`` makes them).
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ from sakiyomi.model_executor.loading.packed import (
 )
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.recorded_tokenizer import RecordedTokenizer
-from sakiyomi.model_executor.recorded import RecordedConfig, RecordedModel
+from sakiyomi.model_executor.recorded_model import PlainConfig, RecordedModel
 
 __all__ = [
     "SCRIPT",
     "SHIPPED",
-    "TAIL",
     "TOKENIZER",
     "TensorSource",
     "assemble",
@@ -65,8 +64,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("sakiyomi")
-FORMAT = 3
-SCRIPT, TAIL, TOKENIZER = "script", "tail", "tokenizer"
+FORMAT = 4
+SCRIPT, TOKENIZER = "script", "tokenizer"
 SHIPPED = "recorded-{}.safetensors"  # beside the weights of an embedded model, by dtype
 SETTINGS = {".json", ".model", ".txt", ".jinja", ".tiktoken"}  # files beside the weights
 
@@ -134,7 +133,7 @@ def read_recording(
     whole: Callable[[], Any],
     fits: Callable[[Any], object],
 ) -> tuple[RecordedModel, Prepared, Any] | None:
-    """A model from its recording, what is known of it, and its tokenizer; None where there is no recording of it now.
+    """A model from its recording, its metadata and its tokenizer; None where there is no recording of it now.
 
     Args:
         folder: of the model.
@@ -157,7 +156,7 @@ def read_recording(
         about["config"]["_name_or_path"] = about["tokenizer"]["name_or_path"] = str(folder)
         scripts = {name: tensor.numpy().tobytes() for name, tensor in load_tensors(place).items()}
         tokenizer = _tokenizer(folder, about["tokenizer"], scripts.pop(TOKENIZER, None))
-        fits(RecordedConfig(**about["config"]))
+        fits(PlainConfig(**about["config"]))
         layers, prepared, source = (_from_copy if about["copy"] else _from_checkpoint)(about, checkpoint)
     except (InputError, MemoryLimitError, UnsupportedError):  # of `fits`, or it does not fit
         raise
@@ -167,7 +166,7 @@ def read_recording(
             place_of(folder, dtype, quantize).unlink()
         return None
     weights = {name: source(name, getattr(torch, about["dtype"])) for name in about["weights"]}
-    return assemble(about, scripts, weights, layers, functools.partial(_filled, whole)), prepared, tokenizer
+    return assemble(about, scripts[SCRIPT], weights, layers, functools.partial(_filled, whole)), prepared, tokenizer
 
 
 def _first_current(
@@ -194,7 +193,7 @@ def _tokenizer(folder: Path, known: Mapping[str, Any], backend: bytes | None) ->
 def _from_checkpoint(
     about: Mapping[str, Any], checkpoint: Checkpoint
 ) -> tuple[dict[str, PackedLayer], Prepared, TensorSource]:
-    """The layers, packed; what is known of the model, and where its other weights are."""
+    """The packed layers, the model's metadata, and the source of its other weights."""
     dtype = getattr(torch, about["dtype"])
     size = checkpoint.bytes_as(dtype.itemsize)
     require_bytes(size, repr(checkpoint.files[0].parent.name), remedy="free memory, or choose a smaller model")
@@ -229,25 +228,15 @@ def _from_copy(about: Mapping[str, Any], _: Checkpoint) -> tuple[dict[str, Packe
 
 def assemble(
     about: Mapping[str, Any],
-    scripts: Mapping[str, bytes],
+    script: bytes,
     weights: Mapping[str, Tensor],
     layers: Mapping[str, PackedLayer],
     whole: Callable[[RecordedModel], Any],
 ) -> RecordedModel:
-    """The model from what is known of it, see ``RecordedModel``."""
+    """The model of a recording, see ``RecordedModel``."""
     with undeprecated():
-        loaded = {name: torch.jit.load(io.BytesIO(script)) for name, script in scripts.items()}
-    return RecordedModel(
-        RecordedConfig(**about["config"]),
-        RecordedConfig(**about["generation_config"]),
-        loaded[SCRIPT],
-        loaded.get(TAIL),
-        weights,
-        about["embeddings"],
-        layers,
-        about["head"],
-        whole,
-    ).eval()
+        graph = torch.jit.load(io.BytesIO(script)).forward.graph
+    return RecordedModel(about, graph, weights, layers, whole).eval()
 
 
 @contextmanager

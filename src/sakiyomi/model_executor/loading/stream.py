@@ -2,8 +2,8 @@
 
 accelerate maps a tensor's file when its layer is about to run, and the multiplication then waits for one page after the
 other. Here a thread has the system read the coming tensors while the present layer computes. It copies nothing: reading
-them as blocks of our own was slower than accelerate's way (docs/log.md). The order is learnt from the passes
-themselves. Files stay open: one that is removed meanwhile can still be read.
+them as blocks of our own was slower than accelerate's way (benchmarks/log/offload.md). The order is learnt from
+the passes themselves. Files stay open: one that is removed meanwhile can still be read.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class _Calls:
     def __init__(self, served: dict[int, Site]) -> None:
         self._served = served
         self._numbers: list[int] = []
-        self._place = threading.local()  # a graph that is compiled in the background runs the forward, too
+        self._place = threading.local()  # models run beside each other
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
         """The module's forward begins."""

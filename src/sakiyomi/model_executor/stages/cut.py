@@ -21,7 +21,8 @@ from sakiyomi.core.checkpoint import LAYER, read_checkpoint, read_json
 from sakiyomi.core.digests import file_digest, save_tensors
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.core.model_folder import STAGES
-from sakiyomi.model_executor.loading.families import auto_class, has_encoder, read_config
+from sakiyomi.model_executor.loading.families import has_encoder, read_config
+from sakiyomi.model_executor.loading.fit import without_weights
 from sakiyomi.model_executor.loading.packed import ABOUT, WEIGHTS, is_packed, json_seal
 from sakiyomi.model_executor.structural_copy import layer_kinds, layer_list
 
@@ -87,15 +88,12 @@ def cut(folder: Path, count: int, out: Path) -> list[int]:
 
 
 def _without_weights(config: Any) -> Any:
-    import transformers
-
     if has_encoder(config) or config.get_text_config() is not config:
         raise UnsupportedError("stages: the model is not one stack of layers over text; choose another")
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
-    with torch.device("meta"):
-        return getattr(transformers, auto_class(config)).from_config(plain)
+    return without_weights(plain)
 
 
 def _write_stage(folder: Path, place: Path, config: Any, whole: Any, chosen: range, *, first: bool) -> None:
@@ -178,7 +176,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write_packed(folder: Path, place: Path, renamed: Callable[[str], str | None], chosen: range) -> None:
-    """What the kernels read of a stage, and what is known of it."""
+    """What the kernels read of a stage, and its metadata."""
     from safetensors import safe_open
 
     about = read_json(folder / ABOUT)

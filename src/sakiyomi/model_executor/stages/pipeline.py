@@ -39,11 +39,6 @@ _library.define("border(Tensor hidden, int number) -> Tensor")
 _borders: weakref.WeakValueDictionary[int, Border] = weakref.WeakValueDictionary()
 
 
-@torch.library.register_fake("sakiyomi::border", lib=_library)  # type: ignore[untyped-decorator]
-def _like(hidden: Tensor, number: int) -> Tensor:
-    return torch.empty_like(hidden)
-
-
 def _cross(hidden: Tensor, number: int) -> Tensor:
     return _borders[number](hidden)
 
@@ -52,7 +47,7 @@ _library.impl("border", _cross, "CompositeExplicitAutograd")
 
 
 class Border:
-    """What hidden states (1, rows, hidden) come to; the result goes on in this process.
+    """A place where hidden states (1, rows, hidden) leave or enter this process.
 
     Args:
         cross: what is done with them.
@@ -248,7 +243,7 @@ def lead(folder: Path, load: partial[Loaded], run: partial[ModelRunner]) -> tupl
 
     border = Border(cross)
     border.behind(_layers(runner)[-1])
-    # A pass that the kernels describe by themselves would be known here alone; it is not where somebody listens.
+    # The other stages need the plan of every pass; the kernels describe none by themselves while a watcher is there.
     runner.watchers.append(lambda plan, seconds, border=border: None)  # type: ignore[misc]
     return replace(loaded, name=str(folder)), runner
 

@@ -6,40 +6,29 @@ The kinds follow those of InfiniteBench (arXiv 2402.13718) and RULER (arXiv 2404
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from dataclasses import replace
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.long_tasks.example import Example, Task, hits
+from sakiyomi.train.long_tasks.facts import locker
 from sakiyomi.train.long_tasks.filler import NOISE, Filler, Noise, Texts, read_filler
-from sakiyomi.train.long_tasks.haystack import DensePairs, MultiKey, Needle, Pairs
-from sakiyomi.train.long_tasks.variables import Variables
-from sakiyomi.train.long_tasks.words import CommonWords
+from sakiyomi.train.long_tasks.made import braced, common_words, dense_pairs, one_value, several, variables
 
-__all__ = [
-    "NOISE",
-    "TASKS",
-    "CommonWords",
-    "DensePairs",
-    "Example",
-    "Filler",
-    "MultiKey",
-    "Needle",
-    "Noise",
-    "Pairs",
-    "Task",
-    "Texts",
-    "Variables",
-    "hits",
-    "named",
-    "read_filler",
-]
+__all__ = ["NOISE", "TASKS", "Example", "Filler", "Noise", "Task", "Texts", "hits", "named", "read_filler"]
 
-TASKS: dict[str, Task] = {
+TASKS = {
     task.name: task
-    for task in (Needle("passkey"), Needle("number"), Pairs(), DensePairs(), MultiKey(), Variables(), CommonWords())
+    for task in (
+        Task("passkey", one_value, answer_tokens=8, filler=NOISE),
+        Task("number", one_value, answer_tokens=14, filler=NOISE),
+        Task("kv", several(braced), answer_tokens=7, filler=NOISE),
+        Task("kv-dense", dense_pairs, answer_tokens=7, least=1),
+        Task("multikey", several(locker), answer_tokens=7, filler=NOISE),
+        Task("variables", variables, answer_tokens=29, filler=NOISE),
+        Task("words", common_words, answer_tokens=100),
+    )
 }
-"""The tasks by name, with the settings of their classes; ``dataclasses.replace`` makes others."""
+"""The tasks by name."""
 
 
 def named(name: str, filler: Filler | None = None) -> Task:
@@ -54,10 +43,9 @@ def named(name: str, filler: Filler | None = None) -> Task:
     """
     if name not in TASKS:
         raise InputError(f"there is no task {name!r}; tasks are {', '.join(TASKS)}")
-    task: Any = TASKS[name]
+    task = TASKS[name]
     if filler is None:
-        return TASKS[name]
-    if not hasattr(task, "filler"):
+        return task
+    if task.filler is None:
         raise InputError(f"task {name!r} has no text around what it asks for; leave filler out")
-    found: Task = dataclasses.replace(task, filler=filler)
-    return found
+    return replace(task, filler=filler)

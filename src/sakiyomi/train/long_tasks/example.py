@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-
-__all__ = ["Example", "Fact", "Task", "fitted", "hits", "tokens_of"]
+from sakiyomi.train.long_tasks.filler import Filler
 
 TRIES = 12
 """Texts that are encoded at most while the length is sought; the gap shrinks to a piece or two in about five."""
@@ -49,25 +47,23 @@ class Example:
         return (f"{self.asked}\n\n" if query_first else "") + self.context + self.question
 
 
-class Task(ABC):
+@dataclass(frozen=True)
+class Task:
     """A kind of question.
 
     Attributes:
         name: as in ``TASKS``.
+        builder: of task, rng and depth (arguments of ``make``) makes what makes an example with so many units of text.
+        answer_tokens: new tokens that an answer may take, enough where every character is a token.
+        filler: what the facts are hidden in; None: the text has none.
         least: fewest units (filler sentences, pairs, words) of a text.
     """
 
     name: str
-    least: ClassVar[int] = 0
-
-    @property
-    @abstractmethod
-    def answer_tokens(self) -> int:
-        """New tokens that an answer may take, enough where every character is a token."""
-
-    @abstractmethod
-    def builder(self, rng: np.random.Generator, depth: float | None) -> Callable[[int], Example]:
-        """What makes an example with so many units of text; arguments as of ``make``."""
+    builder: Callable[[Task, np.random.Generator, float | None], Callable[[int], Example]]
+    answer_tokens: int
+    filler: Filler | None = None
+    least: int = 0
 
     def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Example:
         """An example, which depends on the arguments alone.
@@ -84,7 +80,7 @@ class Task(ABC):
         """
         if depth is not None and not 0 <= depth <= 1:
             raise InputError(f"depth is {depth!r}, expected a number from 0 (the beginning) to 1 (the end), or None")
-        return fitted(self.builder(rng, depth), self.least, length, tokenizer)
+        return fitted(self.builder(self, rng, depth), self.least, length, tokenizer)
 
     def score(self, text: str, example: Example) -> float:
         """How right an answer is, 0..1."""

@@ -12,8 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-
-__all__ = ["NOISE", "Filler", "Noise", "Supply", "Texts", "read_filler"]
+from sakiyomi.train.data import read_documents
 
 LONGEST = 240
 """Characters after which a sentence is cut: the length of an example is a whole number of them."""
@@ -117,11 +116,9 @@ def _cut(sentence: str) -> Iterator[str]:
 
 
 def read_filler(paths: Sequence[Path]) -> Texts:
-    """Filler from files as ``sakiyomi train target`` reads them: `.jsonl`, `.json` or `.txt`, `.gz` allowed.
+    """Filler from files of texts or chats, see `data.read_records`.
 
     Raises:
         LoadError, InputError: a file cannot be read, or holds no text.
     """
-    from sakiyomi.train.data import read_documents
-
     return Texts([text for path in paths for text in read_documents(path) if isinstance(text, str)])

@@ -119,8 +119,7 @@ def _watched(model: Any) -> list[tuple[str, ...]]:
 class Raw:
     """Listens to the projections of every attention layer.
 
-    Hooks keep a layer from being packed: listen after packing, with the names that were found before. A pass that was
-    recorded before that does not know of them.
+    Hooks keep a layer from being packed: listen after packing, with the names that were found before.
 
     Args:
         model: a causal LM, as transformers has it or with packed layers.
@@ -129,7 +128,7 @@ class Raw:
 
     Attributes:
         widths: of each layer: values of queries, keys and values together.
-        read: of each layer (rows, width) of the last pass; None before.
+        read: of each layer (rows, width) of the last eager pass; None before.
 
     Raises:
         UnsupportedError: the model's projections are not known (see `find_projections`).

@@ -1,42 +1,44 @@
-"""Alpha as it is defined: the mean, over the places of a text, of the sum of min(p, q); of every draft.
+"""Alpha as it is defined, the mean over the places of a text of the sum of min(p, q), and what drafts are worth.
 
-What an engine counts comes near it where the draft draws its tokens. A draft that proposes its first guess (n-grams, or
-any draft at temperature 0) is accepted with p of that guess, which is another number.
+What an engine counts comes near alpha where the draft draws its tokens. A draft that proposes its first guess (n-grams,
+or any draft at temperature 0) is accepted with p of that guess, which is another number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.drafters.ngram import Tables
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.drafters.ngram import NgramDrafter, Tables
 from sakiyomi.drafters.ngram_file import FileTables
-from sakiyomi.evaluation.bench.figures.section import Section, Theme
-from sakiyomi.evaluation.bench.figures.trees import panels_of
-from sakiyomi.evaluation.bench.figures.work import Work
-from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.engine.llm import LLM
+from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.audit.reference import HFReference
+from sakiyomi.evaluation.bench.figures.work import Logits, Work, lap, line_of, runner_rows
+from sakiyomi.evaluation.bench.models import NearTies
+from sakiyomi.evaluation.bench.pictures import Figures, Theme, heat, stack
+from sakiyomi.evaluation.bench.report import Row, race_notes
+from sakiyomi.evaluation.bench.runner import Spread
+from sakiyomi.evaluation.bench.tasks.peer import Peer
+from sakiyomi.evaluation.loading import load
+from sakiyomi.evaluation.tuning.candidates import made
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.train.ngram import count_tables
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["ALPHAS", "ORDERS", "Minima", "family", "minima", "model_rows", "ngram_rows", "runner_rows", "tables_of"]
+__all__ = ["FIGURES", "ORDERS", "Minima", "family", "minima", "model_rows", "ngram_rows", "tables_of"]
 
 TEMPERATURES = (0.0, 1.0)
 ORDERS = {"bigram": 2, "unigram": 1}
 COUNTED = 4  # texts behind each prompt that n-grams are counted in
-
-Logits = Callable[[Sequence[int], Sequence[int]], Tensor]
-"""(prompt, text) -> (tokens of the text, V): what a model expects at each token of the text, before it came."""
+EXITS = (4, 2)  # a target's first layers: a half, a quarter
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def minima(
     """
     alphas, guesses = [], []
     for prompt, text in zip(prompts, texts, strict=True):
-        p, q = (_probs(model(prompt, text), temperature) for model in (target, draft))
+        p, q = (_probs(model(prompt, text).cpu(), temperature) for model in (target, draft))
         size = min(p.shape[1], q.shape[1])  # rows of padding at the end of a vocabulary
         p, q = p[:, :size], q[:, :size]
         alphas.append(torch.minimum(p, q).sum(1))
@@ -82,31 +84,17 @@ def _probs(logits: Tensor, temperature: float) -> Tensor:
     return torch.nn.functional.one_hot(rows.argmax(-1), rows.shape[-1]).double()
 
 
-def runner_rows(model: ModelRunner) -> Logits:
-    """Of a model as our engine runs it."""
-
-    def rows(prompt: Sequence[int], text: Sequence[int]) -> Tensor:
-        ids = [*prompt, *text]
-        with torch.no_grad(), model.cache.lent(len(ids)) as slot:
-            return model.score([SequenceRows(slot, 0, ids)]).logits[len(prompt) - 1 : -1].float().cpu()
-
-    return rows
-
-
 def model_rows(model: Any) -> Logits:
-    """Of a model as transformers runs it; of an encoder-decoder the prompt is the encoder's."""
+    """What a model expects as transformers runs it; of an encoder-decoder the prompt is the encoder's."""
+    if not model.config.is_encoder_decoder:
+        return HFReference(model).logits
 
+    @torch.no_grad()
     def rows(prompt: Sequence[int], text: Sequence[int]) -> Tensor:
-        with torch.no_grad():
-            if model.config.is_encoder_decoder:
-                start = [model.config.decoder_start_token_id]
-                asked = {"input_ids": prompt, "decoder_input_ids": [*start, *text[:-1]]}
-                first = 0
-            else:
-                asked, first = {"input_ids": [*prompt, *text[:-1]]}, len(prompt) - 1
-            tensors = {name: torch.tensor([ids], device=model.device) for name, ids in asked.items()}
-            found: Tensor = model(**tensors).logits[0, first:].float().cpu()
-            return found
+        ids = ([*prompt], [model.config.decoder_start_token_id, *text[:-1]])
+        given, begun = (torch.tensor([one], device=model.device) for one in ids)
+        found: Tensor = model(input_ids=given, decoder_input_ids=begun).logits[0].float()
+        return found
 
     return rows
 
@@ -204,56 +192,163 @@ def _of_target(work: Work, loaded: Any, smaller: Mapping[str, Any]) -> dict[str,
 
 def _written(loaded: Any, prompts: Sequence[list[int]], temperature: float, seed: int, config: Any) -> list[list[int]]:
     """What transformers makes of a model of any kind."""
-    model, texts = loaded.model, []
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(seed)
-        for prompt in prompts:
-            ids = torch.tensor([prompt], device=model.device)
-            made = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=config.max_new_tokens, pad_token_id=0, **how
-            )[0].tolist()
-            texts.append(made[1:] if model.config.is_encoder_decoder else made[len(prompt) :])
-    return texts
+    params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=temperature, top_k=0, seed=seed)
+    with torch.random.fork_rng():
+        return [Peer(loaded)(prompt, replace(params, seed=seed + at)) for at, prompt in enumerate(prompts)]
 
 
-def _paint_alphas(row: Row, theme: Theme) -> Figure:
-    from matplotlib.colors import LinearSegmentedColormap
+def _panel_alphas(temperature: float) -> Any:
+    def panel(axes: Any, row: Row, theme: Theme) -> None:
+        from matplotlib.colors import LinearSegmentedColormap
 
-    targets = list(dict.fromkeys(line["target"] for line in row.lines))
-    drafts = list(dict.fromkeys(line["draft"] for line in row.lines))
-    shades = LinearSegmentedColormap.from_list("alpha", [theme.paper, theme.colours[0]])
-    figure, both = panels_of([1.3 + 0.4 * len(targets)] * len(TEMPERATURES))
-    for axes, temperature in zip(both, TEMPERATURES, strict=True):
-        name = f"T={temperature:g}"
-        known = {(line["target"], line["draft"]): line[name] for line in row.lines}
+        targets, drafts = (list(dict.fromkeys(line[name] for line in row.lines)) for name in ("target", "draft"))
+        shades = LinearSegmentedColormap.from_list("alpha", [theme.paper, theme.colours[0]])
+        known = {(line["target"], line["draft"]): line[f"T={temperature:g}"] for line in row.lines}
         cells = [[known.get((target, draft), float("nan")) for draft in drafts] for target in targets]
-        axes.pcolormesh(cells, cmap=shades, vmin=0, vmax=1, edgecolors=theme.faint, linewidth=0.4)
-        for y, line in enumerate(cells):
-            for x, value in enumerate(line):
-                if value == value:
-                    ink = theme.paper if value > 0.5 else theme.ink
-                    axes.text(x + 0.5, y + 0.5, f"{value:.2f}", ha="center", va="center", fontsize=9, color=ink)
-        axes.set_xticks([at + 0.5 for at in range(len(drafts))], drafts, rotation=20, fontsize=8)
-        axes.set_yticks([at + 0.5 for at in range(len(targets))], targets, fontsize=8)
-        axes.set(ylim=(len(targets), 0), title=f"alpha at temperature {temperature:g}", ylabel="target", xlabel="draft")
-        axes.grid(visible=False)
-    return figure
+        heat(axes, cells, targets, drafts, cmap=shades, vmin=0, vmax=1, edgecolors=theme.faint)
+        axes.tick_params(axis="x", rotation=20)
+        axes.set(title=f"alpha at temperature {temperature:g}", ylabel="target", xlabel="draft")
+        for (target, draft), value in known.items():
+            x, y = drafts.index(draft) + 0.5, targets.index(target) + 0.5
+            ink = theme.paper if value > 0.5 else theme.ink
+            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, color=ink)
+
+    return panel
 
 
-def _alt_alphas(row: Row) -> str:
-    said = [f"{line['draft']} for {line['target']} {line['T=0']:.2f} and {line['T=1']:.2f}" for line in row.lines]
-    return f"Tables of targets by drafts, alpha at temperature 0 and at 1: {'; '.join(said)}."
+def drafts(work: Work) -> Row:
+    """The configured target with its drafts, and a folder of models that share a tokenizer, if one is given."""
+    config = work.config
+    lines: list[dict[str, Any]] = []
+    layers = int(work.llm.target.config.num_hidden_layers)
+    own: dict[str, Any] = {Path(work.draft.removeprefix("model:")).name: work.drafter(work.draft)}
+    exits = {
+        f"its first {layers // part} layers": f"early-exit:{layers // part}" for part in EXITS if layers >= 2 * part
+    }
+    own |= {name: work.drafter(spec) for name, spec in exits.items()}
+    notes: list[str] = []
+    lines += _compared(work, work.llm, work.pair.target, Path(config.target).name, own, notes)
+    if config.models is None:
+        notes.append("No folder of further checkpoints was given (--models): those lines are left out.")
+    else:
+        models = family(config.models)
+        target, others = models[0], models[1:]
+        llm = load(config.bench(target=str(target)), "none")
+        found, why = made([f"model:{folder}" for folder in others], llm.drafter, (), work.note)
+        notes += [f"{Path(spec).name} is left out: {message}" for spec, message in why.items()]
+        loaded = load_model(str(target), dtype=config.dtype, device=config.device)
+        lines += _compared(work, llm, loaded, target.name, {Path(k).name: d for k, d in found.items()}, notes)
+    conditions = {"gamma": config.gamma, "acceptance": "ratio", "n-grams": f"of {COUNTED} sampled texts a prompt"}
+    return Row("drafts", "alpha and speed-up by draft", lines, work.laps() | conditions, notes)
 
 
-ALPHAS = Section(
-    "Alpha of every draft for every target",
-    "By the definition: the mean over the places of a text of the sum of min(p, q) (corollary 3.6 of arXiv "
-    "2211.17192), on texts that the target writes at that temperature, with target and draft both at it. Every smaller "
-    "model of one tokenizer is a draft; encoder-decoders (T5) too. n-grams are counted in texts of the target, with "
-    "their own probabilities. In the numbers: acceptance of a draft that proposes its first guess, p of that guess.",
-    alphas,
-    _paint_alphas,
-    _alt_alphas,
-    ("models",),
-)
+def _compared(
+    work: Work, llm: LLM, loaded: Any, target: str, drafters: dict[str, Any], notes: list[str]
+) -> list[dict[str, Any]]:
+    """A line each drafter, n-grams of the target's own text among them; ``notes`` takes what has to be said of it."""
+    prompts = [loaded.tokenizer(text).input_ids[: work.config.prompt_tokens] for text in work.config.bench().texts()]
+    sizes = {name: drafter.model.weights.bytes for name, drafter in drafters.items()}
+    work.note(f"drafts: {target} writes texts to count")
+    tables = _counted(work, llm, prompts)
+    rows = {name: runner_rows(drafter.model) for name, drafter in drafters.items()}
+    rows |= {name: ngram_rows(table, llm.vocab_size) for name, table in tables.items()}
+    drafters = drafters | {name: NgramDrafter(llm.vocab_size, table) for name, table in tables.items()}
+    llm.wait()
+    judge = NearTies(loaded.model, prompts)
+    engines = {"plain": EngineView(llm), **{name: EngineView(llm, one, strict=True) for name, one in drafters.items()}}
+    found: dict[float, Any] = {}
+    texts: dict[float, list[list[int]]] = {}
+    for temperature in TEMPERATURES:
+        params = work.params(temperature=temperature, seed=7, acceptance="ratio", tree="chain")
+        texts[temperature] = [EngineView(llm).generate([prompt], params)[0].token_ids for prompt in prompts]
+        runs = {name: partial(lap, engine, prompts, params) for name, engine in engines.items()}
+        what = f"drafts of {target}, T={temperature:g}"
+        found[temperature] = work.row(what).race(runs, None if temperature else judge)
+        notes += [f"{target}, T={temperature:g}: {text}" for text in race_notes(found[temperature])]
+    lines = []
+    for at, name in enumerate(drafters, start=1):
+        guessed = name in tables
+        line: dict[str, Any] = {"name": name, "target": target, "weight_bytes": sizes.get(name), "guesses": guessed}
+        for temperature, standings in found.items():
+            plain, own = standings[0], standings[at]
+            step = plain.median("score_ms") + plain.median("overhead_ms")
+            t = f"{temperature:g}"
+            known = minima(runner_rows(llm.target), rows[name], prompts, texts[temperature], temperature)
+            line |= {f"alpha, T={t}": known.alpha, f"first guess, T={t}": known.guess}
+            line |= {f"counted, T={t}": own.median("alpha"), f"tau, T={t}": own.median("tau")}
+            line |= {f"speed-up, T={t}": line_of(own)["ratio"], f"A/A, T={t}": Spread.shown(standings)}
+            if not temperature:
+                line["c"] = own.median("draft_ms") / work.config.gamma / step
+        lines.append(line)
+    return lines
+
+
+def _counted(work: Work, llm: LLM, prompts: Sequence[list[int]]) -> dict[str, FileTables]:
+    """Tables of what the target says at temperature 1 with other seeds than those that are measured."""
+    engine = EngineView(llm)
+    texts = [
+        engine.generate([prompt], work.params(temperature=1.0, seed=100 + sample))[0].token_ids
+        for sample in range(COUNTED)
+        for prompt in prompts
+    ]
+    return tables_of(texts, llm.vocab_size)
+
+
+def _places(row: Row) -> tuple[list[float], dict[str, float]]:
+    """Where each bar stands, in groups by target, and where the name of each target stands above its group."""
+    places: list[float] = []
+    heads: dict[str, float] = {}
+    for line in row.lines:
+        below = places[-1] + 1 if places else 0.0
+        if line["target"] not in heads:
+            heads[line["target"]] = below
+            below += 0.8
+        places.append(below)
+    return places, heads
+
+
+def _panel_drafts(key: str, label: str, *, counted: bool = False) -> Any:
+    def panel(axes: Any, row: Row, theme: Theme) -> None:
+        places, heads = _places(row)
+        for at, temperature in enumerate(TEMPERATURES):
+            values = [line[f"{key}, T={temperature:g}"] or 0.0 for line in row.lines]
+            beside = [place + 0.38 * (at - 0.5) for place in places]
+            axes.barh(beside, values, height=0.36, color=theme.colours[at], label=f"T={temperature:g}")
+            marks = [line[f"counted, T={temperature:g}"] for line in row.lines] if counted else values
+            for place, value, mark in zip(beside, values, marks, strict=True):
+                # Offset, not spaces in front of the number: SVG drops those, and the diamond would hide it.
+                where = {"xytext": (7, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+                told = f"{value:.2f}" + (f", counted {mark:.2f}" if counted and mark is not None else "")
+                axes.annotate(told, (max(value, mark or 0.0), place), **where)
+            if counted:
+                axes.plot(marks, beside, "D", color=theme.ink, markersize=4, label=None if at else "counted")
+            else:
+                axes.axvline(1.0, color=theme.faint, linewidth=1)
+        for target, place in heads.items():
+            axes.text(0, place, f" target {target}", va="center", fontsize=9, style="italic")
+        axes.set_yticks(places, [line["name"] for line in row.lines])
+        axes.set(ylim=(places[-1] + 0.6, -0.5), xlabel=label)
+        axes.margins(x=0.12)
+        axes.grid(visible=False, axis="y")
+
+    return panel
+
+
+FIGURES: Figures = {
+    "alphas": (
+        alphas,
+        stack(
+            *map(_panel_alphas, TEMPERATURES),
+            height=lambda row: 1.3 + 0.4 * len({line["target"] for line in row.lines}),
+        ),
+    ),
+    "drafts": (
+        drafts,
+        stack(
+            _panel_drafts("alpha", "alpha", counted=True),
+            _panel_drafts("speed-up", "speed-up over plain"),
+            height=lambda row: 0.9 + 0.3 * _places(row)[0][-1],
+            below=True,
+        ),
+    ),
+}

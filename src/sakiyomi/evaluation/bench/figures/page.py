@@ -1,43 +1,70 @@
-"""Sections as one HTML page that needs no other file: pictures, words and tables are in it."""
+"""Sections in words, and as one HTML page that needs no other file: pictures, words and tables are in it."""
 
 from __future__ import annotations
 
 import base64
-import html
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import string
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from sakiyomi.evaluation.bench.figures.articles import articles_of
-from sakiyomi.evaluation.bench.figures.section import Section
+from jinja2 import Environment
+from markupsafe import Markup, escape
+
+from sakiyomi.evaluation.bench.figures.config import words
+from sakiyomi.evaluation.bench.pictures import Painter
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
-__all__ = ["Shown", "page"]
+__all__ = ["Section", "Shown", "page"]
 
-STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f24; --soft: #59636e; --line: #d5dae0; --code: #f3f5f7 }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14181d; --ink: #e3e7ec; --soft: #9aa4af; --line: #343c45; --code: #1d232a }
-}
-* { box-sizing: border-box }
-body { margin: 0 auto; padding: 1rem; max-width: 46rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: break-word }
-h1, h2 { line-height: 1.2 }
-h2 { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 1.5rem }
-ul { padding-left: 1.2rem }
-a { color: inherit }
-figure { margin: 1rem 0 }
-img { display: block; width: 100%; max-width: 42rem; height: auto }
-figcaption, .small { color: var(--soft); font-size: .875rem }
-code { background: var(--code); padding: .1rem .3rem; border-radius: .2rem; overflow-wrap: anywhere }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; font-size: .8125rem; font-variant-numeric: tabular-nums; white-space: nowrap }
-th, td { padding: .2rem .6rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line) }
-th:first-child, td:first-child { text-align: left }
-summary { cursor: pointer }
-.skipped { border-left: .25rem solid var(--line); padding-left: .75rem }
-""".strip()
+
+class _Words(string.Formatter):
+    """Format strings for figures: one that is missing is a dash, and MB is a unit."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """See ``string.Formatter``."""
+        if value is None:
+            return "-" if format_spec else ""
+        return f"{value / 1e6:.3g} MB" if format_spec == "MB" else str(super().format_field(value, format_spec))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A figure with what is measured for it, and its words; see ``figures.toml``.
+
+    Attributes:
+        measure: gives the numbers as a row: everything that is drawn is in its lines. It is called with ``Work``.
+        paint: draws the row.
+        title: above it.
+        text: what is shown, and how it is measured.
+        alt, each, join, needs, where, same, none: what is to be seen, in words, from the numbers.
+        reads: settings that it depends on beside the common ones.
+    """
+
+    measure: Callable[[Any], Row]
+    paint: Painter
+    title: str
+    text: str
+    alt: str
+    each: str = ""
+    join: str = ", "
+    needs: str | None = None
+    where: Mapping[str, list[Any]] = field(default_factory=dict)
+    same: str | None = None
+    none: str = ""
+    reads: tuple[str, ...] = ()
+
+    def seen(self, row: Row) -> str:
+        """What is to be seen, in words."""
+        lines, last = row.lines, row.lines[-1]
+        wanted = {**self.where, **({self.same: [last[self.same]]} if self.same else {})}
+        own = [line for line in lines if all(line.get(key) in values for key, values in wanted.items())]
+        own = [line for line in own if self.needs is None or line.get(self.needs) is not None]
+        said = self.join.join(_Words().vformat(self.each, (), line) for line in own) or self.none
+        known = {"first": lines[0], "last": last, "lines": lines, "count": len(lines), "said": said}
+        return " ".join(_Words().vformat(self.alt, (), known | {"conditions": row.conditions}).split())
 
 
 @dataclass(frozen=True)
@@ -62,6 +89,21 @@ class Shown:
     pictures: Mapping[str, bytes]
     kind: str = "png"
 
+    def images(self) -> dict[str, str]:
+        """The pictures as addresses."""
+        kind = {"png": "png", "svg": "svg+xml"}[self.kind]
+        return {
+            name: f"data:image/{kind};base64,{base64.b64encode(own).decode()}" for name, own in self.pictures.items()
+        }
+
+    def articles(self) -> list[str]:
+        """Names of the articles that have this figure."""
+        return [name for name, one in words()["article"].items() if self.name in one["sections"]]
+
+    def conditions(self) -> str:
+        """Under which it was measured."""
+        return condition_line({**self.row.conditions, **self.machine})
+
 
 def page(title: str, sections: Iterable[Shown]) -> str:
     """The whole page.
@@ -70,63 +112,10 @@ def page(title: str, sections: Iterable[Shown]) -> str:
         title: plain text.
         sections: in order.
     """
-    sections = list(sections)
-    links = "\n".join(f'<li><a href="#{part.name}">{html.escape(part.section.title)}</a></li>' for part in sections)
-    body = "\n".join(map(_section, sections))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)}</title>
-<style>
-{STYLE}
-</style>
-</head>
-<body>
-<h1>{html.escape(title)}</h1>
-<p>Every figure was measured by the command below it, on the machine that stands beside it. Unfold the numbers for the
-table that a picture is drawn from.</p>
-<nav aria-label="Figures"><ul>
-{links}
-</ul></nav>
-{body}
-</body>
-</html>
-"""
-
-
-def _section(part: Shown) -> str:
-    lines = [f'<section id="{part.name}">', f"<h2>{html.escape(part.section.title)}</h2>"]
-    lines.append(f"<p>{_prose(part.section.text)}</p>")
-    if part.row.error is not None:
-        lines.append(f'<p class="skipped">Not measured: {html.escape(part.row.error)}</p>')
-    if part.pictures:
-        alt = html.escape(part.section.alt(part.row))
-        images = {theme: _data(content, part.kind) for theme, content in part.pictures.items()}
-        dark = f'<source srcset="{images["dark"]}" media="(prefers-color-scheme: dark)">'
-        light = f'<img src="{images["light"]}" alt="{alt}">'
-        lines.append(f"<figure><picture>{dark}{light}</picture><figcaption>{alt}</figcaption></figure>")
-    notes = "\n".join(f"<li>{html.escape(note)}</li>" for note in part.row.notes)
-    lines.append(f'<ul class="small">\n{notes}\n</ul>' if notes else "")
-    if part.row.lines:
-        lines.append(f'<details><summary>Numbers</summary><div class="wide">{_table(part.row)}</div></details>')
-    lines.append(f'<p class="small">Command: <code>{html.escape(part.command)}</code></p>')
-    pages = ", ".join(f"<code>docs/articles/{name}.md</code>" for name in articles_of(part.name))
-    lines.append(f'<p class="small">A figure of {pages}</p>' if pages else "")
-    known = condition_line({**part.row.conditions, **part.machine})
-    lines.append(f'<p class="small">Conditions: {html.escape(known)}</p>' if known else "")
-    return "\n".join([*filter(None, lines), "</section>"])
-
-
-def _table(row: Row) -> str:
-    table = row.table()
-    heads = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in table[0])
-    body = "\n".join(
-        "<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in line.values()) + "</tr>" for line in table
-    )
-    caption = f'<caption class="small">{html.escape(row.title)}</caption>'
-    return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>\n{body}\n</tbody></table>"
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"cell": _cell, "prose": _prose}
+    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    return template.render(title=title, sections=list(sections))
 
 
 def _cell(value: Any) -> str:
@@ -136,16 +125,9 @@ def _cell(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, list | tuple):
-        return html.escape(" ".join(map(str, value)))
-    return html.escape(str(value))
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _prose(text: str) -> str:
+def _prose(text: str) -> Markup:
     """Words between backticks are code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
-
-
-def _data(content: bytes, kind: str) -> str:
-    name = {"png": "png", "svg": "svg+xml"}[kind]
-    return f"data:image/{name};base64," + base64.b64encode(content).decode()
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))

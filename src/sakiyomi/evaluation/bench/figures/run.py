@@ -1,6 +1,7 @@
 """``sakiyomi bench report``: measures the sections, keeps their numbers as JSON, draws them and writes one page.
 
-A new section is a few functions in a file and one line in ``SECTIONS``.
+A new section is a function that measures and a painter in ``FIGURES`` of a file here, and its words in
+``figures.toml``.
 """
 
 from __future__ import annotations
@@ -12,62 +13,34 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.drafters.medusa_heads.backbone import check_heads
 from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import Note, silent
-from sakiyomi.evaluation.bench.figures.alphas import ALPHAS
-from sakiyomi.evaluation.bench.figures.articles import article
-from sakiyomi.evaluation.bench.figures.assisted import BATCH, ORACLE, TASKS
-from sakiyomi.evaluation.bench.figures.config import COMMON, ReportConfig
-from sakiyomi.evaluation.bench.figures.drafts import DRAFTS
-from sakiyomi.evaluation.bench.figures.formulas import EXPECTED, OPERATIONS
-from sakiyomi.evaluation.bench.figures.locret import KEPT, LOCRET
-from sakiyomi.evaluation.bench.figures.medusa import SPARSE, THRESHOLD
-from sakiyomi.evaluation.bench.figures.others import MEMORY, PREDICTED
-from sakiyomi.evaluation.bench.figures.page import Shown, page
-from sakiyomi.evaluation.bench.figures.races import MEDUSA, SIZES, TEMPERATURE
-from sakiyomi.evaluation.bench.figures.ranks import HEADS, RANKS
-from sakiyomi.evaluation.bench.figures.rounds import PLACES, ROUNDS, TREE
-from sakiyomi.evaluation.bench.figures.section import THEMES, Section, picture
-from sakiyomi.evaluation.bench.figures.several import SEVERAL
-from sakiyomi.evaluation.bench.figures.theory import FORMULAS, LOSSLESS, TRAFFIC
+from sakiyomi.evaluation.bench.figures import alphas, commands, guesses, speeds, theory, trees
+from sakiyomi.evaluation.bench.figures.config import COMMON, ReportConfig, article, words
+from sakiyomi.evaluation.bench.figures.page import Section, Shown, page
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.plot import check
+from sakiyomi.evaluation.bench.pictures import THEMES, Figures, picture
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.study import attempted
 from sakiyomi.model_executor.loading.families import read_config, text_config
 
 __all__ = ["SECTIONS", "run"]
 
-SECTIONS: dict[str, Section] = {
-    "places": PLACES,
-    "sizes": SIZES,
-    "temperature": TEMPERATURE,
-    "ranks": RANKS,
-    "drafts": DRAFTS,
-    "alphas": ALPHAS,
-    "medusa": MEDUSA,
-    "tree": TREE,
-    "several": SEVERAL,
-    "rounds": ROUNDS,
-    "expected": EXPECTED,
-    "formulas": FORMULAS,
-    "operations": OPERATIONS,
-    "traffic": TRAFFIC,
-    "lossless": LOSSLESS,
-    "heads": HEADS,
-    "sparse": SPARSE,
-    "threshold": THRESHOLD,
-    "oracle": ORACLE,
-    "batch": BATCH,
-    "tasks": TASKS,
-    "memory": MEMORY,
-    "locret": LOCRET,
-    "kept": KEPT,
-    "predicted": PREDICTED,
+FIGURES: Figures = {
+    **alphas.FIGURES,
+    **commands.FIGURES,
+    **guesses.FIGURES,
+    **speeds.FIGURES,
+    **theory.FIGURES,
+    **trees.FIGURES,
 }
+SECTIONS = {name: Section(*FIGURES[name], **own) for name, own in words()["section"].items()}
+"""In the order of the page."""
 
 
 def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
@@ -142,15 +115,12 @@ def _numbered(note: Note, place: str, text: str) -> None:
 
 
 def _measured(name: str, work: Work) -> dict[str, Any]:
-    """Everything that has to be known of a section later, as JSON values."""
+    """A section's numbers with its settings, command and machine, as JSON values."""
     section, config = SECTIONS[name], work.config
     work.note(f"{name}: {section.title}")
     if config.again:
-        work.pieces(name).forget()
-    try:
-        row = section.measure(work)
-    except SakiyomiError as error:
-        row = Row(name, section.title, [], error=error.message)
+        work.forget(name)
+    row = attempted(name, section.title, lambda: section.measure(work))
     return {
         "asked": config.asked(section.reads),
         "command": config.command(name, section.reads),
@@ -192,7 +162,7 @@ def _draw(folder: Path, name: str, row: Row, kind: str) -> None:
     for theme in THEMES:
         path = _place(folder, name, theme.name, kind)
         if row.error is None:
-            _write(path, picture(SECTIONS[name], row, theme, kind))
+            _write(path, picture(SECTIONS[name].paint, row, theme, kind, SECTIONS[name].title))
         else:
             path.unlink(missing_ok=True)
 
@@ -214,7 +184,7 @@ def _page(folder: Path, kept: dict[str, dict[str, Any]], config: ReportConfig) -
             _draw(folder, name, row, kind)
         pictures = {theme: path.read_bytes() for theme, path in places.items() if row.error is None}
         shown.append(Shown(name, section, row, record["command"], record["machine"], pictures, kind))
-    title = article(config.article).title if config.article else "Reading ahead"
+    title = article(config.article)["title"] if config.article else "Reading ahead"
     return page(f"{title}, measured here", shown)
 
 

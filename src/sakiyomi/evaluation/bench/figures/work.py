@@ -1,33 +1,39 @@
-"""What the sections of a report share: the pair, loaded once, drafters beside the target, and laps over its prompts."""
+"""What the sections of a report share: the pair, drafters beside the target, timed runs, and pieces that are kept."""
 
 from __future__ import annotations
 
+import json
 import re
-import zlib
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from sakiyomi.core.embedded import MEDUSA_HEADS
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tokens import TokenNames
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import InflateConfig, Note
+from sakiyomi.evaluation.audit.reference import EngineReference
+from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
-from sakiyomi.evaluation.bench.figures.pieces import Pieces
 from sakiyomi.evaluation.bench.frame import PairRow, generated
-from sakiyomi.evaluation.bench.inflate import inflate
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import race_notes
-from sakiyomi.evaluation.bench.runner import Lap, Standing
+from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
+from sakiyomi.evaluation.bench.study import append
+from sakiyomi.model_executor.runner import ModelRunner
 
-COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters; anything else names a checkpoint
+__all__ = ["Logits", "Work", "lap", "line_of", "race_piece", "runner_rows"]
 
-__all__ = ["Work", "lap", "line_of", "notes_of"]
+COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters
+Logits = Callable[[Sequence[int], Sequence[int]], Tensor]
+"""(prompt, text) -> (tokens of the text, V): what a model expects at each token of the text, before it came."""
 
 
 class Work:
@@ -53,8 +59,10 @@ class Work:
         return self.pair.llm("none")
 
     @cached_property
-    def _names(self) -> TokenNames:
-        return TokenNames(self.llm.tokenizer)
+    def text(self) -> Callable[[int], str]:
+        """The text of a token alone; a space in front of it is part of it."""
+        names = TokenNames(self.llm.tokenizer)
+        return lambda token: names(token)[0]
 
     @property
     def draft(self) -> str:
@@ -75,15 +83,16 @@ class Work:
         """Token ids."""
         return self.pair.prompts
 
+    @property
+    def c_hat(self) -> float:
+        """Parameters of the draft by those of the target."""
+        return float(self.pair.draft.model.num_parameters() / self.pair.target.model.num_parameters())
+
     def drafter(self, spec: str) -> Any:
         """A drafter beside the target, made once."""
         if spec not in self._drafters:
             self._drafters[spec] = self.llm.drafter(spec)
         return self._drafters[spec]
-
-    def text(self, token: int) -> str:
-        """A token alone; a space in front of it is part of it."""
-        return self._names(token)[0]
 
     def engine(self, spec: str | None = None) -> EngineView:
         """The target with this drafter; None: without."""
@@ -94,9 +103,14 @@ class Work:
         usual = {"max_new_tokens": self.config.max_new_tokens, "gamma": self.config.gamma, "ignore_eos": True}
         return SamplingParams(**usual | more)
 
-    def pieces(self, section: str) -> Pieces:
-        """What has been measured of a section that takes long."""
-        return Pieces(Path(self.config.out) / "data" / f"{section}.jsonl")
+    def written(self, **more: Any) -> list[list[int]]:
+        """What the target writes by itself behind each prompt."""
+        engine, params = self.engine(), self.params(**more)
+        return [engine.generate([prompt], params)[0].token_ids for prompt in self.prompts]
+
+    def rows(self) -> tuple[Logits, Logits]:
+        """What target and draft expect."""
+        return runner_rows(self.llm.target), runner_rows(self.drafter(self.draft).model)
 
     def row(self, what: str, **changed: Any) -> PairRow:
         """A row about the pair, or with some settings changed about another one."""
@@ -104,7 +118,7 @@ class Work:
         return PairRow(what, config, self.note, None if changed else self.pair)
 
     def conditions(self, **more: Any) -> dict[str, Any]:
-        """What has to be known of a section about the pair, after its laps."""
+        """Conditions of a section about the pair, after its runs."""
         found = {**self.pair.names, **self.pair.dtypes, "graphs": self.llm.target.mode}
         return found | self.laps() | more
 
@@ -118,28 +132,76 @@ class Work:
 
         Args:
             what: names the row.
-            size: "" is the target as it is; else the checkpoint of a family, or a number of parameters to which the
-                target is inflated: that model is written into the report's folder, and found there the next time.
+            size: "" is the target as it is; else the folder or hub id of a checkpoint of its family.
 
         Raises:
-            SakiyomiError: there is no such size of this target.
+            SakiyomiError: there is no such checkpoint, or it is of another family.
         """
-        config = self.config
-        heads = config.heads or MEDUSA_HEADS.get(config.target)
         if not size:
-            return self.row(what), heads
-        if not COUNT.fullmatch(size):
-            row, own_heads = self.row(what, target=size, draft=self.draft), Path(size).expanduser() / "medusa"
-            if row.pair.target.tokenizer.get_vocab() != self.pair.draft.tokenizer.get_vocab():
-                raise InputError(f"{size} has another tokenizer than the draft {self.draft}; give one of its family")
-            return row, str(own_heads) if own_heads.is_dir() else None
-        # Of another target, or with other heads, it is another model.
-        own = zlib.crc32(repr((config.target, heads)).encode())
-        folder = Path(config.out) / "models" / f"{size}-{own:08x}"
-        if not (folder / "config.json").is_file():
-            inflate(InflateConfig(str(folder), size, config.target, heads), self.note)
-        row = self.row(what, target=str(folder), draft=self.draft)
-        return row, str(folder / "medusa") if heads is not None else None
+            return self.row(what), self.config.heads or MEDUSA_HEADS.get(self.config.target)
+        if COUNT.fullmatch(size) and not Path(size).is_dir():
+            raise InputError(
+                f"size {size!r} is a number of parameters; expected a checkpoint. python benchmarks/inflate.py FOLDER "
+                f"--params {size} in the source repository writes a model of that size; give its FOLDER"
+            )
+        row, heads = self.row(what, target=size, draft=self.draft), Path(size).expanduser() / "medusa"
+        if row.pair.target.tokenizer.get_vocab() != self.pair.draft.tokenizer.get_vocab():
+            raise InputError(f"{size} has another tokenizer than the draft {self.draft}; give one of its family")
+        return row, str(heads) if heads.is_dir() else None
+
+    # ------------------------------------------------------------ kept pieces
+
+    def forget(self, section: str) -> None:
+        """Measure all pieces of a section again."""
+        self._file(section).unlink(missing_ok=True)
+
+    def pieces(
+        self, section: str, key: str, values: Iterable[Any], measure: Callable[[Any], dict[str, Any]], notes: list[str]
+    ) -> list[dict[str, Any]]:
+        """Pieces of a section that takes long: each is kept when it is measured, and found there the next time.
+
+        Args:
+            section: its name.
+            key: what differs between the pieces.
+            values: of the key, one each piece.
+            measure: gives the ``lines`` and ``notes`` of one value, and more, as JSON values.
+            notes: takes a line for each piece that could not be measured.
+
+        Raises:
+            SakiyomiError: none could be measured, or they cannot be kept.
+        """
+        asked, found = self.config.asked(("heads",)), []
+        failed: SakiyomiError | None = None
+        for value in values:
+            try:
+                found.append(self._piece(self._file(section), asked | {key: value}, partial(measure, value)))
+            except SakiyomiError as error:
+                failed = error
+                what = self.config.target if value == "" else value
+                notes.append(f"{what} is left out: {error.message}")
+        if not found and failed is not None:
+            raise failed
+        notes += [note for one in found for note in one["notes"]]
+        return found
+
+    def _file(self, section: str) -> Path:
+        return Path(self.config.out) / "data" / f"{section}.jsonl"
+
+    def _piece(self, path: Path, asked: Mapping[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A piece as it was measured before, or measured now; lines that are damaged do not count."""
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+            with suppress(ValueError, KeyError, TypeError):
+                before = json.loads(line)
+                if before["asked"] == asked:
+                    return dict(before["found"])
+        found = measure()
+        append(path, [{"asked": asked, "found": found}], "give another folder")
+        return found
+
+
+def runner_rows(model: ModelRunner) -> Logits:
+    """What a model expects as our engine runs it."""
+    return EngineReference(model).logits
 
 
 def lap(way: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Lap:
@@ -163,6 +225,14 @@ def line_of(standing: Standing, **more: Any) -> dict[str, Any]:
     return more | {"name": standing.name, "ms_per_token": 1000 / speed if speed else None} | found
 
 
-def notes_of(name: str, standings: Sequence[Standing]) -> list[str]:
-    """What has to be said of one race of several."""
-    return [f"{name}: {text}" for text in race_notes(standings)]
+def race_piece(name: str, standings: Sequence[Standing], **more: Any) -> dict[str, Any]:
+    """One race of several as a piece: a line each contender, and what has to be said of it.
+
+    Args:
+        name: of the race.
+        standings: what came of it.
+        more: figures of every line.
+    """
+    spread = Spread.shown(standings)
+    lines = [line_of(standing, **more) | {"A/A": spread} for standing in standings]
+    return {"lines": lines, "notes": [f"{name}: {text}" for text in race_notes(standings)]}

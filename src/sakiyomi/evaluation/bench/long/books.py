@@ -25,9 +25,8 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import read_text
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import LongConfig
-from sakiyomi.evaluation.bench.long.files import read_rows
-from sakiyomi.evaluation.bench.long.loader import Loader, caught
-from sakiyomi.evaluation.bench.long.systems import System
+from sakiyomi.evaluation.bench.long.readers import read_rows
+from sakiyomi.evaluation.bench.long.systems import Loader, System, caught
 
 __all__ = ["Passage", "books", "compared", "followed", "passages", "read_books"]
 

@@ -1,40 +1,64 @@
-"""What `sakiyomi bench long` measures: the only home of these defaults. Imports no torch: the command line reads it."""
+"""What `bench long` and `bench locret` measure: the only home of these defaults. Imports no torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import parse_bytes
+from sakiyomi.evaluation.settings import TargetSettings
 
-__all__ = ["FORMATS", "LongConfig", "budget_pairs"]
+__all__ = ["OFFICIAL", "LocretConfig", "LongConfig", "LongSettings", "budget_pairs", "split_list"]
 
 FORMATS = ("leval", "longbench", "infinitebench")
 
 
-@dataclass(frozen=True)
-class LongConfig:
+@dataclass(frozen=True, kw_only=True)
+class LongSettings(TargetSettings):
+    """Prompts for long contexts, and how each system answers them.
+
+    Attributes:
+        tasks: made tasks, with right answers (again for each).
+        filler: file of texts (.jsonl or .txt, .gz allowed) in whose sentences made tasks hide what they ask for; a few
+            sentences over and over if not given.
+        questions: file of questions instead of made tasks; long ones are cut in the middle to each of the lengths.
+        format: of that file: leval, longbench or infinitebench.
+        lengths: tokens of a prompt, question included (again for each).
+        count: prompts of each task, length and seed; with a file, questions that each seed draws.
+        seeds: each makes its own prompts; the spread is over them.
+        chunk_size: tokens of a prompt that are processed at once; LLM's own default if not given.
+        memory_limit: most bytes (2GiB) that a system's process may hold. A system that needs more shows OOM, and a
+            further line shows the longest context that fits.
+        memory: run each system in a process of its own and measure its peak; otherwise all systems share one model.
+    """
+
+    target: str = "retriever"
+    tasks: tuple[str, ...] = ("passkey",)
+    filler: str | None = None
+    questions: str | None = None
+    format: str | None = None
+    lengths: tuple[str, ...] = ("1024", "4096")
+    count: int = 8
+    seeds: tuple[str, ...] = ("0", "1", "2")
+    chunk_size: int | None = None
+    memory_limit: str | None = None
+    memory: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongConfig(LongSettings):
     """Which systems, on what, and how often.
 
     Lists are given by repeating a flag, or in one word with commas: ``--systems full,h2o[sinks=4,local=32]``.
 
     Attributes:
-        target: embedded name, folder or hub id.
         systems: what LLM(cache=...) takes: full, h2o, locret:FOLDER and so on; and one-shot: transformers, the whole
             prompt in one pass. With +query-first a system's prompts have the question in front of the text too.
         budgets: for systems that have one: KV pairs (512), or a share of the context (1/8).
-        tasks: made tasks, with right answers.
-        filler: file of texts (.jsonl or .txt, .gz allowed) in whose sentences made tasks hide what they ask for; a few
-            sentences over and over if not given.
-        lengths: tokens of a prompt, question included.
-        count: prompts of each task, length and seed; with a file, questions that each seed draws.
-        seeds: each makes its own prompts; the spread is over them.
-        questions: file of questions instead of made tasks; long ones are cut in the middle to each of the lengths.
-        format: of that file: leval, longbench or infinitebench.
         templates: of longbench: folder with dataset2prompt.json and dataset2maxlen.json; that of the questions if not
             given.
         max_new_tokens: of an answer; by default what the task or the file's format asks for.
@@ -43,36 +67,17 @@ class LongConfig:
         follow: tokens of that text.
         turns: turns of one conversation that grows; each is a prompt of a task of turn_tokens.
         turn_tokens: tokens of a turn.
-        chunk_size: tokens of a prompt that are processed at once; LLM's own default if not given.
-        memory_limit: most bytes (2GiB) that a system's process may hold. A system that needs more shows OOM, and a
-            further line shows the longest context that fits.
-        memory: run each system in a process of its own and measure its peak; otherwise all systems share one model.
-        dtype: auto (as stored), float32, bfloat16 or float16.
-        device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         compile: wait for compiled graphs and use them; making them takes memory too.
     """
 
-    target: str = "retriever"
     systems: tuple[str, ...] = ("full", "h2o", "snapkv", "streaming")
     budgets: tuple[str, ...] = ("1/8",)
-    tasks: tuple[str, ...] = ("passkey",)
-    filler: str | None = None
-    lengths: tuple[str, ...] = ("1024", "4096")
-    count: int = 8
-    seeds: tuple[str, ...] = ("0", "1", "2")
-    questions: str | None = None
-    format: str | None = None
     templates: str | None = None
     max_new_tokens: int | None = None
     books: str | None = None
     follow: int = 256
     turns: int = 0
     turn_tokens: int = 256
-    chunk_size: int | None = None
-    memory_limit: str | None = None
-    memory: bool = True
-    dtype: str = "auto"
-    device: str = "auto"
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -81,9 +86,7 @@ class LongConfig:
             if not words:
                 raise InputError(f"{name} is empty; give at least one")
             object.__setattr__(self, name, words)
-        at_least(self, count=1, follow=1, turn_tokens=1, max_new_tokens=1)
-        if self.turns < 0:
-            raise InputError(f"turns is {self.turns}; expected 0 (none) or more")
+        at_least(self, count=1, follow=1, turns=0, turn_tokens=1, max_new_tokens=1)
         if self.format not in (None, *FORMATS):
             raise InputError(f"format is {self.format!r}; expected {', '.join(FORMATS)}")
         if (self.questions is None) != (self.format is None):
@@ -139,3 +142,85 @@ def budget_pairs(budget: str, length: int) -> int:
         if 0 < share <= 1:
             return max(1, int(share * length))
     raise InputError(f"budget is {budget!r}; expected a number of KV pairs (512) or a share of the context (1/8)")
+
+
+OFFICIAL = {
+    "phi-3-mini": "hyx21/Locret-phi-3-mini-128K",
+    "llama-3.1-8b": "hyx21/Locret-llama-3.1-8B-instruct",
+}
+"""The heads that were published, by a part of the target's name."""
+EMBEDDED = {"retriever": "retriever-retaining", "tales": "tales-retaining"}
+OURS = "own"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocretConfig(LongSettings):
+    """Which model, with which heads, on what.
+
+    Attributes:
+        heads: retaining heads of the target: a folder, an embedded name, or official: those that were published for
+            Phi-3-mini-128K or Llama-3.1-8B-instruct. Those of embedded models are known.
+        lococo: folder of convolutions (`sakiyomi train lococo`) for the table of the combination; none without it.
+        settings: paper, each system as published; or own, this package's defaults.
+        budget: KV pairs (6000), or a share of the context (1/8), of systems that have one.
+        chunk_size: tokens of a prompt that are processed at once; as published 3072 (Phi-3) and 1024 (Llama-3.1).
+    """
+
+    heads: str | None = None
+    lococo: str | None = None
+    settings: str = "paper"
+    budget: str = "1/8"
+    tasks: tuple[str, ...] = ("passkey", "number", "kv", "multikey")
+    lengths: tuple[str, ...] = ("4096",)
+    count: int = 4
+    seeds: tuple[str, ...] = ("0", "1")
+
+    def __post_init__(self) -> None:
+        if self.settings not in ("paper", OURS):
+            raise InputError(f"settings is {self.settings!r}; expected paper or {OURS}")
+        self.long()
+
+    def long(self) -> LongConfig:
+        """The settings as ``bench long`` takes them, with every system of the tables."""
+        shared = {field.name: getattr(self, field.name) for field in fields(LongSettings)}
+        return LongConfig(**shared, systems=tuple(dict.fromkeys(self.systems().values())), budgets=(self.budget,))
+
+    def systems(self) -> dict[str, str]:
+        """What the article calls each system, and its spec."""
+        option = "[paper]" if self.settings == "paper" else ""
+        locret = f"locret:{self.heads_name}{option}"
+        found = {
+            "FullAttn": "full",
+            "InfLLM": f"infllm{option}",
+            "HF-2bits": f"quant-2{option}",
+            "SirLLM": f"sirllm{option}",
+            "MInference": f"minference{option}",
+            "Locret": locret,
+            "FullAttn-4bits": "quant-4",
+            "Locret-4bits": f"{locret}+quant-4",
+        }
+        if self.lococo is not None:
+            merger = f"lococo:{self.lococo}"
+            found |= {"LoCoCo": f"h2o+{merger}", "Combination": f"{locret}+{merger}"}
+        return found
+
+    @property
+    def heads_name(self) -> str:
+        """Folder, embedded name or hub id of the heads.
+
+        Raises:
+            InputError: none are known.
+        """
+        if self.heads == "official":
+            name = self.target.lower()
+            for part, hub in OFFICIAL.items():
+                if part in name:
+                    return hub
+            raise InputError(
+                f"heads is official, and none were published for {self.target!r}; they were for Phi-3-mini-128K and "
+                "Llama-3.1-8B-instruct: give a folder of heads"
+            )
+        heads = self.heads or EMBEDDED.get(self.target)
+        if heads is None:
+            raise InputError(f"no retaining heads are known for {self.target!r}; give their folder with --heads")
+        return heads

@@ -10,24 +10,14 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
-__all__ = [
-    "best_letter",
-    "classification",
-    "code_similarity",
-    "common_length",
-    "contains_word",
-    "count",
-    "f1",
-    "first_number",
-    "matches",
-    "normalized",
-    "prefix_share",
-    "retrieval",
-    "rouge_l",
-]
+__all__ = ["LETTERS", "METRICS", "Metric", "best_letter", "common_length", "first_line"]
 
+LETTERS = "ABCDEFGH"
+Metric = Callable[[str, str, Sequence[str]], float]
+"""Of an answer, the right one, and the texts of the choices or the names of the classes; 0 to 1."""
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _SPACED = str.maketrans(dict.fromkeys("\n:\"'.,?!{}", " "))
 
@@ -47,14 +37,14 @@ def words(text: str, *, characters: bool = False) -> list[str]:
     return [c for c in text.lower() if not c.isspace() and not unicodedata.category(c).startswith("P")]
 
 
-def f1(text: str, answer: str, *, characters: bool = False) -> float:
+def f1(text: str, answer: str, options: Sequence[str] = (), *, characters: bool = False) -> float:
     """Harmonic mean of the shares of words in common, each counted as often as it stands in both."""
     got, expected = words(text, characters=characters), words(answer, characters=characters)
     common = sum((Counter(got) & Counter(expected)).values())
     return 2 * common / (len(got) + len(expected)) if common else 0.0
 
 
-def rouge_l(text: str, answer: str, *, characters: bool = False) -> float:
+def rouge_l(text: str, answer: str, options: Sequence[str] = (), *, characters: bool = False) -> float:
     """F1 of the longest common subsequence of words, over the whole texts (Lin 2004, section 3.1).
 
     Words are in lower case and without punctuation; articles count.
@@ -83,11 +73,6 @@ def common_length(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     return len(first) - row.bit_count()
 
 
-def matches(text: str, answer: str) -> float:
-    """1 if the first line is the answer, both normalised."""
-    return float(normalized(first_line(text)) == normalized(answer))
-
-
 def first_line(text: str) -> str:
     """The first line with something in it."""
     return next((line for line in text.splitlines() if line.strip()), "")
@@ -104,28 +89,46 @@ def best_letter(text: str, letters: str = "ABCD") -> str | None:
     return None
 
 
-def classification(text: str, answer: str, classes: Sequence[str]) -> float:
+def _letter(answer: str, options: Sequence[str]) -> str:
+    """The letter of an answer that is given as the text of its choice, or as the letter itself."""
+    return LETTERS[options.index(answer)] if answer in options else answer
+
+
+def choice(text: str, answer: str, options: Sequence[str]) -> float:
+    """1 if the answer's letter is named."""
+    return float(best_letter(text) == _letter(answer, options))
+
+
+def choice_or_name(text: str, answer: str, options: Sequence[str]) -> float:
+    """1 if the answer's letter is named, or the choice itself."""
+    named = answer in options and re.search(rf"\b{re.escape(answer)}\b", text)
+    return max(choice(text, answer, options), float(bool(named)))
+
+
+def choices(text: str, answer: str, options: Sequence[str]) -> float:
+    """1 if the letters of the answer are named, all of them where several are right."""
+    if len(answer) == 1:
+        return float(best_letter(text) == answer)
+    named = re.match(r"[\s(]*([A-D]+)", text)
+    return float(named is not None and set(named[1]) == set(answer))
+
+
+def classification(text: str, answer: str, options: Sequence[str]) -> float:
     """1 / number of classes named, if the right one is among them.
 
     A class whose name is part of the right one's does not count as named.
     """
-    named = [name for name in classes if name in text and not (name in answer and name != answer)]
+    named = [name for name in options if name in text and not (name in answer and name != answer)]
     return 1 / len(named) if answer in named else 0.0
 
 
-def retrieval(text: str, answer: str) -> float:
-    """Share of the numbers in a text that are the one in the answer ("Paragraph 7", "段落7")."""
-    wanted = re.search(r"\d+", answer)
-    return count(text, wanted[0]) if wanted else 0.0
+def retrieval(text: str, answer: str, options: Sequence[str] = ()) -> float:
+    """Share of the numbers in a text that are the one in the answer ("Paragraph 7", "段落7"); 0 where there is none."""
+    found, wanted = re.findall(r"\d+", text), re.search(r"\d+", answer)
+    return sum(number == wanted[0] for number in found) / len(found) if found and wanted else 0.0
 
 
-def count(text: str, answer: str) -> float:
-    """Share of the numbers in a text that are the right one; 0 where there is none."""
-    found = re.findall(r"\d+", text)
-    return sum(number == str(answer).strip() for number in found) / len(found) if found else 0.0
-
-
-def code_similarity(text: str, answer: str) -> float:
+def code_similarity(text: str, answer: str, options: Sequence[str] = ()) -> float:
     """Similarity of the first line of code to the right one: 2 x common subsequence / characters of both.
 
     Lines with a comment mark or a backquote are no code. This is what ``fuzz.ratio`` computes with a substitution
@@ -136,23 +139,73 @@ def code_similarity(text: str, answer: str) -> float:
     return 2 * common_length(line, answer) / (len(line) + len(answer)) if line or answer else 1.0
 
 
-def first_number(text: str) -> str | None:
-    """The first digits in a text."""
+def contains_word(text: str, answer: str, options: Sequence[str] = (), *, upper: bool = False) -> float:
+    """1 if the answer is a word of the text, punctuation aside; ``upper``: in any case."""
+    text, answer = (text.upper(), answer.upper()) if upper else (text, answer)
+    return float(answer in text.translate(_SPACED).split())
+
+
+def first_number(text: str, answer: str, options: Sequence[str] = ()) -> float:
+    """1 if the first digits are those of the answer."""
     found = re.search(r"\d+", text)
-    return found[0] if found else None
+    return float(found is not None and found[0] == answer)
 
 
-def contains_word(text: str, answer: str, *, upper: bool = False) -> float:
-    """1 if the answer is a word of the text, punctuation aside."""
-    found = text.translate(_SPACED).split()
-    return float(answer in ([word.upper() for word in found] if upper else found))
+def value(text: str, answer: str, options: Sequence[str] = ()) -> float:
+    """1 if the first number has the value of the answer."""
+    found = re.search(r"\d+(?:\.\d+)?", text)
+    return float(found is not None and float(found[0]) == float(answer))
 
 
-def prefix_share(text: str, answers: Sequence[int]) -> float:
+def last_number(text: str, answer: str, options: Sequence[str] = ()) -> float:
+    """1 if the last word is the answer."""
+    return float(re.sub("[\n.`'\":]", " ", text).split()[-1:] == [answer])
+
+
+def prefix_share(text: str, answer: str, options: Sequence[str] = ()) -> float:
     """Share of a list of numbers that is right from its beginning up to the first wrong one."""
-    right = 0
-    for number, answer in zip(re.findall(r"\d+", text), answers, strict=False):
-        if int(number) != answer:
+    right, wanted = 0, answer.split()
+    for got, expected in zip(re.findall(r"\d+", text), wanted, strict=False):
+        if int(got) != int(expected):
             break
         right += 1
-    return right / len(answers) if answers else 0.0
+    return right / len(wanted) if wanted else 0.0
+
+
+def number_said(text: str, answer: str, options: Sequence[str] = ()) -> float:
+    """1 if the number behind "the answer is" is right, else the last of the first paragraph, which ends a reasoning."""
+    said = re.search(r"[Tt]he answer is\D*?(-?\d[\d,]*)", text)
+    found = [said[1]] if said else re.findall(r"-?\d[\d,]*", re.sub(r"\.\d+", "", text.strip().split("\n\n")[0]))
+    got, expected = (re.sub(r"\D", "", number) for number in ((found or [""])[-1], answer.split(".")[0]))
+    return float(bool(found) and got == expected)
+
+
+def _of_first_line(metric: Metric) -> Metric:
+    """Of few-shot tasks: a model writes the next example too, and only its first line is the answer."""
+    return lambda text, answer, options: metric(text.lstrip("\n").split("\n")[0], answer, options)
+
+
+METRICS: dict[str, Metric] = {
+    "choice": choice,
+    "choice or name": choice_or_name,
+    "classes in the first line": _of_first_line(classification),
+    "code": code_similarity,
+    "count": retrieval,
+    "f1": f1,
+    "f1 of characters": partial(f1, characters=True),
+    "f1 of the first line": _of_first_line(f1),
+    "first line": lambda text, answer, options: float(normalized(first_line(text)) == normalized(answer)),
+    "first number": first_number,
+    "last number": last_number,
+    "letters": choices,
+    "name": partial(contains_word, upper=True),
+    "number after reasoning": number_said,
+    "numbers from the first": prefix_share,
+    "retrieval": retrieval,
+    "rouge": rouge_l,
+    "rouge of characters": partial(rouge_l, characters=True),
+    "rouge of the first line": _of_first_line(rouge_l),
+    "value": value,
+    "word": contains_word,
+}
+"""By the words of ``tasks.toml``."""

@@ -8,26 +8,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from sakiyomi.evaluation.bench.long.config import LongConfig
-from sakiyomi.evaluation.bench.long.files import Item
-from sakiyomi.evaluation.bench.long.infinitebench import read_infinitebench
-from sakiyomi.evaluation.bench.long.leval import read_leval
-from sakiyomi.evaluation.bench.long.longbench import read_longbench
+from sakiyomi.evaluation.bench.long.readers import READERS
 from sakiyomi.train.long_tasks import Example, Task, named, read_filler
 
-__all__ = ["FromFile", "FromTasks", "Question", "Source", "made", "middle_cut", "source", "tasks_of"]
-
-READERS: dict[str, Callable[[Path, Path | None], Iterator[Item]]] = {
-    "leval": read_leval,
-    "longbench": read_longbench,
-    "infinitebench": read_infinitebench,
-}
+__all__ = ["Question", "Source", "made", "middle_cut", "source", "tasks_of"]
 
 
 @dataclass(frozen=True)
@@ -53,37 +44,53 @@ class Question:
     spans: tuple[tuple[int, int], ...] = ()
 
 
-class Source(Protocol):
-    """Where prompts of any length come from."""
-
-    def questions(self, length: int) -> list[Question]:
-        """Prompts of at most so many tokens, the same ones at every call."""
-        ...
+Source = Callable[[int], list[Question]]
+"""Prompts of at most so many tokens, the same ones at every call."""
 
 
-class FromTasks:
-    """Made tasks: ``count`` prompts of each, for each seed; what the answer needs stands anywhere.
+def source(config: LongConfig, tokenizer: Any) -> Source:
+    """Prompts of made tasks, or of a file.
 
-    Args:
-        config: names tasks, seeds and count.
-        tokenizer: of the target.
+    Of made tasks there are ``count`` of each for each seed; what the answer needs stands anywhere. Of a file each seed
+    draws ``count`` questions, and long ones lose their middle.
 
     Raises:
         InputError: a task is not known.
+        LoadError, InputError: the file cannot be read, or is of another form.
     """
-
-    def __init__(self, config: LongConfig, tokenizer: Any) -> None:
-        self._tasks = tasks_of(config)
-        self._config, self._tokenizer = config, tokenizer
-
-    def questions(self, length: int) -> list[Question]:
-        """See ``Source``."""
-        return [
-            made(name, task, seed, length, place, self._config, self._tokenizer)
-            for seed in self._config.numbers("seeds", least=0)
-            for name, task in self._tasks.items()
-            for place in range(self._config.count)
+    seeds = config.numbers("seeds", least=0)
+    if config.questions is None or config.format is None:
+        tasks = tasks_of(config)
+        return lambda length: [
+            made(name, task, seed, length, place, config, tokenizer)
+            for seed in seeds
+            for name, task in tasks.items()
+            for place in range(config.count)
         ]
+    templates = None if config.templates is None else Path(config.templates).expanduser()
+    items = list(READERS[config.format](Path(config.questions).expanduser(), templates))
+    drawn = {
+        seed: sorted(np.random.default_rng(seed).permutation(len(items))[: config.count].tolist()) for seed in seeds
+    }
+
+    @cache
+    def ids(place: int) -> list[int]:
+        return list(tokenizer(items[place].prompt, verbose=False)["input_ids"])
+
+    def questions(length: int) -> list[Question]:
+        own = [(seed, place, items[place]) for seed, places in drawn.items() for place in places]
+        return [
+            Question(
+                item.task,
+                seed,
+                tuple(middle_cut(ids(place), length)),
+                config.max_new_tokens or item.answer_tokens,
+                item.score,
+            )
+            for seed, place, item in own
+        ]
+
+    return questions
 
 
 def made(name: str, task: Task, seed: int, length: int, place: int, config: LongConfig, tokenizer: Any) -> Question:
@@ -94,7 +101,7 @@ def made(name: str, task: Task, seed: int, length: int, place: int, config: Long
     # verbose=False: longer than the tokenizer's own limit is what is wanted here, no reason for a warning
     tokens, ahead = (tuple(tokenizer(example.prompt(first), verbose=False)["input_ids"]) for first in (False, True))
     new = config.max_new_tokens or task.answer_tokens
-    score = partial(_of_example, task, example)
+    score = partial(task.score, example=example)
     return Question(name, seed, tokens, new, score, ahead, tuple(_in_tokens(example, tokenizer)))
 
 
@@ -110,59 +117,12 @@ def _in_tokens(example: Example, tokenizer: Any) -> Iterator[tuple[int, int]]:
             yield first, last + 1
 
 
-def _of_example(task: Task, example: Example, text: str) -> float:
-    return task.score(text, example)
-
-
-class FromFile:
-    """Questions of a file; each seed draws ``count`` of them, and long prompts lose their middle.
-
-    Args:
-        config: names file, format, seeds and count.
-        tokenizer: of the target.
-
-    Raises:
-        LoadError, InputError: the file cannot be read, or is of another form.
-    """
-
-    def __init__(self, config: LongConfig, tokenizer: Any) -> None:
-        assert config.questions is not None and config.format is not None
-        templates = None if config.templates is None else Path(config.templates).expanduser()
-        self._items = list(READERS[config.format](Path(config.questions).expanduser(), templates))
-        self._config, self._tokenizer = config, tokenizer
-        self._tokens: dict[int, list[int]] = {}
-
-    def questions(self, length: int) -> list[Question]:
-        """See ``Source``."""
-        found = []
-        for seed in self._config.numbers("seeds", least=0):
-            rng = np.random.default_rng(seed)
-            drawn = rng.permutation(len(self._items))[: self._config.count]
-            for place in sorted(int(each) for each in drawn):
-                item = self._items[place]
-                tokens = tuple(middle_cut(self._ids(place), length))
-                found.append(
-                    Question(item.task, seed, tokens, self._config.max_new_tokens or item.answer_tokens, item.score)
-                )
-        return found
-
-    def _ids(self, place: int) -> list[int]:
-        if place not in self._tokens:
-            self._tokens[place] = list(self._tokenizer(self._items[place].prompt, verbose=False)["input_ids"])
-        return self._tokens[place]
-
-
 def middle_cut(tokens: Sequence[int], length: int) -> list[int]:
     """The beginning and the end of a prompt that is too long, half of the length each (as LongBench cuts)."""
     if len(tokens) <= length:
         return list(tokens)
     head = length - length // 2
     return [*tokens[:head], *tokens[len(tokens) - length // 2 :]]
-
-
-def source(config: LongConfig, tokenizer: Any) -> Source:
-    """What the configuration asks for."""
-    return FromTasks(config, tokenizer) if config.questions is None else FromFile(config, tokenizer)
 
 
 def tasks_of(config: LongConfig) -> dict[str, Task]:

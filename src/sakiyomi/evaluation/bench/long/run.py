@@ -13,19 +13,18 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.tokens import TokenNames
 from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.long.books import compared, passages, read_books
 from sakiyomi.evaluation.bench.long.config import LongConfig
-from sakiyomi.evaluation.bench.long.loader import Loader
+from sakiyomi.evaluation.bench.long.jobs import apart, work
 from sakiyomi.evaluation.bench.long.plot import kept_map
-from sakiyomi.evaluation.bench.long.process import apart
 from sakiyomi.evaluation.bench.long.questions import Question, made, source, tasks_of
-from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, System, systems
+from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, Loader, System, systems
 from sakiyomi.evaluation.bench.long.table import Perform, growth, reasons, table
-from sakiyomi.evaluation.bench.long.work import work
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.study import attempted
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
 
 __all__ = ["run"]
@@ -64,11 +63,7 @@ def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures
 
     def rows() -> Iterator[Row]:
         for name, make in made_rows.items():
-            try:
-                row = make()
-            except SakiyomiError as error:
-                row = Row(name, "failed", [], error=error.message)
-            yield row
+            yield (row := attempted(name, "failed", make))
             if name == "long" and (memory := growth(row)) is not None:
                 yield memory
 
@@ -94,8 +89,9 @@ def _draw_kept(
 
 
 def _performer(config: LongConfig, target: Any, place: str) -> Perform:
-    names = ("dtype", "device", "compile", "chunk_size")
+    names = ("dtype", "device", "chunk_size")
     options = {"target": target, **{name: getattr(config, name) for name in names}}
+    options["compile"] = "auto" if config.compile else False
     common = {"place": place, "limit": config.limit_bytes}
     if config.memory:
         return lambda jobs: apart([{**job, **common} for job in jobs], options)

@@ -1,24 +1,29 @@
-"""The systems of the comparison: what each is called, whether it has a budget, and how it is made.
+"""The systems of the comparison: what each is called, whether it has a budget, and how one at a time is made.
 
 Two kinds of them answer in one form: ours, whatever its cache, and transformers with the whole prompt in one pass.
 """
 
 from __future__ import annotations
 
+import gc
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 from sakiyomi.cache.policies import read_cache
-from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.core.hf_names import cache_argument
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import budget_pairs
+from sakiyomi.model_executor.loading import load_model, stop_tokens
 
-__all__ = ["ONE_SHOT", "Answer", "OneShot", "Ours", "Running", "System", "systems"]
+__all__ = ["ONE_SHOT", "Answer", "Loader", "OneShot", "Ours", "System", "caught", "systems"]
 
 ONE_SHOT = "one-shot"
 QUERY_FIRST = "query-first"
@@ -44,28 +49,6 @@ class Answer:
     prefill_seconds: float
     decode_seconds: float
     kept: list[list[list[int]]] | None = None
-
-
-class Running(Protocol):
-    """A system that is loaded."""
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values allocated where attention reads them, the most so far."""
-        ...
-
-    @property
-    def far_bytes(self) -> int:
-        """Bytes of those that are kept elsewhere."""
-        ...
-
-    def predicted_bytes(self, columns: int) -> int:
-        """Bytes that a prompt and its answer of so many tokens will take beyond those held now; 0: not known before."""
-        ...
-
-    def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
-        """Greedy, of at most so many new tokens; with what stayed of the prompt, if that is wanted."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -139,21 +122,24 @@ class Ours:
 
     @property
     def kv_bytes(self) -> int:
-        """See ``Running``."""
+        """Bytes of keys and values allocated where attention reads them, the most so far."""
         return self.llm.target.cache.bytes
 
     @property
     def far_bytes(self) -> int:
-        """See ``Running``."""
+        """Bytes of those that are kept elsewhere."""
         return self.llm.target.eviction.far_bytes
 
     def predicted_bytes(self, columns: int) -> int:
-        """See ``Running``: what the cache would allocate, beyond what it has."""
+        """Bytes that a prompt and its answer of so many tokens take beyond those held now."""
         cache = self.llm.target.cache
         return max(0, cache.needs(1, columns) - cache.bytes)
 
     def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
-        """See ``Running``. Each prompt is a conversation of its own: nothing of the one before is used again."""
+        """Greedy, of at most so many new tokens; with what stayed of the prompt, if that is wanted.
+
+        Each prompt is a conversation of its own: nothing of the one before is used again.
+        """
         began = time.perf_counter()
         first = last = began
         text, count, stayed = "", 0, None
@@ -194,13 +180,12 @@ class OneShot:
         self.kv_bytes = self.far_bytes = 0
 
     def predicted_bytes(self, columns: int) -> int:
-        """See ``Running``: one layer's matrix of scores and its softmax, the least that there is at once."""
+        """One layer's matrix of scores and its softmax, the least that there is at once."""
         config = self._model.config.get_text_config()
         return int(2 * config.num_attention_heads * columns**2 * self._model.dtype.itemsize)
 
     def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
-        """See ``Running``; nothing is evicted."""
-        import torch
+        """See ``Ours``; nothing is evicted."""
         from transformers import DynamicCache
 
         model, cache = self._model, DynamicCache(config=self._model.config)
@@ -221,3 +206,67 @@ class OneShot:
         self.kv_bytes = max(self.kv_bytes, held)
         text = self._tokenizer.decode(output, skip_special_tokens=True)
         return Answer(text, len(output), first - began, ended - first)
+
+
+@contextmanager
+def caught(length: int) -> Iterator[dict[str, Any]]:
+    """Keep an error inside the block as a record if a user could have caused it; other errors are raised.
+
+    Args:
+        length: of the context that was tried.
+    """
+    record: dict[str, Any] = {}
+    try:
+        yield record
+    except (MemoryLimitError, MemoryError, torch.OutOfMemoryError) as error:
+        record |= {"length": length, "error": str(error) or "no memory is left", "over": True}
+    except SakiyomiError as error:
+        record |= {"length": length, "error": error.message, "over": False}
+
+
+class Loader:
+    """Makes systems, one at a time: the one before is freed first.
+
+    Args:
+        options: arguments of ``LLM``, beside those that make a system; target, dtype and device are among them.
+        shared: keep the transformers model between them; else each reads the files anew and packs them, as it would
+            alone.
+    """
+
+    def __init__(self, options: dict[str, Any], *, shared: bool) -> None:
+        self._options, self._shared = options, shared
+        self._loaded: Any = None
+        self._key: tuple[str, int | None] | None = None
+        self._running: Ours | OneShot | None = None
+
+    def __call__(self, system: System, length: int) -> Ours | OneShot:
+        """The system for contexts of so many tokens; the same object as before where nothing differs.
+
+        Raises:
+            SakiyomiError: it cannot be.
+        """
+        key = (system.cache, system.pairs(length))
+        if key != self._key or self._running is None:
+            self.release()
+            self._running = self._one_shot() if system.cache == ONE_SHOT else self._ours(*key)
+            self._key = key
+        return self._running
+
+    def release(self) -> None:
+        """Free the system."""
+        self._running = self._key = None
+        gc.collect()
+
+    def _model(self) -> Any:
+        if self._loaded is None:
+            self._loaded = load_model(**{name: self._options[name] for name in ("target", "dtype", "device")})
+        return self._loaded
+
+    def _one_shot(self) -> Ours | OneShot:
+        loaded = self._model()
+        loaded.model.set_attn_implementation("eager")
+        return OneShot(loaded.model, loaded.tokenizer, stop_tokens(loaded.model, loaded.tokenizer))
+
+    def _ours(self, spec: str, budget: int | None) -> Ours | OneShot:
+        shared = {"target": (self._model().model, self._model().tokenizer)} if self._shared else {}
+        return Ours(LLM(**self._options | shared, draft="none", cache=spec, kv_budget=budget, max_batch=1))

@@ -5,6 +5,7 @@ Where memory is limited, a system that does not fit is tried again at shorter co
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,11 @@ from typing import Any
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.long.config import LongConfig
-from sakiyomi.evaluation.bench.long.fit import longest, slope
 from sakiyomi.evaluation.bench.long.questions import Question, Source
 from sakiyomi.evaluation.bench.long.systems import System
 from sakiyomi.evaluation.bench.report import Row
 
-__all__ = ["Perform", "growth", "measured", "reasons", "table"]
+__all__ = ["Perform", "growth", "longest", "reasons", "slope", "table"]
 
 Perform = Callable[[Sequence[Mapping[str, Any]]], Iterable[dict[str, Any]]]
 """Does jobs and gives their records, each with the place of its ``job``: here, or in a process of their own."""
@@ -79,7 +79,7 @@ def table(
     prompts = {}
     for length in config.numbers("lengths", least=8):
         note(f"prompts of {length} tokens")
-        prompts[length] = source.questions(length)
+        prompts[length] = source(length)
     lines: list[dict[str, Any]] = []
     why: list[tuple[str, int | None, str]] = []
     for system in found:
@@ -94,7 +94,7 @@ def table(
         "prompts": f"{per_seed} of each length and seed",
         "seeds": ",".join(config.seeds),
         "dtype": config.dtype,
-        "graphs": "compiled" if config.compile else "eager",
+        "graphs": "recorded" if config.compile else "eager",
         "chunk_size": config.chunk_size,
         "limit_bytes": config.limit_bytes,
         "peak": "of the process, or the GPU, while it answers" if config.memory else None,
@@ -163,7 +163,7 @@ def _starred(bench: Bench, system: System, fitting: int, below: int) -> Iterator
         bench.note(f"{system.name}: does a context of {length} tokens fit?")
         # The one that takes most; the others of this length are as long.
         try:
-            question = max(bench.source.questions(length), key=lambda q: len(q.tokens) + q.answer_tokens)
+            question = max(bench.source(length), key=lambda q: len(q.tokens) + q.answer_tokens)
         except InputError:  # a task has no prompt as short as that
             return False
         return all("texts" in record for record in bench.records(system, [(length, [question])]))
@@ -172,7 +172,7 @@ def _starred(bench: Bench, system: System, fitting: int, below: int) -> Iterator
     for _ in range(RETRIES):
         if length is None or length <= fitting:
             return
-        questions = bench.source.questions(length)
+        questions = bench.source(length)
         (record, *_) = bench.records(system, [(length, questions)])
         if "texts" in record:
             yield measured(system, length, questions, record, starred=True)
@@ -252,31 +252,18 @@ def growth(row: Row) -> Row | None:
         if line.get("kv_bytes") is not None:
             groups.setdefault((line["spec"], line["budget"]), []).append(line)
     for group in groups.values():
-        group = sorted(group, key=lambda line: int(line["length"]))
+        group.sort(key=lambda line: int(line["length"]))
         first, last = group[0], group[-1]
         if first["length"] == last["length"]:
             continue
-        lengths = [line["length"] for line in group]
-        grown = [line["grown_bytes"] for line in group]
-        lines.append(
-            {
-                "name": first["name"],
-                "budget": first["budget"],
-                "class": first["kind"],
-                "from": first["length"],
-                "to": last["length"],
-                "kv_slope": slope(lengths, [line["kv_bytes"] for line in group]),
-                "process_slope": None if None in grown else slope(lengths, grown),
-                "on_paper": _on_paper(first),
-                "kv_from_bytes": first["kv_bytes"],
-                "kv_to_bytes": last["kv_bytes"],
-                "grown_from_bytes": first["grown_bytes"],
-                "grown_to_bytes": last["grown_bytes"],
-            }
-        )
-    if not any(line["grown_to_bytes"] is not None for line in lines):  # systems shared one process
-        unknown = {"process_slope", "grown_from_bytes", "grown_to_bytes"}
-        lines = [{key: value for key, value in line.items() if key not in unknown} for line in lines]
+        lengths, sizes, grown = ([line[key] for line in group] for key in ("length", "kv_bytes", "grown_bytes"))
+        slopes, ends = {"kv_slope": slope(lengths, sizes)}, {"kv_from_bytes": sizes[0], "kv_to_bytes": sizes[-1]}
+        if None not in grown:  # the system had a process of its own
+            slopes["process_slope"] = slope(lengths, grown)
+            ends |= {"grown_from_bytes": grown[0], "grown_to_bytes": grown[-1]}
+        head = {"name": first["name"], "budget": first["budget"], "class": first["kind"]}
+        span = {"from": first["length"], "to": last["length"]}
+        lines.append({**head, **span, **slopes, "on_paper": _on_paper(first), **ends})
     title = "exponent of memory by length: 2 quadratic, 1 linear, 0 flat; grown: of the process since it was ready"
     return Row("memory", title, lines, dict(row.conditions)) if lines else None
 
@@ -284,3 +271,47 @@ def growth(row: Row) -> Row | None:
 def _on_paper(line: Mapping[str, Any]) -> float:
     """A budget that is a share of the context grows with it."""
     return 1.0 if line["budget"] is not None and "/" in line["budget"] else EXPECTED[line["kind"]]
+
+
+def slope(lengths: Sequence[int], sizes: Sequence[float]) -> float | None:
+    """Exponent of growth: the slope of the line through log size by log length (least squares).
+
+    Args:
+        lengths: tokens.
+        sizes: bytes; those below 1 are left out, since nothing grew.
+
+    Returns:
+        0: flat, 1: linear, 2: quadratic. None where fewer than two lengths are left.
+    """
+    points = [(math.log(n), math.log(size)) for n, size in zip(lengths, sizes, strict=True) if size >= 1]
+    if len({x for x, _ in points}) < 2:
+        return None
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+def longest(fits: Callable[[int], bool], below: int, *, least: int = 32, steps: int = 3) -> int | None:
+    """The longest length that fits, to an eighth: halved until one does, then the gap above it halved ``steps`` times.
+
+    Args:
+        fits: tries a length.
+        below: a length that does not fit.
+        least: none below this is tried.
+        steps: tries in the gap.
+
+    Returns:
+        A length that was seen to fit; None if none was.
+    """
+    good, bad = below // 2, below
+    while good >= least and not fits(good):
+        good, bad = good // 2, good
+    if good < least:
+        return None
+    for _ in range(steps):
+        middle = (good + bad) // 2
+        if middle in (good, bad):
+            break
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sakiyomi.core.checks import at_least
-from sakiyomi.core.embedded import DEFAULT
+from sakiyomi.evaluation.settings import TargetSettings
 
-__all__ = ["CompareConfig", "MergeConfig", "SpecConfig"]
+__all__ = ["SpecConfig"]
 
 
-@dataclass(frozen=True)
-class SpecConfig:
+@dataclass(frozen=True, kw_only=True)
+class SpecConfig(TargetSettings):
     """Which drafters, on what, and how often.
 
     Attributes:
-        target: embedded name (tales), folder in Hugging Face format, or hub id.
         draft: drafter to measure (again for each). By default all that the target can use here: prompt-lookup, suffix,
             ngram, its own first layers, itself in 8 bits, the draft model and Medusa heads that belong to it, suffix
             and draft model merged.
@@ -26,21 +25,18 @@ class SpecConfig:
         max_new_tokens: of each answer; Spec-Bench has 1024.
         prompt_tokens: longest prompt; longer ones are cut in the middle. By default as long as the context allows.
         gamma: draft tokens a round, or auto.
-        repeats: laps over each question; medians are reported. Spec-Bench has 3.
+        repeats: runs over each question; medians are reported. Spec-Bench has 3.
         template: auto (the tokenizer's chat template, or plain text where it has none), none (plain text), or a Jinja
             file.
         system: system message, before everything else.
         out: file for the results, a line for each question and drafter as soon as it is known. Results that an existing
             file holds are not measured again.
         against: an earlier file of results: say where tokens a pass have fallen since, on the questions of both.
-        dtype: auto (as stored), float32, bfloat16 or float16.
-        device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         quantize: int8 or int4: quantize the target's weights.
         exact: bit-equal answers for every drafter.
         compile: record decoding passes before they are measured; otherwise everything runs eagerly.
     """
 
-    target: str = DEFAULT
     draft: tuple[str, ...] = ()
     questions: str | None = None
     categories: tuple[str, ...] = ()
@@ -53,35 +49,9 @@ class SpecConfig:
     system: str = ""
     out: str | None = None
     against: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
     quantize: str | None = None
     exact: bool = False
     compile: bool = True
 
     def __post_init__(self) -> None:
         at_least(self, count=1, max_new_tokens=2, repeats=1, prompt_tokens=2)
-
-
-@dataclass(frozen=True)
-class CompareConfig:
-    """Result files side by side.
-
-    Attributes:
-        files: results of bench spec; the others are compared with the first one.
-    """
-
-    files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE..."})
-
-
-@dataclass(frozen=True)
-class MergeConfig:
-    """Result files as one.
-
-    Attributes:
-        files: results of bench spec with the same settings; where several hold a result, the last one counts.
-        out: file for all of them together.
-    """
-
-    files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE..."})
-    out: str | None = None

@@ -1,21 +1,108 @@
-"""Result files of ``bench spec``: JSON Lines, the settings in the first one, then one for each question and drafter.
+"""Questions of ``bench spec`` and its result files.
 
-A line stands on its own: it has the laps of its drafter and those of plain decoding between them. So files with the
-same settings can be joined, and a run goes on where another has stopped.
+Questions come in the form of FastChat's, which Spec-Bench and SPEED-Bench share, from files or our own:
+``{"question_id": 81, "category": "writing", "turns": ["...", "..."]}``.
+
+Result files are JSON Lines, the settings in the first one, then one for each question and drafter. A line stands on its
+own: it has the laps of its drafter and those of plain decoding between them. So files with the same settings can be
+joined, and a run continues where another has stopped.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
+from sakiyomi.evaluation.bench.long.config import split_list
+from sakiyomi.evaluation.bench.long.readers import read_rows, require
+from sakiyomi.evaluation.bench.study import append, line, whole_lines
 
-__all__ = ["PLAIN", "Record", "Results", "join"]
+__all__ = ["PLAIN", "Question", "Record", "Results", "chosen", "digest", "join", "own_questions", "read_questions"]
+
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+SPEC_BENCH = "math_reasoning"
+"""A category of Spec-Bench alone: in a file that has it those of MT-bench count as one, as its tables have it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        id: tells it from the others of its file.
+        category: that it counts for.
+        turns: what is said, one after the other, each behind the answer to the last.
+        kind: the file's own category.
+    """
+
+    id: int | str
+    category: str
+    turns: tuple[str, ...]
+    kind: str
+
+
+def read_questions(path: str | Path) -> list[Question]:
+    """All questions of a .jsonl (or .jsonl.gz).
+
+    Raises:
+        LoadError: it cannot be read, or is of another form.
+        InputError: it holds nothing.
+    """
+    path = Path(path).expanduser()
+    found: list[Question] = []
+    for row in read_rows(path, needs=("question_id", "category", "turns")):
+        turns = require(row, "turns", list, path)
+        if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+            raise LoadError(f"'turns' in {str(path)!r} is {turns!r:.60}; it has to be a list of texts")
+        kind = require(row, "category", str, path)
+        found.append(Question(require(row, "question_id", (int, str), path), kind, tuple(turns), kind))
+    seen: set[int | str] = set()
+    for question in found:
+        if question.id in seen:
+            raise LoadError(f"question_id {question.id!r} stands twice in {str(path)!r}; each has to have its own")
+        seen.add(question.id)
+    if any(question.kind == SPEC_BENCH for question in found):
+        return [Question(q.id, "mt-bench" if q.kind in MT_BENCH else q.kind, q.turns, q.kind) for q in found]
+    return found
+
+
+def own_questions() -> list[Question]:
+    """A few that travel with the package, in the categories of SPEED-Bench (arXiv 2604.09557); written for this."""
+    return read_questions(Path(__file__).with_name("own.jsonl"))
+
+
+def chosen(questions: Sequence[Question], categories: Sequence[str], count: int) -> list[Question]:
+    """Of each category the first so many; only these categories, if some are named.
+
+    Raises:
+        InputError: one of them is not there.
+    """
+    wanted = split_list(categories)
+    known = dict.fromkeys(name for question in questions for name in (question.category, question.kind))
+    if unknown := [name for name in wanted if name not in known]:
+        raise InputError(f"there is no category {unknown[0]!r}; these questions have {', '.join(known)}")
+    taken: dict[str, int] = {}
+    found = []
+    for question in questions:
+        if wanted and not {question.category, question.kind} & set(wanted):
+            continue
+        taken[question.category] = taken.get(question.category, 0) + 1
+        if taken[question.category] <= count:
+            found.append(question)
+    return found
+
+
+def digest(questions: Sequence[Question]) -> str:
+    """Tells two sets of questions apart, as hexadecimal digits."""
+    text = json.dumps([[q.id, q.category, q.turns] for q in questions])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
 
 FORMAT = "sakiyomi bench spec 1"
 PLAIN = "none"
@@ -92,10 +179,9 @@ class Results:
         """
         path = Path(path).expanduser()
         try:
-            text = path.read_text(encoding="utf-8")
+            head, *lines = [*whole_lines(path)] or [""]
         except (OSError, UnicodeDecodeError) as error:
             raise LoadError(f"{str(path)!r} cannot be read ({error}); expected results of bench spec") from None
-        head, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]
         try:
             first = json.loads(head)
             if first["format"] != FORMAT:
@@ -103,9 +189,9 @@ class Results:
             found = cls(dict(first["settings"]), dict(first["conditions"]), path=path)
         except (ValueError, TypeError, KeyError):
             raise LoadError(f"{str(path)!r} holds no results of bench spec; name another file") from None
-        for number, line in enumerate(lines, start=2):
+        for number, text in enumerate(lines, start=2):
             try:
-                record = Record.of(json.loads(line))
+                record = Record.of(json.loads(text))
             except (ValueError, TypeError, KeyError):
                 raise LoadError(
                     f"line {number} of {str(path)!r} is no result of bench spec; delete that line"
@@ -164,13 +250,8 @@ class Results:
             LoadError: they cannot be written.
         """
         self.records |= {(record.question, record.draft): record for record in records}
-        if self.path is None:
-            return
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_lines(records))
-        except OSError as error:
-            raise LoadError(f"cannot write {self.path}: {error.strerror}; choose another --out") from None
+        if self.path is not None:
+            append(self.path, [record.to_dict() for record in records], "choose another --out")
 
     def write(self) -> None:
         """Write the whole file anew: there may be hours of work in it.
@@ -181,12 +262,8 @@ class Results:
         assert self.path is not None
         head = {"format": FORMAT, "settings": dict(self.settings), "conditions": dict(self.conditions)}
         with whole_file(self.path, "choose another --out") as fresh:
-            fresh.write_text(_lines(self.records.values(), head), encoding="utf-8")
-
-
-def _lines(records: Iterable[Record], *before: Mapping[str, Any]) -> str:
-    values = [*before, *(record.to_dict() for record in records)]
-    return "".join(json.dumps(value, ensure_ascii=False, default=str) + "\n" for value in values)
+            lines = [head, *(record.to_dict() for record in self.records.values())]
+            fresh.write_text("".join(map(line, lines)), encoding="utf-8")
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,9 +1,12 @@
-"""Questions with their right answers, from a .jsonl or a folder of ``datasets``: texts, or sounds in parts."""
+"""Questions with their right answers, from a .jsonl or a folder of ``datasets``, and how right answers are.
+
+Questions are texts, or sounds in parts. Answers are scored by the libraries that their field uses.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,9 +14,9 @@ from typing import Any
 
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
-from sakiyomi.evaluation.bench.long.files import read_object, read_rows
+from sakiyomi.evaluation.bench.long.readers import read_object, read_rows
 
-__all__ = ["Question", "read_questions"]
+__all__ = ["Question", "read_questions", "scorer"]
 
 SLOWEST = 8000
 """Samples a second below which speech cannot be told: a telephone has as many."""
@@ -131,3 +134,75 @@ def _saved(path: Path) -> Iterator[dict[str, Any]]:
                     yield from batch.to_pylist()
         except (OSError, ArrowInvalid) as error:
             raise LoadError(f"{str(file)!r} cannot be read ({error}); save the dataset again") from None
+
+
+Score = Callable[[Sequence[str], Sequence[Sequence[str]]], float]
+"""Of answers and the right ones of each."""
+
+
+def scorer(kind: str) -> tuple[str, Score] | None:
+    """The name of a task's score, and what computes it; None: it has none.
+
+    ``word_error_rate`` (lower is better; upper case, punctuation and spaces do not count; of several references the
+    first counts), ``rouge_l`` (F measure, 0 to 100, of several references the best), ``bleu`` and, of code, of which
+    nothing is run, ``chrf`` (0 to 100).
+
+    Raises:
+        UnsupportedError: its library is not installed.
+    """
+    found: dict[str, tuple[str, Callable[[], Score]]] = {
+        "speech": ("word_error_rate", _word_errors),
+        "summaries": ("rouge_l", _rouge),
+        "translation": ("bleu", lambda: _sacrebleu("corpus_bleu")),
+        "code": ("chrf", lambda: _sacrebleu("corpus_chrf")),
+    }
+    if kind not in found:
+        return None
+    name, make = found[kind]
+    try:
+        return name, make()
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{kind} are scored by {error.name}, which is not installed; pip install 'sakiyomi[tasks]'"
+        ) from None
+
+
+def _word_errors() -> Score:
+    import jiwer
+
+    plain: Any = jiwer.Compose(
+        [jiwer.ToLowerCase(), jiwer.RemovePunctuation(), jiwer.RemoveMultipleSpaces(), jiwer.Strip()]
+    )
+
+    def score(answers: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+        return float(jiwer.wer([plain(several[0]) for several in references], [plain(text) for text in answers]))
+
+    return score
+
+
+def _rouge() -> Score:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    found: Any = RougeScorer(["rougeL"], use_stemmer=True)
+
+    def score(answers: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+        best = [
+            max(found.score(right, text)["rougeL"].fmeasure for right in several)
+            for text, several in zip(answers, references, strict=True)
+        ]
+        return float(100 * sum(best) / len(best))
+
+    return score
+
+
+def _sacrebleu(name: str) -> Score:
+    import sacrebleu
+
+    compute: Any = getattr(sacrebleu, name)
+
+    def score(answers: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+        most = max(map(len, references))
+        columns = [[several[i] if i < len(several) else None for several in references] for i in range(most)]
+        return float(compute(list(answers), columns).score)
+
+    return score

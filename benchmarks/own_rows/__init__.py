@@ -1,0 +1,1 @@
+"""Rows about sakiyomi's own code, see `rows.py`."""

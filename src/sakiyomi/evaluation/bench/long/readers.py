@@ -1,0 +1,257 @@
+"""Questions from files of one's own, in the forms of three collections: L-Eval, LongBench, InfiniteBench.
+
+Knows no model and no tokenizer. A new form is a reader in ``READERS``; a new task of a collection is a line in
+``tasks.toml``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import tomllib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.evaluation.bench.long.metrics import LETTERS, METRICS
+
+__all__ = [
+    "READERS",
+    "Item",
+    "read_infinitebench",
+    "read_leval",
+    "read_longbench",
+    "read_object",
+    "read_rows",
+    "require",
+]
+
+
+def read_rows(path: Path, *, needs: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Objects of a .jsonl file (or .jsonl.gz), one a line.
+
+    Args:
+        path: of the file.
+        needs: keys that each must have.
+
+    Raises:
+        LoadError: the file cannot be read, or a line is no such object.
+        InputError: it holds nothing.
+    """
+    number = 0
+    for number, line in enumerate(filter(str.strip, _read(path).splitlines()), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        wanted = f"expected a JSON object{' with ' if needs else ''}{', '.join(needs)}"
+        if not isinstance(row, dict):
+            raise LoadError(f"row {number} of {str(path)!r} is {line.strip()!r:.60}; {wanted}")
+        missing = [key for key in needs if key not in row]
+        if missing:
+            raise LoadError(f"row {number} of {str(path)!r} has no {missing[0]!r}; {wanted}")
+        yield row
+    if not number:
+        raise InputError(f"there is no question in {str(path)!r}; expected a JSON object a line")
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """A JSON file that holds one object.
+
+    Raises:
+        LoadError: it cannot be read, or holds something else.
+    """
+    try:
+        value = json.loads(_read(path))
+    except ValueError as error:
+        raise LoadError(f"{str(path)!r} is no JSON ({error}); copy the file again") from None
+    if not isinstance(value, dict):
+        raise LoadError(f"{str(path)!r} holds no JSON object; expected one with an entry for each task")
+    return value
+
+
+def require(row: Mapping[str, Any], key: str, kind: type | tuple[type, ...], path: Path) -> Any:
+    """A value of the right kind.
+
+    Raises:
+        LoadError: it is of another.
+    """
+    value = row[key]
+    if not isinstance(value, kind):
+        raise LoadError(f"{key!r} in {str(path)!r} is {value!r:.60}; it has to be {_kind(kind)}")
+    return value
+
+
+def _kind(kind: type | tuple[type, ...]) -> str:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return " or ".join({str: "a text", list: "a list", int: "a number"}.get(each, each.__name__) for each in kinds)
+
+
+def _read(path: Path) -> str:
+    try:
+        raw = path.expanduser().read_bytes()
+        return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise LoadError(f"{str(path)!r} cannot be read ({error}); expected a .jsonl file") from None
+
+
+HIDDEN = (
+    "Something important is hidden in a long text. Find it and remember it; a question about it follows.\n\n{context}"
+    "\n\n{input}\n"
+)
+OPEN = {"f1": (64, "f1"), "rouge": (512, "rouge")}
+"""Kinds of open questions of L-Eval, with most tokens of an answer and the metric."""
+_CHOICE = re.compile(r"\s*\(?([A-D]{1,4})\)?(?=[\s.,:)]|$)")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question of a file.
+
+    Attributes:
+        task: that it belongs to.
+        prompt: text; long ones are cut in the middle later, when they are tokens.
+        answer_tokens: most that an answer may have.
+        metric: of ``metrics.METRICS``.
+        answers: right ones; the best counts.
+        options: texts of the choices, or names of the classes.
+    """
+
+    task: str
+    prompt: str
+    answer_tokens: int
+    metric: str
+    answers: Sequence[str]
+    options: Sequence[str] = ()
+
+    def score(self, text: str) -> float:
+        """Of an answer, 0 to 1."""
+        return max((METRICS[self.metric](text, answer, self.options) for answer in self.answers), default=0.0)
+
+
+@cache
+def _tasks(collection: str) -> dict[str, Any]:
+    text = Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8")
+    return dict(tomllib.loads(text)[collection])
+
+
+def read_leval(path: Path, templates: Path | None = None) -> Iterator[Item]:
+    """L-Eval (An et al. 2023, arXiv 2307.11088): questions of ``{input, instructions, outputs, evaluation}`` rows.
+
+    ``evaluation`` is "exam" (a choice, a number or a short text, right or wrong), "f1" or "rouge". Rows that a person
+    or a model is to judge are left out.
+
+    Args:
+        path: a .jsonl file.
+        templates: not used: the instructions are whole questions.
+
+    Raises:
+        LoadError, InputError: the file cannot be read, or has no row that a rule can judge.
+    """
+    judged = 0
+    task = path.name.split(".")[0]
+    for row in read_rows(path, needs=("input", "instructions", "outputs")):
+        kind = row.get("evaluation", "exam")
+        if kind != "exam" and kind not in OPEN:
+            continue
+        document = require(row, "input", str, path)
+        questions, answers = (require(row, key, list, path) for key in ("instructions", "outputs"))
+        for question, answer in zip(map(str, questions), map(str, answers), strict=True):
+            judged += 1
+            tokens, metric, right = _exam(answer) if kind == "exam" else (*OPEN[kind], answer)
+            yield Item(task, _leval_prompt(document, question, metric), tokens, metric, [right])
+    if not judged:
+        raise InputError(f"every row of {str(path)!r} is to be judged by a person or a model; choose another file")
+
+
+def _exam(answer: str) -> tuple[int, str, str]:
+    """Most tokens of an answer, its metric, and what is right."""
+    if choice := _CHOICE.match(answer):
+        return 32, "letters", choice[1]
+    if re.fullmatch(r"-?[\d,.]+", answer.strip()):
+        return 256, "number after reasoning", answer
+    return 32, "first line", answer
+
+
+def _leval_prompt(document: str, question: str, metric: str) -> str:
+    if question.rstrip().endswith("step by step"):  # the document is a list of solved ones, and this the next
+        return f"{document.rstrip()}\n\n{question}"
+    hint = " Answer with the letter of the right choice." if metric == "letters" else ""
+    return f"{document.rstrip()}\n\nAnswer the question about the text above.{hint}\nQuestion: {question}\nAnswer:"
+
+
+def read_longbench(path: Path, templates: Path | None = None) -> Iterator[Item]:
+    """LongBench: questions of ``{input, context, answers, all_classes, dataset}`` rows.
+
+    Args:
+        path: a .jsonl file.
+        templates: folder with ``dataset2prompt.json`` and ``dataset2maxlen.json`` (longer names that end so will do);
+            None: that of the file.
+
+    Raises:
+        LoadError: a file cannot be read.
+        InputError: a task is not known, or has no template.
+    """
+    folder, metrics = path.parent if templates is None else templates, _tasks("longbench")
+    prompts, lengths = (read_object(_find(folder, name)) for name in ("dataset2prompt.json", "dataset2maxlen.json"))
+    for row in read_rows(path, needs=("input", "context", "answers", "dataset")):
+        name = str(row["dataset"])
+        task = name.removesuffix("_e")  # of LongBench-E, which has the same tasks at even lengths
+        if task not in metrics or task not in prompts or task not in lengths:
+            raise InputError(f"dataset {name!r} in {str(path)!r} is not known; known are {', '.join(metrics)}")
+        answers = [str(answer) for answer in require(row, "answers", list, path)]
+        prompt = str(prompts[task]).replace("{context}", str(row["context"])).replace("{input}", str(row["input"]))
+        yield Item(task, prompt, int(lengths[task]), metrics[task], answers, _texts(row.get("all_classes")))
+
+
+def _find(folder: Path, name: str) -> Path:
+    found = sorted(folder.glob(f"*{name}"), key=lambda path: (path.name != name, path)) if folder.is_dir() else []
+    if not found:
+        raise LoadError(
+            f"there is no {name} in {str(folder)!r}; it is in LongBench's folder config, and --templates names its "
+            "folder"
+        )
+    return found[0]
+
+
+def _texts(values: Any) -> list[str]:
+    return [str(value) for value in values or ()]
+
+
+def read_infinitebench(path: Path, templates: Path | None = None) -> Iterator[Item]:
+    """InfiniteBench: questions of ``{id, context, input, answer, options}`` rows.
+
+    Args:
+        path: a .jsonl file; its name is the task.
+        templates: not used.
+
+    Raises:
+        LoadError: the file cannot be read.
+        InputError: its name is no task.
+    """
+    name, tasks = path.name.split(".")[0], _tasks("infinitebench")
+    if name not in tasks:
+        raise InputError(f"{path.name!r} is no task of InfiniteBench; name the file as it comes: {', '.join(tasks)}")
+    task = tasks[name]
+    for row in read_rows(path, needs=("context", "input", "answer")):
+        answers = _texts(row["answer"] if isinstance(row["answer"], list) else [row["answer"]])
+        if task["metric"] == "numbers from the first":  # all of them are one answer
+            answers = [" ".join(answers)]
+        options = _texts(row.get("options"))
+        listed = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
+        prompt = task["prompt"].replace("{hidden}", HIDDEN)
+        for key, value in (("context", row["context"]), ("input", row["input"]), ("options", listed)):
+            prompt = prompt.replace(f"{{{key}}}", str(value))
+        yield Item(name, prompt, task["tokens"], task["metric"], answers, options)
+
+
+READERS: dict[str, Callable[[Path, Path | None], Iterator[Item]]] = {
+    "leval": read_leval,
+    "longbench": read_longbench,
+    "infinitebench": read_infinitebench,
+}

@@ -1,0 +1,110 @@
+"""A model that runs from a recording of its passes: its weights and a program, without transformers' class of it.
+
+Recordings are read by `loading/recording.py` and written by `loading/recorder.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.kernels.native import PackedLayer
+from sakiyomi.model_executor.program import Program
+
+__all__ = ["PlainConfig", "RecordedModel"]
+
+
+class PlainConfig(SimpleNamespace):
+    """Settings of a model of text alone, without transformers' class of them."""
+
+    def get_text_config(self, **_: Any) -> PlainConfig:
+        """Itself."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers gives it."""
+        return dict(vars(self))
+
+
+class RecordedModel(nn.Module):
+    """Stands in for a transformers model: modules with its names that hold its weights. None of them is called.
+
+    Args:
+        about: the metadata of a recording, see `loading/recorder.py`.
+        graph: TorchScript, from token ids and positions (1, N), the rows to keep (K) and the weights to logits (1, K,
+            V) and what the head reads, (1, K, hidden).
+        weights: what the graph reads, by name, in its order.
+        layers: the packed linear layers, by name.
+        whole: loads the transformers model with these packed layers in it.
+
+    Attributes:
+        program: runs passes.
+
+    Raises:
+        UnsupportedError: see ``Program``.
+    """
+
+    def __init__(
+        self,
+        about: Mapping[str, Any],
+        graph: Any,
+        weights: Mapping[str, Tensor],
+        layers: Mapping[str, PackedLayer],
+        whole: Callable[[RecordedModel], Any],
+    ) -> None:
+        super().__init__()
+        self.config = PlainConfig(**about["config"])
+        self.generation_config = PlainConfig(**about["generation_config"])
+        self.dtype: torch.dtype = getattr(torch, about["dtype"])
+        self.layers, self.whole = dict(layers), whole
+        for name, tensor in weights.items():
+            parent, _, own = name.rpartition(".")
+            if parent in about["embeddings"]:  # of whose rows a pass reads a few
+                self._put(parent, nn.Embedding.from_pretrained(tensor))
+            else:
+                self._container(parent).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
+        for name, layer in layers.items():
+            self._put(name, layer)
+        self._head = layers[about["head"]]
+        rows = [(width, self.dtype) for width in (self._head.out_features, self._head.in_features)]
+        self.program = Program(graph, list(weights.values()), rows)
+
+    def _container(self, name: str) -> nn.Module:
+        found: nn.Module = self
+        for part in name.split(".") if name else ():
+            if part not in found._modules:
+                found.add_module(part, nn.Module())
+            found = found._modules[part]  # type: ignore[assignment]
+        return found
+
+    def _put(self, name: str, module: nn.Module) -> None:
+        parent, _, own = name.rpartition(".")
+        self._container(parent).add_module(own, module)
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU, whose kernels are recorded."""
+        return torch.device("cpu")
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head over the vocabulary."""
+        return self._head
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Nothing: the operator is in the program."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: None = None,
+        use_cache: bool = False,
+        logits_to_keep: int | Tensor = 0,
+    ) -> SimpleNamespace:
+        """Token ids and positions (1, N) to an object with logits, (1, N, V), or of the rows to keep, (1, K, V)."""
+        keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
+        return SimpleNamespace(logits=self.program(input_ids, position_ids, keep)[0])
