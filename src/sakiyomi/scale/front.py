@@ -20,7 +20,7 @@ from sakiyomi.scale.in_process import Asked, Part
 from sakiyomi.scale.routing import affinity_key
 from sakiyomi.server.app import IMAGES_BYTES
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.errors import ApiError, is_anthropic
+from sakiyomi.server.errors import ApiError, busy, is_anthropic
 from sakiyomi.server.page import rendered
 from sakiyomi.server.paths import make_app
 from sakiyomi.server.relay import Relay
@@ -75,9 +75,7 @@ async def follow(replicas: Replicas, asked: Asked) -> AsyncGenerator[Part]:
             if begun and over:  # all was said
                 return
         except replicas.busy:
-            raise ApiError(
-                429, "all replicas are busy; try again soon", code="queue_full", headers={"retry-after": "2"}
-            ) from None
+            raise busy("all replicas are busy; try again soon", 2) from None
     raise ApiError(502, f"{TRIES} replicas died while they answered this request", code="replica_died")
 
 

@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from sakiyomi.core.text import profile
-from sakiyomi.server.errors import bad_request
+from sakiyomi.server.errors import unsupported
 from sakiyomi.server.fields import value_of
 from sakiyomi.server.schema import function
 
@@ -202,17 +202,12 @@ def tool_format(template: str) -> ToolFormat:
     if (form := _fitting(template)) is not None:
         return form
     if not template:
-        raise bad_request(
-            "the model has no chat template that could describe tools to it; leave tools out",
-            "tools",
-            code="unsupported_value",
-        )
-    raise bad_request(
+        raise unsupported("the model has no chat template that could describe tools to it; leave tools out", "tools")
+    raise unsupported(
         "the model's chat template uses a format of tool calls that this server does not know; it knows those of "
         f"{', '.join(form.models for form in FORMATS)}. Leave tools out, or start the server with a --chat-template of "
         "one of these",
         "tools",
-        code="unsupported_value",
     )
 
 
