@@ -20,7 +20,7 @@ from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.conversations import as_template_takes, ending_of, read_images, text_of
-from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.errors import ApiError, bad_request, no_model, unsupported
 from sakiyomi.server.escapes import Matcher
 from sakiyomi.server.grammar import Constraint, Grammars, Penalties
 from sakiyomi.server.jobs import Echo, Job, Reply
@@ -288,20 +288,13 @@ class BodyReader:
 
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model."""
-        if name not in (None, self.name):
-            raise ApiError(
-                404,
-                f"there is no model {name!r:.80}; this server has {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        if name is not None and name != self.name:
+            raise no_model(name, repr(self.name))
 
     def _check(self, body: Ask) -> None:
         self.check_model(body.model)
         if self.hears:
-            raise bad_request(
-                f"{self.name!r} is a speech model; send sounds to /v1/audio/transcriptions", code="unsupported_value"
-            )
+            raise unsupported(f"{self.name!r} is a speech model; send sounds to /v1/audio/transcriptions")
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
         if wrong := [token for token in body.stop_token_ids if token >= self._llm.vocab_size]:
@@ -310,11 +303,10 @@ class BodyReader:
                 "stop_token_ids",
             )
         if body.kv_budget is not None and str(body.kv_budget) != self._budget:
-            raise bad_request(
+            raise unsupported(
                 f"kv_budget is {body.kv_budget!r:.40}; it is fixed when the model is loaded, and here "
                 + ("there is none" if self._budget == "None" else self._budget),
                 "kv_budget",
-                code="unsupported_value",
             )
 
     def _check_count(self, count: int, field: str) -> None:
@@ -425,10 +417,8 @@ def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> t
         return True, (wanted.drafter,)
     if wanted.drafter not in ("auto", own):
         known = ", ".join(['"off", "auto"', *map(repr, () if own is None else (own, *parts))])
-        raise bad_request(
-            f"speculation.drafter is {wanted.drafter!r:.60}; this server knows {known}",
-            "speculation.drafter",
-            code="unsupported_value",
+        raise unsupported(
+            f"speculation.drafter is {wanted.drafter!r:.60}; this server knows {known}", "speculation.drafter"
         )
     return own is not None, None
 
