@@ -195,7 +195,7 @@ class Engine:
                 drafted = self._speculation.propose(requests, depths)  # draft
                 drawn = zip(requests, drafted.drafts, strict=True)
                 parts = [drafted_part(request, draft) for request, draft in drawn]
-                parts = make_room(parts, self.target.cache, self._speculation.check, steps)
+                parts = make_room(parts, self.target.cache, steps)
                 parts, output = score(self.target, parts, steps)  # score
                 requests = [part.request for part in parts]
                 clock.scored(requests, drafted)

@@ -75,7 +75,6 @@ class NativeRounds:
 
     def end(self, request: int) -> None:
         """A request is over."""
-        self._speculation.forget(request)
         self._leave(request)
 
     def _leave(self, request: int) -> None:
