@@ -56,27 +56,30 @@ class RoundClock:
 
     Attributes:
         scoring: seconds inside the target's forward.
+        drafted: the drafts that it scored.
     """
 
-    __slots__ = ("_before", "_began", "_target", "scoring")
+    __slots__ = ("_before", "_began", "_target", "drafted", "scoring")
 
     def __init__(self, target: ModelRunner) -> None:
         self._target = target
         self._began, self._before = time.perf_counter(), target.forward_seconds
-        self.scoring = 0.0
+        self.scoring, self.drafted = 0.0, DraftBatch([])
 
     def scored(self, requests: Sequence[Request], drafted: DraftBatch) -> None:
         """Add the seconds of drafting and scoring to each request's statistics."""
         self.scoring = scoring = self._target.forward_seconds - self._before
+        self.drafted = drafted
         for request in requests:
             stats = request.stats
             stats.prefill_seconds += drafted.catching_up
             stats.draft_seconds += drafted.seconds
             stats.score_seconds += scoring
 
-    def seconds(self, drafted: DraftBatch) -> float:
+    @property
+    def seconds(self) -> float:
         """Seconds of the round so far, without those that drafters spent on prompts."""
-        return time.perf_counter() - self._began - drafted.catching_up
+        return time.perf_counter() - self._began - self.drafted.catching_up
 
 
 class SpeculationController:
@@ -220,13 +223,7 @@ class SpeculationController:
             tell_states(self.drafter, request.context, first, states)
 
     def observe(
-        self,
-        requests: Sequence[Request],
-        depths: Sequence[int],
-        kept: Sequence[int],
-        rows: int,
-        drafted: DraftBatch,
-        clock: RoundClock,
+        self, requests: Sequence[Request], depths: Sequence[int], kept: Sequence[int], rows: int, clock: RoundClock
     ) -> None:
         """Learn from a round: update each request's policy, and the mean seconds of a draft pass and of the rest.
 
@@ -235,13 +232,13 @@ class SpeculationController:
             depths: of their drafts.
             kept: accepted draft tokens of each.
             rows: of the target's pass.
-            drafted: what was proposed.
             clock: of the round.
         """
         made, self._made = self._made, sum([model.clock.made for model in self._models])
+        drafted = clock.drafted
         if not kept or drafted.repeats:
             return
-        seconds, first = clock.seconds(drafted), self._made != made  # passes were recorded or compared on the way
+        seconds, first = clock.seconds, self._made != made  # passes were recorded or compared on the way
         overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
         pace = self._pace(len(kept))
         if first or seconds > SUDDEN * pace.last:
