@@ -50,7 +50,6 @@ def commands(group: Any, *path: str) -> list[str]:
 DRAFTERS = "tests/drafters/test_every_drafter.py::test_"
 RULES = [name for name, rule in VERIFIERS.items() if rule.lossless and name != "greedy"]
 BACKEND_TESTS = {
-    "HFCacheBackend": "tests/model_executor/test_runner.py",
     "TritonBackend": "tests/model_executor/test_triton.py",
     "CudaBackend": "tests/model_executor/test_cuda.py",
     "CpuBackend": "tests/model_executor/test_runner.py",

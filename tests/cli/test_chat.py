@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 
 from sakiyomi import LLM, InputError, LoadError, SamplingParams
 from sakiyomi.cli import app
-from sakiyomi.cli.commands import obey
-from sakiyomi.cli.lines import Lines
-from sakiyomi.cli.talk import Chat
+from sakiyomi.cli.chat import obey
+from sakiyomi.cli.talk import Chat, Lines
 from sakiyomi.engine.chat_template import Dialogue
 from toys import save_model, tiny_llama, tiny_tokenizer
 from warm import warm
@@ -82,7 +81,7 @@ def test_replies_are_those_of_generate(models: Path, say: Callable[..., Result],
     llm = LLM(str(models / model), "none", compile=False)
     dialogue = Dialogue(llm.tokenizer)
     for message, reply in zip(contents(value)[::2], contents(value)[1::2], strict=True):
-        prompt = dialogue.prompt(message, dialogue.exchanges)
+        prompt = dialogue.read(dialogue.messages_with(message, dialogue.exchanges))
         (wanted,) = llm.generate([prompt], SamplingParams(max_new_tokens=NEW, ignore_eos=True))
         assert reply == wanted.text
         dialogue.exchanges.append((message, reply))
@@ -275,7 +274,7 @@ def test_one_text_that_goes_on() -> None:
     dialogue = Dialogue(tokenizer)
     before = [("Once", " upon a time"), ("the fox", "'s tail."), ("\nIt", " was"), (", red", " and"), ("むかし", "、")]
     text = "Once upon a time the fox's tail.\nIt was, red andむかし、a"
-    assert dialogue.prompt("a", before) == tokenizer(text)["input_ids"]
+    assert dialogue.read(dialogue.messages_with("a", before)) == tokenizer(text)["input_ids"]
 
 
 def test_templates() -> None:
@@ -283,7 +282,8 @@ def test_templates() -> None:
     tokenizer.chat_template = TEMPLATE
     dialogue = Dialogue(tokenizer, system="be nice")
     text = "<system>be nice\n<user>a\n<assistant>b\n<user>c\n<assistant>"
-    assert dialogue.prompt("c", [("a", "b")]) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert dialogue.read(dialogue.messages_with("c", [("a", "b")])) == tokens
     tokenizer.chat_template = "{{ raise_exception('no such thing') }}"
     with pytest.raises(InputError, match="no such thing"):
         Dialogue(tokenizer)

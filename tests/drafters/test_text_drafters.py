@@ -17,7 +17,8 @@ from sakiyomi.drafters import DrafterContext, make_drafter, parse_drafters
 from sakiyomi.drafters.guess_calibration import GuessCalibration
 from sakiyomi.drafters.guessed_tree import grow
 from sakiyomi.drafters.lookup import PromptLookup
-from sakiyomi.drafters.ngram import NgramDrafter, NgramReader, OnlineTables
+from sakiyomi.drafters.ngram import NgramDrafter, NgramReader
+from sakiyomi.drafters.ngram_file import OnlineTables
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.drafters.text_base import CHUNK
 from text_drafters import KINDS, context, text_drafter
@@ -131,7 +132,7 @@ def test_a_conversation_goes_on(kind: str) -> None:
     second = context([*SONG, 1, 2, 20, 21, 22, 23, 1, 2], number=2)
     drafter.inherit(second, first)
     assert not first.memory
-    assert second.memory[drafter.name].read == len(SONG) + 2
+    assert second.memory[drafter.name].seen == len(SONG) + 2
     (draft,) = drafter.propose([second], [2])
     assert draft.tree.tokens[:1] == (20,)
     second.tokens += [3]

@@ -273,7 +273,7 @@ def test_noise_of_another_request_is_found(models: Path, monkeypatch: pytest.Mon
 @pytest.mark.thorough
 def test_exact_forgives_nothing(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A near-tie between our own texts is a defect there, and only there."""
-    monkeypatch.setattr("sakiyomi.evaluation.audit.hf_reference.TOLERANCE", 1e9)
+    monkeypatch.setattr("sakiyomi.evaluation.audit.reference.TOLERANCE", 1e9)
     monkeypatch.setitem(VERIFIERS, "coupled", AlwaysAccept("coupled"))
     assert run(models).ok
     report = run(models, exact=True)

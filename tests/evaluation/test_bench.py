@@ -31,14 +31,14 @@ from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.machine import bandwidth, conditions, costs, describe, lacks
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.audit.reference import EngineReference
+from sakiyomi.evaluation.audit.reference import EngineReference, HFReference
 from sakiyomi.evaluation.bench import speed as speed_row
 from sakiyomi.evaluation.bench import suites
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.quality import Quality, own_logits, perplexity, their_logits
+from sakiyomi.evaluation.bench.quality import Quality, perplexity
 from sakiyomi.evaluation.bench.report import Row, condition_line, of_race
 from sakiyomi.evaluation.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.kernels.build import native
@@ -374,11 +374,11 @@ def test_bytes_that_a_pass_reads(pair: BenchConfig) -> None:
 
 
 def test_perplexity_of_our_passes_is_that_of_transformers(pair: BenchConfig) -> None:
-    chunks = [[5, 6, 7, 8, 9] * 10, [30, 31, 32]]
+    chunks = [([5], [6, 7, 8, 9, 5] * 10), ([30], [31, 32])]
     llm = LLM(pair.target, draft="none", compile=False)
-    expected = perplexity(their_logits(tiny_llama()), chunks)
-    assert perplexity(own_logits(llm.target), chunks) == pytest.approx(expected, rel=1e-4)
-    flat = perplexity(lambda tokens: torch.zeros(len(tokens), 320), chunks)
+    expected = perplexity(HFReference(tiny_llama()).logits, chunks)
+    assert perplexity(EngineReference(llm.target).logits, chunks) == pytest.approx(expected, rel=1e-4)
+    flat = perplexity(lambda prompt, tokens: torch.zeros(len(tokens), 320), chunks)
     assert flat == pytest.approx(320)
 
 

@@ -219,7 +219,7 @@ def test_sizes_of_a_family(tmp_path: Path) -> None:
     assert {line["name"] for line in row.lines} == {"transformers plain", "transformers assisted", *OURS}
     assert sum("is left out" in note for note in row.notes) == 3
     assert any("another tokenizer" in note for note in row.notes)
-    assert any("benchmarks/inflate.py writes larger ones" in note for note in row.notes)
+    assert any("python benchmarks/inflate.py FOLDER --params 134M" in note for note in row.notes)
     assert all(line["equal"] for line in row.lines)
 
 

@@ -209,7 +209,7 @@ def test_damaged_selectors_and_convolutions(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_folders_that_hold_no_drafter(tmp_path: Path) -> None:
     _refused(tmp_path / "none", LoadError, "no block drafter", "none")
-    with pytest.raises(InputError, match="names no drafter"):
+    with pytest.raises(InputError, match="names no block drafter"):
         llm_of("block:")
     for name, changes, kind, words in (
         ("strange", {"architectures": ["GPT9"], "dflash_config": None}, LoadError, ["holds no block drafter", "GPT9"]),

@@ -252,7 +252,7 @@ def test_heads_of_another_target(tmp_path: Path) -> None:
 
 def test_folders_that_hold_no_head(tmp_path: Path) -> None:
     _refused(tmp_path / "none", LoadError, "no EAGLE head", "none")
-    with pytest.raises(InputError, match="names no head"):
+    with pytest.raises(InputError, match="names no EAGLE head"):
         llm_of("eagle:")
     for changes, word in (
         ({"architectures": ["GPT9"]}, "GPT9"),

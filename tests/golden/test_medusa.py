@@ -336,7 +336,7 @@ def test_heads_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.
         llm_of(f"medusa:{tmp_path / 'small'}")
     with pytest.raises(InputError, match="tree has 4 levels, and this draft guesses 3"):
         llm_of(f"medusa:{heads_folder(tmp_path, fitted=False)}").generate(PROMPTS, params(tree=[1, 1, 1, 1, 1]))
-    with pytest.raises(InputError, match="names no heads"):
+    with pytest.raises(InputError, match="names no Medusa heads"):
         llm_of("medusa:")
     with pytest.raises(LoadError, match="no such folder"):
         llm_of(f"medusa:{tmp_path / 'nowhere'}")

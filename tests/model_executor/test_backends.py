@@ -21,7 +21,6 @@ from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor import attention
 from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
-from sakiyomi.model_executor.build import build_runner
 from toys import tiny_tokenizer
 
 PACKAGE = Path(sakiyomi.__file__).parent
@@ -40,7 +39,7 @@ class RowByRow(AttentionBackend):
 
     @classmethod
     def serves(cls, needs: BackendNeeds) -> bool:
-        return not (needs.own_attention or needs.evicts or needs.encoder)
+        return not (needs.evicts or needs.encoder)
 
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
@@ -91,7 +90,6 @@ def test_a_registered_backend_writes_the_same_text(name: str) -> None:
 def test_what_it_does_not_serve_goes_to_the_next() -> None:
     llm = LLM((model_of("llama"), TOKENIZER), "none", cache="streaming", kv_budget=40, chunk_size=16, compile=False)
     assert not isinstance(llm.target.backend, RowByRow)
-    assert not isinstance(build_runner(model_of("gpt_neox_japanese"), compile=False).backend, RowByRow)
 
 
 @pytest.mark.parametrize("draft", ["none", "prompt-lookup"])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sakiyomi.server.arguments import value_of
 from sakiyomi.server.errors import ApiError
+from sakiyomi.server.fields import value_of
 from sakiyomi.server.grammar import Grammars
 from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.thoughts import ChannelReader

@@ -19,7 +19,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
-from sakiyomi.server.forms import read_form
+from sakiyomi.server.transcriptions import read_form
 from seq2seq_toys import MELS, TOKENIZER, model_of
 from server_toys import client, running, web
 

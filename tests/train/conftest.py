@@ -7,8 +7,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Continuations of 128 tokens and two laps each are for figures that somebody reads."""
+    """Continuations of 128 tokens and two runs each are for figures that somebody reads."""
     monkeypatch.setattr("sakiyomi.train.taught.NEW_TOKENS", 24)
     monkeypatch.setattr("sakiyomi.train.medusa.NEW_TOKENS", 24)
-    monkeypatch.setattr("sakiyomi.train.guesses.LAPS", 1)
+    monkeypatch.setattr("sakiyomi.train.acceptance.RUNS", 1)
     monkeypatch.setattr("sakiyomi.train.expect.MEASURED_TOKENS", 16)

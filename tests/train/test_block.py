@@ -15,11 +15,10 @@ from sakiyomi import LLM, InputError, SamplingParams
 from sakiyomi.core.outputs import Stats
 from sakiyomi.drafters.block_heads.formats import BlockFile, BlockOptions, read_block, usual_layers
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import CHAIN, Continuations, measured
 from sakiyomi.train.block import BlockHead, new_block, rank_blocks, train_block
 from sakiyomi.train.commands import TrainBlock
 from sakiyomi.train.config import TextOptions
-from sakiyomi.train.guesses import CHAIN, measured
 from sakiyomi.train.hidden import TargetStates, layer_config
 from toys import tiny_llama
 from train_toys import losses, stop_at, story_file, tiny_target

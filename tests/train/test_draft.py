@@ -26,7 +26,7 @@ from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.commands import DraftSizes
 from sakiyomi.train.draft import train_draft
 from sakiyomi.train.expect import Speed, expected, given_speed, verdict
-from sakiyomi.train.labels import SoftLabels
+from sakiyomi.train.hidden import SoftLabels
 from sakiyomi.train.llama import draft_sizes, new_llama
 from sakiyomi.train.losses import distillation_loss, next_token_loss
 from sakiyomi.train.samples import sample_continuations
@@ -335,7 +335,7 @@ def test_a_target_of_another_architecture_and_measured_costs(tmp_path: Path) -> 
     check_drafts(f"model:{out}")
 
 
-@pytest.mark.parametrize(("speedup", "said"), [(1.4, "the draft pays"), (0.2, "not worth it")])
+@pytest.mark.parametrize(("speedup", "said"), [(1.4, "the draft makes it faster"), (0.2, "not worth it")])
 def test_the_end_says_what_to_expect(tmp_path: Path, speedup: float, said: str) -> None:
     measured = {"plain_tokens_per_second": 10.0, "tokens_per_second": 14.0, "speedup": speedup, "tau": 2.0, "texts": 8}
     text = verdict(draft_config(tmp_path, tmp_path), measured)

@@ -17,10 +17,9 @@ from sakiyomi.core.outputs import Stats
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
 from sakiyomi.drafters.eagle_heads.module import EagleOptions
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import CHAIN, DEPTH, Continuations, measured
 from sakiyomi.train.commands import TrainEagle
 from sakiyomi.train.eagle import UnrolledHead, new_head, train_eagle
-from sakiyomi.train.guesses import CHAIN, DEPTH, measured
 from sakiyomi.train.hidden import TargetStates, layer_config
 from sakiyomi.train.losses import soft_loss
 from sakiyomi.train.unrolled import rank_continuations

@@ -17,9 +17,8 @@ from sakiyomi.core.outputs import Stats
 from sakiyomi.drafters import heads_beside
 from sakiyomi.drafters.mtp_layer import make_mtp, new_mtp, read_mtp
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import CHAIN, Continuations, measured
 from sakiyomi.train.commands import TrainMtp
-from sakiyomi.train.guesses import CHAIN, measured
 from sakiyomi.train.hidden import TargetStates
 from sakiyomi.train.mtp import MtpHead, train_mtp
 from sakiyomi.train.target import train_target

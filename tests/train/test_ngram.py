@@ -20,8 +20,7 @@ from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.ngram_file import FileTables, read_tables, tables_bytes
 from sakiyomi.train.commands import TrainNgram
 from sakiyomi.train.counted import Library
-from sakiyomi.train.ngram import count_tables, train_ngram
-from sakiyomi.train.ngram_worth import Bigrams
+from sakiyomi.train.ngram import Bigrams, count_tables, train_ngram
 from toys import tiny_tokenizer
 from train_toys import story_file, tiny_target
 

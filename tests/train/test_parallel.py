@@ -16,10 +16,9 @@ from sakiyomi import LLM, InputError, SamplingParams
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.outputs import Stats
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import CHAIN, Continuations, measured
 from sakiyomi.train.commands import TrainDraft
 from sakiyomi.train.draft import train_draft
-from sakiyomi.train.guesses import CHAIN, measured
 from sakiyomi.train.parallel import MaskedRows, mask_token, rank_parallel
 from toys import tiny_llama
 from train_toys import draft_config, losses, stop_at, tiny_target

@@ -46,7 +46,7 @@ def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainTarget:
 def test_an_earlier_runs_checkpoints_are_not_overwritten(cut: TrainTarget) -> None:
     folder = Path(cut.loop.out, "checkpoints")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(InputError, match=r"earlier run at step 4; go on with --resume, or choose another --out"):
+    with pytest.raises(InputError, match=r"earlier run at step 4; continue with --resume, or choose another --out"):
         train_target(cut.changed(resume=False, tokens=2 * 128))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 

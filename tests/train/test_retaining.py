@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from architectures import ALL, make, model_of, prompt
+from retaining_operations import LLAMA_8B, Shape, operations, paper_run, shape_of
 from sakiyomi import InputError, LoadError, UnsupportedError, embedded
 from sakiyomi.cache.policies.retaining.formats import read_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
@@ -27,7 +28,7 @@ from sakiyomi.train.commands import TrainRetaining
 from sakiyomi.train.heads_loss import HeadsLoss, heads_loss, overlap
 from sakiyomi.train.long_tasks import Example, read_filler
 from sakiyomi.train.progress import Schedule
-from sakiyomi.train.retaining import LLAMA_8B, Shape, operations, paper_run, shape_of, train_retaining
+from sakiyomi.train.retaining import train_retaining
 from sakiyomi.train.retaining_labels import kv_heads_of
 from toys import tiny_tokenizer
 from train_toys import losses, question_file, stop_at, tiny_gpt2, tiny_target, wide_target
@@ -71,7 +72,7 @@ def test_from_end_to_end(query_aware: bool, tmp_path: Path) -> None:
     assert (found.recipe["query_aware"], found.recipe["labels"]) == (query_aware, "logits")
     assert found.fingerprint.keys() == {"tokenizer", "weights"}
     card = (Path(summary["model"]) / "README.md").read_text(encoding="utf-8")
-    for words in ("Retaining heads (Locret) of width 16", "the command", "| layer |", "GPU-hours", "overlap"):
+    for words in ("Retaining heads (Locret) of width 16", "the command", "| layer |", "A step took", "overlap"):
         assert words in card, words
     assert "nats" not in card
     assert {"loss.png", "overlap.png", "card.json"} <= {path.name for path in Path(summary["model"]).iterdir()}

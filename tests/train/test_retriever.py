@@ -23,10 +23,17 @@ from sakiyomi.train.llama import new_llama
 from sakiyomi.train.long_tasks import TASKS
 from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS
 from sakiyomi.train.loop import Loop
-from sakiyomi.train.retrieval_measures import ASKED, accuracy
 from sakiyomi.train.retrieval_rows import ANSWER, KNOWN, NOTHING, OTHER, WANTED, RetrievalRows
 from sakiyomi.train.retrieval_start import start_looking_back
-from sakiyomi.train.retriever import answers_and_text, notes, parted_pass, retrieval_tokenizer, train_retriever
+from sakiyomi.train.retriever import (
+    ASKED,
+    accuracy,
+    answers_and_text,
+    notes,
+    parted_pass,
+    retrieval_tokenizer,
+    train_retriever,
+)
 from train_toys import losses, stop_at, stories, story_file
 
 

@@ -1,4 +1,4 @@
-"""What an encoder reads for one request, and what is kept of it: keys and values for cross-attention, by slot."""
+"""The encoder input of a request, and its keys and values for cross-attention, by slot."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Source", "SourceCache"]
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The source of one request. Compared as an object: two requests with one source share what was read of it.
+    """The source of one request. Requests with the same object share its keys and values.
 
     Attributes:
         inputs: what the encoder is called with, a batch of one.
-        length: places that it will have for cross-attention.
-        tokens: those of the decoder's vocabulary, for drafters that look things up in the text; empty where the source
-            is no text, or one of another vocabulary.
+        length: places that it has for cross-attention.
+        tokens: of the source in the decoder's vocabulary, for drafters that look tokens up; empty if the source is no
+            text, or has another vocabulary.
     """
 
     inputs: dict[str, Tensor]
@@ -35,7 +35,7 @@ class SourceCache(SlotCache):
 
     @cached_property
     def lengths(self) -> Tensor:
-        """(max_slots + extra,) int32 on the CPU: places of each slot's source; 0: nothing was read there."""
+        """(max_slots + extra,) int32 on the CPU: places of each slot's source; 0: none."""
         return torch.zeros(self.max_slots + self.extra, dtype=torch.int32)
 
     @cached_property
@@ -43,7 +43,7 @@ class SourceCache(SlotCache):
         return {}
 
     def holds(self, slot: int, source: Source) -> bool:
-        """Whether the slot has what was read of this source; taken from another slot where one has it."""
+        """Whether the slot has the keys and values of this source; they are copied if another slot has them."""
         if self._held.get(slot) is source:
             return True
         other = next((other for other, held in self._held.items() if held is source), None)
@@ -55,7 +55,7 @@ class SourceCache(SlotCache):
         return True
 
     def fill(self, slot: int, source: Source, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Store what was read; there must be room.
+        """Store keys and values; there must be room.
 
         Args:
             slot: of the request.

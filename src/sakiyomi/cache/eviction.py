@@ -1,9 +1,9 @@
-"""What stays in the cache of every slot, and what happens at eviction boundaries, the same for every policy.
+"""Evicts and quantizes keys and values of every slot at eviction boundaries, the same way for every policy.
 
-A boundary lies at the end of every chunk of a prompt and behind every so many generated tokens: its place depends on
-the request alone. Between boundaries nothing is evicted or quantized, no pass reaches beyond the next one, and at it
-the policy sees what rows of committed tokens have left behind. So what stays does not depend on what was drafted, and
-rolling back is still moving a length.
+A boundary lies at the end of every chunk of a prompt and behind a fixed number of generated tokens, so its place
+depends on the request alone. Nothing is evicted or quantized between boundaries, and no pass crosses one. At a boundary
+the policy sees observations of committed tokens only. What stays therefore does not depend on drafts, and rolling back
+only changes a length.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = ["EvictingCache", "FullCache", "ManagedCache", "QueryTrackingCache"]
 
 
 class ManagedCache:
-    """A cache and the rule by which pairs stay in it; this one keeps all of them, for ever.
+    """A cache and the rule by which pairs stay in it. This one keeps all pairs.
 
     Args:
         cache: of the model.
 
     Attributes:
-        observations: what rows of passes leave behind; None: nothing.
-        sparse: what rows of prompts look at; None: at everything.
-        needs_log_probs: -log p of every token is wanted.
+        observations: what passes store of their rows for the policy; None: nothing.
+        sparse: chooses the columns that rows of prompts attend to; None: all.
+        needs_log_probs: -log p of every token is needed.
         reread_tokens: most tokens of a prompt that are read a second time, see ``reread_from``.
-        chunked: what lies there depends on the chunks in which a text was read.
-        tail: tokens, the last ones of a prompt, that a policy may treat as such: what is kept before them is the same
-            for all prompts that begin alike.
-        policy: what evicts; None: nothing does.
-        shifts: by slot, what is added to places for positions, where images in a text take up others.
+        chunked: the contents depend on the chunks in which a text was read.
+        tail: last tokens of a prompt that a policy may treat specially; what is kept before them is the same for all
+            prompts with the same beginning.
+        policy: evicts pairs; None: nothing is evicted.
+        shifts: by slot, offset from places to positions, where images in a text take several positions.
     """
 
     def __init__(self, cache: SlotCache) -> None:
@@ -67,7 +67,7 @@ class ManagedCache:
         self._observe_from(slot, 0)
 
     def end(self, slot: int) -> None:
-        """Nobody has this slot any more."""
+        """The slot is free again."""
         if self.observations is not None:
             self.observations.end(slot)
 
@@ -78,15 +78,15 @@ class ManagedCache:
             self.observations.commit(slot, length, rows)
 
     def resume(self, slot: int, length: int, multiple: int = 1) -> int:
-        """Take a slot's text back to at most `length` tokens, a multiple of so many; how many are left."""
+        """Roll a slot back to at most `length` tokens, a multiple of `multiple`; returns how many are left."""
         return self.cache.resume(slot, length, multiple)
 
     def lendable(self, slot: int, length: int, multiple: int = 1) -> int:
-        """How many of a slot's first `length` tokens, a multiple of so many, lie there as when they were all."""
+        """How many of a slot's first `length` tokens, a multiple of `multiple`, another slot can copy."""
         return self.cache.resumable(slot, length, multiple)
 
     def fork(self, slot: int, other: int, first: int, length: int) -> None:
-        """Copy the first `length` tokens of another slot, where they are ``lendable``; `first` of them are the same.
+        """Copy the first `length` tokens of another slot, which are ``lendable``; `first` of them are in place already.
 
         Raises:
             MemoryLimitError: see ``SlotCache.fork``.
@@ -104,7 +104,7 @@ class ManagedCache:
         self._observe_from(slot, length)
 
     def _observe_from(self, slot: int, length: int) -> None:
-        """Rows of tokens behind so many are what is observed next."""
+        """Observe rows from this place on."""
         if self.observations is not None:
             self.observations.begin(slot, length)
 
@@ -125,13 +125,13 @@ class ManagedCache:
     def reread_from(self, slot: int, prompt: int, length: int) -> int:
         """How many tokens count as read when a chunk of a prompt has been read up to `length`; the rest is read again.
 
-        Where pairs are recalled, the rows at a prompt's end were read with pairs that others had chosen, and what is
-        asked is known only now: they choose, are forgotten, and are read once more.
+        With a policy that recalls pairs, the rows at a prompt's end were read with pairs that earlier rows had chosen.
+        These rows now choose their own pairs, are removed, and are read again.
         """
         return length
 
     def tracking_queries(self) -> QueryTrackingCache | None:
-        """What keeps all pairs and the queries of each slot's last row; None: pairs are evicted here."""
+        """A cache that also keeps the queries of each slot's last row; None: pairs are evicted here."""
         return None
 
     def add_log_probs(self, slot: int, neg_log_prob: Sequence[float]) -> None:
@@ -145,7 +145,7 @@ class FullCache(ManagedCache):
     """Keeps all pairs: there are no boundaries."""
 
     def tracking_queries(self) -> QueryTrackingCache | None:
-        """One that also keeps the queries of each slot's last row."""
+        """See ``ManagedCache.tracking_queries``."""
         tracked = QueryTrackingCache(self.cache)
         tracked.shifts = self.shifts
         return tracked
@@ -166,12 +166,12 @@ class QueryTrackingCache(FullCache):
         self._last: dict[int, list[Tensor]] = {}
 
     def end(self, slot: int) -> None:
-        """Nobody has this slot any more."""
+        """The slot is free again."""
         super().end(slot)
         self._last.pop(slot, None)
 
     def resume(self, slot: int, length: int, multiple: int = 1) -> int:
-        """Take a slot's text back; what is observed next are the rows behind what is left."""
+        """Roll a slot back; rows behind what is left are observed next."""
         length = super().resume(slot, length, multiple)
         self._observe_from(slot, length)
         return length
@@ -188,19 +188,19 @@ class QueryTrackingCache(FullCache):
         return self
 
     def queries(self, slot: int) -> list[Tensor] | None:
-        """Of each layer the last row's, (query heads x dim); None: no pass was made."""
+        """Queries of the last row of each layer, (query heads x dim); None: there was no pass."""
         return self._last.get(slot)
 
 
 class EvictingCache(ManagedCache):
     """Keeps the cache of one model within a budget, or quantizes it, or both.
 
-    What is quantized are whole groups of tokens before a tail in full precision, at boundaries alone: no text is rolled
-    back behind its last boundary. Layers with a sliding window are quantized like others: their windows count columns.
+    Whole groups of tokens are quantized at boundaries, before a tail in full precision. A text is never rolled back
+    behind its last boundary. Layers with a sliding window are quantized like others, since windows count columns.
 
     Args:
-        plan: what is asked.
-        capacity: what the plan says of this model's layers.
+        plan: options of the cache.
+        capacity: of the plan for this model's layers.
         cache: has that capacity.
         host: the model, which can run.
 
@@ -235,7 +235,7 @@ class EvictingCache(ManagedCache):
 
     @property
     def _choosable(self) -> SlotCache:
-        """The pairs among which the policy chooses, and where it does: all of them, in main memory, if it recalls."""
+        """The pairs among which the policy chooses: all of them, in main memory, if it recalls, else the cache's."""
         return self._far.pairs if self._far is not None else self.cache
 
     def places(self, slot: int) -> Sequence[Sequence[Tensor]]:
@@ -254,15 +254,15 @@ class EvictingCache(ManagedCache):
         super().begin(slot)
 
     def end(self, slot: int) -> None:
-        """Nobody has this slot any more."""
+        """The slot is free again."""
         super().end(slot)
         self._slots.pop(slot, None)
 
     def resume(self, slot: int, length: int, multiple: int = 1) -> int:
-        """Take a slot's text back; where pairs are evicted, not behind its last boundary: before that it begins anew.
+        """Roll a slot back. Where pairs are evicted and its last boundary would be crossed, the slot is cleared.
 
-        Where log probabilities are needed, the token behind them must be the one that was there: how likely it was,
-        the row before it has said, which is not computed again.
+        Where log probabilities are needed, the token behind the rest must stay the same, since the row before it, which
+        gave its probability, is not computed again.
         """
         record = self._slots[slot]
         length = super().resume(slot, length, multiple)
@@ -274,13 +274,13 @@ class EvictingCache(ManagedCache):
         return length
 
     def lendable(self, slot: int, length: int, multiple: int = 1) -> int:
-        """Where pairs are evicted or quantized, a slot has all of its first tokens at their boundary alone."""
+        """Where pairs are evicted or quantized, only a slot at its boundary can be copied."""
         length = super().lendable(slot, length, multiple)
         return length if self.cache.dropped is None or self._slots[slot].boundary == length else 0
 
     def fork(self, slot: int, other: int, first: int, length: int) -> None:
-        """See ``ManagedCache.fork``. Where log probabilities are needed, the token behind the copied ones must be the
-        same, too: how likely it was is known.
+        """See ``ManagedCache.fork``. Where log probabilities are needed, the token behind the copied ones must also
+        be the same, since its probability is copied.
         """
         if self._far is not None:
             self._far.pairs.fork(slot, other, first, length)
@@ -341,9 +341,7 @@ class EvictingCache(ManagedCache):
             self._evict(self.policy, slot, prompt, length, length)
 
     def _evict(self, policy: Policy, slot: int, prompt: int, length: int, end: int) -> None:
-        """Choose among the pairs of `length` tokens, and go on from place `end`: what lies behind it always stays, and
-        is forgotten here.
-        """
+        """Choose among the pairs of `length` tokens. Those from place `end` on are removed; they are read again."""
         record, kept, dropping = self._slots[slot], [], False
         if self._far is not None:
             self._far.store(slot, record.boundary, length)
@@ -361,7 +359,7 @@ class EvictingCache(ManagedCache):
                         scores = policy.merger.merge(view, scores, best)
                 stay, places, scores = (some[:, : some.shape[1] - length + end] for some in (stay, view.places, scores))
                 columns += stay
-                if self._far is None:  # what is evicted is forgotten, too
+                if self._far is None:  # places and scores of evicted pairs are dropped
                     places, scores = places.gather(1, stay), scores.gather(1, stay)
                 record.places[layer][view.heads], record.scores[layer][view.heads] = list(places), list(scores)
             kept.append(columns)
@@ -378,7 +376,7 @@ class EvictingCache(ManagedCache):
         self._observe_from(slot, end)
 
     def _columns_positions(self, slot: int, length: int) -> Positions:
-        """Positions of the columns that what stays is taken from; in main memory they are those of the text."""
+        """Positions of the columns before the eviction; in main memory they are those of the text."""
         if self._far is None:
             assert self._mover is not None
             return self._mover.positions(slot, length)

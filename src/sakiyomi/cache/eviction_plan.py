@@ -1,6 +1,6 @@
-"""What is asked of a bounded cache before there is a model: policy, budget, chunks, quantization, sparse prompts.
+"""Options of a bounded cache: policy, budget, chunks, quantization, sparse prompts.
 
-``EvictionPlan`` holds the options; given the shapes of a model's layers it says how many columns each head needs.
+``EvictionPlan`` holds the options. Given the shapes of a model's layers it computes how many columns each head needs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Capacity:
         limits: of each layer the columns that each head ever has at once, see ``SlotCache``; None: any number.
         packed: where quantized columns lie; None: none are quantized.
         budgets: of each layer the pairs of each head that stay at an eviction boundary; empty without a policy.
-        tail: tokens, the last ones of a prompt, that the policy may treat as such: what is evicted before them is the
-            same for all prompts that begin alike.
+        tail: last tokens of a prompt that the policy may treat specially; what is evicted before them is the same for
+            all prompts with the same beginning.
     """
 
     limits: Sequence[Sequence[int]] | None = None
@@ -47,12 +47,12 @@ class EvictionPlan:
     """Options of a cache that is kept within a budget, or quantized, or both.
 
     Attributes:
-        policy: says what is worth keeping; None: everything is.
+        policy: says which pairs stay; None: all.
         budget: pairs of a head that stay at an eviction boundary, on average over layers and heads; or bytes of a
-            whole request, with what comes between two boundaries. None without a policy.
+            whole request, including the tokens between two boundaries. None without a policy.
         chunk: most tokens of a prompt between two boundaries.
         packing: how pairs are quantized; None: they are not.
-        sparse: says which pairs rows of prompts look at; None: at all.
+        sparse: says which pairs rows of prompts attend to; None: all.
 
     Raises:
         InputError: the budget is neither, or the policy does not go with quantized keys, or these not with it.
@@ -98,27 +98,26 @@ class EvictionPlan:
 
     @property
     def observer(self) -> Policy | None:
-        """The policy, if rows of passes leave something behind for it."""
+        """The policy, if passes store observations for it."""
         return self.policy if self.policy is not None and self.policy.needs_queries else None
 
-    def check_model(self, name: str, shapes: Sequence[LayerShape], *, own_attention: bool, has_encoder: bool) -> None:
+    def check_model(self, name: str, shapes: Sequence[LayerShape], *, has_encoder: bool) -> None:
         """Refuse a model whose pairs cannot be evicted or quantized.
 
         Args:
             name: of the model.
             shapes: of its layers.
-            own_attention, has_encoder: whether it has one.
+            has_encoder: whether it has one.
 
         Raises:
-            UnsupportedError: it keeps its own attention, or has an encoder; its scores depend on positions that
-                evicted pairs would change; or attention to some of the columns alone is asked for, and it has sinks.
+            UnsupportedError: it has an encoder; its scores depend on positions that evicted pairs would change; or
+                attention to some of the columns alone is asked for, and it has sinks.
         """
         placed = any(shape.chunk or shape.alibi is not None for shape in shapes)
         sinks = self.sparse is not None and any(shape.sinks is not None for shape in shapes)
         reasons = {
             "has ALiBi or chunks, which count all positions": placed,
             "has attention sinks": sinks,
-            "keeps its own attention": own_attention,
             "has an encoder": has_encoder,
         }
         what = next((reason for reason, holds in reasons.items() if holds), None)

@@ -1,4 +1,4 @@
-"""What a cache asks of the model that it serves. ``ModelRunner`` is one; training has a smaller one of its own."""
+"""The interface of the model that a cache belongs to; ``ModelRunner`` implements it."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Keys and values of attention layers by slot: tensors that grow, the first kind of ``LayerState``.
 
-Layers of equal (KV heads, key dim, value dim) have tensors of one shape. A slot's rows lie one after the other, so that
-rolling back is moving a length, and keeping one path of a token tree is one gather. Storage grows by doubling and is
-never allocated for a model's maximal context in advance.
+Layers with equal (KV heads, key dim, value dim) have tensors of one shape. A slot's rows are contiguous, so rolling
+back only changes a length, and keeping one path of a token tree is one gather. Storage grows by doubling and is never
+allocated for a model's maximal context in advance.
 
-Where pairs may be dropped, every layer and head has a limit of its own and storage for no more than that. Lengths are
-those of the text all the same: a head's columns are the length less what it has dropped.
+Where pairs may be dropped, every layer and head has its own limit and storage for no more. Lengths still count tokens
+of the text: a head's columns are the length minus the pairs that it has dropped.
 
-Where pairs are quantized, a head's columns are [quantized | full precision], and the first ones have a storage of their
-own (``quantized.py``). For what lies in full precision they count as dropped.
+Where pairs are quantized, a head's columns are [quantized | full precision]. The quantized ones have their own storage
+(``quantized.py``) and count as dropped in this one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KVStore:
 
     Args:
         sizing: shapes, limits, and the memory that there is.
-        on_move: called with the store whenever its tensors are new ones, so that whoever keeps pointers can renew them.
+        on_move: called with the store after its tensors are reallocated, so that holders of pointers can renew them.
 
     Attributes:
         keys, values: by layer, (slots, heads, room, dim); (slots, rows, dim) where heads have rooms of their own. Of
@@ -43,9 +43,8 @@ class KVStore:
             dropped or quantized so far; None without limits.
         packed: where quantized columns lie; None: none ever are.
         slots, room: of the tensors; room in columns of the largest heads.
-        moved: the tensors are new ones of which nobody was told yet; the next ``reserve`` tells it.
-        gather: moves the rows that ``commit`` keeps, where a kernel does it in one call; set by whoever is told of new
-            tensors.
+        moved: the tensors were reallocated and ``on_move`` was not called yet; the next ``reserve`` calls it.
+        gather: a kernel that moves the rows that ``commit`` keeps in one call; set by ``on_move``.
     """
 
     def __init__(self, sizing: Sizing, on_move: Callable[[Any], None] | None = None) -> None:
@@ -60,7 +59,7 @@ class KVStore:
         self._least = [0] * most  # dropped by every head
         self._absent = [0] * most  # dropped or quantized by every head
         self.room = self.slots = 0
-        self._roomy = -1  # columns for which there is room in every slot, whatever else lies there
+        self._roomy = -1  # columns for which every slot has room in any case
         self.on_move, self.moved = on_move, False
         self.gather: Callable[[int, int, Sequence[int]], None] | None = None
 
@@ -163,7 +162,7 @@ class KVStore:
         self.keys, self.values, self.starts = keys, values, list(map(_starts, rooms))
         self.slots, self.room, self.moved = slots, room, True
         self._roomy = room - self.sizing.spare if self.sizing.limits is None and self.packed is None else -1
-        self.gather = None  # it knows the former tensors
+        self.gather = None  # it holds pointers to the former tensors
 
     def shed(self) -> None:
         """Give storage back that no request needs any more; nothing is done where columns may be quantized."""
@@ -173,7 +172,7 @@ class KVStore:
             self._roomy, self.moved, self.gather = -1, True, None
 
     def renew(self) -> None:
-        """Have whoever keeps pointers renew them before the next pass."""
+        """Have ``on_move`` called before the next pass."""
         self.moved = True
 
     # ------------------------------------------------------------ one slot
@@ -227,7 +226,7 @@ class KVStore:
             length: pairs that were there before the pass.
             rows: rows of the pass, counted from its first, ascending.
         """
-        if not rows or rows[-1] == len(rows) - 1:  # they lie as they are to lie
+        if not rows or rows[-1] == len(rows) - 1:  # they are in place
             return
         if self.gather is not None:
             self.gather(slot, length, rows)
@@ -240,11 +239,11 @@ class KVStore:
                     store[:, first : first + len(rows)] = store.index_select(1, source)
 
     def resumable(self, slot: int, length: int) -> int:
-        """Every length: what lies behind it is not read."""
+        """Any length: columns behind it are not read."""
         return length
 
     def roll_back(self, slot: int, length: int) -> None:
-        """Nothing has to be done: what lies behind a length is not read."""
+        """Nothing to do: columns behind a length are not read."""
 
     def fork(self, slot: int, other: int, first: int, last: int) -> None:
         """Have a slot hold what another one holds of the first `last` tokens, copied.

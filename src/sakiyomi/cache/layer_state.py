@@ -1,14 +1,13 @@
-"""What a layer keeps of a text between passes: the protocol of all kinds, and the registry of those beside attention.
+"""The state that a layer keeps of a text between passes: the protocol, and the registry of states beside attention.
 
-Keys and values are the first kind (``kv_store.py``). A layer of another kind keeps something else of each slot. Where
-transformers computes it in a function that goes on from token to token, as all convolutions and recurrences of its own
-models are, see ``recurrent.py`` and ``model_executor/recurrences``. For any other layer, write a class with the methods
-of ``ModuleState`` and register how it is made, by the class name of the module that it serves::
+Keys and values are one kind of state (``kv_store.py``). Convolutions and recurrences of transformers' own models, which
+advance token by token, are handled in ``recurrent.py`` and ``model_executor/recurrences``. For any other layer, write a
+class with the methods of ``ModuleState`` and register it by the class name of its module::
 
     LAYER_STATES["TheirMixer"] = MixerState
 
 In our structural copy of a model, every such module then calls its state instead of its own forward. ``SlotCache``
-has the states of all layers and passes on to them whatever happens to a slot.
+has the states of all layers and forwards every operation on a slot to them.
 """
 
 from __future__ import annotations
@@ -71,14 +70,14 @@ class LayerState(Protocol):
         """Of the pass that wrote rows behind `length` tokens keep these, ascending, and drop the others."""
 
     def resumable(self, slot: int, length: int) -> int:
-        """The longest beginning of the slot's text, of at most `length` tokens, from which a pass can go on."""
+        """The longest beginning of the slot's text, of at most `length` tokens, behind which a pass can continue."""
 
     def roll_back(self, slot: int, length: int) -> None:
         """Forget what lies behind so many tokens, a length that ``resumable`` gave."""
 
     def fork(self, slot: int, other: int, first: int, length: int) -> None:
-        """Copy from another slot what it holds at `length` tokens, which is resumable there; `first` of them are the
-        same already.
+        """Copy from another slot what it holds at `length` tokens, which is resumable there; `first` of them are in
+        place already.
 
         Raises:
             MemoryLimitError: there is no memory for it.
@@ -113,7 +112,7 @@ LAYER_STATES: dict[str, Callable[[Any, int], ModuleState]] = {}
 """By the class name of a transformers module: makes the state of one such module for so many slots."""
 
 Served = nn.Module | Site
-"""What keeps a state: a module of a registered class, or a call of a state function."""
+"""A module of a registered class, or a call of a state function, that has a state."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,8 @@ class LayerStates:
     """What the layers of one cache keep beside keys and values.
 
     Attributes:
-        stores: told of whatever happens to a slot.
-        sites: who computes, by the number that the model's modules know.
+        stores: receive every operation on a slot.
+        sites: compute outputs, by the number that the model's modules have.
     """
 
     stores: Sequence[LayerState] = ()
@@ -138,7 +137,7 @@ def next_number() -> int:
 
 
 class _Pass(threading.local):
-    """The running pass of this thread, and whose it is: models run beside each other."""
+    """The running pass of this thread."""
 
     plan: BatchPlan | None = None
     sites: Mapping[int, SiteForward] = MappingProxyType({})
@@ -148,7 +147,7 @@ _pass = _Pass()
 
 
 def begin_pass(plan: BatchPlan | None, states: LayerStates) -> None:
-    """Say what this thread's next pass looks like, and which states it reads and writes; None: it is over."""
+    """Describe this thread's next pass, and the states that it reads and writes; None: the pass is over."""
     _pass.plan, _pass.sites = plan, states.sites
     if plan is not None:
         for store in states.stores:
@@ -156,12 +155,12 @@ def begin_pass(plan: BatchPlan | None, states: LayerStates) -> None:
 
 
 def in_pass() -> bool:
-    """Whether a pass has begun in this thread; what is called besides runs on a text of its own."""
+    """Whether a pass has begun in this thread; other calls run on a text of their own."""
     return _pass.plan is not None
 
 
 def serve_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """Have every module of a registered class call the state that a pass has for it; by numbers of their own.
+    """Have every module of a registered class call its state in a pass; returns the modules by number.
 
     Args:
         model: our structural copy; changed in place.
@@ -202,7 +201,7 @@ def layer_state(rows: Sequence[Tensor], fixed: Sequence[Tensor], number: int, *,
 
 
 def _through(number: int) -> Callable[..., Tensor]:
-    """A forward that goes through an operator, so that graphs are made of a model with states like of any other."""
+    """A forward that calls an operator, so that models with states can be recorded like any other."""
 
     def forward(*inputs: Tensor, **named: Any) -> Tensor:
         return layer_state([inputs[0] if inputs else named["hidden_states"]], [], number)
@@ -218,3 +217,8 @@ def _layer_state(rows: list[Tensor], fixed: list[Tensor], number: int) -> Tensor
 _library = torch.library.Library("sakiyomi", "FRAGMENT")
 _library.define("layer_state(Tensor[] rows, Tensor[] fixed, int number) -> Tensor")
 _library.impl("layer_state", _layer_state, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("sakiyomi::layer_state", lib=_library)  # type: ignore[untyped-decorator]
+def _(rows: list[Tensor], fixed: list[Tensor], number: int) -> Tensor:
+    return torch.empty_like(rows[0])

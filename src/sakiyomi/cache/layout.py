@@ -1,6 +1,6 @@
-"""The contract of a cache of keys and values: the shape of a layer, the views of a slot, what others may ask of it.
+"""The interface of a cache of keys and values: the shape of a layer, views of a slot, and the operations for readers.
 
-``slots.py`` has the cache itself; whoever only reads it (policies, quantized storage, rotations) knows this file alone.
+``slots.py`` has the cache itself. Policies, quantized storage and rotations, which only read it, import only this file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 __all__ = ["Alibi", "KVCache", "LayerShape", "Part"]
+
+_STORED = ("heads", "key_dim", "value_dim", "window", "chunk", "sinks", "alibi", "tied", "source")
+"""Fields of a ``LayerShape`` in files, in this order."""
 
 
 class Alibi(NamedTuple):
@@ -37,19 +40,19 @@ class Alibi(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer keeps, and how far its rows see.
+    """Sizes of one attention layer's keys and values, and the positions that its rows attend to.
 
     Attributes:
         heads: of keys and values.
         key_dim, value_dim: sizes of a key and of a value.
         device: of the layer.
-        window: positions that a row sees, itself among them; 0: all before it.
-        chunk: a row sees its own chunk of so many positions alone; 0: there are no chunks.
+        window: positions that a row attends to, including its own; 0: all before it.
+        chunk: a row attends only to its own chunk of so many positions; 0: there are no chunks.
         sinks: (query heads,) float32, a score of each head that takes part in its softmax and belongs to no key; None:
             there are none.
         alibi: what is added to scores by the positions of keys; None: nothing is.
         tied: values are the keys themselves, and stored once.
-        source: the layer before this one whose keys and values its rows see, and which stores them; None: its own.
+        source: the earlier layer whose keys and values its rows attend to; None: its own.
     """
 
     heads: int
@@ -75,31 +78,20 @@ class LayerShape:
 
     def as_json(self) -> list[Any]:
         """All but the device, for a file."""
-        sinks = None if self.sinks is None else self.sinks.tolist()
-        alibi = None if self.alibi is None else [self.alibi.slopes.tolist(), *self.alibi[1:]]
-        return [
-            self.heads, self.key_dim, self.value_dim, self.window, self.chunk, sinks, alibi, self.tied, self.source,
-        ]  # fmt: skip
+        known = {name: getattr(self, name) for name in _STORED}
+        known["sinks"] = None if self.sinks is None else self.sinks.tolist()
+        known["alibi"] = None if self.alibi is None else [self.alibi.slopes.tolist(), *self.alibi[1:]]
+        return [*known.values()]
 
     @classmethod
     def from_json(cls, about: Sequence[Any]) -> LayerShape:
         """What ``as_json`` gave, on the CPU; in older files the last ones are missing."""
-        heads, key_dim, value_dim, window, chunk = (*about, 0)[:5]
-        later: list[Any] = [None, None, False, None]
-        later[: len(about[5:])] = about[5:]
-        sinks, alibi, tied, source = later
-        return cls(
-            heads,
-            key_dim,
-            value_dim,
-            torch.device("cpu"),
-            window,
-            chunk,
-            sinks=None if sinks is None else torch.tensor(sinks),
-            alibi=None if alibi is None else Alibi(torch.tensor(alibi[0]), *alibi[1:]),
-            tied=tied,
-            source=source,
-        )
+        known = dict(zip(_STORED, about, strict=False))
+        if known.get("sinks") is not None:
+            known["sinks"] = torch.tensor(known["sinks"])
+        if (alibi := known.get("alibi")) is not None:
+            known["alibi"] = Alibi(torch.tensor(alibi[0]), *alibi[1:])
+        return cls(**known)
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -139,7 +131,7 @@ class Part(NamedTuple):
 
 
 class KVCache(Protocol):
-    """What policies, quantized storage and rotations ask of a cache."""
+    """The operations that policies, quantized storage and rotations use."""
 
     @property
     def shapes(self) -> Sequence[LayerShape]:
@@ -152,4 +144,4 @@ class KVCache(Protocol):
         """A slot's keys and values in one layer, grouped by heads that have dropped equally many pairs."""
 
     def renew(self) -> None:
-        """Have whoever keeps pointers to the storage renew them before the next pass."""
+        """Have pointers to the storage renewed before the next pass."""

@@ -1,8 +1,8 @@
-"""Storage for keys and values in mapped files: every pair stays, and its memory may be taken back by the system.
+"""Storage for keys and values in mapped files: the system moves pages to disk when memory is short.
 
-A tensor of a mapped file is read and written as any other, so that kernels know nothing of it. Pages that are not in
-use for a while go to the file when memory is short, and come back when they are read. Files have no name: they are gone
-with their tensors, or with the process, however it ends.
+A tensor of a mapped file is read and written like any other, also by kernels. Unused pages are written to the file when
+memory is short, and are loaded again when they are read. Files have no name, so they disappear with their tensors or
+with the process, however it ends.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class MappedFiles:
         count = numbers * dtype.itemsize
         try:
             with tempfile.NamedTemporaryFile(dir=self.folder, prefix="sakiyomi-") as file:
-                # A file with holes would be refused nothing now, and the process ended where the disk is full later.
+                # Without reserved space a full disk would end the process later.
                 os.posix_fallocate(file.fileno(), 0, count)
                 return torch.from_file(file.name, shared=True, size=numbers, dtype=dtype).view(*size)
         except OSError as error:

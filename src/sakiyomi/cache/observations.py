@@ -1,7 +1,7 @@
-"""What the rows of passes leave for the cache's policy, by slot, from one boundary to the next.
+"""Observations of the rows of passes for the cache's policy, by slot, from one boundary to the next.
 
-Rows of a tree that is refused later are written like all others, and go when the pairs of their tokens go: what is read
-at an eviction boundary are the rows of committed tokens, in the order of their places.
+Rows of a tree that is rejected later are written like all others, and removed together with their tokens' pairs. At an
+eviction boundary only rows of committed tokens are read, in the order of their places.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class RowObservations:
         return sum(rows.nbytes for rows in self._rows if rows is not None)
 
     def begin(self, slot: int, length: int) -> None:
-        """Forget what a slot has; rows of tokens from place `length` on are what comes next."""
+        """Forget the rows of a slot; rows of tokens from place `length` on come next."""
         self._since[slot] = length
 
     def end(self, slot: int) -> None:
-        """Nobody has this slot: what passes over it leave behind is nobody's."""
+        """The slot is free: rows of passes over it are not stored."""
         self._since[slot] = None
 
     def write(self, layer: int, plan: BatchPlan, observed: Tensor) -> None:
-        """Take the rows of a pass, (rows, width); those that only fill it up are left."""
+        """Store the rows of a pass, (rows, width), without those that only fill it up."""
         for slot, first, count, length, _ in plan.table:
             since = self._since[slot]
             if since is None:

@@ -1,8 +1,8 @@
-"""A beginning that was read once: its keys and values as they stay in the cache, to go on from many times.
+"""Prefixes: the keys and values of a text that was read once, for many requests that begin with it.
 
-A document or a system prompt is read, what its policy drops is dropped, and the rest is kept, in memory or in a file.
-Every request that begins with its tokens goes on from a copy. What was read by another model, or would be kept in
-another way, is refused.
+A document or a system prompt is read, pairs are evicted as the policy says, and the rest is kept in memory or in a
+file. Every request that begins with its tokens continues from a copy. Prefixes of another model or another cache
+configuration are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LEAST", "Prefix", "alike", "read_about", "read_prefix"]
 
 FORMAT = "1"
 REMEDY = "build it again"
-LEAST = 8  # tokens in common that are worth a copy
+LEAST = 8  # least tokens in common that are copied
 STEP = 64  # tokens that are compared at once
 _KEPT = ("keys.", "values.", "packed.", "state.")
 

@@ -1,10 +1,9 @@
 """Keys and values in 8, 4 or 2 bits: how 32 numbers are quantized, and the storage of quantized columns.
 
-After KIVI (arXiv 2402.02750): channels of keys differ much in size and tokens little, so 32 tokens of one channel share
-a scale; of values 32 channels of one token do. Both are asymmetric, number = low + code * step. A head's quantized
-columns come first, then those in full precision, see ``kv_store.py``; this knows neither tokens nor when columns are
-quantized.
-``quantized_levels.py`` does it in another way, in the same storage.
+After KIVI (arXiv 2402.02750): keys differ more between channels than between tokens, so 32 tokens of one channel share
+a scale; of values, 32 channels of one token do. Both are asymmetric, number = low + code * step. A head's quantized
+columns come before those in full precision, see ``kv_store.py``. ``quantized_levels.py`` quantizes in another way, in
+the same storage.
 """
 
 from __future__ import annotations
@@ -199,7 +198,7 @@ class QuantizedKV:
         ]
 
     def fit(self, model: CacheHost) -> None:
-        """Make ready for this model: nothing has to be known of it."""
+        """Fit to a model; uniform codes need nothing of it."""
 
     def encode(self, layer: int, heads: slice, keys: Tensor, values: Tensor, first: int) -> list[Tensor]:
         """Columns (heads, n, dim) as they are stored, n a multiple of 32.

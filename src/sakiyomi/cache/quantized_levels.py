@@ -1,11 +1,11 @@
-"""Keys and values in 4, 3 or 2 bits whose levels are fitted to the model, keys as they were before their rotation.
+"""Keys and values in 4, 3 or 2 bits with levels that are fitted to the model; keys are stored without their rotation.
 
 After KVQuant (arXiv 2401.18079). A position's rotation mixes channels of a key, so keys are turned back before they are
-rounded, and turned again where they are read. Channels of keys have a range that was seen on a text when the model was
-loaded, tokens of values have their own; within it the levels do not lie evenly, but where the numbers are: k-means of
-that text, once a layer for keys and once for values. One number of a hundred lies aside in 16 bits, and so does the
-first token, on which attention rests. Unlike the paper, levels are not weighted by gradients, and the numbers that lie
-aside are as many of every 32 tokens: those that rounding would change most.
+rounded, and turned again when they are read. Each channel of keys has a range, measured on a text when the model is
+loaded; each token of values has its own. Within a range the levels are not even: they are found by k-means on that
+text, for each layer's keys and values. One number in a hundred is stored apart in 16 bits, and so is the first token,
+to which most attention goes. Unlike in the paper, levels are not weighted by gradients, and every 32 tokens have
+equally many numbers apart: those that rounding would change most.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class KVQuantStore(QuantizedKV):
     # ------------------------------------------------------------ what is fitted
 
     def fit(self, model: CacheHost) -> None:
-        """Learn ranges and levels from the model's own text, in pieces, of which each is read alone.
+        """Learn ranges and levels from the model's own text, in pieces that are read separately.
 
         Raises:
             UnsupportedError: its keys cannot be turned back, or lie on several devices.
@@ -150,7 +150,7 @@ class KVQuantStore(QuantizedKV):
         self.rotation = Rotation(turn, self.shapes[0].key_dim, model.max_context, self.shapes[0].device)
         self.rotation.reach(max(self.room, PIECE))
         seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.shapes]
-        # Tokens of chance beside the text: channels reach further on what no story has, digits or code.
+        # Random tokens beside the text: digits or code give channels larger ranges than stories.
         chance = torch.randint(model.vocab_size, (PIECE,), generator=torch.Generator().manual_seed(0)).tolist()
         pieces = [model.text[begin : begin + PIECE] for begin in range(0, len(model.text), PIECE)]
         for piece in [*(piece[: len(piece) // GROUP * GROUP] for piece in pieces), chance]:

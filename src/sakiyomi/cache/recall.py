@@ -1,4 +1,4 @@
-"""All pairs of every slot in main memory, for policies that choose anew at every boundary what attention reads."""
+"""All pairs of every slot in main memory, for policies that choose the pairs for attention again at every boundary."""
 
 from __future__ import annotations
 

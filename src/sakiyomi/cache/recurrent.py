@@ -1,12 +1,12 @@
-"""States that go on from token to token: convolution windows, linear attention, state-space models.
+"""States that advance token by token: convolution windows, linear attention, state-space models.
 
 A site is one call of a state function in a model's forward, such as the scan of one layer. Its state after a token
-follows from the state after the token's parent and from the token's own rows alone (``Recurrence``). So every row of a
-token tree starts from its parent's state, and numbers do not depend on what else is in a pass.
+depends only on the state after the token's parent and on the token's own rows (``Recurrence``). Every row of a token
+tree therefore starts from its parent's state, and numbers do not depend on the rest of the pass.
 
-Of each slot a site holds the state at a length of committed tokens, and the rows of the tokens behind it: committed
-ones that are folded into the state when the next pass begins, and those of the last pass, of which a path is kept. What
-happens to slots is decided for all sites at once, in ``recurrent_store.py``.
+For each slot a site holds the state at a length of committed tokens and the rows of the tokens behind it. Rows of
+committed tokens are folded into the state when the next pass begins; of the last pass one path is kept. Operations on
+slots are decided for all sites together, in ``recurrent_store.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The recurrent states of a model on one cache: what of each slot's text is folded, kept as rows, and kept as copies.
+"""The recurrent states of a model on one cache: the folded state of each slot, rows behind it, and copies.
 
-A recurrent state cannot be cut, so copies are kept: one a few tokens back, from which any length behind it is reached
-again by folding rows, and at the borders of a prompt's chunks.
+A recurrent state cannot be rolled back, so copies are kept. One is a few tokens back: folding rows into it gives any
+later length. Others are at the borders of a prompt's chunks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RecurrentStore:
     Attributes:
         first: (slots,) int64, of each slot the token of the first row that is kept; a copy of the state lies there, or
             nothing behind it is kept yet.
-        kernels: does in the compiled kernels what would take a step for each site; None: they do not run.
+        kernels: handles all sites in one call of the compiled kernels; None: they do not run.
     """
 
     def __init__(self, sites: Mapping[int, Site], slots: int, available: Callable[[], int] | None = None) -> None:
@@ -164,7 +164,7 @@ class RecurrentStore:
             site.rows[slot, : length - first] = site.rows[slot, gone : length - first + gone].clone()
 
     def _forget(self, slot: int) -> None:
-        """Free the copies that nobody goes back to."""
+        """Free the copies that are no longer needed."""
         record = self._records[slot]
         for site in self.sites.values():
             site.copies[slot] = {
@@ -184,7 +184,7 @@ class RecurrentStore:
             site.rows[slot, begin : begin + len(rows)] = site.rows[slot, chosen.to(site.rows.device)]
 
     def resumable(self, slot: int, length: int) -> int:
-        """The longest beginning, of at most `length` tokens, from which a pass can go on."""
+        """The longest beginning, of at most `length` tokens, behind which a pass can continue."""
         record = self._records[slot]
         if length >= min([record.at, *record.tails[:1]]):
             return length

@@ -1,4 +1,4 @@
-"""Positions that move together: keys of what is left after an eviction are rotated to where they are now."""
+"""Reassigns positions after an eviction: keys of the remaining pairs are rotated to their new positions."""
 
 from __future__ import annotations
 

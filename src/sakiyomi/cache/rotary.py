@@ -1,4 +1,4 @@
-"""Keys that were rotated for one position, turned to another: by the model's own rotary embedding, and proven on it."""
+"""Turns keys from one position to another with the model's own rotary embedding, and tests that on the model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def make_turn(model: CacheHost, asked: str = "positions='reassigned'", instead: 
     """How keys of this model move from one position to another.
 
     Rotary embeddings turn pairs of numbers by an angle that is the position times a frequency, so a key moves by d
-    positions when it is rotated for position d once more. Whether that is all the model does to a position is tried
-    out: one token alone is read at two positions, and its keys, turned, must be each other's in every layer.
+    positions when it is rotated for position d once more. A test shows whether the model does nothing else with
+    positions: a single token is read at two positions, and its turned keys must be equal in every layer.
 
     Args:
         model: that is asked.
@@ -83,9 +83,9 @@ def _proven(model: CacheHost, turn: Turn) -> bool:
 class Rotation:
     """The rotation of keys to places of a text, small enough to be kept: by tables of cosines and sines.
 
-    Position p = 32 * g + r is turned to by the angles of 32 * g and of r together, so that the tables have a row for
-    every group of 32 positions and 32 rows more. Which numbers of a key are turned as a pair, and how far, is read off
-    the model's own turning (``make_turn``): nothing else has to be known of its embedding.
+    The angle of position p = 32 * g + r is the sum of those of 32 * g and of r, so the tables have a row for every
+    group of 32 positions and 32 more. The pairs of numbers and their angles are read from the model's own turning
+    (``make_turn``).
 
     Args:
         turn: of the model.

@@ -1,4 +1,4 @@
-"""How large the storage of a cache is to be: bytes, doubling, and what is said when memory is short."""
+"""Sizes of a cache's storage: bytes, growth by doubling, and errors when memory is short."""
 
 from __future__ import annotations
 

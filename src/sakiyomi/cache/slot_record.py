@@ -1,4 +1,4 @@
-"""What is known of one slot's pairs from one eviction boundary to the next: their places, scores, log probabilities."""
+"""Metadata of one slot's pairs between two eviction boundaries: places, scores and log probabilities."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SlotRecord:
         boundary: tokens of the text at the last boundary.
         neg_log_prob: -log p of every token since then, and of the next one once that is known.
         ahead: (V,) logits of what follows the prompt.
-        reread: length of the prompt whose last tokens have chosen what they are to read.
+        reread: length of the prompt whose last tokens have already chosen their pairs.
     """
 
     places: list[list[Tensor]]
@@ -72,8 +72,8 @@ class SlotRecord:
     def add_prompt(self, logits: Tensor, ids: Sequence[int], at: int, end: int) -> None:
         """Take -log p of the tokens that a prompt's chunk ids[at:end] has predicted: ids[at + 1 : end + 1].
 
-        Of its first token too, where no chunk before it has: from what a prefix says of its next token, or, at the
-        beginning of the text, as much as the largest of these, since nothing says how likely it is.
+        Its first token is included if no chunk before has predicted it. Its value comes from the logits of a prefix; at
+        the beginning of a text, where nothing predicts it, it is the largest of the chunk.
 
         Args:
             logits: (end - at, V) of the pass.

@@ -1,7 +1,7 @@
-"""The slot cache: who has which slot, and all that layers keep of its text: keys and values, and states of other kinds.
+"""The slot cache: assigns slots to requests, and holds keys, values and other states of all layers.
 
-Whatever happens to a slot goes through ``SlotCache`` to every ``LayerState``. The cache knows columns of tokens only;
-it knows no model and no text.
+Every operation on a slot goes through ``SlotCache`` to every ``LayerState``. The cache knows columns of tokens, but no
+model and no text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SlotCache(KVStore):
         max_slots: requests at once at most.
         spare: columns at the end of every slot that no token ever takes.
         extra: slots beyond those, which no request is given.
-        on_move: called with the cache whenever its tensors are new ones, so that whoever keeps pointers can renew them.
+        on_move: called with the cache after its tensors are reallocated, so that holders of pointers can renew them.
         available: returns the bytes that may still be allocated; None: no limit is known.
         limits: of each layer the columns that each head ever has at once; None: no pair is dropped.
         packed: where columns before those lie that are quantized; it needs limits. None: none are.
@@ -67,7 +67,7 @@ class SlotCache(KVStore):
 
     @property
     def free(self) -> int:
-        """Slots that nobody has."""
+        """Number of free slots."""
         return len(self._free)
 
     def take(self) -> int:
@@ -105,7 +105,7 @@ class SlotCache(KVStore):
     # ------------------------------------------------------------ what all layers keep
 
     def begin(self, plan: BatchPlan | None) -> None:
-        """Say what this thread's next pass looks like, where layers without keys and values ask; None: it is over."""
+        """Describe this thread's next pass to layers without keys and values; None: the pass is over."""
         if self.states.stores:
             begin_pass(plan, self.states)
 
@@ -141,7 +141,7 @@ class SlotCache(KVStore):
             state.commit(slot, length, rows)
 
     def resumable(self, slot: int, length: int, multiple: int = 1) -> int:
-        """The longest beginning of at most `length` tokens, a multiple of so many, from which all layers can go on."""
+        """The longest beginning of at most `length` tokens, a multiple of `multiple`, that all layers can continue."""
         length -= length % multiple
         for state in self.states.stores:
             if (found := state.resumable(slot, length)) < length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,32 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.long.config import LocretConfig, LongConfig
-from sakiyomi.evaluation.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
+from sakiyomi.evaluation.bench.spec.config import SpecConfig
 from sakiyomi.evaluation.bench.tasks.config import TasksConfig
 from sakiyomi.scale.cluster import WorkersOption
+
+
+@dataclass(frozen=True)
+class FilesArgument:
+    """Which results.
+
+    Attributes:
+        files: results of bench spec. They are compared with the first one; where several hold a result, the last one
+            counts.
+    """
+
+    files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE..."})
+
+
+@dataclass(frozen=True)
+class OutOption:
+    """Where results go.
+
+    Attributes:
+        out: file for all of them together.
+    """
+
+    out: str | None = None
 
 
 class BenchGroup(SectionsGroup):
@@ -125,7 +149,7 @@ def locret(config: LocretConfig, pictures: PlotFolderOption, output: JsonOption)
     measured(start, output, pictures)
 
 
-def compare(config: CompareConfig, output: JsonOption) -> None:
+def compare(given: FilesArgument, output: JsonOption) -> None:
     """Put result files side by side.
 
     On the questions and drafters that all of them have: another machine, another version, other settings.
@@ -136,13 +160,13 @@ def compare(config: CompareConfig, output: JsonOption) -> None:
     from sakiyomi.evaluation.bench.spec.table import compared
 
     with progress("reading") as status:
-        several = [Results.read(path) for path in config.files]
+        several = [Results.read(path) for path in given.files]
         row = compared(several)
         show([row], {}, status)
-    output.emit({"files": list(config.files), "rows": [row.to_dict()]})
+    output.emit({"files": list(given.files), "rows": [row.to_dict()]})
 
 
-def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
+def merge(given: FilesArgument, config: OutOption, picture: PlotOption, output: JsonOption) -> None:
     """Show result files as one table, and write them into one file.
 
     Parts of one measurement: other questions, other drafters, the same settings and machine. With one file its table
@@ -156,7 +180,7 @@ def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
     picture.check()
     if config.out is not None and Path(config.out).expanduser().exists():
         raise InputError(f"out is {config.out!r}, which is there already; name a new file")
-    joined = join([Results.read(path) for path in config.files])
+    joined = join([Results.read(path) for path in given.files])
     tables = rows(joined)
     if config.out is not None:
         joined.path = Path(config.out).expanduser()

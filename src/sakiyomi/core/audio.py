@@ -5,28 +5,18 @@ from __future__ import annotations
 import math
 import os
 import wave
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = ["Audio"]
-
 Samples = NDArray[np.float32]
 _PAUSE = 0.2  # seconds
 CONVERT = "convert it, for instance: ffmpeg -i FILE -ac 1 -c:a pcm_s16le sound.wav"
 _WIDTH = 24  # zero crossings of the resampling filter on each side
-_DECODERS: dict[int, Callable[[bytes], NDArray[Any]]] = {
-    1: lambda data: (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 2**7,
-    2: lambda data: np.frombuffer(data, "<i2").astype(np.float32) / 2**15,
-    3: lambda data: _three_bytes(data) / np.float32(2**31),
-    4: lambda data: (np.frombuffer(data, "<i4") / 2**31).astype(np.float32),
-}
-"""By bytes of a sample in a WAV file: numbers of -1 to 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,36 +84,35 @@ class Audio:
         except OSError as error:
             raise LoadError(f"{name!r} cannot be read ({error.strerror}); check the path") from None
         except (wave.Error, EOFError) as error:
-            reason = str(error) or "it ends before it begins"
-            return cls(*_other_file(path, name, reason), language, task)
-        decode = _DECODERS.get(width)
-        if decode is None:
-            raise LoadError(f"{name!r} has samples of {8 * width} bits; expected 8, 16, 24 or 32; {CONVERT}")
-        if rate < 1:
-            raise LoadError(f"{name!r} has {rate} samples a second; the file is damaged")
-        data = data[: len(data) // (width * channels) * width * channels]
-        if not data:
+            samples, rate = _other_file(path, name, str(error) or "it ends before it begins")
+        else:
+            if not 1 <= width <= 4:
+                raise LoadError(f"{name!r} has samples of {8 * width} bits; expected 8, 16, 24 or 32; {CONVERT}")
+            if rate < 1:
+                raise LoadError(f"{name!r} has {rate} samples a second; the file is damaged")
+            samples = _decoded(data, width, channels)
+        if not len(samples):
             raise LoadError(f"{name!r} has no samples; give a file with a sound")
-        return cls(decode(data).reshape(-1, channels).mean(1), rate, language, task)
+        return cls(samples.mean(1), rate, language, task)
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Length of the sound."""
         return len(self.samples) / self.sampling_rate
 
     def resampled(self, rate: int) -> Audio:
-        """The same sound with so many samples a second: band-limited interpolation by a windowed sinc."""
+        """The sound at another sampling rate, by band-limited interpolation with a windowed sinc."""
         if rate == self.sampling_rate:
             return self
         return replace(self, samples=_resample(self.samples, self.sampling_rate, rate), sampling_rate=rate)
 
     def split(self, seconds: float, *, at_silences: bool = False) -> list[Audio]:
-        """Parts of so many seconds, the last one shorter.
+        """Parts of `seconds` each, the last one shorter.
 
         Args:
             seconds: of a part, at most.
-            at_silences: cut in the middle of the quietest fifth of a second in the last half of each part, so that no
-                word is cut where somebody pauses.
+            at_silences: cut in the middle of the quietest fifth of a second in the last half of each part: in pauses
+                between words.
         """
         count = int(seconds * self.sampling_rate)
         if count < 1:
@@ -146,7 +135,7 @@ def _quietest(samples: Samples, rate: int) -> int:
 
 
 def _other_file(path: str | os.PathLike[str] | BinaryIO, name: str, reason: str) -> tuple[Samples, int]:
-    """Samples and rate of a file that is no WAV file of whole numbers."""
+    """Samples (n, channels) and rate of a file that is no WAV file of whole numbers."""
     try:
         import soundfile
     except ImportError:
@@ -160,16 +149,17 @@ def _other_file(path: str | os.PathLike[str] | BinaryIO, name: str, reason: str)
         samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, OSError) as error:
         raise LoadError(f"{name!r} is no sound file that can be read ({error}); {CONVERT}") from None
-    if not len(samples):
-        raise LoadError(f"{name!r} has no samples; give a file with a sound")
-    return samples.mean(1), int(rate)
+    return samples, int(rate)
 
 
-def _three_bytes(data: bytes) -> NDArray[Any]:
-    """24 bits a sample, as the upper ones of 32."""
-    wide = np.zeros((len(data) // 3, 4), np.uint8)
-    wide[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
-    return wide.view("<i4")[:, 0].astype(np.float32)
+def _decoded(data: bytes, width: int, channels: int) -> Samples:
+    """(n, channels) numbers of -1 to 1 from the whole numbers of a WAV file, little endian, of `width` bytes."""
+    count = len(data) // (width * channels) * channels
+    wide = np.zeros((count, 4), np.uint8)
+    wide[:, 4 - width :] = np.frombuffer(data, np.uint8)[: count * width].reshape(-1, width)
+    if width == 1:  # alone without a sign
+        wide[:, 3] ^= 0x80
+    return (wide.view("<i4") / 2**31).astype(np.float32).reshape(-1, channels)
 
 
 def _resample(samples: Samples, old: int, new: int) -> Samples:

@@ -1,4 +1,4 @@
-"""What ``cache=`` says, read with the standard library alone: names, what is behind their colon, options, the budget.
+"""Parses ``cache=`` with the standard library alone: names, the path behind a colon, options and the budget.
 
 ``cache/policies/specs.py`` makes policies of it.
 """
@@ -13,11 +13,6 @@ from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.memory import parse_bytes
 
-__all__ = [
-    "CACHE_FORMS", "PAPER", "PATTERNS", "CachePart", "Kind", "budget_of", "check_cache", "parse_cache", "read_budget",
-    "without_place",
-]  # fmt: skip
-
 Kind = Literal["policy", "sparse", "merger", "packing", "offloaded"]
 PATTERNS = ("vertical-slash", "a-shape", "block-sparse", "auto")
 PAPER = "paper"
@@ -25,7 +20,7 @@ PAPER = "paper"
 
 
 class Option(NamedTuple):
-    """What an option takes.
+    """An option of a cache spec.
 
     Attributes:
         expected: for messages.
@@ -37,14 +32,14 @@ class Option(NamedTuple):
 
 
 class CacheForm(NamedTuple):
-    """What may stand behind a name.
+    """What a name in ``cache=`` accepts.
 
     Attributes:
-        kind: of which a spec has one at most.
+        kind: a spec has at most one part of each.
         options: by their names.
         published: whether there is the option ``paper``.
-        file: whether something may stand behind a colon.
-        made_by: says where that comes from, in which case it must be there; "": it may be left out.
+        file: whether a path may follow, behind a colon.
+        made_by: the command that makes what the path names; the path is then required. "": it is optional.
     """
 
     kind: Kind
@@ -152,7 +147,7 @@ def parse_cache(spec: str) -> list[CachePart]:
             ``minference[...]``; ``offload:FOLDER``, only beside that one.
 
     Raises:
-        InputError: it is none of that.
+        InputError: the spec is invalid.
     """
     if spec == "full":
         return []
@@ -207,7 +202,7 @@ def _part(spec: str, match: re.Match[str], form: CacheForm) -> CachePart:
 
 
 def check_cache(cache: str, kv_budget: int | str | None = None, kv_memory: int | str | None = None) -> None:
-    """Refuse a spec that says nothing, a folder that is missing, and a budget that does not go with it.
+    """Refuse an invalid spec, a missing folder, and a budget that does not fit the spec.
 
     Raises:
         InputError, LoadError: see there.
@@ -222,7 +217,7 @@ def check_cache(cache: str, kv_budget: int | str | None = None, kv_memory: int |
 def budget_of(
     cache: str, parts: Sequence[CachePart], kv_budget: int | str | None, kv_memory: int | str | None
 ) -> int | str | None:
-    """The budget that one of the two names; None: the cache has none.
+    """The budget that either of the two gives; None: the cache has none.
 
     Raises:
         InputError: both are given, one that means nothing, one for a cache that keeps everything, or none for another.
@@ -259,6 +254,6 @@ def read_budget(budget: int | str) -> tuple[int, bool]:
 
 
 def without_place(spec: str) -> str:
-    """A spec without where pairs lie: equal where the pairs themselves are."""
+    """A spec without ``offload``, which changes where pairs lie and not what they are."""
     kept = [part for part in _BREAK.split(spec) if not part.partition(":")[0].startswith("offload")]
     return "+".join(kept) or "full"

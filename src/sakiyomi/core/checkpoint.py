@@ -1,4 +1,4 @@
-"""What a folder's weight files hold, read from their headers: no tensor is loaded, damage is found first.
+"""Contents of a folder's weight files, read from their headers. No tensor is loaded; damage is found first.
 
 A safetensors file is 8 bytes (length of the header, little endian), the header (JSON: name -> dtype, shape, place) and
 the tensors' bytes. So the file's size follows from its header, and a download that broke off shows.
@@ -16,8 +16,6 @@ from typing import Any
 from sakiyomi.core.dtypes import STORED
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.memory import readable
-
-__all__ = ["LAYER", "Checkpoint", "Header", "read_checkpoint", "read_header", "read_json"]
 
 HEADS_FILE = "medusa_lm_head.safetensors"  # of a folder that holds Medusa heads
 RETAINING_FILE = "heads.safetensors"  # of one that holds retaining heads
@@ -39,7 +37,7 @@ class Checkpoint:
         files: the weight files, in order.
         elements: number of values by safetensors dtype ("BF16"); empty for pickle files, which are not opened.
         stored_bytes: bytes of all tensors as they are stored.
-        layers: that the tensors' names count in the longest stack; 0: nobody can tell.
+        layers: that the tensors' names count in the longest stack; 0: unknown.
     """
 
     files: tuple[Path, ...]
@@ -54,7 +52,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str | None:
-        """Torch's name of the float dtype that most values have; None if there is none or nobody can tell."""
+        """Torch's name of the float dtype that most values have; None if there is none or it is unknown."""
         floats = {STORED[name]: count for name, count in self.elements.items() if name in _FLOATS}
         return max(floats, key=floats.__getitem__) if floats else None
 
@@ -68,7 +66,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of its tensors.
+    """Header of a safetensors file.
 
     Attributes:
         entries: dtype, shape and place (``data_offsets``) of each tensor, by name.

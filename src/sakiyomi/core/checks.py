@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from sakiyomi.core.errors import InputError
 
-__all__ = ["at_least"]
-
 
 def at_least(config: object, **least: float) -> None:
     """Refuse a configuration with a field below its least value; a field that is None is not checked.

@@ -28,21 +28,6 @@ from sakiyomi.core.files import whole_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "ALIGNED",
-    "KEY",
-    "Digests",
-    "data_digest",
-    "file_digest",
-    "json_digest",
-    "load_tensors",
-    "save_tensors",
-    "sealed",
-    "tensor_digest",
-    "tensor_digests",
-    "unsealed",
-]
-
 logger = logging.getLogger("sakiyomi")
 ALIGNED = 64  # bytes
 READERS = 4  # threads: more of them read a disk no faster
@@ -65,7 +50,7 @@ def file_digest(path: Path) -> str:
 
 
 def json_digest(value: Any) -> str:
-    """The same of what JSON holds, whatever the order of its keys."""
+    """XXH3 of a JSON value; the order of its keys does not matter."""
     return data_digest(json.dumps(value, sort_keys=True).encode())
 
 
@@ -87,14 +72,14 @@ def unsealed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """The same of a tensor's bytes, in the order of a contiguous one."""
+    """XXH3 of a tensor's bytes in contiguous order."""
     import torch
 
     return data_digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The same of many, by name: several at once, since a mapped file that is on disk only is read by looking at it."""
+    """Digests of many tensors by name, in several threads: hashing a mapped tensor reads it from disk."""
     with ThreadPoolExecutor(READERS) as pool:
         return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
 
@@ -106,7 +91,7 @@ def _table(header: Header, digests: Mapping[str, str]) -> str:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file with its digests. Whole or not is the caller's matter, see ``whole_file``.
+    """Write a safetensors file with its digests. The caller makes the write atomic, see ``whole_file``.
 
     Equal content makes equal files, and tensors begin at multiples of 64 bytes: products of matrices that lie
     elsewhere, as they do in a mapped file, may be summed in another order.
@@ -142,13 +127,13 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 @dataclass(frozen=True)
 class Digests:
-    """What the tensors of a file have to be.
+    """The expected digests of a file's tensors.
 
     Attributes:
         path: of the file.
         header: of the file.
-        tensors: digest of each; those of a foreign file as far as they were read before.
-        recorded: they stand beside the file, and not in it.
+        tensors: digest of each; of a foreign file only of tensors that were read before.
+        recorded: they are kept beside the file, not in it.
         remedy: what to do about damage.
     """
 
@@ -160,7 +145,7 @@ class Digests:
 
     @classmethod
     def of(cls, path: Path, remedy: str = "get it again") -> Digests:
-        """Read them, and check everything of the file but its tensors.
+        """Read them, and check the file's header.
 
         Raises:
             LoadError: the file is damaged.
@@ -188,7 +173,7 @@ class Digests:
             raise LoadError(f"{self.path} is damaged: tensor {name} was changed after {since}; {self.remedy}")
 
     def record(self, found: Mapping[str, str]) -> None:
-        """Keep the digests of a foreign file's tensors beside it, and say that nobody can vouch for what they are."""
+        """Keep the digests of a foreign file's tensors beside it, and log that the file is unverified."""
         if not self.recorded or found.keys() <= self.tensors.keys():
             return
         place = _beside(self.path)
@@ -235,13 +220,13 @@ def _beside(path: Path) -> Path:
 
 
 def _state(path: Path) -> dict[str, int]:
-    """Another size or time: the file was replaced by another one."""
+    """Size and time of a file; where they differ, the file was replaced."""
     found = path.stat()
     return {"size": found.st_size, "mtime_ns": found.st_mtime_ns}
 
 
 def _recorded(path: Path) -> dict[str, str]:
-    """Digests that stand beside a file; none if they are those of another content, or damaged."""
+    """Digests that are kept beside a file; empty if they are damaged, or the file was replaced."""
     try:
         content = unsealed(json.loads(_beside(path).read_text(encoding="utf-8")))
         if all(content[name] == value for name, value in _state(path).items()):

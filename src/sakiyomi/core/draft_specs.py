@@ -1,23 +1,15 @@
-"""What ``draft=`` says, read with the standard library alone: names of drafters, and what is behind their colon."""
+"""Parses ``draft=`` with the standard library alone: names of drafters, and what follows their colon."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from sakiyomi.core.checkpoint import HEADS_FILE, read_checkpoint, read_header, read_json
 from sakiyomi.core.embedded import folder_of, is_embedded_name
 from sakiyomi.core.errors import InputError, LoadError
-
-__all__ = [
-    "ASSISTANTS", "BLOCK_ARCHITECTURES", "BLOCK_KINDS", "EAGLE_ARCHITECTURE", "EAGLE_NORM", "FORMS", "MTP_ARCHITECTURE",
-    "SPECULATORS", "ModelSpec", "head_names", "is_block", "is_eagle", "is_first_eagle", "is_third_eagle", "model_spec",
-    "number", "split_spec",
-]  # fmt: skip
-
-N = TypeVar("N", int, float)
 
 SPECULATORS = "speculators_model_type"
 """Key of a configuration by vLLM's speculators."""
@@ -38,12 +30,14 @@ class Form(NamedTuple):
     """What may stand behind a drafter's name.
 
     Attributes:
-        text: for messages.
-        check: refuses what cannot be meant; paths are looked at.
+        text: as messages show it, in square brackets where it may be left out; "": nothing stands there.
+        what: it names, for messages.
+        read: its value; raises ``ValueError`` where it is none, ``NotADirectoryError`` where a folder is missing.
     """
 
     text: str = ""
-    check: Callable[[str, str], object] = lambda kind, argument: None
+    what: str = ""
+    read: Callable[[str], Any] = str
 
 
 def is_block(config: Mapping[str, Any]) -> bool:
@@ -52,11 +46,6 @@ def is_block(config: Mapping[str, Any]) -> bool:
         return config[SPECULATORS] in BLOCK_KINDS
     named: Sequence[str] = config.get("architectures") or ()
     return "dflash_config" in config or any(name in BLOCK_ARCHITECTURES for name in named)
-
-
-def is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a folder whose configuration is no block drafter's holds an EAGLE head in one of the forms."""
-    return is_third_eagle(config) or is_first_eagle(_tensor_names(folder))
 
 
 def is_third_eagle(config: Mapping[str, Any]) -> bool:
@@ -77,34 +66,6 @@ def _tensor_names(folder: Path) -> set[str]:
         return set()
 
 
-def number(read: Callable[[str], N], argument: str, kind: str, wanted: str) -> N:
-    """The number behind the colon of a spec.
-
-    Raises:
-        InputError: it is none; ``wanted`` says what was expected.
-    """
-    try:
-        return read(argument)
-    except ValueError:
-        raise InputError(f'draft "{kind}:{argument}" {wanted}') from None
-
-
-def _folder(short: str, what: str) -> Callable[[str, str], object]:
-    def check(kind: str, argument: str) -> None:
-        if not argument:
-            raise InputError(f'draft "{kind}:" names no {short}; write {kind}:<folder>')
-        if found := _OPTION.fullmatch(argument):
-            raise InputError(
-                f'draft "{kind}:{argument}": [{found[2]}=...] is for draft models, model:<path>[{found[2]}=...]; a '
-                f"{short} of this kind runs where its target runs and stays as it was trained"
-            )
-        folder = folder_of(argument)
-        if not folder.is_dir():
-            raise LoadError(f"there is {what} in {str(folder)!r}, as there is no such folder; check the path")
-
-    return check
-
-
 _OPTION = re.compile(r"(.*)\[(device|learn)=([^\[\]]*)\]")
 
 
@@ -114,7 +75,8 @@ class ModelSpec(NamedTuple):
     Attributes:
         name: of the model.
         device: it runs on; None: the target's.
-        learn: "": it does not go on learning; "on": it does, in a file in the cache folder; else that file.
+        learn: "": the model does not learn while it drafts; "on": it does, and keeps what it learns in a file in the
+            cache folder; else the path of that file.
     """
 
     name: str
@@ -142,58 +104,77 @@ def model_spec(argument: str) -> ModelSpec:
     return ModelSpec(name, options.get("device"), "" if learn == "off" else learn)
 
 
-def _own_or_folder(kind: str, argument: str) -> None:
-    if argument:
-        _folder("layer", "no MTP layer")(kind, argument)
+def _model(text: str) -> ModelSpec:
+    found = model_spec(text)
+    if not found.name:
+        raise ValueError
+    return found
 
 
-def _model(kind: str, argument: str) -> None:
-    if not model_spec(argument).name:
-        raise InputError('draft "model:" names no model; write model:<folder or hub id>')
-
-
-def _nothing(kind: str, argument: str) -> None:
-    if argument:
-        raise InputError(f'draft "{kind}:{argument}"; {kind} takes nothing behind a colon')
-
-
-def _file(kind: str, argument: str) -> None:
-    if argument and not Path(argument).expanduser().is_file():
-        raise LoadError(
-            f"there is no file {argument!r} with n-grams; check the path, or make one: sakiyomi train ngram"
+def _folder(text: str) -> str:
+    if not text:
+        raise ValueError
+    if found := _OPTION.fullmatch(text):
+        raise InputError(
+            f"draft {text!r}: [{found[2]}=...] is for draft models, model:<path>[{found[2]}=...]; other drafts run "
+            "where their target runs and stay as they were trained"
         )
+    if not folder_of(text).is_dir():
+        raise NotADirectoryError
+    return text
 
 
-def _early_exit(kind: str, argument: str) -> None:
-    number(int, argument, kind, "names no layer; write early-exit:<layers to run>")
+def _file(text: str) -> str:
+    if not Path(text).expanduser().is_file():
+        raise LoadError(f"there is no file {text!r} with n-grams; check the path, or make one: sakiyomi train ngram")
+    return text
 
 
-def _pairs(kind: str, argument: str) -> None:
-    number(int, argument or "0", kind, "names no number of pairs; write self-evicted:<pairs of a head>")
-
-
-def _rate(kind: str, argument: str) -> None:
-    rate = number(float, argument or "1", kind, "has no rate; write oracle:0.8, or oracle for 1")
-    if not 0.0 <= rate <= 1.0:
-        raise InputError(f"the oracle's rate is {rate}; it is the chance that a proposed token is right, 0 to 1")
+def _rate(text: str) -> float:
+    if not 0.0 <= (rate := float(text)) <= 1.0:
+        raise ValueError
+    return rate
 
 
 FORMS = {
-    "model": Form(":<path or id>[[device=<device>]][[learn=on|<file>]]", _model),
-    "medusa": Form(":<heads>", _folder("heads", "no set of Medusa heads")),
-    "eagle": Form(":<head>", _folder("head", "no EAGLE head")),
-    "block": Form(":<block drafter>", _folder("drafter", "no block drafter")),
-    "mtp": Form("[:<layer>]", _own_or_folder),
-    "assistant": Form(":<assistant>", _folder("assistant", "no Gemma assistant")),
-    "self-int8": Form("", _nothing),
-    "self-evicted": Form("[:<pairs of a head>]", _pairs),
-    "early-exit": Form(":<layers>", _early_exit),
-    "oracle": Form("[:<rate>]", _rate),
+    "model": Form(":<path or id>[[device=<device>]][[learn=on|<file>]]", "model", _model),
+    "medusa": Form(":<heads>", "Medusa heads", _folder),
+    "eagle": Form(":<head>", "EAGLE head", _folder),
+    "block": Form(":<block drafter>", "block drafter", _folder),
+    "mtp": Form("[:<layer>]", "MTP layer", _folder),
+    "assistant": Form(":<assistant>", "Gemma assistant", _folder),
+    "self-int8": Form(),
+    "self-evicted": Form("[:<pairs of a head>]", "number of pairs", int),
+    "early-exit": Form(":<layers>", "layer", int),
+    "oracle": Form("[:<rate>]", "rate from 0 to 1", _rate),
     "prompt-lookup": Form("[:<longest match>]"),
     "suffix": Form("[:<file>]"),
-    "ngram": Form("[:<file>]", _file),
+    "ngram": Form("[:<file>]", "file", _file),
 }
 """Drafters by the name before the colon of their spec; ``drafters.DRAFTERS`` makes them."""
+
+
+def read_argument(kind: str, text: str) -> Any:
+    """The value of what is behind the colon of a spec; None where nothing is.
+
+    Raises:
+        InputError: it means nothing.
+        LoadError: it is a path that leads nowhere.
+    """
+    form = FORMS[kind]
+    if text and not form.text:
+        raise InputError(f'draft "{kind}:{text}"; {kind} takes nothing behind a colon')
+    if not text and not form.text.startswith(":"):
+        return None
+    try:
+        return form.read(text)
+    except ValueError:
+        raise InputError(f'draft "{kind}:{text}" names no {form.what}; write {kind}{form.text}') from None
+    except NotADirectoryError:
+        raise LoadError(
+            f"there is no {form.what} in {str(folder_of(text))!r}, as there is no such folder; check the path"
+        ) from None
+
 
 _JOINT = re.compile(r"\+(?=(?:none|auto|" + "|".join(map(re.escape, FORMS)) + r")(?:[:+]|$))")
 """A + before the name of a drafter; any other + belongs to a path."""
@@ -228,16 +209,19 @@ def _named(part: str) -> str:
         return part
     place = model_spec(part).name
     folder = folder_of(place)
-    if not (is_embedded_name(place) or folder.is_dir()):
-        return part
+    return f"{_kind_of(folder)}:{part}" if is_embedded_name(place) or folder.is_dir() else part
+
+
+def _kind_of(folder: Path) -> str:
+    """The name of the drafter whose files a folder holds; "model" where they are no other one's."""
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if is_block(config):
-        return f"block:{part}"
-    if is_eagle(folder, config):
-        return f"eagle:{part}"
+        return "block"
+    if is_third_eagle(config) or is_first_eagle(_tensor_names(folder)):
+        return "eagle"
     if MTP_ARCHITECTURE in (config.get("architectures") or ()):
-        return f"mtp:{part}"
+        return "mtp"
     if config.get("model_type") in ASSISTANTS:
-        return f"assistant:{part}"
+        return "assistant"
     medusa = (folder / HEADS_FILE).is_file() or config.get("model_type") == "medusa" or "medusa_num_heads" in config
-    return f"medusa:{part}" if medusa else f"model:{part}"
+    return "medusa" if medusa else "model"

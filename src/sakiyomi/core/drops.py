@@ -1,4 +1,4 @@
-"""Whether a draft is accepted less than when it was chosen. Knows neither drafts nor models."""
+"""Detects that a draft is accepted less often than when it was chosen. Knows neither drafts nor models."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["FELL", "Tau", "TauWatch", "change", "fallen", "ratio_error"]
-
 FELL = 0.1
-"""Share of tau whose loss is worth a word."""
+"""A loss of this share of tau is reported."""
 SURE = 3.0  # standard errors
 WINDOW = 2048
 
@@ -58,14 +56,14 @@ def fallen(now: Tau, then: Tau) -> bool:
 
 
 class TauWatch:
-    """Tau of the last rounds of an engine beside that of the time when its draft was chosen.
+    """Compares tau of an engine's last rounds with tau when its draft was chosen.
 
     Args:
         chosen: tau then.
-        window: rounds that are looked at.
+        window: number of last rounds that count.
 
     Attributes:
-        fell: whether tau has fallen; looked at once every half window.
+        fell: whether tau has fallen; updated every half window.
     """
 
     def __init__(self, chosen: Tau, window: int = WINDOW) -> None:
@@ -79,7 +77,7 @@ class TauWatch:
         return Tau.of([(count, 1.0) for count in self._rounds])
 
     def add(self, tokens: int) -> bool:
-        """A round has committed so many tokens. Returns whether ``fell`` has changed."""
+        """Count a round that committed `tokens`. Returns whether ``fell`` has changed."""
         self._rounds.append(tokens)
         self._fresh += 1
         window = self._rounds.maxlen

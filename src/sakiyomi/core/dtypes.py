@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from sakiyomi.core.errors import InputError
 
-__all__ = ["DTYPES", "STORED", "check_dtype", "dtype_name"]
-
 DTYPES = ("float32", "bfloat16", "float16")
 """Those that models run in."""
 STORED = {

@@ -9,22 +9,6 @@ from pathlib import Path
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = [
-    "BLOCK_DRAFTERS",
-    "DEFAULT",
-    "DRAFTS",
-    "EAGLE_HEADS",
-    "EMBEDDED",
-    "EMBEDDED_ROOT",
-    "FREE_DRAFT",
-    "HEADS",
-    "MEDUSA_HEADS",
-    "embedded",
-    "folder_of",
-    "in_package",
-    "is_embedded_name",
-]
-
 EMBEDDED = ("tales", "tales-draft", "retriever")
 """Names of models whose files are part of this version."""
 
@@ -57,8 +41,8 @@ def embedded(name: str) -> Path:
         name: one of ``EMBEDDED``, or of ``HEADS``.
 
     Returns:
-        The folder: config.json, model.safetensors, the tokenizer, a card; of heads their weights in the place of model
-        and tokenizer.
+        The folder: config.json, model.safetensors, the tokenizer, a card; of heads their weights instead of model and
+        tokenizer.
 
     Raises:
         InputError: the name is not known.
@@ -92,7 +76,7 @@ def folder_of(name: str) -> Path:
 
 
 def in_package(folder: Path) -> bool:
-    """Whether a folder is part of the installed package, where nothing is written: it may be anybody's."""
+    """Whether a folder is part of the installed package, where nothing is written: other users may share it."""
     return EMBEDDED_ROOT in folder.resolve().parents
 
 

@@ -8,9 +8,9 @@ The tree::
     |-- UnsupportedError          a model, or a combination of options, that cannot work here
     |-- MemoryLimitError          refused before anything was allocated
     |-- DraftError                a drafter that raised or proposed an invalid draft, with strict=True
-    |-- DivergedError             a text that does not go on as what was given of it
+    |-- DivergedError             a text that differs from the beginning that was given
     |-- RemovedError              a request that was ended before its text was complete
-    `-- WorkerError               another process of the same work has ended
+    `-- WorkerError               another process of the same job has ended
 
 Each takes one message that says what was got, what was expected and what to do. Programming mistakes of our own stay
 ``AssertionError``; nothing here wraps them.
@@ -19,18 +19,6 @@ Each takes one message that says what was got, what was expected and what to do.
 from __future__ import annotations
 
 from typing import ClassVar
-
-__all__ = [
-    "DivergedError",
-    "DraftError",
-    "InputError",
-    "LoadError",
-    "MemoryLimitError",
-    "RemovedError",
-    "SakiyomiError",
-    "UnsupportedError",
-    "WorkerError",
-]
 
 
 class SakiyomiError(Exception):
@@ -74,7 +62,7 @@ class DraftError(SakiyomiError):
 
 
 class DivergedError(SakiyomiError):
-    """A text that was begun elsewhere would have begun otherwise here: the two do not belong together."""
+    """A text differs from the beginning that was given for it: another model or seed wrote that beginning."""
 
 
 class RemovedError(SakiyomiError):
@@ -82,4 +70,4 @@ class RemovedError(SakiyomiError):
 
 
 class WorkerError(SakiyomiError):
-    """A process that this one works together with has ended, or cannot be reached."""
+    """Another process of the same job has ended or does not answer."""

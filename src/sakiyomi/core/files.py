@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, also where the machine loses its power, and where caches are."""
+"""Atomic writes of files, which survive a power failure; locks of folders; the cache folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from sakiyomi.core.errors import LoadError
-
-__all__ = ["cache_folder", "partial", "remove_leftovers", "sync", "whole_file"]
+from sakiyomi.core.errors import InputError, LoadError
 
 logger = logging.getLogger("sakiyomi")
 
@@ -43,7 +41,7 @@ def _default_folder(caches: str | None, home: str | None) -> Path:
         why = str(error)
     user = os.getuid() if hasattr(os, "getuid") else 0
     other = Path(tempfile.gettempdir()) / f"sakiyomi-{user}"
-    with suppress(OSError):  # whoever writes there says what is wrong with it
+    with suppress(OSError):  # the first write there raises what is wrong with it
         other.mkdir(mode=0o700, exist_ok=True)
         found = other.lstat()
         if hasattr(os, "getuid") and (found.st_uid != user or found.st_mode & 0o077 or not other.is_dir()):
@@ -54,7 +52,7 @@ def _default_folder(caches: str | None, home: str | None) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Have the content of a file, or the names in a folder, on the disk."""
+    """Flush the content of a file, or the entries of a folder, to the disk."""
     if os.name == "nt" and path.is_dir():
         return  # folders cannot be opened there
     handle = os.open(path, os.O_RDONLY)
@@ -65,7 +63,7 @@ def sync(path: Path) -> None:
 
 
 def partial(path: Path) -> Path:
-    """Where this process writes what is to be at the path when it is whole."""
+    """A temporary name beside a path; the file is moved to the path when it is complete."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
 
 
@@ -99,8 +97,37 @@ def whole_file(path: Path, advice: str, *, private: bool = False) -> Iterator[Pa
             fresh.unlink(missing_ok=True)
 
 
+@contextmanager
+def alone(folder: Path, busy: str = "") -> Iterator[None]:
+    """Lock a folder against other processes that write there, where the system has such locks (Windows has none).
+
+    Args:
+        folder: an existing one.
+        busy: the error where another process holds the lock; "": wait for it.
+
+    Raises:
+        InputError: another process holds the lock.
+    """
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except OSError as error:  # of another kind: a file system without locks
+            if busy and isinstance(error, BlockingIOError):
+                raise InputError(busy) from None
+        yield
+    finally:
+        os.close(handle)
+
+
 def remove_leftovers(path: Path) -> None:
-    """Remove what writers of this file left when they were killed."""
+    """Remove temporary files of this path whose process is gone."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         process = leftover.name.removeprefix(f".{path.name}.").split(".")[0]
         if process.isdigit() and not psutil.pid_exists(int(process)):

@@ -8,8 +8,6 @@ from typing import Any
 
 from sakiyomi.core.errors import UnsupportedError
 
-__all__ = ["tokenizer_digest"]
-
 
 def tokenizer_digest(tokenizer: Any) -> str:
     """A digest of a tokenizer's vocabulary, as hexadecimal digits.

@@ -1,5 +1,6 @@
-"""Lines that other libraries log when they are imported, of what their own makers have to mend: nobody here can act on
-them, and they would stand on stderr before the first text. Every other line of these libraries stays.
+"""Log lines of other libraries that a user cannot act on, written to stderr when these libraries are imported.
+
+They are filtered out. Every other line of these libraries stays.
 """
 
 from __future__ import annotations
@@ -7,10 +8,8 @@ from __future__ import annotations
 import logging
 import re
 
-__all__ = ["leave_out_foreign_notes"]
-
 # torchao comes with transformers: kernels of another Python or GPU in its wheel do not load, and enums are registered
-# in a way that torch has given up. torch counts operations of Triton kernels, where there is Triton.
+# in a way that torch has deprecated. torch counts operations of Triton kernels, where there is Triton.
 _KNOWN = {
     "torchao": r"Failed to load .*\.so: ",
     "torch.utils._pytree": r"<enum '\w+'> is an Enum subclass and is now natively supported",
@@ -18,18 +17,11 @@ _KNOWN = {
 }
 
 
-class _Known(logging.Filter):
-    def __init__(self, pattern: str) -> None:
-        super().__init__()
-        self._pattern = re.compile(pattern)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self._pattern.match(record.getMessage()) is None
+def _stays(record: logging.LogRecord) -> bool:
+    return re.match(_KNOWN[record.name], record.getMessage()) is None
 
 
 def leave_out_foreign_notes() -> None:
-    """Have these lines left out from now on; called before the libraries are imported, more than once if need be."""
-    for name, pattern in _KNOWN.items():
-        logger = logging.getLogger(name)
-        if not any(isinstance(each, _Known) for each in logger.filters):
-            logger.addFilter(_Known(pattern))
+    """Leave these lines out from now on. Call it before the libraries are imported; more calls change nothing."""
+    for name in _KNOWN:
+        logging.getLogger(name).addFilter(_stays)

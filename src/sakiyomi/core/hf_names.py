@@ -6,15 +6,13 @@ import inspect
 from importlib.metadata import version
 from typing import Any
 
-__all__ = ["CACHE", "cache_argument", "cache_of"]
-
 OLD = "past_key_values"
 CACHE = "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24) else OLD
 """The argument's name in transformers' own classes."""
 
 
 def cache_argument(model: Any) -> str:
-    """The name of the argument of a model's forward, whose class may be somebody's own."""
+    """The name of the cache argument of a model's forward; the class may be one that transformers does not have."""
     taken = inspect.signature(type(model).forward).parameters
     return next((name for name in (CACHE, OLD) if name in taken), CACHE)
 

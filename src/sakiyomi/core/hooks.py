@@ -1,4 +1,4 @@
-"""Hooks on a model's modules: whether anybody listens to their calls, or changes them."""
+"""Hooks on a model's modules, which may read or change the results of their calls."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["has_hooks", "hooks_of"]
-
 _IDLE = "transformers.utils.output_capturing"
 """Hooks that a call with ``output_hidden_states=True`` leaves behind, which do nothing in other calls."""
 
 
 def hooks_of(module: nn.Module) -> list[int]:
-    """Numbers of the hooks by which calls of this module do more, or something else."""
+    """Ids of the forward hooks and forward pre-hooks of a module, without idle ones."""
     if not module._forward_hooks and not module._forward_pre_hooks:
         return []
     found = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
@@ -22,5 +20,5 @@ def hooks_of(module: nn.Module) -> list[int]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether there are such."""
+    """Whether a module has such hooks."""
     return bool(hooks_of(module))

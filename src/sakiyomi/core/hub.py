@@ -15,8 +15,6 @@ from sakiyomi.core.embedded import EMBEDDED
 from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.memory import readable
 
-__all__ = ["check_known", "fetch"]
-
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 _ANSWER_WITHIN = 8.0
 """Seconds to wait for the hub's first answer. A name server that does not answer would otherwise take half a minute."""

@@ -13,8 +13,6 @@ from sakiyomi.core.messages import one_line
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImagePrompt", "decode_image"]
-
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Those of OpenAI's API; of a GIF the first picture is taken."""
 
@@ -65,7 +63,7 @@ def decode_image(content: bytes, most: int) -> Image:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_large("far too many", most) from None
-    except Exception as error:  # decoders raise whatever they like
+    except Exception as error:  # decoders raise errors of any kind
         raise InputError(f"the image cannot be read ({one_line(error):.120}); expected {', '.join(FORMATS)}") from None
 
 

@@ -6,26 +6,19 @@ import ctypes
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sakiyomi.core.errors import InputError, MemoryLimitError
 
-__all__ = [
-    "available_bytes",
-    "no_memory",
-    "parse_bytes",
-    "peak_bytes",
-    "readable",
-    "require_bytes",
-    "reset_peak",
-    "resident_bytes",
-    "returned_when_freed",
-]
-
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _CGROUPS = Path("/sys/fs/cgroup")
+_GROUP_FILES = {
+    "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "v2": ("memory.max", "memory.current", "inactive_file"),
+}
+"""By version of control groups: the files with the limit and the usage, and the statistic of unused file pages."""
 _OWN_GROUP = Path("/proc/self/cgroup")
 
 
@@ -53,15 +46,15 @@ def available_bytes(device: str = "cpu") -> int:
 
 
 def peak_bytes() -> int:
-    """The most resident memory that this process has held at once so far."""
+    """The peak of this process's resident memory so far."""
     if sys.platform == "win32":
         import psutil
 
         return int(psutil.Process().memory_info().peak_wset)
-    # On Linux getrusage starts with the memory of the parent process.
-    own = _status("VmHWM")
-    if own is not None:
-        return own
+    with suppress(OSError):  # on Linux, where getrusage starts with the memory of the parent process
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -82,15 +75,6 @@ def reset_peak() -> bool:
     except OSError:
         return False
     return True
-
-
-def _status(name: str) -> int | None:
-    """A line of this process's ``/proc/self/status``, in bytes; None if there is none."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
 
 
 def require_bytes(needed: int, what: str, *, device: str = "cpu", remedy: str) -> None:
@@ -165,7 +149,7 @@ def parse_bytes(text: str, name: str = "the size") -> int:
 
 @contextmanager
 def returned_when_freed() -> Iterator[None]:
-    """Blocks of 1 MB and more that are freed inside go back to the system at once (glibc; nothing changes elsewhere).
+    """Inside, freed blocks of 1 MB and more go back to the system immediately (with glibc; elsewhere nothing changes).
 
     By default glibc keeps them for the next ones of their size. A model that is packed layer by layer then leaves holes
     between what stays: 1.2 GB of packed weights took 3.9 GB.
@@ -190,15 +174,10 @@ def _group_headroom() -> int | None:
     found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            root, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root, names = (
-                _CGROUPS / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
-        else:
+        if controllers and "memory" not in controllers.split(","):
             continue
+        root = _CGROUPS / "memory" if controllers else _CGROUPS
+        names = _GROUP_FILES["v1" if controllers else "v2"]
         # Inside a container the group is often mounted as the root itself. Limits of parents hold for children too.
         folder = root / path.lstrip("/")
         for group in (folder, *folder.parents):

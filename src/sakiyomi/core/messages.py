@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["one_line"]
-
 
 def one_line(error: Exception) -> str:
     """An error of another library in one line, for a message of ours."""

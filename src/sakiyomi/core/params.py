@@ -17,8 +17,6 @@ from sakiyomi.core.errors import InputError
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-__all__ = ["ACCEPTANCES", "QUANTIZATIONS", "TREES", "Acceptance", "SamplingParams"]
-
 Acceptance = Literal["auto", "ratio", "coupled", "block", "traversal", "typical"]
 ACCEPTANCES = ("auto", "ratio", "coupled", "block", "traversal", "typical")
 MOST_CHOICES = 1024  # nodes of a tree that is given as a list
@@ -49,7 +47,7 @@ class SamplingParams:
         tree: shape of what a draft model proposes: "chain", "best-first" (the nodes most likely to be accepted),
             "ddtree" (the most probable ones by the draft alone), "dynamic" (the best few nodes of every level are
             expanded), "static" (the best shape for the acceptance measured by rank), or "auto": with gamma "auto" the
-            tree that pays by measured costs, with a number a chain. A list fixes it:
+            tree that is fastest by measured costs, with a number a chain. A list fixes it:
             of counts, ``[1, 7, 6]`` for 7 first tokens and 6 behind each (the 1 stands for the target's own token), or
             of nodes, each the ranks on the way to it, ``[[0], [1], [0, 0]]``: Medusa's ``medusa_choices``.
         nodes: most nodes of the tree: a number, or a word as of gamma.

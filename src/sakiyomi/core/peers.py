@@ -1,4 +1,4 @@
-"""Processes that work together: started by the first of them, or by torchrun; one that ends is one error."""
+"""Processes of one job, started by the first of them or by torchrun. If one ends, the others raise one error."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from sakiyomi.core.errors import SakiyomiError, WorkerError
 
-__all__ = ["ONE", "PATIENCE", "Peers", "launched", "part", "parting", "start"]
-
 PATIENCE = timedelta(days=2)
-"""Longest wait for another process: one that ends is noticed at once, one that measures or reads takes its time."""
+"""Longest wait for another process. One that ends is noticed immediately; one that measures or reads may take long."""
 JOINING = timedelta(minutes=1)
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -49,7 +47,7 @@ class Peers:
     said: Connection | None = None
 
     def greet(self, advice: str) -> None:
-        """Wait until the processes that this one has started say the same: they are about to connect.
+        """Wait until the processes that this one has started are about to connect, too.
 
         Raises:
             WorkerError: one has ended before; see ``ended``.
@@ -66,7 +64,7 @@ class Peers:
                 raise self.ended(advice, there or "")
 
     def ended(self, advice: str, heard: str = "") -> WorkerError:
-        """What there is to say when another process does not answer any more.
+        """The error to raise when another process does not answer any more.
 
         Args:
             advice: what to do.
@@ -89,7 +87,7 @@ class Peers:
         return WorkerError(f"{what}; {advice}")
 
     def end(self, seconds: float = 5.0) -> None:
-        """End the processes that this one has started; those that are done get so many seconds."""
+        """End the processes that this one has started; those that are done get `seconds` to exit."""
         for child, _ in self.children:
             child.join(seconds)
             child.kill()
@@ -99,9 +97,10 @@ ONE = Peers()
 
 
 def launched() -> Peers | None:
-    """What torchrun says in the environment, which then says it no more: other libraries would act on it, too.
+    """The peers that torchrun names in the environment.
 
-    Where somebody has connected the processes already, as Ray's TorchTrainer does, they stay so.
+    Its variables are removed: other libraries would act on them, too. Processes that are connected already, as Ray's
+    TorchTrainer does it, stay connected.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         return None
@@ -141,12 +140,12 @@ _partings: list[Callable[[], object]] = []
 
 
 def parting(say: Callable[[], object]) -> None:
-    """Have something said to other processes before this one ends by ``part``; said twice, it must do nothing."""
+    """Register a call that ``part`` makes, to tell other processes something; a second call must do nothing."""
     _partings.append(say)
 
 
 def part() -> None:
-    """Say it: the process is about to end without Python's own way of ending."""
+    """Make the calls of ``parting``: the process is about to end without Python's clean-up."""
     for say in _partings:
         say()
 

@@ -1,7 +1,8 @@
-"""A file of JSON lines made in pieces, each of which is whole or not there.
+"""A file of JSON lines made in pieces, each of which is complete or absent.
 
-A piece is written under its number into a folder beside the file, under another name first: one that is made twice is
-there once, a run that was killed is gone on with by making what is missing, and the file has the order of the numbers.
+A piece is written to a temporary name and then moved to its number in a folder beside the file. So a piece that is made
+twice exists once, a run that was killed is resumed by making the missing pieces, and the file has the order of the
+numbers.
 """
 
 from __future__ import annotations
@@ -13,12 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.files import whole_file
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.files import alone, whole_file
 
-__all__ = ["Pieces"]
-
-LOCK = "lock"
 ADVICE = "make room, and run the same command again"
 
 
@@ -78,21 +76,13 @@ class Pieces:
         """Keep other runs away from the pieces.
 
         Raises:
-            InputError: one is there.
+            InputError: another run holds the lock.
             LoadError: nothing can be written there.
         """
         self.remove_leftovers()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = (self.folder / LOCK).open("w", encoding="utf-8")
         except OSError as error:
             raise LoadError(f"cannot write {self.folder}: {error.strerror or error}; choose another output") from None
-        with handle:
-            with contextlib.suppress(ImportError):  # Windows has none
-                import fcntl
-
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise InputError(f"another run writes {self.out}; wait for it, or choose another output") from None
+        with alone(self.folder, f"another run writes {self.out}; wait for it, or choose another output"):
             yield

@@ -1,7 +1,7 @@
-"""Names, paths and words in settings, refused before torch is imported: seconds earlier than where models are loaded.
+"""Checks of names, paths and words in settings before torch is imported: an error comes seconds earlier.
 
-Commands and servers call ``check_settings`` with all their settings. It only looks; what it lets pass may still be
-refused by those who load it, in the same words.
+Commands and servers call ``check_settings`` with all their settings. It loads nothing. What it accepts may still be
+refused, in the same words, where models are loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sakiyomi.core.cache_specs import check_cache
-from sakiyomi.core.draft_specs import FORMS, head_names, model_spec, split_spec
+from sakiyomi.core.draft_specs import FORMS, ModelSpec, head_names, read_argument, split_spec
 from sakiyomi.core.dtypes import check_dtype
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
@@ -19,10 +19,8 @@ from sakiyomi.core.hub import check_known
 from sakiyomi.core.model_folder import check_folder, gguf_file, local_folder
 from sakiyomi.core.params import QUANTIZATIONS
 
-__all__ = ["check_drafts", "check_prompts", "check_settings", "check_target"]
-
 PUBLISHED = "official"
-"""Heads that were published for a target, in the place of a folder."""
+"""A word for the heads that were published for a target, instead of a folder."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -34,7 +32,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
     Raises:
         InputError: a word that has no meaning.
-        LoadError: a file or folder that is missing or damaged, or a hub id that nobody knows.
+        LoadError: a file or folder that is missing or damaged, or an unknown hub id.
     """
     check_dtype(settings.get("dtype", "auto"))
     if not _DEVICE.fullmatch(device := str(settings.get("device", "auto"))):
@@ -83,10 +81,9 @@ def check_drafts(draft: str | Sequence[Any] | None, **trust: bool) -> None:
     for spec in [draft] if isinstance(draft, str) else draft or ():
         for part in split_spec(spec) if isinstance(spec, str) else ():
             kind, _, argument = part.partition(":")
-            if kind in FORMS:
-                FORMS[kind].check(kind, argument)
-            if kind == "model":
-                check_target(model_spec(argument).name, **trust)
+            found = read_argument(kind, argument) if kind in FORMS else None
+            if isinstance(found, ModelSpec):
+                check_target(found.name, **trust)
 
 
 def check_prompts(prompts: Sequence[str]) -> None:

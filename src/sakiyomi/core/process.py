@@ -8,8 +8,6 @@ import os
 import sys
 import threading
 
-__all__ = ["TORCH_STATE", "release_workers", "share_processors"]
-
 TORCH_STATE = threading.RLock()
 """Held while something changes torch's default dtype, as transformers does while it builds a model.
 

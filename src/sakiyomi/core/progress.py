@@ -1,4 +1,4 @@
-"""What is being done, on stderr: a spinner on a terminal, elsewhere a line now and then."""
+"""Progress on stderr: a spinner on a terminal, elsewhere a line every 20 seconds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["progress"]
-
 _LONG = 500_000_000
 _EVERY = 20.0  # seconds between lines where there is no terminal
 _shown: list[Any] = []  # the spinner on the screen: a second one would write over it
@@ -17,8 +15,9 @@ _shown: list[Any] = []  # the spinner on the screen: a second one would write ov
 
 @contextmanager
 def progress(text: str, *, size: int = _LONG) -> Iterator[Any]:
-    """Show a spinner on stderr or, where that is no terminal, say every 20 seconds what is being done. Inside another
-    one, that one shows this text meanwhile.
+    """Show a spinner on stderr or, where that is no terminal, print a line every 20 seconds.
+
+    A call inside another one changes the text of the outer one meanwhile.
 
     Args:
         text: what it says.
@@ -66,7 +65,7 @@ class _Silent:
 
 
 class _Lines(_Silent):
-    """Writes a line whenever so many seconds have gone by."""
+    """Prints a line every 20 seconds."""
 
     def __init__(self, text: str) -> None:
         self.status, self._over = text, threading.Event()

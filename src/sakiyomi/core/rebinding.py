@@ -1,4 +1,4 @@
-"""Functions again, with others in the place of their globals: the module that they come from stays as it is."""
+"""Copies of functions with some of their globals replaced; the module of the original is not changed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
-
-__all__ = ["global_names", "rebound"]
 
 
 def global_names(function: Callable[..., Any]) -> frozenset[str]:
@@ -17,7 +15,7 @@ def global_names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def rebound(function: Any, ours: Mapping[str, Callable[..., Any]]) -> Any:
-    """The same code with these functions in the place of its globals, within the same decorators."""
+    """A copy of a function in which `ours` replace globals of the same names, within the same decorators."""
     scope, cells, inner = function.__globals__, function.__closure__, getattr(function, "__wrapped__", None)
     if inner is None:
         scope = {**scope, **ours}

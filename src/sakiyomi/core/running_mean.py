@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["running_mean"]
-
 
 def running_mean(known: float | None, seconds: float) -> float:
     """The mean after another reading: much faster ones replace it, much slower ones count little."""

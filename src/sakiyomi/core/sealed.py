@@ -1,8 +1,8 @@
-"""Private files of what users wrote, or of what follows from it: whole, checked, and shared by several processes.
+"""Private files with users' texts or what was derived from them: atomic, with a checksum, shared by processes.
 
     8 bytes    magic
     a line     format version, and the checksum of all that follows
-    a line     JSON, whatever the kind of file says of itself
+    a line     JSON, the header
     bytes      its content
 
 A file is never half-written: it is written under another name and then moved. Only its owner may read it.
@@ -11,18 +11,13 @@ A file is never half-written: it is written under another name and then moved. O
 from __future__ import annotations
 
 import json
-import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import whole_file
-
-__all__ = ["SealedKind", "alone"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class SealedKind:
     name: str
 
     def read(self, path: Path) -> tuple[dict[str, Any], bytes]:
-        """What a file says of itself, and its content.
+        """Header and content of a file.
 
         Raises:
             LoadError: it cannot be read, is of another kind or format version, or is damaged.
@@ -65,23 +60,7 @@ class SealedKind:
         return header, body
 
     def write(self, path: Path, header: dict[str, Any], body: bytes) -> None:
-        """Write a file in the place of the one that is there."""
+        """Write or replace a file."""
         rest = json.dumps(header).encode() + b"\n" + body
         with whole_file(path, "name another file", private=True) as fresh:
             fresh.write_bytes(self.magic + f"{self.version} {zlib.crc32(rest):08x}\n".encode() + rest)
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Lock the folder against other processes that write such a file there, where the system has such locks."""
-    handle = None
-    with suppress(ImportError, OSError):
-        import fcntl
-
-        handle = os.open(folder, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)

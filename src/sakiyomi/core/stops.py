@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["StopStrings"]
-
 
 class StopStrings:
     """Holds back the end of a text while it may begin a stop string.

@@ -14,13 +14,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.stops import StopStrings
-
-__all__ = ["Profile", "TextStream", "profile"]
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _WINDOW = 24
@@ -28,15 +26,7 @@ _WINDOW = 24
 _CONTEXT = 16
 """Tokens of a prompt that its continuation is decoded behind, if there is text in them."""
 _LONGEST_RUN = 64
-"""Byte tokens in a row after which whole characters are given although the run goes on, see ``_Pieces._close``."""
-
-
-class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Text of the tokens."""
-        ...
+"""Byte tokens in a row after which whole characters are given although the run has not ended, see ``_close``."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +93,7 @@ class _Pieces:
         before: tokens that stand before the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int], before: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, shown: frozenset[int], before: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._profile = profile(tokenizer)
         self.special, self._skips = self._profile.special.keys() - shown, not shown
@@ -170,7 +160,7 @@ class _Pieces:
         return text[same:]
 
     def _context(self, before: Sequence[int]) -> list[int]:
-        """The last tokens of ``before``: so many that there is text in them, and runs of bytes whole."""
+        """The last tokens of ``before``, enough of them that they have text, with whole runs of bytes."""
         found: list[int] = []
         least = _CONTEXT
         for token in reversed(before):
@@ -185,7 +175,7 @@ class _Pieces:
         return found[::-1]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skips))
 
     def _close(self) -> int:
         """Number of leading window tokens whose text can no longer change.
@@ -268,14 +258,14 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Any,
         stop: Sequence[str] = (),
         shown: frozenset[int] = frozenset(),
         before: Sequence[int] = (),
     ) -> None:
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stop:
-            raise InputError("a stop string is empty: it would end every text at once; leave it out")
+            raise InputError("a stop string is empty: it would end every text immediately; leave it out")
         self._pieces = _Pieces(tokenizer, shown, before)
         names = profile(tokenizer).special if stop else {}
         self._stops = StopStrings(stop, {i: name for i, name in names.items() if i in self._pieces.special})

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["ThreadGovernor", "govern_threads"]
-
 CALLS = 8  # parallel pieces of a trial; each takes about ten microseconds
 LONG = 2e-3  # seconds of a trial from which on a thread must have waited for its processor
 EVERY, SELDOM = 0.25, 8.0  # seconds between trials, and at most between those that try more threads in vain
@@ -27,7 +25,7 @@ class ThreadGovernor:
     """Sets the number of threads of the thread that calls it.
 
     Args:
-        trial: seconds of some parallel pieces by so many threads.
+        trial: seconds that some parallel pieces take on a number of threads.
         clock: seconds.
     """
 
@@ -67,7 +65,7 @@ class ThreadGovernor:
         self._widen_at = self._clock() + self._pause
 
     def _crowded(self, good: int) -> bool:
-        """Whether two trials are long, before so many are not."""
+        """Whether two trials are long, before `good` more trials are short than long."""
         long = short = 0
         while long < 2 and short < good + long:
             if self._trial(self._now) > LONG:

@@ -8,8 +8,6 @@ from typing import Any
 
 from sakiyomi.core.text import TextStream, profile
 
-__all__ = ["TokenNames", "token_places"]
-
 _SPACES = re.compile(r"\s*")
 
 

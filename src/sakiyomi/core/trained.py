@@ -1,6 +1,6 @@
-"""What is trained beside a model, as a folder of its own: ``config.json`` and one file of tensors.
+"""Heads and layers that are trained for a model, in a folder of their own: ``config.json`` and a file of tensors.
 
-Reading and writing of all such files, whoever made them; what the tensors mean is known to those who use them.
+Reads and writes all such files, ours and those of other tools; the modules that use the tensors know what they mean.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from sakiyomi.core.files import whole_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BASE", "PICKLES", "Origin", "Trained", "read_config", "read_tensors", "trained_config", "write_trained"]
-
 logger = logging.getLogger("sakiyomi")
 BASE = "base_model_name_or_path"
-"""Key of a configuration for the name of the target, as other tools have it."""
+"""Key of a configuration for the name of the target; other tools use the same one."""
 CONFIG = "config"
 """Key of the configuration in the metadata of a tensor file."""
 PICKLES = (".bin", ".pt", ".pth")
@@ -48,7 +46,7 @@ class Origin(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a folder says of where its tensors come from.
+    """Where the tensors of a folder come from.
 
     Attributes:
         name: of the folder or file.
@@ -191,7 +189,7 @@ def _pickled(path: Path, what: str, wanted: Callable[[str], object] | None) -> d
 
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged in whatever way
+    except Exception as error:  # damage shows as errors of any kind
         raise LoadError(f"{path} cannot be read ({error}); download it again") from error
     tensors = {
         name: value

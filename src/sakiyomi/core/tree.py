@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DRAFT_KINDS", "Draft", "DraftKind", "Draw", "Rule", "TokenTree", "Verdict", "VerdictKind", "best_nodes"]
-
 DraftKind = Literal["chain", "iid", "without_replacement", "point_mass", "merged"]
 VerdictKind = Literal["recovered", "bonus", "plain"]
 Rule = Literal["greedy", "ratio", "coupled"]  # how a drafter should propose; several verifiers may share one
@@ -26,7 +24,7 @@ SUM_ERROR = 1e-3  # of a row of probabilities: a sum of 256000 float32 numbers s
 
 @cache
 def chain_parents(count: int) -> tuple[int, ...]:
-    """-1, 0, 1, ...: the parents of so many nodes of a chain."""
+    """-1, 0, 1, ...: the parents of the nodes of a chain."""
     return tuple(range(-1, count - 1))
 
 
@@ -163,7 +161,7 @@ class Draw(NamedTuple):
 
     Attributes:
         node: the node, drawn as a child of its parent.
-        drafter: name of who proposed it.
+        drafter: name of the drafter that proposed it.
         row: row of ``Draft.probs`` with the distribution it was drawn from; None: it was chosen, not drawn (a point
             mass), which is always safe to say and only lowers the acceptance.
         prob: the drafter's probability of the token, for traces; None where it has none.
@@ -282,7 +280,7 @@ class Draft:
                 raise ValueError(f"the draw of node {draw.node} names row {draw.row} of {rows} rows of probabilities")
             drawn.add(draw.node)
         if len(drawn) != len(self):
-            raise ValueError(f"nodes {sorted(set(range(len(self))) - drawn)} have no draw; say who proposed each")
+            raise ValueError(f"nodes {sorted(set(range(len(self))) - drawn)} have no draw; give each node a Draw")
         if self.kind == "point_mass" and any(draw.row is not None for draw in self.draws):
             raise ValueError("a draft of point masses names rows of probabilities; a drawn one is of another kind")
         if self.kind == "chain" and len(self.draws) > len(self):

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.draft_specs import FORMS, model_spec, split_spec
+from sakiyomi.core.draft_specs import ModelSpec, read_argument, split_spec
 from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
@@ -32,30 +32,30 @@ __all__ = [
 ]
 
 
-Maker = Callable[[str, DrafterContext], Drafter]
-"""Makes a drafter from what is behind the colon of its spec."""
+Maker = Callable[[Any, DrafterContext], Drafter]
+"""Makes a drafter from the value behind the colon of its spec (``read_argument``)."""
 
 
 def _class(module: str, name: str) -> Maker:
     """The ``make`` of a drafter's class, which is imported when such a drafter is wanted."""
 
-    def make(argument: str, around: DrafterContext) -> Drafter:
+    def make(argument: Any, around: DrafterContext) -> Drafter:
         found: Drafter = getattr(import_module(f"sakiyomi.drafters.{module}"), name).make(argument, around)
         return found
 
     return make
 
 
-def _model(argument: str, around: DrafterContext) -> Drafter:
+def _model(spec: ModelSpec, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
     from sakiyomi.drafters.learning import HeadLearner
     from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.model_executor.loading import check_cross_pair, check_pair, has_encoder, same_tokenizer, stop_tokens
 
-    (name, device, learn), target = model_spec(argument), around.target
+    (name, device, learn), target = spec, around.target
     if device is not None and has_encoder(target.model.config):
         raise UnsupportedError(
-            f"draft model:{argument} is to run on {device}; drafts of encoder-decoder models run where the target runs"
+            f"draft model:{name} is to run on {device}; drafts of encoder-decoder models run where the target runs"
         )
     draft = around.load(name, device)
     if same_tokenizer(target.tokenizer, draft.tokenizer) or has_encoder(target.model.config):
@@ -72,8 +72,8 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
         return ModelDrafter(packed, around.vocab_size, mask=mask, learner=learner)
     if learn:
         raise UnsupportedError(
-            f"draft model:{argument} is to go on learning, and has another tokenizer than the target: what that writes "
-            "is other tokens; leave [learn=] out, or choose a draft of the same tokenizer"
+            f"draft model:{name} is to learn from the target's texts, and the two have different tokenizers; leave "
+            "[learn=] out, or choose a draft with the target's tokenizer"
         )
     check_cross_pair(target, draft)
     packed = around.pack(draft)
@@ -81,7 +81,7 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
     return CrossDrafter(inner, draft.tokenizer, target.tokenizer, stop_tokens(draft.model, draft.tokenizer))
 
 
-def _self_int8(argument: str, around: DrafterContext) -> Drafter:
+def _self_int8(_: None, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.model import ModelDrafter
 
     if around.packed.weights.quantization is not None:
@@ -138,7 +138,7 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
 
 
 def heads_beside(folder: Path | None) -> list[str]:
-    """Specs of the heads in the folders `eagle`, `block`, `mtp`, `medusa` of a target's own, as far as they are."""
+    """Specs of the heads found in the subfolders `eagle`, `block`, `mtp` and `medusa` of a target's folder."""
     places = [] if folder is None else [folder / kind for kind in ("eagle", "block", "mtp", "medusa")]
     specs = [spec for place in places if (place / "config.json").is_file() for spec in split_spec(str(place))]
     return [spec for spec in specs if not spec.startswith("model:")]
@@ -147,9 +147,8 @@ def heads_beside(folder: Path | None) -> list[str]:
 def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, strict: bool = False) -> Drafter | None:
     """One drafter from what ``parse_drafters`` returned: several are merged; None for "none".
 
-    "auto" is the draft that belongs to an embedded target, for other targets the first head beside it (see
-    ``heads_beside``), and ``FREE_DRAFT`` where there is neither. ``strict``: a fault of one of several drafters is
-    raised.
+    "auto" is the draft of an embedded target. For other targets it is the first head in the target's folder (see
+    ``heads_beside``), or ``FREE_DRAFT`` if there is none. ``strict``: an error of one of several drafters is raised.
 
     Raises:
         InputError: its model or file cannot be used beside this target.
@@ -163,13 +162,13 @@ def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, stri
         if drafter.name in taken:  # names identify drafters in traces, and their streams of random numbers
             _rename(drafter, taken)
         taken.add(drafter.name)
-    # Those that run no model are asked first: where their proposals are good, the others need not be asked.
+    # Drafters without a model come first: if their proposals are good, the others are not asked.
     made.sort(key=lambda drafter: drafter.runs_model)
     return MergedDrafter(made, strict=strict)
 
 
 def _known(around: DrafterContext) -> list[str | Drafter]:
-    """What "auto" stands for: the draft of an embedded target, a head beside it, else drafters from the text itself."""
+    """What "auto" stands for: the draft of an embedded target, else a head beside the target, else ``FREE_DRAFT``."""
     known = DRAFTS.get(around.target.name)
     if known is not None:
         return [f"model:{known}"]
@@ -182,8 +181,7 @@ def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
     kind, _, argument = spec.partition(":")
     if kind == "none":
         return None
-    FORMS[kind].check(kind, argument)
-    return DRAFTERS[kind](argument, around)
+    return DRAFTERS[kind](read_argument(kind, argument), around)
 
 
 def _rename(drafter: Drafter, taken: set[str]) -> None:

@@ -13,7 +13,7 @@ __all__ = ["DrafterAdapter", "Proposer", "as_drafter"]
 
 
 class Proposer(Protocol):
-    """The least that an object must have to be used as a drafter; see ``Drafter`` for the members."""
+    """The members that an object needs to be used as a drafter; ``Drafter`` describes them."""
 
     @property
     def name(self) -> str:
@@ -31,12 +31,12 @@ class Proposer(Protocol):
 
 
 def _own(name: str, default: Any = None) -> Any:
-    """A property that is the proposer's at each use, since clocks may be plain attributes that grow."""
+    """A property that reads the proposer's attribute at each use: clocks may be plain attributes that grow."""
     return property(lambda self: getattr(self.proposer, name, default))
 
 
 class DrafterAdapter(Drafter):
-    """Gives a ``Proposer`` the other members of a ``Drafter``: its own where it has them, else the defaults.
+    """A ``Proposer`` with all members of a ``Drafter``: the proposer's where it has them, else the defaults.
 
     Args:
         proposer: what is adapted.
@@ -49,7 +49,7 @@ class DrafterAdapter(Drafter):
         self.runs_model = hasattr(proposer, "passes")
         self.prefers_coupled = hasattr(proposer, "kind_for")
         model = getattr(proposer, "model", None)
-        if isinstance(model, ModelRunner):  # any other model is the proposer's own matter
+        if isinstance(model, ModelRunner):  # a model of another kind is private to the proposer
             self.model = model
         for name in ("kind_for", "observe", "inherit", "end"):
             if hasattr(proposer, name):

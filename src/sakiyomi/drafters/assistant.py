@@ -1,8 +1,8 @@
-"""Drafts with a Gemma 4 assistant: small layers of queries alone, which attend to the target's own keys and values.
+"""Drafts with a Gemma 4 assistant: a few layers with queries only, which attend to the target's keys and values.
 
-A row reads the embedding of a token, as the target has it, and the hidden state before it: the target's for the last
-committed token, what the assistant gave itself for a drafted one. Every row of a round stands at the position of the
-last committed token, and sees the text before it: drafted tokens are not seen, but known by the hidden state.
+Each row reads the target's embedding of a token and the hidden state before it. For the last committed token that is
+the target's hidden state, for drafted tokens the assistant's own. All rows of a round have the position of the last
+committed token and attend to the text before it. They do not attend to drafted tokens: the hidden state carries those.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class AssistantDrafter(TreeDrafter):
 
     def __init__(self, assistant: AssistantModel, target: ModelRunner) -> None:
         super().__init__(AssistantReader(assistant, target))
-        self.model = None  # type: ignore[assignment]  # its passes are none of a model that runs by itself
+        self.model = None  # type: ignore[assignment]  # the assistant is no model with passes of its own
         self._assistant, self._vocab_size = assistant, target.vocab_size
 
     @classmethod

@@ -70,7 +70,7 @@ class AssistantModel:
                 module, report = kind.from_pretrained(
                     folder, dtype=target.dtype, local_files_only=True, output_loading_info=True
                 )
-        except Exception as error:  # whatever a class's own code raises
+        except Exception as error:  # code of the model's class may raise anything
             raise LoadError(f"the {WHAT} in {folder} cannot be read ({one_line(error)}); get it again") from error
         wrong = sorted([*report["missing_keys"], *report["unexpected_keys"]])
         if wrong:

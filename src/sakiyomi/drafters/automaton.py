@@ -1,9 +1,9 @@
-"""Every substring of a text in a graph that grows token by token: the suffix automaton, with occurrences counted.
+"""A suffix automaton: a graph of all substrings of a text that grows token by token and counts occurrences.
 
 Construction: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text"; for drafts, SAM-Decoding
-(Hu et al. 2024, arXiv 2411.10666). A state stands for substrings that end at the same places; its link leads to their
-longest suffix that also ends elsewhere. A text of n tokens has at most 2n states, and a token takes constant time in
-the mean. Knows nothing of models.
+(Hu et al. 2024, arXiv 2411.10666). A state stands for the substrings that end at the same places. Its link leads to
+their longest suffix that also ends elsewhere. A text of n tokens has at most 2n states, and appending a token takes
+amortized constant time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ REACH = 16
 
 
 class SuffixAutomaton:
-    """Texts one after the other, and where each goes on.
+    """The automaton of several texts, one behind the other.
 
     Args:
-        reach: how many of the states that end at a new token are counted, the longest first. In a text that repeats
-            itself there may be as many as the text has tokens; the counts of short ones are then too low.
+        reach: number of states that are counted for each new token, the longest first. A repetitive text can have as
+            many as it has tokens; the counts of short substrings are then too low.
 
     Attributes:
         text: all tokens; -1 where another text begins.
@@ -42,7 +42,7 @@ class SuffixAutomaton:
         self._reach = reach
         self._path = [ROOT]  # states of the beginnings of this text
         self._places: list[int] = []  # where its tokens stand in ``text``
-        self._onward: dict[int, int] = {}  # where it goes on behind a place, if not at the next one
+        self._onward: dict[int, int] = {}  # the place that follows a place, where it is not the next one
 
     def __len__(self) -> int:
         """States."""

@@ -1,11 +1,10 @@
-"""What a drafter sees and what it gives: the interface that every drafting method implements."""
+"""The interface of drafting methods: what a drafter sees of a request, and what it returns."""
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,25 +32,24 @@ class Context:
         id: of the request.
         tokens: all committed tokens, prompt and output. Not to be changed; it only grows.
         params: what the user asked for.
-        rule: how the target will judge: "greedy" (propose the most probable), "ratio" (draw, and give the
-            distribution) or "coupled" (propose the top of log q + the noise of the token's position).
+        rule: how the draft is verified: "greedy" (propose the most probable tokens), "ratio" (draw tokens, and return
+            the distribution) or "coupled" (propose the largest log q + noise of the token's position).
         noise: the request's randomness; position of the next token is ``len(tokens)``.
-        stop_ids: tokens that end the text: nothing after one of them is worth proposing.
+        stop_ids: tokens that end the text. Tokens behind them are not worth proposing.
         nodes: most tokens wanted in this round's tree; set before each round. As many as the depth wanted: a chain.
-        worth: what a token is worth against the time that it takes, in rounds whose size is "auto"; a drafter that can
-            weigh its own proposals may then draft less or more deeply than it is asked to. None: the size is as asked
-            for.
-        slot: the request's slot in the target's cache, for a drafter that runs part of the target; it holds the keys
-            and values of all tokens but the last. Set before each round.
+        worth: value of a token against the time that it costs, in rounds whose size is "auto". A drafter that knows its
+            own chances may then draft fewer or more levels than asked for. None: the size is as asked for.
+        slot: the request's slot in the target's cache, for drafters that run part of the target. It holds the keys and
+            values of all tokens but the last. Set before each round.
         states: by layer, (hidden,) each, where the drafter's ``hidden_states`` ask for the last row: that of the last
             token that the target has processed, the one before the last in ``tokens``; empty while the prompt is read.
-        shares: keys and values of another request's prompt may be copied as far as its tokens are the same; not with
-            ``exact``, where a request's numbers must not depend on other requests.
-        source: the encoder's input, where the target has an encoder; drafters that look tokens up read its ``tokens``
-            before the text. None: there is nothing but the text.
-        given: tokens that its text begins with, as another engine has written them; no drafter is asked before they are
+        shares: keys and values of another request's prompt may be copied where both begin with the same tokens. False
+            with ``exact``, where a request's numbers must not depend on other requests.
+        source: the encoder's input, where the target has an encoder. Drafters that look tokens up read its ``tokens``
+            before the text. None: there is no encoder.
+        given: first tokens of the output, as another engine has generated them. Drafters are asked only after they are
             committed.
-        asks: of several drafters that are merged, those that this request asks, by name; None: all of them.
+        asks: names of the merged drafters that this request uses; None: all of them.
         memory: for the drafters' own use, by the name of the drafter.
     """
 
@@ -77,9 +75,9 @@ class HiddenStates:
     """Hidden states of the target's passes that a drafter asks for.
 
     Attributes:
-        layers: decoder layers, counted from 0, whose output is wanted; ``HEAD``: what the head of the model reads.
-        rows: "last": of the last token that the target has processed, in ``Context.states`` when drafts are asked for;
-            "all": of every token of the prompt and of the text, once, by ``Drafter.observe``; not of the head.
+        layers: decoder layers, counted from 0, whose output is wanted; ``HEAD``: what the model's head reads.
+        rows: "last": states of the last processed token, passed in ``Context.states`` with each call of ``propose``;
+            "all": states of every token, passed once to ``Drafter.observe``; not available for ``HEAD``.
     """
 
     layers: tuple[int, ...]
@@ -117,21 +115,21 @@ class DrafterContext:
 
 
 class Drafter(ABC):
-    """Proposes tokens that the target then verifies. A wrong proposal costs time, never correctness.
+    """Proposes tokens that the target then verifies. Wrong proposals cost time and never change the output.
 
     A subclass sets ``name`` and ``kind`` and implements ``propose``; every other member has a default here. An object
     that is no subclass is wrapped by ``as_drafter``, see ``docs/add-a-drafter.md``.
 
     Attributes:
         name: names the drafter in traces, and its entry in ``Context.memory``.
-        kind: how its drafts come about; checked against the acceptance rule before any work is done.
-        runs_model: whether proposing takes passes of a model: where several drafters are merged, these are asked last.
+        kind: how its drafts are made; checked against the acceptance rule before any work is done.
+        runs_model: whether proposing runs a model. Among merged drafters these are asked last.
         model: the draft model; None: there is none.
-        hidden_states: what it reads of the target's passes; None: nothing.
-        prefers_coupled: whether its trees follow the noise of each token's position where the rule is "coupled"; then
-            that rule is what acceptance "auto" chooses for them.
-        members: drafters that it asks itself; what they count and measure is its own.
-        parts: names of those members of which a request may ask some and not others (``Context.asks``).
+        hidden_states: hidden states of the target that it reads; None: none.
+        prefers_coupled: whether its trees follow the noise of each token's position under the rule "coupled". Then
+            acceptance "auto" chooses that rule for trees.
+        members: drafters that it uses; their counters and clocks are included in its own.
+        parts: names of the members that a request can select with ``Context.asks``.
     """
 
     name: str
@@ -165,7 +163,7 @@ class Drafter(ABC):
         return sum(member.prefill_seconds for member in self.members)
 
     def kind_for(self, params: SamplingParams) -> DraftKind:
-        """How the drafts of a request with these parameters come about.
+        """How the drafts of a request with these parameters are made.
 
         Raises:
             InputError: the drafter cannot do what they ask for.
@@ -182,47 +180,43 @@ class Drafter(ABC):
         """
 
     def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:  # noqa: B027
-        """The target has processed tokens of a request; called where ``hidden_states`` ask for all rows.
+        """Receive hidden states of tokens that the target has processed; called if ``hidden_states`` asks for all rows.
 
         Args:
             context: of the request.
-            first: place in ``context.tokens`` of the first of these tokens. Tokens before it that were never given lay
-                in the cache already: a prefix, a conversation, the beginning of another request.
+            first: place in ``context.tokens`` of the first of these tokens. States of earlier tokens are missing if
+                they were in the cache already: from a prefix, a conversation or another request.
             states: by layer, (tokens, hidden).
         """
 
     def inherit(self, context: Context, earlier: Context) -> None:  # noqa: B027
-        """The next request of a conversation begins: take over what is useful of the one before, which then ends."""
+        """Take over the state of a conversation's previous request, which then ends."""
 
     def end(self, context: Context) -> None:
-        """A request is over, or, in a conversation, the next one has begun: forget what is known of it."""
+        """Free the state of a request that is over, or that the next request of its conversation has replaced."""
         context.memory.pop(self.name, None)
 
 
 def tell_inherit(drafter: Drafter | None, context: Context, earlier: Context) -> None:
-    """Tell a drafter that a conversation goes on. What it raises is logged: nothing else depends on it."""
-    if drafter is not None:
-        with _logged(drafter, "inherit"):
-            drafter.inherit(context, earlier)
+    """Call ``inherit``, see ``_tell``."""
+    _tell(drafter, "inherit", context, earlier)
 
 
 def tell_states(drafter: Drafter | None, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
-    """Give a drafter hidden states of a request. What it raises is logged: nothing else depends on it."""
-    if drafter is not None:
-        with _logged(drafter, "observe"):
-            drafter.observe(context, first, states)
+    """Call ``observe``, see ``_tell``."""
+    _tell(drafter, "observe", context, first, states)
 
 
 def tell_end(drafter: Drafter | None, context: Context) -> None:
-    """Tell a drafter that a request is over. What it raises is logged: nothing else depends on it."""
-    if drafter is not None:
-        with _logged(drafter, "end"):
-            drafter.end(context)
+    """Call ``end``, see ``_tell``."""
+    _tell(drafter, "end", context)
 
 
-@contextmanager
-def _logged(drafter: Drafter, what: str) -> Iterator[None]:
+def _tell(drafter: Drafter | None, what: str, *about: Any) -> None:
+    """Call a method of a drafter. Errors are logged and not raised: the output does not depend on drafters."""
     try:
-        yield
+        if drafter is not None:
+            getattr(drafter, what)(*about)
     except Exception as error:
-        logger.warning("drafter %s failed in %s: %s: %s", drafter.name, what, type(error).__name__, error)
+        name = getattr(drafter, "name", None)
+        logger.warning("drafter %s failed in %s: %s: %s", name, what, type(error).__name__, error)

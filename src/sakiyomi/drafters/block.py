@@ -1,9 +1,9 @@
 """Drafts with a block drafter: one pass of a few layers guesses a block of tokens, from the target's hidden states.
 
 DFlash (arXiv 2602.06036), and with options DFlash2, DSpark (2607.05147) and JetSpec (2606.18394). The drafter's
-cache holds keys and values of committed tokens, which come from the target's hidden states; a block's own rows are
-written behind them and overwritten in the next round. The first row of a block is the last committed token, of which
-the target has not given a hidden state yet, the others are masks, and all of them see each other.
+cache holds keys and values of committed tokens, computed from the target's hidden states. The rows of a block are
+written behind them and overwritten in the next round. The first row of a block is the last committed token, whose
+hidden state is not available yet; the others are masks. All rows of a block attend to each other.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Seat(Seat):
     """A request's slot in the drafter's cache.
 
     Attributes:
-        begun: the first token whose hidden states are known.
-        known: the first token behind those that are; its column would be the next.
+        begun: the first token whose keys and values were written.
+        known: the first token behind those; its column would be the next.
     """
 
     begun: int = 0
@@ -73,7 +73,7 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
     def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
         """See ``Drafter.observe``: keys and values of these tokens are written."""
         seat = self.seat(context)
-        if not seat.begun <= first <= seat.known:  # what lies between is not known
+        if not seat.begun <= first <= seat.known:  # states of the tokens in between are missing
             seat.begun = first
         seat.known = first + len(states[self.runner.options.layers[0]])
         if not self.model.cache.has_room(seat.slot, seat.known - seat.begun):

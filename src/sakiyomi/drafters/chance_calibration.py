@@ -1,7 +1,7 @@
 """Calibrates the chances that a drafter claims by what the target then accepted.
 
-Drafters estimate chances in different ways: by a frequency in a text, by a softmax of a small model. Before
-nodes of several drafters share a tree, their chances have to mean the same.
+Drafters estimate chances in different ways: from frequencies in a text, or from the softmax of a small model. They have
+to be comparable before nodes of several drafters share a tree.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from bisect import bisect_right
 __all__ = ["ChanceCalibration"]
 
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96)
-_WEIGHT = 6.0  # the claim itself counts as much as so many nodes
+_WEIGHT = 6.0  # weight of the claim itself, in nodes
 _MEMORY = 0.995
 _MOST = 0.995
 
@@ -25,7 +25,7 @@ class ChanceCalibration:
     __slots__ = ("_claimed", "_kept")
 
     def __init__(self) -> None:
-        # As if so many nodes of each bin had been accepted just as often as claimed.
+        # Start as if `_WEIGHT` nodes of each bin had been accepted as often as claimed.
         middles = [(low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True)]
         self._claimed = [_WEIGHT * middle for middle in middles]
         self._kept = list(self._claimed)
@@ -36,8 +36,8 @@ class ChanceCalibration:
         return min(_MOST, claimed * self._kept[bin_] / self._claimed[bin_])
 
     def learn(self, claimed: float, kept: bool) -> None:
-        """The target reached a node's parent, and accepted the node or did not."""
+        """Learn whether the target accepted a node whose parent was accepted."""
         bin_ = bisect_right(_EDGES, claimed)
-        # Both fade alike: what was learnt holds until something else is seen.
+        # Both fade at the same rate, so the ratio stays until other outcomes are seen.
         self._claimed[bin_] = self._claimed[bin_] * _MEMORY + claimed
         self._kept[bin_] = self._kept[bin_] * _MEMORY + kept

@@ -1,7 +1,7 @@
 """Turns a draft model's scores into chances of acceptance, learnt from what the target then chose.
 
-A draft model's own probabilities say little about acceptance: a greedy target accepts the first choice of one draft far
-more often than the draft's probability of it, and that of another draft far less often. One number corrects most of it.
+A draft model's probabilities predict acceptance badly. A greedy target may accept the first choice far more often than
+the draft's probability of it, or far less often. One number, the sharpness of the softmax, corrects most of that.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from collections.abc import Sequence
 
 __all__ = ["Confidence"]
 
-_STEP = 0.02  # change of the sharpness for one place; it takes some hundred places to converge
+_STEP = 0.02  # change of the sharpness by one place; it converges after some hundred places
 _LEAST, _MOST = 0.2, 6.0
-_WEIGHT = 20.0  # the initial chances by rank count as much as so many places
+_WEIGHT = 20.0  # weight of the initial chances by rank, in places
 _MEMORY = 0.998
 _HEAVY = 1e9
 RANKS = (0.7, 0.12, 0.05, 0.03, 0.02, 0.012, 0.008, 0.006)
-"""Chances by rank before anything was seen: about what a distilled draft shows at temperature 1."""
+"""Initial chances by rank, about those of a distilled draft at temperature 1."""
 
 
 class Confidence:
     """Chances of a place's candidates from their scores, coverage x softmax(sharpness x scores): temperature scaling.
 
-    Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2; here fitted by gradient steps on the likelihood of what the
-    target chose, one for each place that it reached. Coverage is the share of places where that was a candidate at all.
+    Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2. Here the temperature is fitted online, by a gradient step
+    on the likelihood of the target's choice at each verified place. Coverage is the share of places where that choice
+    was among the candidates.
 
     Args:
-        sharpness: to begin with.
-        ranks: chances by rank to begin with.
+        sharpness: initial value.
+        ranks: initial chances by rank.
     """
 
     def __init__(self, sharpness: float, ranks: Sequence[float] = RANKS) -> None:
         self.sharpness = sharpness
         self._hits = [chance * _WEIGHT for chance in ranks]
         self._places, self._covered = _WEIGHT, sum(self._hits)
-        self._weight = 1.0  # of the last place: it grows, instead of what earlier ones count
+        self._weight = 1.0  # of the last place; it grows so that earlier places count less
 
     def chances(self, scores: Sequence[float]) -> list[float]:
         """Chance of each candidate.
@@ -57,12 +58,12 @@ class Confidence:
 
     @property
     def ranks(self) -> list[float]:
-        """Chance that the first, second, ... candidate is the target's choice, not growing."""
+        """Chance that the first, second, ... candidate is the target's choice, never increasing."""
         places = self._places
         return list(itertools.accumulate([min(hits / places, 1.0) for hits in self._hits], min))
 
     def learn(self, scores: Sequence[float], rank: int | None) -> None:
-        """Learn what the target chose at a place that it reached.
+        """Learn what the target chose at a place.
 
         Args:
             scores: of the place's candidates, as they were given to ``chances``.

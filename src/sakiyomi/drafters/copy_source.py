@@ -1,7 +1,7 @@
-"""Where a text copies from: a text that retells or edits a passage follows it from its beginning to its end.
+"""Finds the passage that a text copies: a text that retells or edits a passage follows it from beginning to end.
 
-Of several places with the same last tokens, the next one after the place that was copied last is the likeliest, before
-the newest and the most frequent one: see benchmarks/log/text-drafts.md. Knows nothing of chances.
+Several places may have the same last tokens. The likeliest source is the next one behind the place that was copied
+last, before the newest place and the most frequent continuation.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 __all__ = ["CopySource"]
 
-_SCANNED = 48  # places that are looked at
+_SCANNED = 48  # most places that are compared
 _LONGEST = 12  # tokens that are compared
-_TURN = 64  # if more tokens come at once, they are a prompt, which is not a copy of itself
+_TURN = 64  # more tokens at once are a prompt, which does not copy itself
 
 
 class CopySource:

@@ -1,4 +1,4 @@
-"""How many tokens to draft in a round, from what the last rounds brought and from measured costs."""
+"""How many tokens to draft in a round, from the acceptance in the last rounds and from measured costs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
 
 MOST = 16  # deepest draft that "auto" considers
 MOST_NODES = 31  # largest tree that it considers: with the last token a pass of 32 rows
-# The same for a target whose weights are read from disk in every pass: further rows cost next to nothing there.
+# The same for a target whose weights are read from disk in every pass, where further rows cost almost nothing.
 FAR, FAR_NODES = 32, 127
-BEARABLE = 1.5  # time of a round with drafts that a client has fixed, in rounds without, where others share it
-PATIENCE = 6  # drafting rounds that have to be measured before a loss stops drafting
+BEARABLE = 1.5  # longest round with drafts of a fixed size, in undrafted rounds, where other requests share it
+PATIENCE = 6  # drafting rounds that are measured before a loss stops drafting
 LOSS = 0.98  # measured gain below which it is a loss
-PROBE_EVERY, PROBE_LATEST = 12, 384  # rounds of the first rest and of the longest: each probe in vain doubles it
-PROBE_AGAIN = 96  # least rounds of a rest that begins with what other requests lost
-WEIGHT = 4.0  # rounds that the acceptance assumed at first counts for
+PROBE_EVERY, PROBE_LATEST = 12, 384  # rounds of the first rest and of the longest: each failed probe doubles it
+PROBE_AGAIN = 96  # least rounds of a rest that begins because other requests lost time
+WEIGHT = 4.0  # weight of the initial acceptance, in rounds
 MEMORY = 0.97  # share of its weight that a measured acceptance keeps with every later round
 PROBE, PROBE_ROUNDS = 2, 3  # least depth of a probe, and its rounds
 
@@ -71,7 +71,7 @@ class Costs:
         return self.undrafted or self.score(self.batch) + self.overhead
 
     def bearable(self) -> int:
-        """Draft tokens of each request, one behind the other, with which a round takes half as long again at most."""
+        """Longest chain of each request with which a round takes at most ``BEARABLE`` times an undrafted one."""
         most = BEARABLE * self.plain
 
         def seconds(count: int) -> float:
@@ -83,11 +83,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class TokenValue:
-    """What a draft's tokens are worth against the time that they take.
+    """Value of a draft's tokens against the time that they take.
 
-    A request that commits ``rate`` tokens a second gives up rate x t tokens for t seconds of drafting. A draft that is
-    expected to bring more than that makes the request faster, and no other does: the largest ratio of tokens to time is
-    where tokens - rate x time is largest (Dinkelbach 1967, doi 10.1287/mnsc.13.7.492).
+    A request that commits ``rate`` tokens a second loses rate x t tokens in t seconds of drafting. A draft makes it
+    faster if its expected accepted tokens are more than that: the largest ratio of tokens to time is where
+    tokens - rate x time is largest (Dinkelbach 1967, doi 10.1287/mnsc.13.7.492).
 
     Attributes:
         rate: tokens a second that the request commits now.
@@ -104,12 +104,12 @@ class TokenValue:
         return tokens > self.rate * seconds
 
     def price(self, nodes: int) -> float:
-        """What a node costs on the way to a tree of so many: its share of the pass, in tokens."""
+        """Cost of a node in a tree of so many: its share of the pass, in tokens."""
         score, batch = self.costs.score, self.costs.batch
         return self.rate * max(0.0, score(batch * (nodes + 1)) - score(batch)) / nodes
 
     def floor(self, nodes: int) -> float:
-        """The least that a node has to be worth: less than its share, since several row counts cost the same."""
+        """Least value of a node that is kept: half its cost, since several row counts cost the same."""
         return self.price(nodes) / 2
 
     def within(self, depth: int) -> TokenValue:
@@ -132,8 +132,8 @@ class TokenValue:
 
 
 def shares(worths: Sequence[TokenValue], values: Sequence[Sequence[float]], others: int = 0) -> list[int]:
-    """How many nodes to score of each of several drafts that share a pass: the most valuable ones of all, whosever they
-    are, as long as their rows are worth the time.
+    """How many nodes to score of each of several drafts that share a pass: the most valuable nodes of all, as long as
+    their rows are worth the time.
 
     Args:
         worths: what a token of each draft's request is worth; all requests of the round wait for the pass.
@@ -178,7 +178,7 @@ class DraftLengthPolicy(Protocol):
     """Decides how much to draft for one request.
 
     Attributes:
-        adapts: it drafts what pays, so that a round may be left undrafted without asking it.
+        adapts: it weighs costs by itself; the engine may then skip drafting in a round without asking it.
     """
 
     adapts: ClassVar[bool]
@@ -194,9 +194,9 @@ class DraftLengthPolicy(Protocol):
 
 @dataclass(slots=True)
 class Heuristic:
-    """Two more after a wholly accepted draft, else one less, at least one.
+    """Two more tokens after a fully accepted draft, else one less, at least one.
 
-    Transformers' schedule "heuristic" where requests share one, "heuristic_transient" where each has its own.
+    Transformers' schedule "heuristic" if requests share one, "heuristic_transient" if each has its own.
     """
 
     number: int = 5
@@ -208,13 +208,13 @@ class Heuristic:
 
 
 class FixedSize:
-    """Depth and nodes as the request says: a number, a schedule, or as many as pay.
+    """Depth and nodes as the request says: a number, a schedule, or as many as are worth their time.
 
     Args:
-        depth: levels, 0 to draft nothing; None: as many as pay.
-        nodes: of the tree; None: as many as pay.
-        chain: the draft is one path, so that there are as many nodes as levels.
-        bounded: no more than other requests in the same round can bear.
+        depth: levels, 0 to draft nothing; None: as many as are worth their time.
+        nodes: of the tree; None: likewise.
+        chain: the draft is one path, so there are as many nodes as levels.
+        bounded: sizes are limited where other requests share the round, see ``Costs.bearable``.
     """
 
     adapts: ClassVar[bool] = False
@@ -224,7 +224,7 @@ class FixedSize:
     ) -> None:
         self.depth, self.nodes, self.chain, self.bounded = depth, nodes, chain, bounded
         self._gain = Throughput()
-        self._always = Size(depth, depth) if chain and isinstance(depth, int) else None  # what no round changes
+        self._always = Size(depth, depth) if chain and isinstance(depth, int) else None  # the same in all rounds
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``DraftLengthPolicy.next``."""
@@ -259,13 +259,13 @@ class Phase(Enum):
     NEW = "new"
     """No round of the request has been decided yet."""
     TRYING = "trying"
-    """Drafts what the predictions favour: too few rounds were measured to know better."""
+    """Drafts if predictions favour it: too few rounds were measured yet."""
     DRAFTING = "drafting"
     """Drafts: enough rounds were measured, and drafting is not slower than plain decoding."""
     RESTING = "resting"
     """Drafts nothing for a number of rounds, because a loss was measured or predicted."""
     PROBING = "probing"
-    """Drafts for a few rounds after a rest, whatever is predicted: the text may have become easier."""
+    """Drafts for a few rounds after a rest despite the prediction: the text may have become easier."""
 
 
 def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool) -> Phase:
@@ -273,8 +273,8 @@ def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool) -> Phase:
 
     ::
 
-        NEW, TRYING, DRAFTING --- it pays -----------------> TRYING, or DRAFTING once enough is measured
-        NEW, TRYING, DRAFTING --- it does not pay ---------> RESTING
+        NEW, TRYING, DRAFTING --- it is faster ------------> TRYING, or DRAFTING once enough is measured
+        NEW, TRYING, DRAFTING --- it is slower ------------> RESTING
         RESTING ----------------- the rest is over --------> PROBING
         PROBING ----------------- the probe is over -------> as from TRYING
 
@@ -294,20 +294,20 @@ def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool) -> Phase:
 
 
 class AutoSize:
-    """Drafts what pays on this machine now, and nothing where plain decoding is as fast.
+    """Chooses the fastest size on this machine, and drafts nothing where plain decoding is as fast.
 
-    A drafter that knows its own chances is told what a token is worth, and weighs every level and node of its tree. The
-    others are asked for the chain with the largest predicted speed-up: the acceptance of each place in the draft is
-    estimated from the rounds that reached it, older ones counting less; a place never reached is taken to be as the one
-    before. Costs are the machine's own, measured while it works.
+    A drafter that knows its own chances gets the value of a token and weighs every level and node of its tree. Other
+    drafters are asked for the chain with the largest predicted speed-up. The acceptance of each place in the draft is
+    estimated from the rounds that verified it; older rounds count less, and a place that was never verified is assumed
+    to be like the one before. Costs are measured on the machine while it works.
 
-    Whatever was predicted: where the measured tokens per second fall below those of plain decoding, the request stops
-    drafting for a while and then probes again, because text changes. See ``Phase`` and ``next_phase``.
+    If the measured tokens per second fall below those of plain decoding, the request stops drafting for a while and
+    then probes again, because the text may have changed. See ``Phase`` and ``next_phase``.
 
     Args:
         trees: whether the drafter may branch.
         depth: length of the chains, where it was tuned; None: the largest predicted speed-up decides.
-        start: acceptance that is assumed before anything was measured.
+        start: initial acceptance.
 
     Attributes:
         phase: what was decided for the last round.
@@ -339,7 +339,7 @@ class AutoSize:
             return Size(0, 0)
         now = costs()
         measured = self._gain.rounds >= PATIENCE
-        # Before enough is measured, what others lost counts; what they gained says nothing of a first bad round.
+        # Until enough is measured, losses of other requests count; their gains do not excuse a bad first round.
         others = not measured and 0 < now.rate * now.plain < LOSS
         losing = (measured or others) and self._gain.expected(now) * now.plain < LOSS
         depth = 0 if losing else self._depth(now)
@@ -353,10 +353,10 @@ class AutoSize:
         return Size(depth, now.nodes, TokenValue(self._gain.expected(now), now, now.depth))
 
     def _enter(self, phase: Phase, others: bool) -> None:
-        """What a round in this phase changes: how long the phase and the next rest last, and what is remembered.
+        """Enter the phase of a round: set how long it and the next rest last, and what is forgotten.
 
-        A loss that was predicted alone is looked at again as soon as one that was measured: while a process is young
-        the costs of passes are guesses.
+        A rest after a predicted loss is as short as one after a measured loss: the costs of passes are guesses while a
+        process is young.
         """
         if phase is self.phase:
             self._left = max(0, self._left - 1)
@@ -376,7 +376,7 @@ class AutoSize:
         self._tried = [tried * share for tried in self._tried]
 
     def _depth(self, now: Costs) -> int:
-        """Length of the chain with the largest predicted speed-up; where none pays, a tree may."""
+        """Length of the chain with the largest predicted speed-up; for trees at least ``PROBE``."""
         if self._fixed is not None:
             return self._fixed
         plain = now.undrafted or now.score(now.batch)
@@ -388,7 +388,7 @@ class AutoSize:
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
         """See ``DraftLengthPolicy.observe``."""
-        if self.phase in (Phase.TRYING, Phase.DRAFTING, Phase.PROBING):  # to ask in vain takes time too
+        if self.phase in (Phase.TRYING, Phase.DRAFTING, Phase.PROBING):  # rounds with empty drafts take time too
             self._gain.add(accepted + 1, seconds)
         places = min(drafted, accepted + 1)
         while len(self._tried) < places:
@@ -414,7 +414,7 @@ class Throughput:
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def expected(self, costs: Costs) -> float:
-        """Tokens a second to expect: what was seen, and before that what other requests had, or plain decoding has."""
+        """Expected tokens a second: measured ones, with a prior from other requests or from plain decoding."""
         weight = PATIENCE * costs.plain
         return (self._tokens + weight * (costs.rate or 1.0 / costs.plain)) / (self._seconds + weight)
 
@@ -456,8 +456,8 @@ def make_policy(
     Args:
         params: of the request.
         depth: a tuned one.
-        bounded: what is not left to "auto", which weighs costs by itself, is bounded by what others can bear.
-        kept: the schedules of gamma and nodes that an engine's requests share; None: the request begins anew.
+        bounded: fixed sizes are limited where other requests share the round; "auto" weighs costs by itself.
+        kept: schedules of gamma and nodes that the engine's requests share; None: the request has its own.
     """
     if params.gamma == "auto" and params.tree in ("auto", "chain") and params.nodes == "auto" and not params.choices:
         return AutoSize(params.builder != "chain", depth)

@@ -1,4 +1,4 @@
-"""The draft of one request while it grows: from rows of logits to candidates, and from candidates to a tree."""
+"""The draft of one request while it grows: logits become candidates, and candidates become a tree."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DraftTreeState:
         candidates: the tokens that may become nodes of the tree.
         builder: decides the shape of the tree.
         confidence: turns scores into chances of acceptance.
-        drawn: whether candidates are drawn rather than chosen: then none may be left out because of its token.
+        drawn: whether candidates are drawn rather than chosen. Then none may be dropped because of its token.
         slot: of the request in the model's cache.
         held: committed tokens whose keys and values were in that slot at the beginning.
         lead: the first so many tokens of the text have no row in that slot.
@@ -48,7 +48,7 @@ class DraftTreeState:
         listed: for each candidate that was read (-1: the last committed token) the number of its first child, and all
             tokens that were listed as children, with their scores.
         first: position of the tokens of the first level.
-        worth: what a token is worth, where the tree's size follows from that and from the candidates' own chances.
+        worth: value of a token, where the tree's size follows from it and from the candidates' chances.
     """
 
     context: Context
@@ -81,13 +81,8 @@ class DraftTreeState:
         """Columns of the slot that are in use after the next pass."""
         return self.first - self.lead + len(self.rows) + len(self.unread)
 
-    @property
-    def missing(self) -> Sequence[int]:
-        """Committed tokens that the model has not read."""
-        return self.context.tokens[self.held :]
-
     def drew(self, probs: Sequence[float], table: Tensor | None) -> None:
-        """Take the draft's probabilities of all candidates, and what they were drawn from: a row of each place."""
+        """Set the draft's probabilities of all candidates, and a distribution for each place."""
         self._probs, self._table = list(probs), table
         if table is not None:
             self._row_of = dict(zip(self.listed, range(len(table)), strict=True))
@@ -96,7 +91,7 @@ class DraftTreeState:
         """The rows of the next pass: in the first pass the committed tokens that are missing, then one level each."""
         candidates, done = self.candidates, len(self.rows)
         if not candidates.levels:
-            return SequenceRows(self.slot, self.held - self.lead, self.missing)
+            return SequenceRows(self.slot, self.held - self.lead, self.context.tokens[self.held :])
         rows = {candidate: row for row, candidate in enumerate((*self.rows, *self.unread))}
         parents = tuple(rows.get(candidates.parents[candidate], -1) for candidate in rows)
         tokens = [candidates.tokens[candidate] for candidate in self.unread]
@@ -142,7 +137,7 @@ class DraftTreeState:
             try:
                 edited = sampler.process(logits, [self._path(place) for place in places], self.context.tokens)
             except Exception:
-                # The user's own processor raised. If the target reaches this text too, it ends the request.
+                # The user's processor raised. If the target also gets to this text, the error ends the request.
                 return
         try:
             for place, row, ranked in zip(places, edited, self._ranked(places, edited), strict=True):
@@ -231,8 +226,8 @@ class DraftTreeState:
         context = self.context
         if context.rule == "greedy":
             if count == 1:
-                # In traces it has its probability at temperature 1, as the target's tokens have. On an accelerator
-                # that would take another read-back.
+                # Traces show its probability at temperature 1, as for the target's tokens. On an accelerator that would
+                # need another read-back.
                 token, prob = best(logits) if logits.is_cpu else (best_token(logits), None)
                 return [token], [prob], [0.0]
             tokens, scores = leading(logits[None], count)[0]
@@ -253,8 +248,8 @@ class DraftTreeState:
 
 
 def drafts_of(states: Sequence[DraftTreeState]) -> list[Draft]:
-    """The proposals of complete trees: all that their builders choose, but of those that are weighed no more nodes than
-    are worth their rows of the pass, which they share.
+    """The proposals of complete trees: all nodes that their builders choose. Trees whose tokens are weighed keep only
+    the nodes that are worth their rows of the shared pass.
     """
     orders = [state.builder.chosen(state.candidates) for state in states]
     worths = [state.worth for state in states if state.worth is not None]
@@ -269,14 +264,14 @@ def drafts_of(states: Sequence[DraftTreeState]) -> list[Draft]:
 
 @dataclass(eq=False, slots=True)
 class RequestMemory:
-    """What a drafter keeps of a request: its sampler, and the tree that was grown last, to learn from."""
+    """What a drafter keeps of a request: its sampler, and its last tree, from which it learns."""
 
     sampler: Sampler
     tree: DraftTreeState | None = None
 
     @classmethod
     def of(cls, context: Context, name: str, vocab_size: int) -> Self:
-        """The memory of a request, a new one where there is none. It learns what the target accepted of the last tree.
+        """The memory of a request, made if it has none. It learns what the target accepted of the last tree.
 
         Args:
             context: of the request.

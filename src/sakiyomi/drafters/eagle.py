@@ -1,9 +1,9 @@
 """Drafts with an EAGLE head: one decoder layer, which reads the target's hidden states beside the tokens.
 
 Li et al. 2024 and 2025: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840). A row of the head is a
-token and the feature of the token before it: for committed tokens that of the target, for drafted ones what the head
-itself gave for their parents. So a committed token is read again with the target's feature, where the head read it as a
-draft.
+token and the feature of the token before it. The features of committed tokens come from the target, those of drafted
+tokens from the head's own output. A drafted token is therefore read again with the target's feature once it is
+committed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sakiyomi.drafters.eagle_heads.formats import read_eagle
 from sakiyomi.drafters.eagle_heads.module import load_module
 from sakiyomi.drafters.eagle_heads.runner import EagleHead, FeatureHead, SharedHead
 from sakiyomi.drafters.model import CHUNK, LONG
-from sakiyomi.drafters.parallel_reader import ParallelReader
 from sakiyomi.drafters.seats import Seat, SeatDrafter
+from sakiyomi.drafters.slot_tree import ParallelReader
 from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.loading.model import Loaded
@@ -95,8 +95,8 @@ class _Seat(Seat):
 
     Attributes:
         features: of committed tokens from `begun` on, with room for more, (tokens, hidden).
-        begun: the first token whose feature is known.
-        known: the first token behind those whose feature is not known.
+        begun: the first token whose feature is stored.
+        known: the first token behind those.
         held: the first token that has no row in the slot.
     """
 
@@ -106,7 +106,7 @@ class _Seat(Seat):
     held: int = 0
 
     def feed(self, first: int, states: Tensor) -> None:
-        """Take the features of the tokens from `first` on: those before it are what they were, as far as known."""
+        """Store the features of the tokens from `first` on; earlier ones stay."""
         if not self.begun < first <= self.known:
             self.begun = self.known = first
             self.held = first + 1
@@ -172,7 +172,7 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
         return super().propose(contexts, gammas)
 
     def _catch_up(self, context: Context) -> None:
-        """Read what the slot lacks of a long text, all but its end."""
+        """Read what the slot lacks of a long text, without its last tokens."""
         if self.name not in context.memory:
             return
         seat = _Seat.of(context, self.name, self._vocab_size)
@@ -189,7 +189,7 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         seat: _Seat | None = context.memory.get(self.name)
         count = len(context.tokens)
-        # Behind a prefix that the target has not read for this request, features of two tokens are needed.
+        # Behind a prefix from the cache, whose features are missing, the features of two tokens are needed.
         if seat is None or seat.known != count - 1 or seat.held >= count or count - seat.held > LONG:
             return None
         tree = self.reader.begin(context, seat.sampler, self.name, gamma, seat.slot, seat.held)

@@ -1,9 +1,9 @@
 """Drafts with the target's own first layers: no second model, and no second cache.
 
 The layers' keys and values of committed tokens are in the target's cache already. Those of drafted tokens are written
-behind them, and the pass that scores the draft overwrites them with the same columns of all layers. The quality of such
-a draft depends on the model: few are trained to predict tokens from their first layers (LayerSkip, Elhoushi et al.
-2024, arXiv 2404.16710, trains for it; its section 4.3 describes this way of drafting).
+behind them; the pass that scores the draft overwrites these columns in all layers. The quality of such a draft depends
+on the model: few models are trained to predict tokens from their first layers. LayerSkip (Elhoushi et al. 2024, arXiv
+2404.16710) trains for it; its section 4.3 describes this way of drafting.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class EarlyExit(TreeDrafter):
         super().__init__(TreeReader(model, model.vocab_size))
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> EarlyExit:
+    def make(cls, layers: int, around: DrafterContext) -> EarlyExit:
         """A drafter that runs so many layers.
 
         Raises:
             InputError, UnsupportedError: see ``FirstLayers``.
         """
-        return cls(FirstLayers(around.packed, int(argument)))
+        return cls(FirstLayers(around.packed, layers))
 
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         memory = RequestMemory.of(context, self.name, self.model.vocab_size)
-        # The target's cache holds all committed tokens but the last; the draft uses the columns from there on.
+        # The target's cache holds all committed tokens but the last; the draft uses the columns behind them.
         held = len(context.tokens) - 1
         memory.tree = self.reader.begin(context, memory.sampler, self.name, gamma, context.slot, held)
         return memory.tree

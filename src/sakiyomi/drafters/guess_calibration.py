@@ -1,4 +1,4 @@
-"""Calibrates guesses from the text: how often guesses of the same kind were right in this text."""
+"""Calibrates guesses from a text by how often guesses of the same kind were right in it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["GuessCalibration"]
 
 
 class GuessCalibration:
-    """Counts right guesses by kind, from what was committed; guesses too unsure to be proposed count too.
+    """Counts right guesses by kind, from the committed text; guesses too unsure to be proposed count too.
 
-    Each request has its own counts, so that its drafts depend on its own text alone.
+    Each request has its own counts, so its drafts depend on its own text alone.
 
     Args:
-        priors: chance of each kind before anything is known.
-        weight: the prior counts as much as so many guesses.
-        memory: factor by which older guesses of a kind fade with each new one, since texts change.
+        priors: initial chance of each kind.
+        weight: of the prior, in guesses.
+        memory: factor by which older guesses of a kind fade with each new one.
     """
 
     __slots__ = ("_hits", "_memory", "_path", "_position", "_tries", "chances")
@@ -38,7 +38,7 @@ class GuessCalibration:
         self._position, self._path = position, path
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Compare the last guess with the text, as far as that goes by now, up to the first wrong token."""
+        """Compare the last guess with the committed text, up to the first wrong token."""
         position, known = self._position, len(tokens)
         for kind, token in self._path:
             if position >= known:

@@ -1,6 +1,6 @@
-"""From guesses about single tokens to a draft: a chain of the likeliest tokens, or the tree of the likeliest paths.
+"""Builds a draft from guesses about single tokens: a chain of the likeliest tokens, or a tree of the likeliest paths.
 
-Knows no text and no model: the caller says which tokens may follow a place, and how likely each of them is.
+The caller says which tokens may follow a place, and how likely each of them is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GuessedTree:
         return TokenTree(tuple(self.tokens), tuple(self.parents))
 
     def best(self, nodes: int, worth: TokenValue | None) -> Self:
-        """The nodes most likely to be reached: at most so many, and no more than pay for their rows of the pass."""
+        """The likeliest nodes: at most so many, and no more than are worth their rows of the pass."""
         values = self.tree.products(self.chances)
         order = best_nodes(values, nodes)
         if worth is not None:
@@ -58,7 +58,7 @@ class GuessedTree:
 def grow(
     start: Place, expand: Expand[Place], depth: int, nodes: int, floor: float, ends: Collection[int]
 ) -> GuessedTree:
-    """The nodes with the largest chance of being reached, found best-first, which is optimal for the given chances.
+    """The nodes with the largest products of chances, found best-first, which is optimal for the given chances.
 
     The expected number of accepted tokens is the sum over nodes of the product of the chances down to them, so that
     the best n nodes are the n of largest product; a child's is never above its parent's (Sequoia, arXiv 2402.12374,
@@ -69,7 +69,7 @@ def grow(
         expand: see ``Expand``.
         depth: longest path.
         nodes: most nodes; if not more than ``depth``, the result is one path of the likeliest tokens.
-        floor: tokens that are reached with a smaller chance are not proposed.
+        floor: tokens with a smaller product of chances are not proposed.
         ends: tokens after which nothing is proposed.
     """
     found = GuessedTree()
@@ -91,7 +91,7 @@ def grow(
                 break
         return found
     heap: list[tuple[float, int, int, int, int, float, Place]] = []
-    order = 0  # equals come out as they went in, and places are never compared
+    order = 0  # equal nodes keep their order, and places are never compared
 
     def open_(place: Place, parent: int, level: int, reached: float) -> None:
         nonlocal order

@@ -1,4 +1,4 @@
-"""Small models of decoder layers beside a target: made of a configuration of transformers, filled with tensors."""
+"""Small models of decoder layers beside a target, made from a configuration of transformers and tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = 1024
 
 
 class HiddenOutput(nn.Module):
-    """In the place of a head over the vocabulary: gives what it reads, for the target's own head.
+    """Replaces a head over the vocabulary: returns its input, which the target's own head then reads.
 
     Args:
         vocab_size: tokens that the model reads.
@@ -43,12 +43,12 @@ class HiddenOutput(nn.Module):
         self.out_features = vocab_size
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., hidden), as it comes."""
+        """(..., hidden), unchanged."""
         return hidden
 
 
 class FusedEmbedding(nn.Module):
-    """In the place of an embedding: a token's, and the hidden state of the token before it, as one vector.
+    """Replaces an embedding: joins a token's embedding and the hidden state of the token before it in one vector.
 
     Args:
         embedding: of tokens, (V, hidden).
@@ -58,7 +58,7 @@ class FusedEmbedding(nn.Module):
         hidden_first: the hidden state comes before the embedding where both are joined.
 
     Attributes:
-        given: hidden states of a pass's rows, (ROWS, hidden), to be written before it.
+        given: hidden states of a pass's rows, (ROWS, hidden); written before the pass.
         kept: 1 where a row has its embedding, and 0 where it has none, (ROWS, 1).
     """
 
@@ -114,7 +114,7 @@ def last_norm(module: Any) -> nn.Module:
 
 
 def decoder_config(config: Mapping[str, Any], **settings: Any) -> Any:
-    """The configuration of decoder layers as transformers' own object, with these settings instead of its own.
+    """The configuration of decoder layers as transformers' own object; these settings replace its own.
 
     Raises:
         LoadError: a kind of layers that is not known, or their sizes make no sense.
@@ -126,7 +126,7 @@ def decoder_config(config: Mapping[str, Any], **settings: Any) -> Any:
     said = {name: value for name, value in config.items() if name not in left and not name.endswith("_token_id")}
     try:
         return getattr(import_module(f"transformers.models.{kind}"), f"{KINDS[kind]}Config")(**(said | settings))
-    except Exception as error:  # whatever a configuration's own checks raise
+    except Exception as error:  # a configuration's checks may raise anything
         raise LoadError(f"the head's layers cannot be made ({one_line(error)}); get its config.json again") from error
 
 
@@ -155,7 +155,7 @@ def make_decoder(config: Mapping[str, Any], embedding: Tensor, head: nn.Module) 
 
 
 def with_context(config: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """A configuration with positions for so many tokens, where its rotary embedding is the plain one."""
+    """A configuration with positions for so many tokens, if its rotary embedding is the plain one."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         return dict(config)

@@ -1,9 +1,9 @@
-"""What a draft model has learnt on the way, in one file: changes of rows of its head, and what they brought.
+"""The file of a draft model that learns from its user's texts: changes of rows of its head.
 
-Its line of JSON (see ``core.sealed``) says the draft's digest, the width of a row, tokens and texts that were learnt
-from; its content is the tokens whose rows have changed (4 bytes each), the sums of the states' second moments (float32)
-and the changes (float16, a row of each). From it follows what the user's texts were about: only its owner may read it.
-Several processes may share one: each adds to the changes that are there what it has changed itself.
+Its line of JSON (see ``core.sealed``) has the draft's digest, the width of a row, and the numbers of tokens and texts
+that were learnt from. Its content is the tokens whose rows have changed (4 bytes each), the sums of the states' second
+moments (float32) and the changes (float16, a row for each token). The file reveals what the user's texts were about, so
+only its owner may read it. Several processes may share one: each adds its own changes to those in the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sakiyomi.core.errors import LoadError
-from sakiyomi.core.sealed import SealedKind, alone
+from sakiyomi.core.files import alone
+from sakiyomi.core.sealed import SealedKind
 
 __all__ = ["KIND", "Learned", "LearnedFile", "read_learned"]
 
@@ -48,7 +49,7 @@ class Learned:
         return cls(draft, np.zeros(0, np.int64), np.zeros((0, width), np.float32), np.zeros((width, width), np.float32))
 
     def plus(self, mine: Learned, before: Learned) -> Learned:
-        """These changes, and those of another that were not there before."""
+        """These changes and what is new in another's, compared to an earlier state."""
         tokens = np.union1d(self.tokens, mine.tokens)
         changes = np.zeros((len(tokens), mine.changes.shape[1]), np.float32)
         for part, sign in ((self, 1.0), (mine, 1.0), (before, -1.0)):
@@ -108,7 +109,7 @@ class LearnedFile:
         try:
             with alone(self.path.parent):
                 there = self._read()
-                alike = (there.texts, there.seen) == (self.known.texts, self.known.seen)  # nobody else has written it
+                alike = (there.texts, there.seen) == (self.known.texts, self.known.seen)  # unchanged by others
                 both = mine if alike else there.plus(mine, self.known)
                 header = {
                     "draft": both.draft, "width": self._width, "rows": len(both.tokens), "texts": both.texts,

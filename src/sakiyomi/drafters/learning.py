@@ -1,11 +1,11 @@
-"""A draft model goes on learning from what its user's texts became: rows of its head over the vocabulary.
+"""A draft model learns from the texts that the target generates, by changing rows of its head over the vocabulary.
 
-Online speculative decoding (Liu et al. 2023, arXiv 2310.07177) has a draft learn from the target's corrections while it
-serves. Here it is the head alone: steps on -log q(what the target wrote), with the gradient of the right token and of
-the likeliest ones. A step goes along the whitened state, C^-1 h with the states' second moments C, as edits of single
-facts do (Meng et al. 2022, arXiv 2202.05262, section 3.1): it changes the logits behind this text, and hardly others.
-The changes are written where the head's rows lie: drafts take no longer than before. A text is learnt from when it is
-over: passes of the draft over what was written, and some row operations.
+In online speculative decoding (Liu et al. 2023, arXiv 2310.07177) a draft learns from the target's corrections while it
+serves. Here only the head learns, by steps on -log q(token of the target) with the gradient of the right token and of
+the likeliest ones. A step follows the whitened state, C^-1 h with the states' second moments C, as in edits of single
+facts (Meng et al. 2022, arXiv 2202.05262, section 3.1): it changes the logits behind this text and few others. Changes
+are written into the head's rows, so drafting is as fast as before. The draft learns from a text when it is over: it
+runs over the generated tokens, followed by a few operations on rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from sakiyomi.model_executor.runner import ModelRunner
 __all__ = ["MOST", "HeadLearner"]
 
 logger = logging.getLogger("sakiyomi")
-RATE = 0.25  # nats by which a token that was thought impossible is likelier afterwards, behind the same text
+RATE = 0.25  # nats by which an unexpected token gets likelier behind the same text
 RIDGE = 0.02  # of the mean second moment, added to each
-TOPS = 16  # likeliest tokens of a place whose rows take part in its step
+TOPS = 16  # likeliest tokens of a place whose rows are changed
 MOST = 512  # tokens of a text that are learnt from, the last ones
 ROWS = 16  # of a pass: the next one sees what was learnt from them
 SAVE_SECONDS = 5.0
@@ -130,7 +130,7 @@ class HeadLearner:
         return torch.from_numpy(self._place[tokens.numpy()])
 
     def _take(self, learned: Learned) -> None:
-        """Have the head as it is with these changes."""
+        """Apply these changes to the head."""
         tokens = torch.from_numpy(learned.tokens)
         if len(tokens):
             changed = self._changed(tokens)
@@ -140,9 +140,9 @@ class HeadLearner:
         self._texts, self._seen = learned.texts, learned.seen
 
     def save(self, *, idle: bool) -> None:
-        """Write the file, if nothing else runs or it was not written for long; never in more than a share of the time.
+        """Write the file if no request runs or if it was not written for long, in at most ``SHARE`` of the time.
 
-        What was learnt since it was last written is lost when the process ends.
+        What was learnt since the last write is lost when the process ends.
         """
         now = time.monotonic()
         if now < self._next[not idle]:

@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last tokens where they stood before (Saxena 2023, "prompt lookup decoding").
+"""Prompt lookup: proposes what followed the last tokens earlier (Saxena 2023, "prompt lookup decoding").
 
-The longest match is taken, and of equally long ones the newest. All runs of up to ``most`` tokens are in hash tables
-that grow with the text, so that no round has to search it.
+The longest match is used, the newest of equally long ones. All runs of up to ``most`` tokens are in hash tables that
+grow with the text, so no round has to search it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.guess_calibration import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree
-from sakiyomi.drafters.text_base import FLOOR, TextDrafter
+from sakiyomi.drafters.text_base import FLOOR, Reader, TextDrafter
 
 __all__ = ["MOST", "LookupReader", "PromptLookup"]
 
@@ -23,7 +23,7 @@ FIRST = (0.0, 0.22, 0.43, 0.56, 0.63, 0.72, 0.77, 0.80, 0.82, 0.84, 0.86, 0.88, 
 LATER = (0.0, 0.40, 0.52, 0.60, 0.66, 0.75, 0.79, 0.82, 0.85, 0.87, 0.88, 0.90, 0.92)
 
 
-class LookupReader:
+class LookupReader(Reader):
     """The runs of tokens in one text.
 
     Args:
@@ -36,14 +36,14 @@ class LookupReader:
         self._after: list[dict[int, int]] = [{} for _ in range(most)]  # place behind the newest run, by its number
         self._runs: list[int] = []  # numbers of the runs that end here: of the last token, of the last two, ...
         lengths = [min(length, len(FIRST) - 1) for length in range(most + 1)]
-        self._calibration = GuessCalibration([priors[length] for priors in (FIRST, LATER) for length in lengths])
+        self.calibration = GuessCalibration([priors[length] for priors in (FIRST, LATER) for length in lengths])
 
     def read(self, tokens: Sequence[int]) -> None:
         """See ``Reader.read``."""
         text, after, runs, most = self.text, self._after, self._runs, self._most
         position = len(text)
         for token in tokens:
-            # A run is entered when its next token is known, so that the last run never finds itself.
+            # A run is entered when its next token is known, so the last run never finds itself.
             for table, run in zip(after, runs, strict=False):
                 table[run] = position
             digit = token + 1
@@ -69,8 +69,7 @@ class LookupReader:
 
     def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
-        calibration, text, most = self._calibration, self.text, self._most
-        calibration.learn(context.tokens)
+        calibration, text, most = self.calibration, self.text, self._most
         found = GuessedTree()
         length, place = self.match()
         if not length:
@@ -79,7 +78,7 @@ class LookupReader:
         reached, ends = 1.0, context.stop_ids
         path: list[tuple[int, int]] = []
         for i in range(min(depth, context.nodes)):
-            # Where the match overlaps the end of the text, the text repeats itself, and so does the draft.
+            # If the match overlaps the end of the text, the text repeats itself, and so does the draft.
             token = text[place + i] if place + i < known else tokens[place + i - known]
             kind = min(length + i, most) + (most + 1 if i else 0)
             path.append((kind, token))
@@ -116,7 +115,7 @@ class PromptLookup(TextDrafter):
         self.most = int(most)
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> PromptLookup:
+    def make(cls, argument: str | None, around: DrafterContext) -> PromptLookup:
         """A drafter that looks for matches of up to so many tokens."""
         return cls(argument or MOST)
 

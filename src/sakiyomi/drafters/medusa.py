@@ -1,8 +1,8 @@
 """Drafts with Medusa heads: one small pass on the target's last hidden state proposes several tokens at once.
 
-Cai et al. 2024, arXiv 2401.10774. The hidden state is that of the last token that the target has processed. It comes
-from the pass that verified the last draft, so that the target runs no extra pass. Head k proposes the token k + 1
-positions after the one that the target has chosen there.
+Cai et al. 2024, arXiv 2401.10774. The hidden state is that of the last processed token. It comes from the pass that
+verified the last draft, so the target runs no extra pass. Head k proposes the token k + 1 positions behind the one that
+the target has chosen there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MedusaDrafter(OnePassDrafter):
     Args:
         guesser: the heads beside the target.
         vocab_size: of the target.
-        tuned: sizes tuned for this machine; None: as many heads and guesses as pay, by the measured costs alone.
+        tuned: sizes tuned for this machine; None: measured costs decide how many heads and guesses are used.
     """
 
     name = "medusa"
@@ -49,7 +49,7 @@ class MedusaDrafter(OnePassDrafter):
 
     @classmethod
     def load(cls, name: str, target: ModelRunner, *, allow_pickle: bool = False) -> MedusaDrafter:
-        """Heads of a folder, or embedded ones, at the size that was tuned for them, if any was.
+        """Heads of a folder, or embedded ones, with their tuned size if there is one.
 
         Raises:
             LoadError, UnsupportedError: they cannot be read, or belong to another model.

@@ -1,8 +1,8 @@
-"""The texts of earlier requests in one file: read when a drafter is made, written when requests end.
+"""A file with the texts of earlier requests: read when a drafter is made, written when requests end.
 
-Its line of JSON (see ``core.sealed``) says the tokenizer's digest, length and time of each document; its content is the
-tokens of all documents one after the other, the oldest first, 4 bytes each, little-endian. Several processes may share
-one: each adds its documents to those that are there at that moment.
+Its line of JSON (see ``core.sealed``) has the tokenizer's digest and the length and time of each document. Its content
+is the tokens of all documents, the oldest first, 4 bytes each, little-endian. Several processes may share a file: each
+adds its documents to those in the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from sakiyomi.core.errors import LoadError
-from sakiyomi.core.sealed import SealedKind, alone
+from sakiyomi.core.files import alone
+from sakiyomi.core.sealed import SealedKind
 
 __all__ = ["KIND", "LIMIT", "Document", "MemoryFile", "read_memory"]
 
@@ -93,7 +94,7 @@ class MemoryFile:
         self._pending: list[Document] = []
 
     def add(self, tokens: Sequence[int]) -> bool:
-        """Add a document, which ``save`` writes; of a long one the end. Returns whether it is new."""
+        """Add a document for ``save``; long ones are cut at the beginning. Returns whether it is new."""
         document = Document(tuple(tokens[-self.most :]), time.time())
         new = all(document.tokens != other.tokens for other in (*self.documents, *self._pending))
         self._pending.append(document)

@@ -1,7 +1,7 @@
-"""Several drafters propose; trees with the same beginnings are merged into one, which a single pass scores.
+"""Merges the proposals of several drafters into one tree that a single pass scores.
 
-The idea of merging is SpecInfer's (Miao et al. 2023, arXiv 2305.09781, section 3.2). A node keeps every draw that led
-to it, so that the merged draft is as lossless as its parts under every rule that accepts drafts of kind "merged".
+Merging follows SpecInfer (Miao et al. 2023, arXiv 2305.09781, section 3.2). A node keeps every draw that led to it, so
+the merged draft is as lossless as its parts under every rule that accepts drafts of kind "merged".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sakiyomi.drafters.draft_length import TokenValue
 __all__ = ["MergedDrafter"]
 
 logger = logging.getLogger("sakiyomi")
-_UNKNOWN = 0.5  # chance of a node whose drafter gives none
+_UNKNOWN = 0.5  # chance of a node whose drafter states none
 
 
 @dataclass(eq=False)
@@ -61,16 +61,16 @@ class _Proposal:
 class MergedDrafter(Drafter):
     """Merges the proposals of its members.
 
-    Members compete for the nodes of a pass by value: the calibrated chance that a node is accepted with all above it.
-    Of chosen nodes only the most valuable ones are scored. All nodes that were drawn stay, since leaving one out for
-    its token would change the output's distribution; chosen nodes share what is left.
+    Members compete for the nodes of a pass by value: the calibrated chance that a node and all nodes above it are
+    accepted. All drawn nodes stay, since dropping one for its token would change the output's distribution. Of the
+    chosen nodes the most valuable ones fill the rest.
 
-    Where the value of a token is known, members that run a model are not asked in rounds in which the others' proposals
-    are so good that theirs could not pay for their time.
+    Where the value of a token is known, a member that runs a model is skipped in rounds in which the others' proposals
+    are so good that its own would not be worth their time.
 
     Args:
-        members: in the order in which they are asked; those that run no model should come first. Names differ.
-        strict: a member's fault is raised; otherwise the request goes on without that member.
+        members: in the order in which they are asked; those without a model should come first. Names differ.
+        strict: errors of members are raised; otherwise the request continues without the member.
     """
 
     kind: DraftKind = "merged"
@@ -123,7 +123,7 @@ class MergedDrafter(Drafter):
                 found = [self._weighed(member.name, draft) for draft in proposed]
                 for i, each in zip(wanted, found, strict=True):
                     drafts[i].append(each)
-            except Exception as error:  # one drafter does not take the others down
+            except Exception as error:  # the other drafters continue
                 if self._strict:
                     raise
                 self._leave_out(member, [contexts[i] for i in wanted], error)
@@ -155,12 +155,12 @@ class MergedDrafter(Drafter):
         seconds = self._seconds.get(member.name, 0.0)
         if context.worth is None or not seconds:
             return True
-        # The member's tokens count where the others' first token is rejected; elsewhere theirs are there too.
+        # The member's tokens help only where the others' first token is rejected.
         sure = max((other.sure for other in others), default=0.0)
         return context.worth.pays((1.0 - sure) * self._expected.get(member.name, 1.0), seconds)
 
     def _weighed(self, name: str, draft: Draft) -> _Proposal:
-        """A proposal with the values of its nodes. A wrong draft raises here, where the member is known."""
+        """A proposal with the values of its nodes. An invalid draft raises here, where the member is known."""
         draft.validate()
         calibration = self._calibrations[name]
         claims = {draw.node: draw.claim(_UNKNOWN) for draw in draft.draws}
@@ -204,7 +204,7 @@ class MergedDrafter(Drafter):
                 own.append(node)
             for draw in draft.draws:
                 # Siblings drawn without replacement are not independent draws of one row. As chosen nodes they are
-                # lossless in any company, whatever tokens they hold.
+                # lossless in any merged tree.
                 known = draft.kind in ("chain", "iid", "merged")
                 nodes[own[draw.node]].draws.append((source, draw if known else draw._replace(row=None)))
         return _draft(nodes, self._kept(nodes, most, worth), [proposal.draft for proposal in found])
@@ -216,7 +216,7 @@ class MergedDrafter(Drafter):
         for i in reversed(range(len(nodes))):  # the ancestors of drawn nodes stay too
             if i in drawn and nodes[i].parent >= 0:
                 drawn.add(nodes[i].parent)
-        # No member gives a node a larger value than its parent, so that the best nodes are a tree.
+        # No member gives a node a larger value than its parent, so the best nodes are a tree.
         order = best_nodes([node.value for node in nodes])
         kept = drawn | set([i for i in order if i not in drawn][: max(0, most - len(drawn))])
         if worth is not None and not drawn:
@@ -227,10 +227,10 @@ class MergedDrafter(Drafter):
     # ------------------------------------------------------------ members
 
     def _leave_out(self, member: Drafter, contexts: Sequence[Context], error: Exception) -> None:
-        """Go on with these requests without a member; the first time, a warning is logged."""
+        """Leave a member out of these requests; the first time, a warning is logged."""
         if member.name not in self._faulty:
             why = f"{type(error).__name__}: {error}"
-            said = "drafter %s failed: %s; it is left out wherever it fails, and this is not said again"
+            said = "drafter %s failed: %s; requests in which it fails continue without it (logged once)"
             logger.warning(said, member.name, why)
         self._faulty.add(member.name)
         for context in contexts:

@@ -1,4 +1,4 @@
-"""Drafts with a small language model, which has a cache of its own with a slot for each request."""
+"""Drafts with a small language model that has a cache of its own, with a slot for each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.learning import MOST, HeadLearner
-from sakiyomi.drafters.parallel_reader import ParallelReader
+from sakiyomi.drafters.slot_tree import ParallelReader
 from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
@@ -21,7 +21,7 @@ from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["ModelDrafter", "Seat"]
 
-LONG = 64  # more missing tokens than these are read like a prompt: in chunks, without logits of every row
+LONG = 64  # more missing tokens are read like a prompt: in chunks, without logits of every row
 CHUNK = 512
 
 
@@ -31,7 +31,7 @@ class Seat:
 
     Attributes:
         held: committed tokens whose keys and values are there.
-        sure: the first so many of them are known to equal the request's.
+        sure: number of these, from the first on, that are known to equal the request's.
         tree: the tree that was grown last; its rows are behind the held tokens.
         ready: whether the draft model can propose this round.
         source: what the request's rows attend to beside their own text.
@@ -96,7 +96,7 @@ class ModelDrafter(TreeDrafter):
             self.learner.save(idle=not self._seats)
 
     def rewind(self, context: Context, length: int) -> None:
-        """Declare that tokens from this position on may have changed since the last proposal; else they only grow."""
+        """Declare that tokens from this position on may have changed since the last proposal."""
         seat: Seat | None = context.memory.get(self.name)
         if seat is not None:
             seat.sure = max(0, min(seat.sure, length, len(context.tokens) - 1))
@@ -107,14 +107,13 @@ class ModelDrafter(TreeDrafter):
         if seat is not None:
             sampler = self._sampler(destination)
             self._sit(
-                destination,
-                Seat(seat.slot, seat.held, sampler, seat.sure, source=destination.source, began=seat.began),
+                destination, Seat(seat.slot, seat.held, sampler, seat.sure, source=destination.source, began=seat.began)
             )
             self.rewind(destination, length)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass a level."""
-        # The draft model's context may be shorter than the target's: where it ends, nothing more is proposed.
+        # The draft model's context may be shorter than the target's. Nothing is proposed behind its end.
         self._follow([context for context in contexts if len(context.tokens) < self.model.max_context])
         return super().propose(contexts, gammas)
 
@@ -124,8 +123,8 @@ class ModelDrafter(TreeDrafter):
         return self._knows_all and type(self.reader) is TreeReader
 
     def seats(self, contexts: Sequence[Context]) -> list[Seat | None]:
-        """The requests' slots with all that the draft model can read of their texts but a few tokens; None for those
-        where it proposes nothing in this round.
+        """The requests' slots, which hold all but a few tokens of the texts; None for requests for which the draft
+        model proposes nothing in this round.
         """
         able = [context for context in contexts if len(context.tokens) < self.model.max_context]
         self._follow(able)
@@ -133,7 +132,7 @@ class ModelDrafter(TreeDrafter):
         return [seat if seat is not None and seat.ready else None for seat in found]
 
     def place(self, context: Context) -> tuple[int | None, int]:
-        """A request's slot, and its tokens there, where nothing behind them is still wanted; else no slot."""
+        """A request's slot and the number of its tokens there; no slot where rows of a tree are still needed."""
         seat: Seat | None = context.memory.get(self.name)
         return (None, 0) if seat is None or seat.tree is not None else (seat.slot, len(seat.held))
 
@@ -161,10 +160,7 @@ class ModelDrafter(TreeDrafter):
         return Sampler(context.params, self._vocab_size)
 
     def _follow(self, contexts: Sequence[Context]) -> None:
-        """Read what the requests' slots lack, at most a chunk of each.
-
-        New prompts share their passes: a pass for each of them would keep all other requests waiting.
-        """
+        """Read what the requests' slots lack, at most a chunk of each; new prompts share passes."""
         before = self.model.forward_seconds
         here: list[tuple[Context, Seat]] = []
         behind: list[tuple[Seat, list[int]]] = []
@@ -199,7 +195,7 @@ class ModelDrafter(TreeDrafter):
             seat = Seat(slot, [], self._sampler(context), source=context.source, began=began)
             self._sit(context, seat)
             if context.shares and context.source is None:
-                self._copy(seat, context.tokens[:-1])  # the logits of the last one are wanted
+                self._copy(seat, context.tokens[:-1])  # the logits behind the last one are needed
         held, tokens = seat.held, context.tokens
         right = seat.sure
         while right < len(held) and right < len(tokens) - 1 and held[right] == tokens[right]:
@@ -213,7 +209,7 @@ class ModelDrafter(TreeDrafter):
         return seat
 
     def _learn(self, context: Context) -> None:
-        """Learn from what the target has written in a request, as far as the draft was asked about it."""
+        """Learn from the tokens that the target has generated in a request, as far as the draft has read them."""
         if self.learner is None or self.name not in context.memory:
             return
         seat = self._seat(context)
@@ -252,7 +248,7 @@ class ModelDrafter(TreeDrafter):
         return self._knows_all or max(tokens) < self.model.vocab_size
 
     def _reserve(self, seat: Seat, columns: int) -> bool:
-        """Make room for more tokens; False, and nothing is drafted, if there is no memory for them or the source."""
+        """Make room for more tokens; False if there is no memory for them or for the source."""
         if not self.model.takes(seat.source):
             return False
         try:

@@ -1,7 +1,7 @@
-"""Drafts with the target's own layer for predicting further tokens (MTP), token by token as an EAGLE head does.
+"""Drafts with the target's own layer for multi-token prediction (MTP), token by token like an EAGLE head.
 
-DeepSeek-V3: arXiv 2412.19437, section 2.2. The hidden state that it reads is what the target's head reads; for drafted
-tokens it is what the layer itself gave behind its norm.
+DeepSeek-V3: arXiv 2412.19437, section 2.2. For committed tokens the layer reads the hidden state that the target's head
+reads, for drafted tokens its own output behind its norm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MtpDrafter(EagleDrafter):
     name = "mtp"
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> MtpDrafter:
+    def make(cls, argument: str | None, around: DrafterContext) -> MtpDrafter:
         """The layer in a folder; the target's own where none is named.
 
         Raises:

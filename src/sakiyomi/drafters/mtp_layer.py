@@ -1,7 +1,7 @@
-"""The layer for predicting further tokens (MTP) in the files of some targets, which transformers leaves unread.
+"""The layer for multi-token prediction (MTP) in the files of some targets, which transformers does not load.
 
-The embedding of a token and the hidden state of the token before it, each behind a norm of its own, are projected to
-one vector, and pass a decoder layer of the target's kind and a norm; the rest is the target's own head.
+The embedding of a token and the hidden state of the token before it pass a norm each and are projected to one vector.
+A decoder layer of the target's kind, a norm and the target's own head follow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["FORMS", "MtpForm", "make_mtp", "new_mtp", "read_mtp", "write_mtp"]
 
 @dataclass(frozen=True, kw_only=True)
 class MtpForm:
-    """How a family of models calls the parts.
+    """Names of the parts in a family of models.
 
     Attributes:
         prefix: of all names, with the number of the target's layers in it.
@@ -79,8 +79,8 @@ FORMS = {
         blank=True,
     ),
 }
-"""By the first family that had it: Qwen3.5 is like Qwen3-Next, GLM-4.5 like DeepSeek-V3."""
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of what the target has itself
+"""By the first family with the form: Qwen3.5 is like Qwen3-Next, GLM-4.5 like DeepSeek-V3."""
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own tensors
 
 
 def read_mtp(folder: Path, layers: int) -> tuple[MtpForm, dict[str, Tensor]]:
@@ -172,7 +172,7 @@ def new_mtp(target: Any) -> tuple[MtpForm, Any]:
     config = _config(target, sparse=False)
     module = _class_of(target, config)(config)
     plain, module.model.norm, width = module.model.norm, last, embedding.shape[1]
-    # The target's own hidden state goes on as it is; what the next token changes in it is learnt.
+    # The target's hidden state passes unchanged; training adds the effect of the next token.
     project = torch.cat([0.1 * width**-0.5 * torch.randn(width, width), torch.eye(width)], 1)
     return form, _joined(form, module, embedding, project, (plain, copy.deepcopy(plain)))
 
@@ -231,7 +231,7 @@ def _decoder(target: Any, state: Mapping[str, Tensor], name: str) -> Any:
     try:
         with quiet():
             module, report = kind.from_pretrained(None, config=config, state_dict=dict(state), output_loading_info=True)
-    except Exception as error:  # whatever a class's own code raises
+    except Exception as error:  # code of the model's class may raise anything
         raise LoadError(f"the MTP layer in {name} cannot be made ({one_line(error)}); get the model again") from error
     wrong = sorted([*report["missing_keys"], *report["unexpected_keys"]])
     if wrong:

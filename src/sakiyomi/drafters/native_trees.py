@@ -1,7 +1,7 @@
-"""Trees grown by the compiled kernels: between two passes of the model no candidate is in Python.
+"""Grows trees in the compiled kernels, without Python between two passes of the model.
 
-`kernels/growth.h` does what `DraftTreeState.advance` does, with the same builders; a tree that is complete is read back
-into its state.
+`kernels/growth.h` does the same as `DraftTreeState.advance`, with the same builders. A complete tree is read back into
+its state.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def pack_ask(state: DraftTreeState, shape: Shape, children: Any, table: Tensor |
 
 
 def _shape_of(state: DraftTreeState) -> Shape | None:
-    """The shape of a tree that the kernels can grow, whose logits nobody changes."""
+    """The shape of a tree that the kernels can grow; None for others, such as trees with logits processors."""
     candidates = state.candidates
     if type(state) is not DraftTreeState or state.sampler.edits or candidates.levels:
         return None

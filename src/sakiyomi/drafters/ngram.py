@@ -1,30 +1,27 @@
-"""Drafts from counts of n-grams: of the text so far, or of tables trained from text (see ``ngram_file``).
+"""Drafts from counts of n-grams, of the text so far or of trained tables (see ``ngram_file``).
 
-A token's chance is interpolated over all runs of last tokens, from the longest that was seen down to the empty one: the
-more different continuations a run had, the more weight goes to the next shorter one (Witten and Bell 1991, method C).
-These are the simplest drafts of Leviathan et al. 2023 (arXiv 2211.17192, section 4.1). Tokens are chosen, not drawn:
-point masses, which are lossless under every rule. Under "coupled" the tokens with the largest log q + noise of the
-position are chosen.
+A token's chance is interpolated over all runs of last tokens, from the longest known one down to the empty one. A run
+with more different continuations gives more weight to the next shorter one (Witten and Bell 1991, method C). These are
+the simplest drafts of Leviathan et al. 2023 (arXiv 2211.17192, section 4.1). Tokens are chosen, not drawn: point
+masses, which are lossless under every rule. Under "coupled" the tokens with the largest log q + noise of the position
+are chosen.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.base import Context, DrafterContext
-from sakiyomi.drafters.guess_calibration import GuessCalibration
-from sakiyomi.drafters.guessed_tree import GuessedTree, grow
-from sakiyomi.drafters.ngram_file import WIDEST, Seen, read_tables
-from sakiyomi.drafters.text_base import FLOOR, TextDrafter
+from sakiyomi.drafters.guessed_tree import GuessedTree
+from sakiyomi.drafters.ngram_file import WIDEST, OnlineTables, Tables, read_tables
+from sakiyomi.drafters.text_base import PlaceReader, TextDrafter
 
-__all__ = ["NgramDrafter", "NgramReader", "OnlineTables", "Tables"]
+__all__ = ["NgramDrafter", "NgramReader", "Tables"]
 
-ORDER = 4
 SIBLINGS = 4
 EDGES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # borders between kinds of guesses, by chance
 _MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
@@ -33,69 +30,7 @@ Place = tuple[tuple[int, ...], int]
 """The last tokens, and how many of them are guesses."""
 
 
-class Tables(Protocol):
-    """What followed each run of tokens.
-
-    Attributes:
-        order: tokens of the longest n-gram.
-    """
-
-    order: int
-
-    def after(self, run: tuple[int, ...]) -> Seen | None:
-        """What followed a run; None: it was never seen, or nothing followed."""
-        ...
-
-
-class OnlineTables:
-    """N-gram counts of a growing text.
-
-    Args:
-        order: tokens of the longest n-gram.
-    """
-
-    def __init__(self, order: int = ORDER) -> None:
-        self.order = order
-        # By run: how often it was continued, counts by token, and its most frequent continuations in order.
-        self._runs: dict[tuple[int, ...], tuple[list[int], dict[int, int], list[int]]] = {}
-
-    def read(self, head: Sequence[int], tokens: Sequence[int]) -> None:
-        """Count the tokens that follow ``head``."""
-        runs, longest = self._runs, self.order - 1
-        last = tuple(head[-longest:]) if longest else ()
-        for token in tokens:
-            for start in range(len(last) + 1):
-                run = last[start:]
-                entry = runs.get(run)
-                if entry is None:
-                    runs[run] = ([1], {token: 1}, [token])
-                    continue
-                total, counts, top = entry
-                total[0] += 1
-                count = counts[token] = counts.get(token, 0) + 1
-                if token not in top:
-                    if len(top) < WIDEST:
-                        top.append(token)
-                    elif counts[top[-1]] < count:
-                        top[-1] = token
-                    else:
-                        continue
-                place = top.index(token)
-                while place and counts[top[place - 1]] <= count:  # of equals the newest comes first
-                    top[place - 1], top[place] = token, top[place - 1]
-                    place -= 1
-            last = (*last, token)[-longest:] if longest else ()
-
-    def after(self, run: tuple[int, ...]) -> Seen | None:
-        """See ``Tables.after``."""
-        entry = self._runs.get(run)
-        if entry is None:
-            return None
-        total, counts, top = entry
-        return total[0], len(counts), top, counts
-
-
-class NgramReader:
+class NgramReader(PlaceReader):
     """Guesses about one text.
 
     Args:
@@ -104,15 +39,13 @@ class NgramReader:
     """
 
     def __init__(self, tables: Tables | None, vocab_size: int) -> None:
+        super().__init__(_MIDDLES * 2)
         self._online = OnlineTables() if tables is None else None
         self._tables: Tables = tables or self._online  # type: ignore[assignment]
         self._vocab_size = vocab_size
-        self._calibration = GuessCalibration(_MIDDLES * 2)
         self._last: tuple[int, ...] = ()
         self._context: Context | None = None
         self._row = np.zeros(0, np.float32)
-        self._path: list[tuple[int, int]] = []
-        self._end: Place = ((), 0)
 
     def read(self, tokens: Sequence[int]) -> None:
         """See ``Reader.read``."""
@@ -126,15 +59,11 @@ class NgramReader:
 
     def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
-        self._calibration.learn(context.tokens)
         self._context = context
-        self._path, self._end = [], (self._last, 0)
-        found = grow(self._end, self.expand, depth, context.nodes, FLOOR, context.stop_ids)
-        self._calibration.expect(len(context.tokens), self._path)
-        return found
+        return self._grow((self._last, 0), context, depth)
 
     def expand(self, place: Place) -> list[tuple[int, float, Place]]:
-        """The continuations of a place, see ``guessed_tree.Expand``."""
+        """See ``PlaceReader.expand``."""
         last, guessed = place
         context = self._context
         assert context is not None
@@ -144,14 +73,13 @@ class NgramReader:
             ranked = self._noisy(context, chances, len(context.tokens) + guessed)
         else:
             ranked = sorted(chances.items(), key=lambda item: -item[1])[:SIBLINGS]
-        known, later = self._calibration.chances, len(_MIDDLES) * (guessed > 0)
+        known, later = self.calibration.chances, len(_MIDDLES) * (guessed > 0)
         found = []
         for token, chance in ranked:
             kind = bisect(EDGES, chance) + later
             found.append((token, known[kind], (self._end_of((*last, token)), guessed + 1)))
-        if found and place is self._end:
-            self._path.append((bisect(EDGES, ranked[0][1]) + later, found[0][0]))
-            self._end = found[0][2]
+        if found:
+            self._note(place, bisect(EDGES, ranked[0][1]) + later, found[0][0], found[0][2])
         return found
 
     def chances(self, last: tuple[int, ...], width: int) -> dict[int, float]:
@@ -206,7 +134,7 @@ class NgramDrafter(TextDrafter):
         self._vocab_size, self._tables = vocab_size, tables
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> NgramDrafter:
+    def make(cls, argument: str | None, around: DrafterContext) -> NgramDrafter:
         """A drafter with the tables of this file; with the request's own counts where no file is given."""
         if not argument:
             return cls(around.vocab_size)

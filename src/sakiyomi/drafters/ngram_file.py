@@ -1,4 +1,4 @@
-"""Trained n-gram tables in one safetensors file, which are searched as they are: loading builds no other structure.
+"""N-gram tables: counts of a growing text, and trained tables in one safetensors file that look-ups search directly.
 
 Metadata: ``format``, ``order``, ``tokenizer`` (digest), ``vocab_size``, ``checksum``, and what they were trained on.
 For each n from 2 to the order, with runs of n - 1 tokens sorted by ``run_number``: ``runs.n`` (R) int64; ``starts.n``
@@ -12,7 +12,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +21,13 @@ from safetensors.numpy import save
 
 from sakiyomi.core.errors import LoadError
 
-__all__ = ["FORMAT", "WIDEST", "FileTables", "Seen", "read_tables", "run_number", "tables_bytes"]
+__all__ = ["FORMAT", "WIDEST", "FileTables", "OnlineTables", "Tables", "read_tables", "run_number", "tables_bytes"]
 
 FORMAT = "1"
+ORDER = 4
 WIDEST = 16  # tokens that compete under the rule "coupled"
 _FACTOR, _MASK = 0x5851F42D4C957F2D, (1 << 63) - 1
 _PARTS = ("runs", "starts", "totals", "kinds", "tokens", "counts")
-
-Seen = tuple[int, int, Sequence[int], Mapping[int, int]]
-"""How often a run was continued, by how many different tokens, the most frequent of them in order, and their counts."""
 
 
 def run_number(run: Sequence[int]) -> int:
@@ -38,6 +36,72 @@ def run_number(run: Sequence[int]) -> int:
     for token in run:
         number = (number * _FACTOR + token + 1) & _MASK
     return number
+
+
+Seen = tuple[int, int, Sequence[int], Mapping[int, int]]
+"""How often a run was continued, by how many different tokens, the most frequent of them in order, and their counts."""
+
+
+class Tables(Protocol):
+    """What followed each run of tokens.
+
+    Attributes:
+        order: tokens of the longest n-gram.
+    """
+
+    order: int
+
+    def after(self, run: tuple[int, ...]) -> Seen | None:
+        """What followed a run; None: it was never seen, or nothing followed."""
+        ...
+
+
+class OnlineTables:
+    """N-gram counts of a growing text.
+
+    Args:
+        order: tokens of the longest n-gram.
+    """
+
+    def __init__(self, order: int = ORDER) -> None:
+        self.order = order
+        # By run: how often it was continued, counts by token, and its most frequent continuations in order.
+        self._runs: dict[tuple[int, ...], tuple[list[int], dict[int, int], list[int]]] = {}
+
+    def read(self, head: Sequence[int], tokens: Sequence[int]) -> None:
+        """Count the tokens that follow ``head``."""
+        runs, longest = self._runs, self.order - 1
+        last = tuple(head[-longest:]) if longest else ()
+        for token in tokens:
+            for start in range(len(last) + 1):
+                run = last[start:]
+                entry = runs.get(run)
+                if entry is None:
+                    runs[run] = ([1], {token: 1}, [token])
+                    continue
+                total, counts, top = entry
+                total[0] += 1
+                count = counts[token] = counts.get(token, 0) + 1
+                if token not in top:
+                    if len(top) < WIDEST:
+                        top.append(token)
+                    elif counts[top[-1]] < count:
+                        top[-1] = token
+                    else:
+                        continue
+                place = top.index(token)
+                while place and counts[top[place - 1]] <= count:  # of equals the newest comes first
+                    top[place - 1], top[place] = token, top[place - 1]
+                    place -= 1
+            last = (*last, token)[-longest:] if longest else ()
+
+    def after(self, run: tuple[int, ...]) -> Seen | None:
+        """See ``Tables.after``."""
+        entry = self._runs.get(run)
+        if entry is None:
+            return None
+        total, counts, top = entry
+        return total[0], len(counts), top, counts
 
 
 class FileTables:

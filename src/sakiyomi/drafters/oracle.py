@@ -1,8 +1,7 @@
-"""The known answer as draft: the speed-up with a draft that is right at a given rate and costs nothing.
+"""Drafts from the known answer: measures the speed-up of a draft that is right at a given rate and costs nothing.
 
-This is an upper bound to measure against, not a way to be faster: the answer comes from the target itself. The first
-time that a request is seen, the target answers it without drafts, in the time of that request (counted as prefill); the
-answer is stored, so that the same request costs nothing from the second time on.
+This is an upper bound for benchmarks, since the answer comes from the target itself. The target first answers a new
+request without drafts, which counts as prefill. The answer is stored, so the same request costs nothing later.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class Oracle(Drafter):
         self._known: OrderedDict[tuple[object, ...], list[int]] = OrderedDict()
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> Oracle:
+    def make(cls, rate: float | None, around: DrafterContext) -> Oracle:
         """An oracle with this rate; 1 where none is given."""
-        return cls(around.answer, around.vocab_size, float(argument or "1"))
+        return cls(around.answer, around.vocab_size, 1.0 if rate is None else rate)
 
     @property
     def forward_seconds(self) -> float:
@@ -74,10 +73,10 @@ class Oracle(Drafter):
         return Draft(TokenTree.chain(tokens), self.kind, draws)
 
     def _ahead(self, context: Context) -> list[int]:
-        """The target's answer from here on; asked for again where the text differs from the known answer.
+        """The target's answer from here on; computed again where the text differs from the known answer.
 
-        That happens where two tokens are nearly equal and rounding decides, which differs between passes of different
-        sizes (``exact=True`` prevents it).
+        That happens if two tokens are nearly equal and passes of different sizes round differently (``exact=True``
+        prevents it).
         """
         start: int
         answer: list[int]

@@ -48,7 +48,7 @@ class SeatDrafter(Drafter, Generic[S]):
         return found
 
     def inherit(self, context: Context, earlier: Context) -> None:
-        """See ``Drafter.inherit``: the request takes over the slot and what is known of the tokens in common."""
+        """See ``Drafter.inherit``: the request takes over the slot, where the tokens in common stay."""
         seat: S | None = earlier.memory.pop(self.name, None)
         if seat is not None:
             seat.sampler = Sampler(context.params, self._vocab_size)

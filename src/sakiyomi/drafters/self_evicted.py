@@ -1,11 +1,11 @@
-"""Drafts with the target itself on an excerpt of its cache: no second model, for long contexts.
+"""Drafts with the target itself on an excerpt of its cache, for long contexts without a second model.
 
-The cost of a long context is reading its keys and values, and most attention goes to few of them. The target on those
-few drafts, and the target on all of them verifies, so that the text is its own. The excerpt is selected anew every few
-rounds by the queries of the last verified token (as in TriForce, Sun et al. 2024, arXiv 2404.11912): the pages of
-neighbouring tokens that may hold the key with the largest product, by the minimum and maximum of each coordinate
-(Quest, Tang et al. 2024, arXiv 2406.10774), and always the first page and the last tokens. The mean of a page's keys
-would not find the single key that matters.
+With a long context most time is spent reading keys and values, and most attention goes to few of them. The target
+drafts on those few and verifies on all of them. The excerpt is selected again every few rounds by the queries of the
+last verified token, as in TriForce (Sun et al. 2024, arXiv 2404.11912). It has the pages of neighbouring tokens that
+may hold the key with the largest product, estimated from the minimum and maximum of each coordinate (Quest, Tang et al.
+2024, arXiv 2406.10774), the first page and the last tokens. The mean of a page's keys would miss a single key that
+matters.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Seat(RequestMemory):
 
     Attributes:
         slot: in the excerpts' cache; -1: it has none yet.
-        base: tokens of the text when it was selected; 0: it was not yet.
-        held: tokens of the text that it includes or has left out; later ones are missing.
+        base: tokens of the text when it was selected; 0: not yet.
+        held: tokens of the text that were considered for it; later ones are missing.
         rounds: since it was selected.
         pages: for each layer the minima and maxima of each page's keys, (heads, pages, 2 x dim).
     """
@@ -53,7 +53,7 @@ class SelfEvicted(TreeDrafter):
     """Drafts with the target on an excerpt of its cache.
 
     Args:
-        target: its cache holds all keys and values; from now on the queries of each slot's last row are kept too.
+        target: its cache holds all keys and values; the queries of each slot's last row are kept too from now on.
         budget: pairs of a head in an excerpt.
 
     Raises:
@@ -76,9 +76,9 @@ class SelfEvicted(TreeDrafter):
         super().__init__(TreeReader(Excerpt(target, budget + ROOM), target.vocab_size))
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> SelfEvicted:
+    def make(cls, pairs: int | None, around: DrafterContext) -> SelfEvicted:
         """A drafter with excerpts of so many pairs, ``BUDGET`` where no number is given."""
-        return cls(around.packed, int(argument or BUDGET))
+        return cls(around.packed, BUDGET if pairs is None else pairs)
 
     def end(self, context: Context) -> None:
         """Free the request's slot."""

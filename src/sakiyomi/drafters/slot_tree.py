@@ -1,30 +1,32 @@
 """Trees of drafts that come in one pass: each level is a slot, whose candidates do not depend on the path to it.
 
-So it is with Medusa's heads, block drafters and draft models that guess several tokens at once. The best tree is then
-the one whose nodes have the largest products of their slots' chances, and a heap finds it (DDTree, arXiv 2604.12989,
-section 3): the best path, then its next sibling and its first child, and so on.
+Medusa's heads, block drafters and draft models that guess several tokens at once make such drafts. The best tree has
+the nodes with the largest products of their slots' chances. A heap finds it (DDTree, arXiv 2604.12989, section 3): the
+best path first, then its next sibling and its first child, and so on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from torch import Tensor
 
-from sakiyomi.core.errors import InputError
-from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.tree import DraftKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.beside import Beside
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
-from sakiyomi.drafters.tree_reader import SHARPNESS, GrowingDrafter, begin_tree, is_drawn, kind_of
+from sakiyomi.drafters.head_model import over_vocabulary
+from sakiyomi.drafters.tree_reader import SHARPNESS, GrowingDrafter, TreeReader, begin_tree, is_drawn
 from sakiyomi.drafters.trees import BestFirst
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["OnePassDrafter", "SlotLogits", "SlotTree", "Slots"]
+__all__ = ["MASKS", "OnePassDrafter", "ParallelReader", "SlotLogits", "SlotTree", "Slots"]
+
+MASKS = 16
+"""Most tokens of a pass of ``ParallelReader``; published drafts were trained for 8."""
 
 SlotLogits = Callable[[int, Sequence[int]], tuple[Tensor, Sequence[float] | None]]
 """From a slot and the candidates before it to logits, (places, V), and how likely guesses are to be accepted there."""
@@ -37,7 +39,7 @@ class SlotTree(DraftTreeState):
     """The tree of one request, a level for each slot.
 
     Attributes:
-        levels: what turns the scores of each slot into chances.
+        levels: turns the scores of each slot into chances.
         width: most candidates of a place, where nodes are picked; None: as many as the builder wants.
     """
 
@@ -69,7 +71,7 @@ class SlotTree(DraftTreeState):
             self._read_levels(lambda level, places: (logits[level].expand(len(places), -1), None))
 
     def grow_by(self, slot: SlotLogits) -> None:
-        """Add all levels, where what a slot guesses depends on the candidates before it."""
+        """Add all levels, where the guesses of a slot depend on the candidates before it."""
         self._known = None
         self._read_levels(slot)
 
@@ -87,7 +89,7 @@ class SlotTree(DraftTreeState):
         super().read(place, logits, ranked)
 
     def chances(self, level: int, probs: Sequence[float | None], scores: Sequence[float]) -> list[float]:
-        """See ``DraftTreeState.chances``; the first candidate has the chance that the drafter claims, if it does."""
+        """See ``DraftTreeState.chances``; the first candidate has the chance that the drafter claims, if any."""
         found = super().chances(level, probs, scores)
         if self._trust is None:
             return found
@@ -149,7 +151,7 @@ class Slots:
 
     Args:
         count: tokens that are guessed in a pass.
-        ranks: acceptance of each slot's candidates by rank, before anything was seen.
+        ranks: initial acceptance of each slot's candidates by rank.
     """
 
     def __init__(self, count: int, ranks: Sequence[Sequence[float]] | None = None) -> None:
@@ -160,23 +162,8 @@ class Slots:
             for rule, sharpness in SHARPNESS.items()
         }
 
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``tree_reader.kind_of``.
-
-        Raises:
-            InputError: a tree was asked for that is deeper than there are slots.
-        """
-        if (levels := max(map(len, params.choices), default=0)) > self.count:
-            raise InputError(f"tree has {levels} levels, and this draft guesses {self.count} tokens")
-        return kind_of(params)
-
     def begin(
-        self,
-        context: Context,
-        name: str,
-        sampler: Sampler,
-        gamma: int,
-        most: tuple[int, int, int] | None = None,
+        self, context: Context, name: str, sampler: Sampler, gamma: int, most: tuple[int, int, int] | None = None
     ) -> SlotTree:
         """A tree without a level.
 
@@ -185,7 +172,7 @@ class Slots:
             name: of the drafter.
             sampler: of the request.
             gamma: depth wanted.
-            most: its largest depth, nodes, and candidates of a place, where sizes are a matter of what pays.
+            most: largest depth, nodes, and candidates of a place, where costs decide the size.
         """
         worth, drawn = context.worth, is_drawn(context)
         depth, nodes, width = min(gamma, self.count), context.nodes, None
@@ -211,11 +198,7 @@ class OnePassDrafter(GrowingDrafter):
     one_pass = True
 
     def __init__(self, runner: Beside, slots: Slots) -> None:
-        self._runner, self._slots = runner, slots
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``Slots.kind_for``."""
-        return self._slots.kind_for(params)
+        self._runner, self._slots, self.levels = runner, slots, slots.count
 
     @property
     def passes(self) -> int:
@@ -226,3 +209,50 @@ class OnePassDrafter(GrowingDrafter):
     def forward_seconds(self) -> float:
         """See ``Drafter.forward_seconds``."""
         return self._runner.seconds
+
+
+class ParallelReader(TreeReader):
+    """Grows trees and chains of draft models that guess several tokens in one pass, at masks behind the text.
+
+    PARD (arXiv 2504.18583): a model trained for it reads the missing tokens and some masks. The last token gives the
+    first guess, the first mask the second, and so on. Masks leave nothing in the cache.
+
+    Args:
+        model: the draft model.
+        vocab_size: of the target.
+        mask: token that stands for one to be guessed.
+    """
+
+    one_pass = True
+    levels = MASKS
+
+    def __init__(self, model: ModelRunner, vocab_size: int, mask: int) -> None:
+        super().__init__(model, vocab_size)
+        self._mask, self._slots = mask, Slots(MASKS)
+
+    def begin(
+        self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
+    ) -> DraftTreeState | None:
+        """See ``TreeReader.begin``."""
+        room = self.model.max_context - len(context.tokens)
+        if room < 1:
+            return None
+        tree = self._slots.begin(context, name, sampler, min(gamma, room))
+        tree.candidates.depth = min(tree.candidates.depth, room)
+        tree.slot, tree.held = slot, held
+        return tree
+
+    def read(self, states: Sequence[DraftTreeState]) -> None:
+        """See ``TreeReader.read``: afterwards the cache holds all committed tokens."""
+        trees = [state for state in states if isinstance(state, SlotTree) and self._has_room(state)]
+        if not trees:
+            return
+        rows = [tree.segment() for tree in trees]
+        segments = [
+            replace(part, tokens=[*part.tokens, *[self._mask] * (tree.candidates.depth - 1)])
+            for tree, part in zip(trees, rows, strict=True)
+        ]
+        logits = over_vocabulary(self._score(trees, segments), None, self._vocab_size)
+        self.passes += 1
+        for tree, own in zip(trees, logits.split([len(segment.tokens) for segment in segments]), strict=True):
+            tree.grow(own[-tree.candidates.depth :])

@@ -1,4 +1,4 @@
-"""Writes EAGLE-3 heads and block drafters as vLLM's speculators have them, for vLLM, SGLang and further training."""
+"""Writes EAGLE-3 heads and block drafters in the format of vLLM's speculators, for vLLM, SGLang and training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["write_speculators"]
 
 VERSION = "0.9.0"
-"""Of speculators, whose configuration this is."""
+"""Version of speculators whose format this is."""
 STEPS = 3
 """Draft tokens a round that an EAGLE head's configuration proposes."""
 _CLASSES = {
@@ -46,7 +46,7 @@ def write_speculators(folder: Path, file: EagleFile | BlockFile, target: str, ar
         What speculators call it: "eagle3", "peagle", "dflash", "dflash2" or "dspark".
 
     Raises:
-        UnsupportedError: that form cannot say what it is.
+        UnsupportedError: the format cannot describe it.
         LoadError: nothing can be written there.
     """
     made = (
@@ -78,7 +78,7 @@ def write_speculators(folder: Path, file: EagleFile | BlockFile, target: str, ar
 
 
 def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the decoder layers, without what other tools have put beside it."""
+    """The configuration of the decoder layers, without entries that other tools have added."""
     made = decoder_config(config)
     found: dict[str, Any] = made.to_diff_dict()
     known = type(made)().to_dict().keys()
@@ -105,7 +105,7 @@ def _block(name: str, options: BlockOptions, tensors: Mapping[str, Tensor]) -> t
     strange = next((option for option, value in usual.items() if getattr(options, option) != value), None)
     if strange:
         raise UnsupportedError(
-            f"the block drafter {name} has {strange} {getattr(options, strange)}, which speculators cannot say"
+            f"the block drafter {name} has {strange} {getattr(options, strange)}, which speculators cannot store"
         )
     own = {entry: getattr(options, option) for option, entry in ENTRIES.items() if option not in usual}
     own["aux_hidden_state_layer_ids"] = [layer + 1 for layer in options.layers]

@@ -1,9 +1,9 @@
-"""Drafts from a suffix automaton over prompt, output and, if wanted, the texts of earlier requests.
+"""Drafts from a suffix automaton of prompt, output and, optionally, the texts of earlier requests.
 
 Sources: SAM-Decoding (Hu et al. 2024, arXiv 2411.10666) for the automaton and the choice between this text and others
 by the length of the match; SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) for trees of the most frequent
-continuations whose size follows the match. Of several continuations the one that follows the place copied last comes
-first: see ``copy_source``. The chances are this text's own: see ``guess_calibration``.
+continuations whose size follows the match. The continuation that follows the place copied last comes first, see
+``copy_source``. Chances are calibrated on the request's own text, see ``guess_calibration``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.automaton import ROOT, Cursor, SuffixAutomaton
 from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.copy_source import CopySource
-from sakiyomi.drafters.guess_calibration import GuessCalibration
-from sakiyomi.drafters.guessed_tree import GuessedTree, grow
+from sakiyomi.drafters.guessed_tree import GuessedTree
 from sakiyomi.drafters.memory import MemoryFile
-from sakiyomi.drafters.text_base import FLOOR, TextDrafter
+from sakiyomi.drafters.text_base import PlaceReader, TextDrafter
 
 __all__ = ["SuffixDrafter", "SuffixReader"]
 
@@ -65,7 +64,7 @@ that is copied (-1: none is).
 """
 
 
-class SuffixReader:
+class SuffixReader(PlaceReader):
     """The automaton of one text, and a cursor in that of earlier texts.
 
     Args:
@@ -73,15 +72,12 @@ class SuffixReader:
     """
 
     def __init__(self, shared: SuffixAutomaton | None = None) -> None:
+        super().__init__([prior for row in (*LATER, *FIRST, COPIED_LATER, COPIED_FIRST) for prior in row])
         self.own = SuffixAutomaton()
         self._shared = shared
         self._cursor = None if shared is None else Cursor(shared)
         self._source = CopySource(self.own.text)
-        tables = (*LATER, *FIRST, COPIED_LATER, COPIED_FIRST)
-        self._calibration = GuessCalibration([prior for row in tables for prior in row])
         self._automaton = self.own
-        self._path: list[tuple[int, int]] = []  # kinds and tokens of the likeliest path
-        self._end: Place = (ROOT, 0, True, -1)
 
     def read(self, tokens: Sequence[int]) -> None:
         """See ``Reader.read``."""
@@ -100,7 +96,6 @@ class SuffixReader:
 
     def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
-        self._calibration.learn(context.tokens)
         self._automaton = self.own
         state, length = self.own.match()
         copied = self._source.next(length)
@@ -110,19 +105,15 @@ class SuffixReader:
                 assert self._shared is not None
                 self._automaton, state, length = self._shared, self._cursor.state, self._cursor.length
                 copied = -1
-        place = (state, length, True, copied)
-        self._path, self._end = [], place
-        found = grow(place, self.expand, depth, context.nodes, FLOOR, context.stop_ids)
-        self._calibration.expect(len(context.tokens), self._path)
-        return found
+        return self._grow((state, length, True, copied), context, depth)
 
     def expand(self, place: Place) -> list[tuple[int, float, Place]]:
-        """What followed a place in the text, see ``guessed_tree.Expand``."""
+        """See ``PlaceReader.expand``."""
         automaton = self._automaton
         state, length, first, copied = place
         following = automaton.following[state]
         while not following and state > ROOT:
-            # It was seen at the end of the text only: take what followed a shorter run.
+            # The run was seen at the end of the text only: use a shorter one.
             state = automaton.links[state]
             following = automaton.following[state]
             length = min(length, automaton.lengths[state])
@@ -134,7 +125,7 @@ class SuffixReader:
             ranked = [(counts[behind] + 1.0, token, behind)]
             total = counts[behind] + 1.0
         elif len(following) <= WIDEST:
-            # The newest counts once more, and so comes first among equals.
+            # The newest counts once more, so it comes first among equals.
             ranked = [(counts[s] + (t == newest), t, s) for t, s in following.items()]
             total = sum(counts[s] for s in following.values()) + 1.0
             ranked = nlargest(SIBLINGS, ranked)
@@ -149,15 +140,14 @@ class SuffixReader:
                 (each for each in ranked if each[1] == onward), (counts[following[onward]], onward, following[onward])
             )
             ranked = [(weight, token, behind), *(each for each in ranked if each[1] != onward)][:SIBLINGS]
-            kind = _copied_kind(length, first)
+            # Kinds of copied tokens come behind the others.
+            kind = (2 * len(SHARES) + first) * len(LENGTHS) + bisect(LENGTHS, length) - 1
         else:
             weight, token, behind = ranked[0]
             kind, copied = _kind(length, weight / (total + len(following)), first), -2
-        chance = self._calibration.chances[kind]
+        chance = self.calibration.chances[kind]
         best = (behind, length + 1, False, copied + 1)
-        if place is self._end:
-            self._path.append((kind, token))
-            self._end = best
+        self._note(place, kind, token, best)
         found = [(token, chance, best)]
         left = (1.0 - chance) / (total - weight + len(following))
         found += [(t, w * left, (s, length + 1, False, -1)) for w, t, s in ranked[1:]]
@@ -183,7 +173,7 @@ class SuffixDrafter(TextDrafter):
             self._shared = _automaton(memory)
 
     @classmethod
-    def make(cls, argument: str, around: DrafterContext) -> SuffixDrafter:
+    def make(cls, argument: str | None, around: DrafterContext) -> SuffixDrafter:
         """A drafter with this memory file; with none where no file is given."""
         if not argument:
             return cls()
@@ -235,8 +225,3 @@ def _automaton(memory: MemoryFile) -> SuffixAutomaton:
 def _kind(length: int, share: float, first: bool) -> int:
     """The index of a guess among ``LATER`` and ``FIRST``, row by row."""
     return ((bisect(LENGTHS, length) - 1) + first * len(LENGTHS)) * len(SHARES) + bisect(SHARES, share) - 1
-
-
-def _copied_kind(length: int, first: bool) -> int:
-    """The index of a token that the text copies: these kinds come after the others."""
-    return 2 * len(LENGTHS) * len(SHARES) + first * len(LENGTHS) + bisect(LENGTHS, length) - 1

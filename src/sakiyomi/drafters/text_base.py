@@ -1,48 +1,74 @@
-"""What the drafters have in common that read nothing but the text: one reader for each request, kept up to date."""
+"""Base of drafters that read only the text: one reader for each request, kept up to date."""
 
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from sakiyomi.cache.prefix import alike
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
-from sakiyomi.drafters.guessed_tree import GuessedTree
+from sakiyomi.drafters.guess_calibration import GuessCalibration
+from sakiyomi.drafters.guessed_tree import GuessedTree, grow
 
-__all__ = ["FLOOR", "Reader", "TextDrafter"]
+__all__ = ["FLOOR", "PlaceReader", "Reader", "TextDrafter"]
 
 FLOOR = 0.04
-"""Tokens reached with a smaller chance are not proposed: it is about what one more row of a pass costs, in tokens."""
-CHUNK = 4096  # tokens that are read in one round, so that other requests do not wait long: some 20 ms
+"""Least chance of a proposed token: about the cost of one more row of a pass, in tokens."""
+CHUNK = 4096  # most tokens that are read in one round, about 20 ms, so that other requests do not wait long
 LONG = 64  # more tokens than these at once are a prompt
 
 
-class Reader(Protocol):
-    """Learns from one request's text, and proposes how it goes on."""
+class Reader(ABC):
+    """Learns from one request's text, and guesses its continuation.
 
+    Attributes:
+        seen: how many of the request's tokens were read.
+        calibration: how often guesses were right, by kind.
+    """
+
+    seen = 0
+    calibration: GuessCalibration
+
+    @abstractmethod
     def read(self, tokens: Sequence[int]) -> None:
         """Learn the next tokens of the text."""
-        ...
 
+    @abstractmethod
     def branch(self, head: Sequence[int]) -> None:
-        """Continue after ``head``, the beginning of what was read; what followed it is another text from now on."""
-        ...
+        """Continue behind ``head``, the beginning of what was read; what followed it becomes another text."""
 
+    @abstractmethod
     def guess(self, context: Context, depth: int) -> GuessedTree:
-        """What may come next after all that was read: at most ``context.nodes`` nodes, at most ``depth`` deep."""
-        ...
+        """Guess what follows all that was read: at most ``context.nodes`` nodes, at most ``depth`` deep."""
 
 
-@dataclass(eq=False, slots=True)
-class _ReadText:
-    """A reader, and how many of the request's tokens it has read."""
+class PlaceReader(Reader):
+    """Guesses by the continuations of places in the text, see ``guessed_tree.grow``."""
 
-    reader: Reader
-    read: int = 0
+    def __init__(self, priors: Sequence[float]) -> None:
+        self.calibration = GuessCalibration(priors)
+        self._path: list[tuple[int, int]] = []  # kinds and tokens of the likeliest path
+        self._end: Any = None  # the place behind it
+
+    @abstractmethod
+    def expand(self, place: Any) -> Sequence[tuple[int, float, Any]]:
+        """The continuations of a place, see ``guessed_tree.Expand``; calls ``_note`` with the best one."""
+
+    def _note(self, place: Any, kind: int, token: int, behind: Any) -> None:
+        """Remember the best continuation of a place if it extends the likeliest path."""
+        if place is self._end:
+            self._path.append((kind, token))
+            self._end = behind
+
+    def _grow(self, start: Any, context: Context, depth: int) -> GuessedTree:
+        """The guesses behind a place."""
+        self._path, self._end = [], start
+        found = grow(start, self.expand, depth, context.nodes, FLOOR, context.stop_ids)
+        self.calibration.expect(len(context.tokens), self._path)
+        return found
 
 
 class TextDrafter(Drafter):
@@ -69,34 +95,34 @@ class TextDrafter(Drafter):
         return drafts
 
     def inherit(self, context: Context, earlier: Context) -> None:
-        """See ``Drafter.inherit``: the reader goes on from the tokens that both requests begin with."""
-        text: _ReadText | None = earlier.memory.pop(self.name, None)
-        if text is None:
+        """See ``Drafter.inherit``: the reader continues behind the tokens that both requests begin with."""
+        reader: Reader | None = earlier.memory.pop(self.name, None)
+        if reader is None:
             return
-        shared = alike(earlier.tokens[: text.read], context.tokens)
-        if shared < text.read:
-            text.reader.branch(context.tokens[:shared])
-            text.read = shared
-        context.memory[self.name] = text
+        shared = alike(earlier.tokens[: reader.seen], context.tokens)
+        if shared < reader.seen:
+            reader.branch(context.tokens[:shared])
+            reader.seen = shared
+        context.memory[self.name] = reader
 
     def _propose(self, context: Context, gamma: int) -> Draft:
-        text: _ReadText | None = context.memory.get(self.name)
-        if text is None:
-            text = context.memory[self.name] = _ReadText(self.reader(context))
+        reader: Reader | None = context.memory.get(self.name)
+        if reader is None:
+            reader = context.memory[self.name] = self.reader(context)
             if context.source is not None:
-                self._prefill(text.reader, context.source.tokens)
-        missing = context.tokens[text.read : text.read + CHUNK]
+                self._prefill(reader, context.source.tokens)
+        missing = context.tokens[reader.seen : reader.seen + CHUNK]
         if len(missing) > LONG:
-            self._prefill(text.reader, missing)
+            self._prefill(reader, missing)
         elif missing:
-            text.reader.read(missing)
-        text.read += len(missing)
-        if text.read < len(context.tokens):
+            reader.read(missing)
+        reader.seen += len(missing)
+        if reader.seen < len(context.tokens):
             return Draft.empty()
+        reader.calibration.learn(context.tokens)
         if context.worth is None:
-            return text.reader.guess(context, gamma).draft(self.name)
-        guessed = text.reader.guess(context, context.worth.depth)
-        return guessed.best(context.nodes, context.worth).draft(self.name)
+            return reader.guess(context, gamma).draft(self.name)
+        return reader.guess(context, context.worth.depth).best(context.nodes, context.worth).draft(self.name)
 
     def _prefill(self, reader: Reader, tokens: Sequence[int]) -> None:
         """Read tokens, and count the time as spent on prompts."""

@@ -1,6 +1,6 @@
-"""Trees of several requests that a model grows at once, one level a pass: draft models, and the target's first layers.
+"""Grows the trees of several requests together, one level a pass, with a draft model or the target's first layers.
 
-Knows rows of a cache and logits. Whose cache it is, and what becomes of its rows afterwards, is up to the drafter.
+Drafters decide which cache is used, and what happens to its rows afterwards.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind
@@ -28,14 +29,23 @@ from sakiyomi.sampling.sampler import Sampler
 __all__ = ["GrowingDrafter", "TreeDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
 
 DRAWN: dict[str, DraftKind] = {"chain": "chain", "static": "without_replacement", "choices": "without_replacement"}
-"""The kind of draft for each shape that is known before anything is drawn: only these are drawn for the ratio rule."""
-# How much sharper than the draft's own softmax its chances of acceptance are, before anything was seen
-# (benchmarks/log/trees.md).
+"""Kind of draft for each shape that is known in advance; only these are drawn for the ratio rule."""
+# Initial sharpness of acceptance compared to the draft's own softmax, by rule.
 SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
 
 
-def kind_of(params: SamplingParams) -> DraftKind:
-    """The kind of draft for a request that is sampled by the ratio rule, by the shape that it asked for."""
+def kind_of(params: SamplingParams, levels: int | None = None) -> DraftKind:
+    """The kind of draft for a request that is sampled by the ratio rule, by the shape that it asked for.
+
+    Args:
+        params: of the request.
+        levels: most levels of a tree; None: any number.
+
+    Raises:
+        InputError: a deeper tree was asked for.
+    """
+    if levels is not None and (deepest := max(map(len, params.choices), default=0)) > levels:
+        raise InputError(f"tree has {deepest} levels, and this draft guesses {levels} tokens")
     return DRAWN.get(params.builder, "point_mass")
 
 
@@ -75,6 +85,7 @@ class TreeReader:
     Attributes:
         state: what a tree is while it grows.
         one_pass: all levels come in one pass.
+        levels: most levels of a tree; None: any number.
         passes: passes so far.
         confidence: by rule, how often the model is right where it gives such probabilities.
         besides: seconds of a level outside the model.
@@ -82,6 +93,7 @@ class TreeReader:
 
     state: type[DraftTreeState] = DraftTreeState
     one_pass = False
+    levels: int | None = None
 
     def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self.model = model
@@ -91,14 +103,10 @@ class TreeReader:
         self._native = NativeTrees(model, vocab_size)
         self.besides = 1e-4
 
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``kind_of``."""
-        return kind_of(params)
-
     def begin(
         self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
     ) -> DraftTreeState | None:
-        """A tree that has no level yet; None: the model's context is shorter than the target's, and ends here.
+        """A tree without a level; None: the model's context, shorter than the target's, ends here.
 
         Args:
             context: of the request.
@@ -116,7 +124,7 @@ class TreeReader:
         return self.state(context, sampler, name, candidates, builder, confidence, drawn, slot, held)
 
     def depth(self, context: Context, gamma: int) -> int:
-        """How deep a request's tree may become, `gamma` wanted; not positive where the model's context ends."""
+        """Most levels of a request's tree, `gamma` wanted; not positive where the model's context ends."""
         wanted = gamma if context.worth is None or is_drawn(context) else context.worth.depth
         return min(wanted, self.model.max_context - len(context.tokens))
 
@@ -127,7 +135,7 @@ class TreeReader:
         tree for which memory runs out stays as it is.
         """
         began, inside, passes = time.perf_counter(), self.model.forward_seconds, self.passes
-        grown = self._grow_natively(states)
+        grown = self._native.grow(states, self.besides)
         self.passes += grown or 0
         active = [state for state in states if self._has_room(state)] if grown is None else []
         while active:
@@ -147,10 +155,6 @@ class TreeReader:
     def took(self, passes: int, besides: float) -> None:
         """So many passes took so many seconds outside the model."""
         self.besides = running_mean(self.besides, besides / passes)
-
-    def _grow_natively(self, states: Sequence[DraftTreeState]) -> int | None:
-        """See ``NativeTrees.grow``."""
-        return self._native.grow(states, self.besides)
 
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         """Logits (rows, V of the model) of a pass over these segments of the trees."""
@@ -184,10 +188,19 @@ class TreeReader:
 
 
 class GrowingDrafter(Drafter):
-    """Grows a tree for each request. Subclasses decide where trees begin and how they grow."""
+    """Grows a tree for each request. Subclasses decide where trees begin and how they grow.
+
+    Attributes:
+        levels: most levels of a tree; None: any number.
+    """
 
     kind: DraftKind = "chain"
     runs_model = prefers_coupled = True
+    levels: int | None = None
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``kind_of``."""
+        return kind_of(params, self.levels)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; the trees of all requests grow together."""
@@ -226,11 +239,7 @@ class TreeDrafter(GrowingDrafter):
     model: ModelRunner
 
     def __init__(self, reader: TreeReader) -> None:
-        self.reader, self.model = reader, reader.model
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``TreeReader.kind_for``."""
-        return self.reader.kind_for(params)
+        self.reader, self.model, self.levels = reader, reader.model, reader.levels
 
     @property
     def forward_seconds(self) -> float:

@@ -16,8 +16,6 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.core.messages import one_line
 
-__all__ = ["Content", "Dialogue", "Ending", "Exchange", "read_template"]
-
 WORDS = ("auto", "none")
 """What may be given instead of a template."""
 Content = str | list[dict[str, str]]
@@ -63,10 +61,9 @@ class Dialogue:
 
     def __init__(self, tokenizer: Any, template: str = "auto", system: str = "", processor: Any = None) -> None:
         self._tokenizer = tokenizer
-        theirs = getattr(processor, "chat_template", None)
-        if template == "auto" and isinstance(theirs, str) and not getattr(tokenizer, "chat_template", None):
+        own, theirs = getattr(tokenizer, "chat_template", None), getattr(processor, "chat_template", None)
+        if template == "auto" and not own and isinstance(theirs, str):
             template = theirs
-        own = getattr(tokenizer, "chat_template", None)
         self.plain = template == "none" or (template == "auto" and not own)
         self._template = None if template in WORDS else template
         self.exchanges: list[Exchange] = []
@@ -103,14 +100,6 @@ class Dialogue:
     def messages(self) -> list[dict[str, Any]]:
         """All messages with their roles."""
         return _messages(self._system, self.exchanges)
-
-    def prompt(self, message: str, before: Sequence[Exchange]) -> list[int]:
-        """Token ids of a message behind these exchanges, up to where the reply begins.
-
-        Raises:
-            InputError: the template does not take them.
-        """
-        return self.read(self.messages_with(message, before))
 
     def messages_with(self, message: Content, before: Sequence[Exchange]) -> list[dict[str, Any]]:
         """All messages up to one behind these exchanges, with their roles."""
@@ -184,7 +173,7 @@ class Dialogue:
             try:
                 _parse(path)
             except LoadError:
-                raise LoadError(f"{str(path)!r} is there and holds no messages; choose another name") from None
+                raise LoadError(f"{str(path)!r} exists and holds no messages; choose another name") from None
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
         if not path.parent.is_dir():
             raise LoadError(f"the messages cannot be written to {str(path)!r}: there is no folder {str(path.parent)!r}")
@@ -288,7 +277,7 @@ def _parse(path: Path) -> tuple[str, list[Exchange]]:
     first = int(roles[:1] == ["system"])
     if roles[first:] != ["user", "assistant"] * ((len(roles) - first) // 2):
         raise LoadError(
-            f"the roles in {str(path)!r} are {', '.join(roles):.80}; expected user and assistant by turns, with an "
-            "assistant at the end, perhaps behind one system"
+            f"the roles in {str(path)!r} are {', '.join(roles):.80}; expected user and assistant alternately, ending "
+            "with assistant, perhaps behind one system"
         )
     return texts[0] if first else "", list(zip(texts[first::2], texts[first + 1 :: 2], strict=True))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LLMConfig"]
-
 
 @dataclass(frozen=True)
 class LLMConfig:
@@ -16,7 +14,7 @@ class LLMConfig:
     Attributes:
         target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id.
         draft: what proposes draft tokens: auto (the result of `sakiyomi tune`, else tales-draft for tales, else a head
-            in the folder eagle, block, mtp or medusa of it, else suffix+prompt-lookup, as far as it pays), none, a
+            in the folder eagle, block, mtp or medusa of it, else suffix+prompt-lookup, while that is faster), none, a
             FOLDER with a model, Medusa heads, an EAGLE head or a block drafter (or model:, medusa:, eagle:, block:,
             mtp: before it, or an embedded name or hub id behind that), mtp (a layer in the target's own files),
             prompt-lookup, suffix or ngram (from the text itself; suffix:FILE remembers earlier texts, ngram:FILE is

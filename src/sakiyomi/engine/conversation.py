@@ -13,8 +13,6 @@ from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.request import Request, RetainedSlot
 
-__all__ = ["Conversation"]
-
 
 class Conversation:
     """Successive requests, each with its whole prompt, in one slot of the cache; see ``LLM.conversation``.
@@ -47,7 +45,7 @@ class Conversation:
 
         Args:
             prompt: text or token ids: all of the conversation so far and what is new. Where the target has an encoder,
-                its source, of which nothing is used again.
+                its source, which is read anew every time.
             params: None for the defaults.
             index: with a seed the text is that which ``generate`` gives the prompt in this place of a list.
 

@@ -9,23 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.encoder_defaults import default_processors
 from sakiyomi.engine.inputs import TokenizedPrompt, prompt_tokens, with_ids
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 from sakiyomi.model_executor.loading import Loaded
 from sakiyomi.model_executor.runner import ModelRunner, first_logits
 
-__all__ = ["Heard", "SourceInputProcessor", "hear", "token_source"]
-
 
 @dataclass(frozen=True, eq=False)
 class Heard:
-    """A sound as the encoder takes it, with what is known of it, see ``Audio``."""
+    """Features of a sound for the encoder, with its language and task, see ``Audio``."""
 
     features: Tensor
     language: str | None
@@ -33,7 +31,7 @@ class Heard:
 
 
 def hear(audio: Audio, extractor: Any, frames: int) -> Heard:
-    """Features of a sound; in any thread.
+    """Features of a sound; may be called in any thread.
 
     Args:
         audio: no longer than the encoder's window.
@@ -75,7 +73,8 @@ class SourceInputProcessor:
     """
 
     def __init__(self, loaded: Loaded, target: ModelRunner, max_context: int) -> None:
-        self._config, self._settings = loaded.model.config, copy.deepcopy(loaded.model.generation_config)
+        self._model, self._config = loaded.model, loaded.model.config
+        self._settings = copy.deepcopy(loaded.model.generation_config)
         self._family: Family = family_of(self._config)
         self._limit = self._family.source_positions(self._config)
         self._tokenizer, self._extractor = loaded.tokenizer, loaded.extractor
@@ -86,23 +85,47 @@ class SourceInputProcessor:
     def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
         """See ``InputProcessor``."""
         source = self._source(prompt)
-        tokens = self._prompt(prompt, source)
+        tokens = [self._begin]
+        if self._family.takes_audio:  # a tensor of features has neither
+            tokens = self._whisper(source, getattr(prompt, "language", None), getattr(prompt, "task", None))
         if len(tokens) >= self._max_context:
             raise InputError(
                 f"the decoder begins with {len(tokens)} tokens, and its context holds {self._max_context} with at "
                 "least one new one; raise max_context"
             )
         last = min(len(tokens) + params.max_new_tokens, self._max_context)
-        ids = source.inputs.get("input_ids")
-        processors = default_processors(self._settings, len(tokens), last, ids, no_end=params.ignore_eos)
+        processors = self._processors(len(tokens), last, source.inputs.get("input_ids"), no_end=params.ignore_eos)
         params = with_ids(params, self._tokenizer)
         params = replace(params, logits_processors=(*processors, *params.logits_processors))
         return TokenizedPrompt(tokens, params, source)
 
+    def _processors(self, begin: int, last: int, source: Tensor | None, *, no_end: bool) -> list[LogitsProcessor]:
+        """Those that transformers' ``generate`` makes of the generation settings, without sampling and guidance.
+
+        Args:
+            begin: number of tokens that the decoder begins with.
+            last: most tokens of the decoder, those included.
+            source: (1, n) the encoder's tokens; None: it has none.
+            no_end: end tokens do not end the text, so that none is forced or suppressed.
+        """
+        settings, end = copy.copy(self._settings), self._settings.eos_token_id
+        left_out = ["guidance_scale", "watermarking_config", "renormalize_logits"]
+        if source is None:
+            left_out += ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"]
+        if no_end:
+            left_out += ["min_length", "min_new_tokens", "forced_eos_token_id"]
+        if end is None:
+            left_out.append("exponential_decay_length_penalty")
+        else:
+            end = torch.tensor(end if isinstance(end, list) else [end])
+        # Not by `update`, which would warn of settings that go together in sampling or beam search only.
+        vars(settings).update(dict.fromkeys(left_out), do_sample=False, max_length=last, _eos_token_tensor=end)
+        return [*self._model._get_logits_processor(settings, begin, source)]
+
     # ------------------------------------------------------------ sources
 
     def _source(self, prompt: Any) -> Source:
-        # Several samples of one prompt come one after the other: they share the encoder's output.
+        # Samples of one prompt come in succession; they share the encoder's output.
         key = tuple(prompt) if isinstance(prompt, list) else prompt
         if self._last is not None:
             known, source = self._last
@@ -159,13 +182,6 @@ class SourceInputProcessor:
             "the model does not say with which token its decoder begins; set decoder_start_token_id in its "
             "generation_config.json"
         )
-
-    def _prompt(self, prompt: Any, source: Source) -> list[int]:
-        if not self._family.takes_audio:
-            return [self._begin]
-        if isinstance(prompt, Audio | Heard):
-            return self._whisper(source, prompt.language, prompt.task)
-        return self._whisper(source, None, None)
 
     def _whisper(self, source: Source, language: str | None, task: str | None) -> list[int]:
         """The tokens for start, language, task and no timestamps, in the order of transformers' whisper."""

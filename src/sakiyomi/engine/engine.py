@@ -23,7 +23,7 @@ from sakiyomi.core.threads import govern_threads
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Drafter
-from sakiyomi.engine.batch import Batch, make_room, score_alone
+from sakiyomi.engine.batch import Part, cases, drafted_part, make_room, score
 from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.prefill import Prefill
@@ -36,8 +36,6 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.weights import is_shared
 from sakiyomi.sampling.verifiers import Rows
 from sakiyomi.sampling.verifiers.native import verify_all
-
-__all__ = ["Engine"]
 
 logger = logging.getLogger("sakiyomi")
 CHUNK = 512  # prompt tokens a pass
@@ -66,10 +64,11 @@ class Engine:
         max_context: most tokens of prompt and output together.
         chunk_size: prompt tokens in one pass; long prompts are taken in chunks between rounds.
         exact: prompts are computed alone, so that a request's numbers do not depend on its company.
-        strict: a drafter that raises or proposes nonsense ends the request; else the request goes on without it.
-        settle: called when no request runs: the time to take something faster into use.
-        depth: length of the chains that are drafted where a request leaves gamma, tree and nodes to "auto"; None: what
-            pays is weighed anew in every round.
+        strict: a drafter that raises or returns an invalid draft ends the request; else the request continues without
+            speculation.
+        settle: called while no request is running; swaps in faster passes that have finished building.
+        depth: fixed chain length for requests with gamma, tree and nodes "auto". None: choose a length every round from
+            measured costs.
     """
 
     def __init__(
@@ -175,13 +174,9 @@ class Engine:
             self.settle()
             steps = self._admit()
             reading = any(r.cached < r.prompt_tokens for r in self._running)
-            chunk = self._prefill.next_chunk(self._running, steps) if reading else Batch()
-            if chunk.requests:
+            if reading and (chunk := self._prefill.next_chunk(self._running, steps)):
                 began, last = self.target.forward_seconds, not self._prefill.needs_all_rows(chunk)
-                try:
-                    output = self.target.score(chunk.rows, last=last)
-                except Exception as error:
-                    output = score_alone(self.target, chunk, error, steps, last=last)
+                chunk, output = score(self.target, chunk, steps, last=last)
                 complete, output = self._prefill.take(chunk, output, self._running, steps, began, whole=not last)
                 steps += self._decide(complete, output)
 
@@ -198,25 +193,24 @@ class Engine:
                     self._retire()
                     return steps + native
                 drafted = self._speculation.propose(requests, depths)  # draft
-                batch = Batch.of_drafts(requests, drafted.drafts)
-                steps += make_room(batch, self.target.cache, self._speculation.check)
-                try:
-                    output = self.target.score(batch.rows)  # score
-                except Exception as error:
-                    output = score_alone(self.target, batch, error, steps)
-                clock.scored(batch.requests, drafted)
-                lengths = [len(request.tokens) for request in batch.requests]
-                steps += self._decide(batch, output)  # verify, commit
-                kept = [len(r.tokens) - n - 1 for r, n in zip(batch.requests, lengths, strict=True)]
-                depths = [draft.tree.depth for draft in batch.drafts]
-                rows = sum([len(rows.tokens) for rows in batch.rows])
-                self._speculation.observe(batch.requests, depths, kept, rows, drafted, clock)
+                drawn = zip(requests, drafted.drafts, strict=True)
+                parts = [drafted_part(request, draft) for request, draft in drawn]
+                parts = make_room(parts, self.target.cache, self._speculation.check, steps)
+                parts, output = score(self.target, parts, steps)  # score
+                requests = [part.request for part in parts]
+                clock.scored(requests, drafted)
+                lengths = [len(request.tokens) for request in requests]
+                steps += self._decide(parts, output)  # verify, commit
+                kept = [len(r.tokens) - n - 1 for r, n in zip(requests, lengths, strict=True)]
+                depths = [part.draft.tree.depth for part in parts]
+                rows = sum([len(part.rows.tokens) for part in parts])
+                self._speculation.observe(requests, depths, kept, rows, drafted, clock)
 
             self._retire()
             return steps
 
     def complete(self, requests: Iterable[Request]) -> list[Generation]:
-        """Run rounds until these requests are over; what is not by then, because of an error, is removed.
+        """Run rounds until these requests are over. Requests that an error leaves unfinished are removed.
 
         Args:
             requests: as ``submit`` gives them; they may be submitted while this is iterated over.
@@ -235,7 +229,7 @@ class Engine:
         return [request.generation() for request in taken]
 
     def remove(self, request: int) -> Request | None:
-        """End a request, whatever its state, and free its place at once; None if it is not known (any more)."""
+        """End a waiting or running request and free its slot; None if there is no such request (any more)."""
         with self._lock:
             found = self.find(request)
             if found is not None:
@@ -261,7 +255,7 @@ class Engine:
             return Prefix(place.held, text, recipe, tensors)
 
     def reusable(self) -> list[tuple[object, Sequence[int], int]]:
-        """Texts that a new request can go on from: who holds each, its tokens, and how many of them are in the cache.
+        """Texts that a new request can continue: the holder of each, its tokens, and how many of them are in the cache.
 
         Raises:
             UnsupportedError: pairs are evicted: what stays of a text depends on its end.
@@ -276,23 +270,23 @@ class Engine:
         return next((r for r in (*self._running, *self._waiting) if r.id == request), None)
 
     def settle(self) -> None:
-        """Take into use what has become ready in the background; does nothing while requests run."""
+        """Swap in what has finished building in the background; does nothing while requests run."""
         with self._lock:
             if not self._running:
                 self._settle()
 
     # ------------------------------------------------------------ one round
 
-    def _decide(self, batch: Batch, output: PassOutput) -> list[Step]:
+    def _decide(self, parts: Sequence[Part], output: PassOutput) -> list[Step]:
         """Verify each request's draft and commit what was accepted; an error of its own options ends a request alone.
 
         Args:
-            batch: a round, or prompts that are read to their end, with empty drafts.
+            parts: of a round, or of prompts that are read to their end, with empty drafts.
             output: of all their rows.
         """
         steps = []
-        cases = batch.cases()
-        for request, case, verdict in zip(batch.requests, cases, verify_all(cases, output.whole), strict=True):
+        judged = cases(parts)
+        for (request, _, _), case, verdict in zip(parts, judged, verify_all(judged, output.whole), strict=True):
             try:
                 draft, here = case.draft, slice(case.row, case.row + len(case.draft.tree.tokens) + 1)
                 rows = Rows(output.whole, case.sampler, case.position, draft.tree, request.tokens, here)
@@ -311,31 +305,29 @@ class Engine:
 
     def _keep(self, request: Request, draft: Draft, verdict: Verdict, rows: Rows) -> None:
         """Of the pass keep the last token's pair and those of the accepted path."""
-        assert request.slot is not None
         eviction = self.target.eviction
         nodes = (0, *(node + 1 for node in verdict.path))
         if request.decoding:  # else the rows are the prompt's, kept already
-            eviction.commit(request.slot, request.cached, nodes)
+            eviction.commit(request.seat, request.cached, nodes)
             request.cached += len(nodes)
         if eviction.needs_log_probs:
             tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
-            eviction.add_log_probs(request.slot, neg_log_prob(rows.raw[list(nodes)], tokens))
+            eviction.add_log_probs(request.seat, neg_log_prob(rows.raw[list(nodes)], tokens))
 
     def _evict(self, request: Request) -> None:
-        """Where this is an eviction boundary, drop what the cache is not to hold; say where the next one is."""
-        assert request.slot is not None
+        """At an eviction boundary, drop what the policy evicts; set the request's next boundary."""
         eviction = self.target.eviction
-        eviction.evict(request.slot, request.prompt_tokens, request.cached)
-        request.boundary = eviction.boundary(request.slot, request.prompt_tokens)
+        eviction.evict(request.seat, request.prompt_tokens, request.cached)
+        request.boundary = eviction.boundary(request.seat, request.prompt_tokens)
 
     # ------------------------------------------------------------ coming and going
 
     def _admit(self) -> list[Step]:
-        """Give slots to waiting requests; the last steps of those for which there is no memory."""
+        """Give slots to waiting requests. Returns the last steps of those for which there is no memory."""
         steps: list[Step] = []
         while self._waiting and len(self._running) < self.target.cache.max_slots:
             request = self._waiting.popleft()
-            request.began = time.perf_counter()  # waiting is not its time
+            request.began = time.perf_counter()  # waiting does not count
             try:
                 self._slots.seat(request)
             except MemoryLimitError as error:  # of a prefix; others would be refused before

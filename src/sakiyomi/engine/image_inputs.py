@@ -13,8 +13,6 @@ from sakiyomi.engine.inputs import TextInputProcessor, TokenizedPrompt, prompt_t
 from sakiyomi.model_executor.loading.model import Loaded
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["ImageInputProcessor"]
-
 
 class ImageInputProcessor(TextInputProcessor):
     """Prompts of models that read text and images.
@@ -48,7 +46,7 @@ class ImageInputProcessor(TextInputProcessor):
         plain = {"add_special_tokens": False} if begin and prompt.text.startswith(begin) else {}
         try:
             made = dict(processor(text=[prompt.text], images=list(prompt.images), return_tensors="pt", **plain))
-        except Exception as error:  # processors raise whatever they like
+        except Exception as error:  # processors raise errors of any kind
             raise InputError(f"{prompt!r}: the model's processor does not take it ({one_line(error)})") from error
         tokens = prompt_tokens(
             made["input_ids"][0].tolist(), self._tokenizer, self._vocab_size, self._max_context, self._note

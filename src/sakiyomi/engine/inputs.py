@@ -13,8 +13,6 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
 
-__all__ = ["InputProcessor", "TextInputProcessor", "TokenizedPrompt", "prompt_tokens", "with_ids"]
-
 
 @dataclass(frozen=True)
 class TokenizedPrompt:

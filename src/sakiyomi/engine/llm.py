@@ -67,7 +67,7 @@ class LLM:
         offload: where the target's weights stay between passes, for a model that does not fit: "disk" (in its own
             files), "cpu" (in main memory, for a GPU), "auto" (as much as fits on the device, then in main memory, the
             rest on disk), or a folder: as "disk", and weights that cannot be used as they are stored are written
-            there for as long as the model lives. Every pass then reads them, so that long drafts pay most.
+            there for as long as the model lives. Every pass then reads them, so that long drafts gain most.
             Passes are eager. A pair that was loaded with a ``device_map`` runs as it is. None: all in memory.
         compile: "auto" records decoding passes that come often, with the numbers of eager ones; False runs all passes
             eagerly.
@@ -76,7 +76,7 @@ class LLM:
         max_batch: requests that run at once; more wait.
         exact: bit-equal output for every drafter, gamma, tree and batch.
         strict: a drafter that raises, or proposes what is no draft, ends the request with a ``DraftError``; otherwise
-            the request goes on without it, and the log says so once.
+            the request continues without it, and the log says so once.
         allow_pickle: open pickle weights.
         trust_remote_code: run code that comes with a model.
 
@@ -325,7 +325,7 @@ class LLM:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for kernels that are compiled in the background, and record the passes that any request needs.
 
-        Without this, kernels are taken into use when they are there, and passes are recorded as they come.
+        Without this, kernels are swapped in when they are there, and passes are recorded as they come.
 
         Args:
             timeout: so many seconds at most; None: as long as it takes.

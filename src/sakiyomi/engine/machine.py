@@ -137,8 +137,6 @@ def _path(model: ModelRunner) -> str:
     if isinstance(model.module, OwnForward):
         way = BY_TEXT[model.module.reader.way]
         return f"each text by itself through its class's own forward, {way}: {model.module.why}"
-    if model.weights.own_attention:
-        return "attention of its class, which cannot be switched to another one, beside transformers' own cache"
     if model.weights.packed is None:
         return "plain torch" if model.device.type == "cpu" else "torch, with captured passes where it can have them"
     return "the compiled kernels"

@@ -24,8 +24,6 @@ from sakiyomi.model_executor.positions import rope_limit
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.stages import is_cut
 
-__all__ = ["ModelPool", "answer", "wait"]
-
 
 class ModelPool:
     """Loads models with the options of one `LLM` and makes them ready to run.
@@ -60,32 +58,18 @@ class ModelPool:
         self._max_context: int | None = options.get("max_context")
         self._unrecorded: list[tuple[ModelRunner, Callable[[ModelRunner], bool]]] = []
         if is_cut(target):
-            self.loaded, self.target = self._lead(Path(str(target)), quantize, offload, **options)
+            if quantize or offload or any(options[name] for name in ("eviction", "exact", "offloaded")):
+                raise UnsupportedError(
+                    f"{target} is a model in stages, which runs with cache='full', without exact, and as it was cut: "
+                    "leave quantize and offload out; cut the packed copy of a quantized model"
+                )
+            from sakiyomi.model_executor.stages.pipeline import lead
+
+            self.loaded, self.target = lead(Path(str(target)), load, run)  # its context is fixed
         else:
             self.loaded = load(target, quantize=quantize, offload=offload)
             self.target = self._pack(self.loaded, quantize, **options)
         self.models = [self.target]
-
-    def _lead(
-        self,
-        folder: Path,
-        quantize: str | None,
-        offload: object,
-        *,
-        eviction: object,
-        exact: bool,
-        offloaded: object,
-        max_context: int | None,
-    ) -> tuple[Loaded, ModelRunner]:
-        """The first stage of a model in stages, which has the context that it has, whatever was asked for."""
-        if quantize or offload or eviction or exact or offloaded:
-            raise UnsupportedError(
-                f"{folder} is a model in stages, which runs with cache='full', without exact, and as it was cut: leave "
-                "quantize and offload out; cut the packed copy of a quantized model"
-            )
-        from sakiyomi.model_executor.stages.pipeline import lead
-
-        return lead(folder, self._load, self._run)
 
     def context(self, answer: Callable[[Context], object], *, allow_pickle: bool) -> DrafterContext:
         """What drafters are made from.
@@ -122,16 +106,16 @@ class ModelPool:
         return packed
 
     def quantized(self, kind: str) -> ModelRunner:
-        """The target once more, its weights quantized, to run beside itself."""
+        """A second copy of the target with quantized weights, as a draft model."""
         return self.pack(self._load(self._name, quantize=kind), kind)
 
     def settle(self) -> None:
-        """Take into use what has become ready in the background; for when no request runs."""
+        """Swap in what has finished building in the background; to be called while no request runs."""
         for model in self.models:
             model.settle()
 
     def input_processor(self, max_context: int) -> InputProcessor:
-        """What makes tokens of prompts, sources for the target's encoder, or reads images."""
+        """The input processor of the target: for text, for text and images, or for sources of an encoder."""
         if self.target.weights.multimodal:
             from sakiyomi.engine.image_inputs import ImageInputProcessor
 
@@ -167,7 +151,7 @@ class ModelPool:
         return packed
 
     def record(self) -> bool:
-        """Keep recordings of the models that have none and can have one; whether none of those is left without."""
+        """Save recordings of the models that can have one and have none. Returns whether all of them are recorded."""
         for packed, record in list(self._unrecorded):
             packed.record()
             if packed.weights.packed is not None and packed.recorded() and record(packed):
@@ -197,7 +181,7 @@ def wait(engine: Engine, models: Sequence[ModelRunner], timeout: float | None = 
 
 
 def answer(own: Engine, context: Context) -> tuple[list[int], float] | None:
-    """What the target says to a request without a drafter, and the seconds that it took.
+    """The target's own answer to a request, without a drafter, and the seconds that it took.
 
     Args:
         own: runs the request, which waits meanwhile.

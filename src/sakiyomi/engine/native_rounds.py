@@ -231,7 +231,7 @@ class NativeRounds:
         if kernels is None or None in found or not all(dtypes):
             return False
         self.__del__()
-        self._rounds, self._made_for = 0, []  # if what follows is interrupted, nobody uses what is gone
+        self._rounds, self._made_for = 0, []  # if what follows is interrupted, nothing refers to them
         self._turns.clear()
         self._passes.clear()
         self._checked.clear()

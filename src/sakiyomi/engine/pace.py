@@ -1,7 +1,7 @@
-"""What rounds really bring, drafted and plain, so that nothing is drafted where plain decoding is faster.
+"""Measured speed of rounds with and without drafts, so that nothing is drafted where plain decoding is faster.
 
-Predictions weigh passes; a round of many requests spends much of its time outside of them. So rounds are timed as a
-whole, by how many requests they have, across requests: what the last request has shown, the next one starts from.
+Predictions cover passes only, and a round of many requests spends much of its time outside of them. So whole rounds are
+timed, by the number of their requests. The measurements are kept when requests end: the next request starts from them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from statistics import median
 
 from sakiyomi.drafters.draft_length import LOSS, Throughput
 
-__all__ = ["Pace"]
-
 SETTLED, FEWEST = 16, 6  # rounds of one request with drafts, after which they are compared; least of many requests
 LOOK_EVERY = 128  # rounds with drafts, after which one is plain, to be measured
-NEAR, NEAR_EVERY = 1.5, 24  # the same where drafting brings no more than so many times what plain decoding does
+NEAR, NEAR_EVERY = 1.5, 24  # the same where drafting is less than NEAR times as fast as plain decoding
 FIRST_LOOKS, READINGS = 3, 5  # plain rounds of the first look; readings whose median counts
 REST, REST_LATEST = 128, 2048  # rounds of the first rest and of the longest: each trial in vain doubles it
 TRIAL = 3  # rounds with drafts behind a rest, after which they are compared again
-CLOSE, DOUBTS = 0.9, 3  # a loss no larger than this may be one of few rounds: so many more are looked at
+CLOSE, DOUBTS = 0.9, 3  # a loss no larger than this may be due to few rounds: DOUBTS more are waited for
 
 
 class Pace:
-    """Of rounds with about as many requests.
+    """Measurements of rounds with about the same number of requests.
 
     Args:
         requests: how many. One alone has a policy of its own that decides when to rest: the next one's text may be
@@ -61,7 +59,7 @@ class Pace:
         return self._left > 0 or self._since >= self._look
 
     def add_plain(self, seconds: float) -> None:
-        """A round without drafts took so long."""
+        """Add a round without drafts."""
         self._readings.append(seconds)
         self.plain = median(self._readings)
         if len(self._readings) >= FIRST_LOOKS:
@@ -76,7 +74,7 @@ class Pace:
                 self._enough = self.drafted.rounds + TRIAL
 
     def add_drafted(self, tokens: float, seconds: float) -> None:
-        """A round with drafts brought each request so many tokens on average."""
+        """Add a round with drafts: mean tokens of a request, and its seconds."""
         self.drafted.add(tokens, seconds)
         self._since += 1
         self._idle = 0

@@ -13,14 +13,12 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.engine import Engine
 
-__all__ = ["Prefixes"]
-
 
 class Prefixes:
     """Makes prefixes on an engine, and reads them from files; refuses those of other models.
 
     Args:
-        engine: reads them and goes on from them.
+        engine: reads them and continues them.
         cache, kv_budget: how its target's cache is kept, as of ``LLM``.
     """
 

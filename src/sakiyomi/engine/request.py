@@ -1,4 +1,4 @@
-"""One request while it runs: its tokens, its place in the cache, its randomness, its figures."""
+"""One request while it runs: its tokens, cache slot, random numbers and statistics."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from sakiyomi.sampling.rows import as_row
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows, Verifier
 
-__all__ = ["GIVEN", "Request", "RequestOptions", "RetainedSlot", "RoundVerdict"]
-
 GIVEN = "given"  # the source of tokens that were not drafted, but begun with
 SCORED_TOGETHER = 64  # rows of a prompt: each takes the vocabulary's size several times
 _LEAST = 1e-45  # float32 has no smaller probability; a logarithm of 0 would be no JSON
@@ -33,16 +31,16 @@ _LEAST = 1e-45  # float32 has no smaller probability; a logarithm of 0 would be 
 
 @dataclass(eq=False)
 class RetainedSlot:
-    """What a conversation keeps in the caches between two of its requests; empty while one of them runs.
+    """A cache slot that a conversation keeps between two of its requests; empty while one of them runs.
 
     Attributes:
-        prefix: what requests go on from where nothing else is held.
-        beginning: what is read here is the beginning of other prompts: nothing is asked at its end.
-        shareable: other requests may go on from what is kept, and take it over if they go on where its request ended.
+        prefix: is restored for a request when nothing else is held.
+        beginning: the text is only the beginning of other prompts, so that its end is not read like a question.
+        shareable: other requests may copy what is kept, and take the slot over if they continue the whole text.
         slot: in the target's cache; None: nothing is kept.
         held: the tokens whose keys and values lie there.
-        prompt: so many of them were its request's prompt.
-        whole: so many of them were computed as whole chunks of a prompt, as any prompt that begins with them would be.
+        prompt: how many of them were its request's prompt.
+        whole: how many of them were computed in whole chunks of a prompt, as any prompt with that beginning would be.
         base: where chunks are counted from: behind a prefix that had eviction boundaries of its own, else 0.
         border: what lay there at the last eviction boundary that any prompt which begins alike has, too; None: none
             was kept, or nothing is evicted.
@@ -62,7 +60,7 @@ class RetainedSlot:
 
     @property
     def lends(self) -> bool:
-        """Whether it holds what any prompt with these tokens would have there: no prefix's, and no image's."""
+        """Whether any prompt with these tokens may use what it holds: not with a prefix or an image."""
         return not self.base and (self.context is None or self.context.source is None)
 
     def shared(self, tokens: Sequence[int]) -> int:
@@ -81,12 +79,12 @@ class RequestOptions(TypedDict, total=False):
 
 
 class RoundVerdict(NamedTuple):
-    """What a round brought, as the kernels have left it.
+    """The result of a round that the kernels ran.
 
     Attributes:
         tokens: the accepted ones, and the target's own.
-        used: so many of them count.
-        reason: why the text ends there; None: it goes on.
+        used: how many of them count.
+        reason: why the text ends there; None: it does not end.
         nodes, accepted, refused: of the draft.
         kind: of the target's own token.
         chances: what the target gave the tokens.
@@ -117,11 +115,11 @@ class Request:
         rounds_trace: keep every round's tree.
         keep_logits: keep the raw logits of every new token, in ``logits``, (V,) float32 each.
         live: text is wanted as it comes, not only at the end.
-        outbox: also gets every step; whoever runs the rounds, the one who waits finds them here.
+        outbox: also gets every step, for a caller that does not run the rounds itself.
         place: of the conversation that it belongs to; takes the slot over when the request is over.
         prompt_logprobs: of the prompt's tokens so far, if they were asked for.
         states: gets a sum for each chunk of the prompt, (hidden,) float32: of what the head of the target read for its
-            tokens; None: nobody wants them.
+            tokens; None: they are not wanted.
         shares: what others have read of its prompt's beginning is not computed again, and they may copy from it.
         error: what ended the request, if it was not its text: a processor of the user's that raised, its removal.
         slot: place in the target's cache; None while waiting.
@@ -163,6 +161,12 @@ class Request:
         return self.context.id
 
     @property
+    def seat(self) -> int:
+        """The slot of a request that is not waiting."""
+        assert self.slot is not None, "it waits"
+        return self.slot
+
+    @property
     def tokens(self) -> list[int]:
         """Prompt and output."""
         return self.context.tokens
@@ -179,7 +183,7 @@ class Request:
 
     @property
     def decoding(self) -> bool:
-        """Whether the first new token is there, so that passes are rounds."""
+        """Whether the first new token is committed, so that passes are rounds."""
         return len(self.tokens) > self.prompt_tokens
 
     @property
@@ -214,7 +218,7 @@ class Request:
         return self.cached >= self.prompt_tokens
 
     def commit(self, draft: Draft, verdict: Verdict, rows: Rows) -> Step:
-        """Take what the target decided: tokens up to a stop or the length limit, their trace, their text.
+        """Append what the target decided: tokens up to a stop or the length limit, their trace and their text.
 
         Raises:
             DivergedError: it is not what was given.
@@ -245,7 +249,7 @@ class Request:
         return self._take(tokens, entries, text, reason)
 
     def commit_round(self, found: RoundVerdict, drafter: str) -> Step:
-        """The same of a round that the kernels have run, with a draft of `drafter`."""
+        """As ``commit``, for a round that the kernels ran with a draft of `drafter`."""
         tokens, used, reason, text = found.tokens, found.used, found.reason, ""
         if self.live:
             text, stopped = self.text.push(tokens[:used])
@@ -283,13 +287,13 @@ class Request:
         return step
 
     def _post(self, step: Step) -> Step:
-        """Into the outbox, before the request counts as over: who waits for its end then finds its last step."""
+        """Append a step to the outbox, before the request counts as over: a waiting caller then finds it."""
         if self.outbox is not None:
             self.outbox.append(step)
         return step
 
     def _compare(self, tokens: Sequence[int]) -> None:
-        """Whether the next tokens are those that were given, as far as they reach.
+        """Compare the next tokens with the given ones, as long as there are some.
 
         Raises:
             DivergedError: they are not.
@@ -394,7 +398,7 @@ def score_tokens(logits: Tensor, tokens: Sequence[int], most: int) -> list[Promp
     Args:
         logits: (n, V), one row for each token.
         tokens: n of them.
-        most: so many of the most probable tokens of each row are given, too.
+        most: how many of the most probable tokens of each row are given, too.
     """
     chances = logits.float().log_softmax(-1)
     chosen = chances.gather(1, torch.tensor(tokens, device=chances.device)[:, None])

@@ -1,4 +1,4 @@
-"""Requests from prompts and parameters: what is decided once, before any work is done."""
+"""Makes requests from prompts and parameters: everything that is decided once, before a request runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Verifier
 
-__all__ = ["RequestFactory", "SubmitOptions"]
-
-
 TOGETHER = 4
 """Draft tokens of "auto" where processes share a target."""
 
@@ -31,7 +28,7 @@ class SubmitOptions(RequestOptions, total=False):
 
     Attributes:
         key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
-        drafted: False: nothing is drafted for it, whatever is for others.
+        drafted: False: the request runs without drafts.
         asks: of several drafters that are merged, those that are asked for it, by name; None: all of them.
         bounded: draft lengths that its parameters fix get shorter where others in the same round would wait for them.
         live: text is wanted with every step, not only with the last one.
@@ -62,9 +59,9 @@ class RequestFactory:
         max_context: most tokens of prompt and output together.
         ids: numbers for its requests.
         exact: nothing that other requests have computed is used again.
-        depth: length of the chains of requests that leave gamma, tree and nodes to "auto"; None: what pays is weighed
-            anew in every round.
-        shared: other processes make the same passes, so that neither clocks nor chance of this one decide.
+        depth: fixed chain length for requests with gamma, tree and nodes "auto". None: choose a length every round from
+            measured costs.
+        shared: other processes run the same passes, so that nothing may depend on clocks or random numbers of this one.
     """
 
     process: InputProcessor
@@ -163,7 +160,7 @@ class RequestFactory:
 
 
 def _alike(params: SamplingParams) -> SamplingParams:
-    """Parameters of which processes that share a target make the same passes.
+    """The parameters, changed so that all processes that share a target run the same passes.
 
     Raises:
         InputError: each would draw a seed of its own.

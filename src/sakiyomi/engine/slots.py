@@ -1,4 +1,4 @@
-"""Who has which slot of the cache: a running request, or a conversation between two of its requests.
+"""Assigns the slots of the cache to running requests, and to conversations between two of their requests.
 
 Decides what of a slot's text is reused, in place or copied into another slot. Knows no passes.
 """
@@ -15,10 +15,8 @@ from sakiyomi.drafters.base import Drafter, tell_end, tell_inherit
 from sakiyomi.engine.request import Request, RetainedSlot
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["SlotManager"]
-
-RECENTLY = 0.5  # seconds for which an answer of the system about free memory is believed: asking is slow
-AWAITED = 64  # tokens, or a chunk of them, that are worth waiting for: fewer are read anew in one pass
+RECENTLY = 0.5  # seconds for which the free memory that the system reported is not asked for again: that is slow
+AWAITED = 64  # tokens, or a chunk of them, that a request waits for: fewer are read anew in one pass
 
 Kin = list[tuple[Request, int]]
 """Requests that got their slots before another one, and how many first tokens each has in common with it."""
@@ -32,7 +30,7 @@ class SlotManager:
 
     A request whose prompt begins as that of another one does copies what that has read. While the other one is still
     reading it waits, but only for requests that were seated before it and have read as much as it has itself: so the
-    first of those who share something never waits, and none waits for longer than it would read.
+    first of several that share something never waits, and none waits longer than it would take to read.
 
     Args:
         target: whose cache has the slots.
@@ -61,7 +59,7 @@ class SlotManager:
         return sum(self._cache.held_bytes(slot, length) for slot, length in seated + kept if slot is not None)
 
     def reusable(self) -> Iterator[tuple[object, Sequence[int], int]]:
-        """Texts that other requests can go on from: who holds each, its tokens, and how many of them count."""
+        """Texts that other requests can continue: the holder of each, its tokens, and how many of them count."""
         for request in self._seated:
             if request.slot is not None and request.shares and request.context.source is None:
                 whole = min(request.cached, request.prompt_tokens) // self._chunk_size * self._chunk_size
@@ -71,8 +69,10 @@ class SlotManager:
                 yield place, place.held, place.whole if self._exact else len(place.held)
 
     def seat(self, request: Request) -> None:
-        """Give a request a slot: that of its conversation, or of a shareable place that it goes on from, rolled back to
-        what the prompt shares with it; or a free one, with what others have read of the prompt.
+        """Give a request a slot.
+
+        It is that of its conversation, or of a shareable place whose text it continues, rolled back to what the prompt
+        shares with it; or a free one, with what other requests have read of the prompt.
 
         Fewer requests must have slots than may run at once.
 
@@ -127,25 +127,34 @@ class SlotManager:
             return  # the rows of its last chunk round otherwise than in a chunk that is longer
         count = len(prefix.tokens)
         if count < request.prompt_tokens and request.tokens[:count] == prefix.tokens:
-            assert request.slot is not None
-            self._eviction.restore(request.slot, count, prefix.tensors)
+            self._eviction.restore(request.seat, count, prefix.tensors)
             request.cached = request.stats.reused = count
             request.base = count if self._eviction.chunked else 0
 
     def _held(self, place: RetainedSlot, request: Request) -> int:
         """How many first tokens of a request's prompt a retained slot holds that can be reused."""
-        shared = place.shared(request.tokens) - self._eviction.needs_log_probs  # of the token behind them
-        shared = min(max(shared, 0), request.prompt_tokens - 1)  # the last one is wanted
-        if self._eviction.chunked:
-            shared = min(shared, request.prompt_tokens - self._eviction.tail)
-        if self._exact or self._eviction.chunked:
-            # Rows of decoding passes, and of a chunk of another length, round otherwise than those of a fresh request;
-            # and what is evicted depends on the boundaries, of which a fresh request has one at the end of each chunk.
-            shared = self._whole(min(shared, place.whole), place.base)
-        return shared
+        return self._reusable(request, place.shared(request.tokens), place.whole, place.base)
+
+    def _reusable(self, request: Request, count: int, whole: int, base: int = 0) -> int:
+        """How many of a prompt's first tokens can be reused from another slot that holds `count` of them.
+
+        With `exact`, rows of decoding passes and of chunks of another length were rounded differently. With eviction,
+        what was dropped depends on the boundaries, and a fresh request has one at the end of each chunk. Both reuse
+        whole chunks only.
+
+        Args:
+            request: with the prompt.
+            count: tokens that the slot holds, of which the last one may lack its log probability.
+            whole: how many of them were computed in whole chunks of a prompt.
+            base: where chunks are counted from.
+        """
+        eviction = self._eviction
+        # The last token of the prompt is always computed: its logits are needed.
+        count = min(max(count - eviction.needs_log_probs, 0), request.prompt_tokens - eviction.tail)
+        return self._whole(min(count, whole), base) if self._exact or eviction.chunked else count
 
     def _whole(self, count: int, base: int) -> int:
-        """The part of so many tokens that are whole chunks behind the first `base`."""
+        """`count`, rounded down to whole chunks behind the first `base` tokens."""
         return base + (count - base) // self._chunk_size * self._chunk_size if count > base else 0
 
     def _lender(self, request: Request) -> RetainedSlot | None:
@@ -205,26 +214,22 @@ class SlotManager:
         )
 
     def _coming(self, request: Request, other: Request, count: int) -> bool:
-        """Whether another request is about to read enough that waiting for it pays."""
+        """Whether another request is about to read so much that waiting for it is faster."""
         most = self._lent(request, other, count, other.prompt_tokens)
         reading = other in self._seated and not other.prefilled and not other.over
         return reading and request.cached <= other.cached <= most - min(AWAITED, self._chunk_size)
 
     def _lent(self, request: Request, other: Request, count: int, read: int) -> int:
-        """How many of `count` common tokens can be reused when the other request has read so many."""
-        tail = self._eviction.tail
-        count = min(count - self._eviction.needs_log_probs, read, request.prompt_tokens - tail)
-        if not self._exact and not self._eviction.chunked:
-            return count
-        return min(count, other.prompt_tokens - tail) // self._chunk_size * self._chunk_size if not other.base else 0
+        """How many of `count` common tokens can be reused when the other request has read `read` tokens."""
+        held = min(count, read + self._eviction.needs_log_probs)
+        return 0 if other.base else self._reusable(request, held, other.prompt_tokens - self._eviction.tail)
 
     def _copy(self, request: Request, slot: int, count: int) -> None:
-        """Copy the first tokens of another slot to a request, if that pays and there is storage."""
+        """Copy the first tokens of another slot to a request, if they are enough and there is storage."""
         if count - request.cached < LEAST:
             return
-        assert request.slot is not None
         try:
-            self._eviction.fork(request.slot, slot, request.cached, count)
+            self._eviction.fork(request.seat, slot, request.cached, count)
         except MemoryLimitError:
             return  # its own next chunk finds none either, and ends it
         except BaseException:
@@ -232,10 +237,10 @@ class SlotManager:
             raise
         request.stats.reused += count - request.cached
         request.cached = count
-        request.boundary = self._eviction.boundary(request.slot, request.prompt_tokens)
+        request.boundary = self._eviction.boundary(request.seat, request.prompt_tokens)
 
     def _read_once(self, request: Request) -> int:
-        """How many tokens of a prompt any prompt that begins with them, and goes on, reads and keeps alike."""
+        """How many tokens of a prompt every longer prompt with the same beginning reads and keeps in the same way."""
         eviction = self._eviction
         return max(0, request.prompt_tokens - max(eviction.reread_tokens, eviction.tail if eviction.chunked else 0))
 
@@ -247,9 +252,8 @@ class SlotManager:
         place, at = request.place, request.cached
         if place is None or place.beginning or self._cache.dropped is None or not self._eviction.chunked:
             return
-        assert request.slot is not None
-        if at <= self._read_once(request) < at + self._chunk_size and self._eviction.lendable(request.slot, at) == at:
-            place.border = Prefix(request.tokens[:at], "", {}, self._eviction.snapshot(request.slot, at))
+        if at <= self._read_once(request) < at + self._chunk_size and self._eviction.lendable(request.seat, at) == at:
+            place.border = Prefix(request.tokens[:at], "", {}, self._eviction.snapshot(request.seat, at))
 
     # ------------------------------------------------------------ at the end
 
@@ -257,7 +261,7 @@ class SlotManager:
         """Free the slot of a request, or leave it to its conversation if the request did not end with an error."""
         self._seated.pop(request, None)
         if request.error is None:
-            self.share()  # nobody waits for it any more
+            self.share()  # no request waits for it any more
         place, slot, request.slot = request.place, request.slot, None
         if slot is not None and place is not None and request.error is None:
             # Of a round's path more may be in the cache than was committed: a stop cut it. The last token counts as

@@ -1,7 +1,7 @@
-"""Asking a drafter: how far to draft, what it proposes, whether that is a draft, and what it all costs.
+"""Asks the drafter: how deep to draft, what it proposes, whether that is a valid draft, and what drafting costs.
 
-A drafter may be anybody's code, and the text does not depend on it: whatever it does wrong, a request goes on
-without it.
+Drafters are untrusted plug-ins. If one raises or returns an invalid draft, the request continues without speculation.
+Output never depends on the drafter.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from sakiyomi.model_executor.features import HEAD, PassOutput
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
-__all__ = ["DraftBatch", "RoundClock", "SpeculationController"]
-
 logger = logging.getLogger("sakiyomi")
-SUDDEN = 1.5  # a round that takes so much longer than the one before is looked at
+SUDDEN = 1.5  # a round that takes this many times the one before is compared with what its passes usually take
 
 
 class DraftBatch(NamedTuple):
@@ -38,8 +36,8 @@ class DraftBatch(NamedTuple):
         seconds: inside the drafter's forwards.
         catching_up: seconds inside those over prompts, which are not counted above.
         passes: draft passes.
-        asked: the drafter was asked, whatever it proposed.
-        repeats: requests go on with what they were given, so that the round tells nothing of the drafter.
+        asked: the drafter was asked, even if it proposed nothing.
+        repeats: requests repeat a given text, so that the round says nothing about the drafter.
     """
 
     drafts: list[Draft]
@@ -51,7 +49,7 @@ class DraftBatch(NamedTuple):
 
 
 class RoundClock:
-    """Clocks of one round, from its beginning on.
+    """Wall-clock timings of one round.
 
     Args:
         target: scores its drafts.
@@ -68,7 +66,7 @@ class RoundClock:
         self.scoring = 0.0
 
     def scored(self, requests: Sequence[Request], drafted: DraftBatch) -> None:
-        """The drafts are scored: count what that took for each request."""
+        """Add the seconds of drafting and scoring to each request's statistics."""
         self.scoring = scoring = self._target.forward_seconds - self._before
         for request in requests:
             stats = request.stats
@@ -77,21 +75,21 @@ class RoundClock:
             stats.score_seconds += scoring
 
     def seconds(self, drafted: DraftBatch) -> float:
-        """Of the round up to now, without what drafters spent on prompts."""
+        """Seconds of the round so far, without those that drafters spent on prompts."""
         return time.perf_counter() - self._began - drafted.catching_up
 
 
 class SpeculationController:
-    """The drafter of an engine, with the costs of speculation and the requests that do without.
+    """The drafter of an engine, what speculation costs, and the requests that run without it.
 
     Args:
         target: scores the drafts; its passes are what they cost.
-        drafter: None: nothing is ever drafted.
+        drafter: None: rounds are plain.
         exact: drafts stay small enough for one pass of a row count that was tested.
         strict: a drafter's fault ends the request.
 
     Attributes:
-        broken: requests that were left without the drafter, by its fault.
+        broken: requests that continue without the drafter after it failed.
     """
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, *, exact: bool, strict: bool) -> None:
@@ -115,7 +113,7 @@ class SpeculationController:
         self._paces: dict[int, Pace] = {}  # by requests, the same for all that make a pass of the same rows
         self._timed: set[int] = set()
         self._overhead, self._step = 1e-4, 0.0
-        self._scores: tuple[int, Callable[[int], float]] | None = None  # as of which readings, and by rows
+        self._scores: tuple[int, Callable[[int], float]] | None = None  # version of the clock, and seconds by rows
         self._read: set[int] = set()  # requests whose text the drafter has
         self._reading = 0.0  # seconds that it takes for a token of such a text
         self._made = sum(model.clock.made for model in self._models)
@@ -132,7 +130,7 @@ class SpeculationController:
         return choose_verifier(params, kind, branches=self.drafter.prefers_coupled and kind != "chain")
 
     def depths(self, requests: Sequence[Request]) -> list[int]:
-        """How far to draft in a round: 0 where there is no drafter, where it does not pay, or at a request's end."""
+        """Depth of each request's draft; 0 without a drafter, where drafting is not faster, or at the text's end."""
         drafter = self.drafter
         if drafter is None:
             return [0] * len(requests)
@@ -156,15 +154,15 @@ class SpeculationController:
                 if depth and request.policy.adapts and not self._worth_reading(context, left, len(asking)):
                     depth = 0
                 if depth:
-                    assert request.slot is not None
-                    context.slot, context.nodes = request.slot, nodes
+                    context.slot, context.nodes = request.seat, nodes
                     context.worth = worth.within(room) if worth is not None else None
             depths.append(min(depth, room) if depth else 0)
         return depths
 
     def _worth_reading(self, context: Context, room: int, batch: int) -> bool:
-        """Whether what drafts save in so many further tokens is more than what the drafter needs to read the text, for
-        which all requests of the round wait.
+        """Whether drafts of `room` further tokens save more time than the drafter needs to read the text.
+
+        All requests of the round wait for that.
         """
         if context.id in self._read or not self._reading:
             return True
@@ -178,9 +176,16 @@ class SpeculationController:
 
         Args:
             requests: of the round.
-            depths: see ``depths``. What a request was given of its text is its draft, as long as there is some.
+            depths: see ``depths``. A request that repeats a given text has the next tokens of that text as its draft.
         """
-        drafted = self._draft(requests, depths)
+        drafter, drafted = self.drafter, DraftBatch([Draft.empty()] * len(requests))
+        if drafter is not None and any(depths):
+            seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
+            drafts = self._propose(drafter, requests, depths)
+            passes = drafter.passes - passes or max((draft.tree.depth for draft in drafts), default=0)
+            catching_up = drafter.prefill_seconds - catching_up
+            seconds = drafter.forward_seconds - seconds - catching_up
+            drafted = DraftBatch(drafts, seconds, catching_up, passes, asked=True)
         if not any(request.repeats for request in requests):
             return drafted
         found = zip(requests, drafted.drafts, strict=True)
@@ -188,24 +193,13 @@ class SpeculationController:
         return drafted._replace(drafts=drafts, repeats=True)
 
     def _given(self, request: Request) -> Draft:
-        """What comes next of what a request was given, no more than a pass that was tested has rows for."""
+        """The next tokens of a given text, as many as the largest size of a tested pass has rows for."""
         begun = len(request.output)
         most = max(0, min(_room(request), self.target.sizes[-1] - 1))
         return Draft.chain(request.context.given[begun : begun + most], GIVEN)
 
-    def _draft(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftBatch:
-        """What the drafter proposes."""
-        drafter = self.drafter
-        if drafter is None or not any(depths):
-            return DraftBatch([Draft.empty()] * len(requests))
-        seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
-        drafts = self._propose(drafter, requests, depths)
-        passes = drafter.passes - passes or max((draft.tree.depth for draft in drafts), default=0)
-        catching_up = drafter.prefill_seconds - catching_up
-        return DraftBatch(drafts, drafter.forward_seconds - seconds - catching_up, catching_up, passes, asked=True)
-
     def check(self, request: Request) -> None:
-        """Where drafts are strict, raise what the drafter did wrong for this request.
+        """With ``strict``, raise the drafter's error for this request.
 
         Raises:
             DraftError: once.
@@ -253,12 +247,12 @@ class SpeculationController:
         drafted: DraftBatch,
         clock: RoundClock,
     ) -> None:
-        """Learn from a round: each request's policy, and the running means of a draft step and of the bookkeeping.
+        """Learn from a round: update each request's policy, and the mean seconds of a draft pass and of the rest.
 
         Args:
             requests: that had the round.
             depths: of their drafts.
-            kept: draft tokens that each of them took.
+            kept: accepted draft tokens of each.
             rows: of the target's pass.
             drafted: what was proposed.
             clock: of the round.
@@ -332,7 +326,7 @@ class SpeculationController:
         return Costs(score, self._step, self._overhead, batch, pace.rate, depth, nodes, pace.plain, one_pass)
 
     def _pace(self, batch: int) -> Pace:
-        """Of rounds like this one: what one of many requests gets says nothing of what one alone does."""
+        """The pace of rounds with about as many requests."""
         pace = self._paces.get(batch)
         if pace is None:
             size = self.target.padded(batch)
@@ -340,7 +334,7 @@ class SpeculationController:
         return pace
 
     def _checked(self, draft: Draft, request: Request) -> Draft:
-        """The draft as deep as there is room, if it is one; whatever it raises is the drafter's fault."""
+        """The draft, cut to the room that is left; raises what is wrong with it."""
         if not isinstance(draft, Draft):
             raise TypeError(f"a {type(draft).__name__} in place of a Draft")
         if not draft.sound:
@@ -356,18 +350,18 @@ class SpeculationController:
         return draft
 
     def _leave_out(self, drafter: Drafter, request: Request, error: Exception) -> None:
-        """Go on with a request without the drafter, or end it where drafts are strict; the first time it is said."""
+        """Continue a request without the drafter, or end it with ``strict``. The first failure is logged."""
         text = f"drafter {drafter.name} failed: {type(error).__name__}: {error}"
         if self._strict:
-            fault = self._faults[request.id] = DraftError(f"{text}; without strict the text goes on undrafted")
+            fault = self._faults[request.id] = DraftError(f"{text}; strict=False continues without drafts")
             fault.__cause__ = error
         elif not self.broken:
-            logger.warning("%s; it is left out wherever it fails, and this is not said again", text)
+            logger.warning("%s; the request continues without drafts; later failures are not logged", text)
         self._without.add(request.id)
         self.broken += 1
 
 
 def _room(request: Request) -> int:
-    """Draft tokens that may still be committed: the target's own token comes on top, and is in no cache yet."""
+    """Draft tokens that may still be committed, besides the target's own token, which is in no cache yet."""
     length = len(request.tokens)
     return min(request.last - length - 1, request.boundary - length)

@@ -23,8 +23,6 @@ from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine import machine
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Profile", "find_profile", "lasting", "profile_path", "read_profile", "write_profile"]
-
 logger = logging.getLogger("sakiyomi")
 
 
@@ -33,9 +31,9 @@ class Profile:
     """The fastest configuration of a target on a machine.
 
     Attributes:
-        draft: spec of its drafter; "none": speculation does not pay here.
-        gamma: length of its chains; "auto": a tree of what pays, weighed in every round.
-        speedup: over plain decoding, as it was measured; 1 where nothing pays.
+        draft: spec of its drafter; "none": speculation is not faster here.
+        gamma: length of its chains; "auto": a tree whose size is chosen every round from measured costs.
+        speedup: over plain decoding, as it was measured; 1 where no draft is faster.
         tau: tokens per target pass, as it was measured; 0: not known.
         tau_error: its standard error, as a share of it.
         conditions: machine, target and settings under which it was found.
@@ -75,7 +73,7 @@ def _folder() -> Path:
 
 
 def _setting(target: ModelRunner) -> str:
-    """Of what is known of a target without looking at its weights and its vocabulary."""
+    """Digest of a target's settings, without its weights and its vocabulary."""
     device = target.device
     return _digest(
         {
@@ -108,7 +106,7 @@ def read_profile(path: Path) -> Profile | None:
         if found.gamma != "auto" and not (type(found.gamma) is int and found.gamma > 0):
             raise ValueError(f"gamma {found.gamma!r}")
     except (OSError, TypeError, ValueError, AttributeError, RecursionError, SakiyomiError) as error:
-        raise LoadError(f"{path} is damaged ({error}); delete it, or have it made again: sakiyomi tune") from None
+        raise LoadError(f"{path} is damaged ({error}); delete it, or run sakiyomi tune again") from None
     return found
 
 
@@ -139,7 +137,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def lasting(spec: str) -> str:
-    """A spec that means the same from every folder: paths of what is there become absolute."""
+    """A spec that means the same in every working folder: existing paths become absolute."""
     parts = []
     for part in parse_drafters(spec):
         kind, colon, argument = str(part).partition(":")

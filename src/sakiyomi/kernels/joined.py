@@ -80,7 +80,7 @@ def join_linears(model: nn.Module, siblings: Sequence[Sequence[nn.Module]]) -> i
 
 
 def _plain(layer: nn.Linear) -> bool:
-    """Whether nobody changed a layer, and its weight is its own."""
+    """Whether a layer is unchanged, and its weight is its own."""
     own = vars(layer)
     hooked = has_hooks(layer) or "forward" in own or hasattr(layer, "_hf_hook")
     return not hooked and type(layer.weight) is nn.Parameter and layer.weight.device.type == "cuda"

@@ -49,7 +49,7 @@ def serve_norms(model: nn.Module) -> int:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether it is a module of one vector that nobody has changed."""
+    """Whether it is an unchanged module of one vector."""
     own = module._parameters
     if own.keys() != {"weight"} or module._modules or module._buffers or "forward" in vars(module):
         return False

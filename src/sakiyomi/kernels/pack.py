@@ -33,7 +33,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """What somebody put in the place of a module's forward, below the hooks of accelerate; None: nothing."""
+    """What was put in the place of a module's forward, below the hooks of accelerate; None: nothing."""
     own = vars(module).get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
     return None if getattr(own, "__func__", own) is type(module).forward else own
 
@@ -57,7 +57,7 @@ class Watch:
     """Sees how a model uses its linear layers. Use as a context around one forward of the model.
 
     Which of them read the same tensor (q, k and v of an attention, gate and up of an MLP) is found in a pass, not by
-    names; and so is whose weight somebody else computes with.
+    names; and so are layers whose weights other modules read.
 
     Attributes:
         read: ids of the latter.

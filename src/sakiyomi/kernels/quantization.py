@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits: what a layer bears, and what the rounding changed.
+"""Weights in 8 or 4 bits: which layers tolerate it, and what the rounding changed.
 
 A weight channel, or 32 neighbours of it in 4 bits, and a row are each divided by a scale of their own. One number that
 is far larger than the others then takes their precision: layers with such outliers keep their weights (Dettmers et al.,
@@ -182,9 +182,10 @@ def _errors(weight: Tensor, rows: Tensor, own: Tensor, kinds: Collection[str]) -
 
 
 def choose_bits(kind: str, errors: dict[int, dict[str, float]], head: nn.Module) -> dict[int, int]:
-    """Bits of each measured layer's weights, by its id: 16 where it bears no rounding.
+    """Bits of each measured layer's weights, by its id: 16 where its error is too large.
 
-    In 4 bits the head, whose errors are the logits' own, has 8, and so has a layer that bears 8 and not 4.
+    With 4 bits the head has 8, since its errors are the logits' own; so has a layer whose error is small enough in 8
+    bits and not in 4.
     """
     bits: dict[int, int] = {}
     for layer, found in errors.items():

@@ -39,7 +39,7 @@ _AVX512 = _AVX2.and_also(
     "-march=x86-64-v4", "-mavx512vnni", needs="avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
 )
 _BF16 = _AVX512.and_also("-mavx512bf16", needs="avx512_bf16")
-# Products of bf16 by AVX-512 pay on AMD's processors only; on Intel's, those of its matrix unit do.
+# Products of bf16 by AVX-512 are faster on AMD's processors only; on Intel's, those of its matrix unit are.
 _ZEN4 = _BF16.and_also("-DBF16_PAIRS", needs="AuthenticAMD")
 _AMX = _BF16.and_also("-mamx-tile", "-mamx-int8", "-mamx-bf16", needs="amx_tile amx_int8 amx_bf16")
 VARIANTS = {"amx": _AMX, "zen4": _ZEN4, "avx512": _AVX512, "avx2": _AVX2}
@@ -56,7 +56,7 @@ def cpuinfo() -> list[str]:
 
 
 def features() -> frozenset[str]:
-    """What the processor can do, and who made it, as Linux calls it; empty where nobody tells."""
+    """What the processor can do, and who made it, as Linux calls it; empty where it is not known."""
     facts = dict(line.partition(":")[::2] for line in reversed(cpuinfo()))  # of the first core
     found = {name.strip(): value.split() for name, value in facts.items()}
     return frozenset(word for name in ("vendor_id", "flags", "Features") for word in found.get(name, ()))

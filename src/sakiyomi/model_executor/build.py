@@ -177,7 +177,7 @@ def _build(
         _make_exact(runner)
     if eviction is not None:
         name = type(weights.module).__name__
-        eviction.check_model(name, weights.shapes, own_attention=weights.own_attention, has_encoder=sources is not None)
+        eviction.check_model(name, weights.shapes, has_encoder=sources is not None)
         runner.evict_by(eviction, EvictingCache(eviction, capacity, cache, runner))
     return runner
 
@@ -273,11 +273,6 @@ def _check_files(weights: ModelWeights) -> None:
 def _make_exact(runner: ModelRunner) -> None:
     """Keep only row counts at which rows are independent, found by a self-test on the path that will run."""
     name = type(runner.module).__name__
-    if runner.weights.own_attention:
-        raise UnsupportedError(
-            f"exact=True: {name} keeps its own attention, whose sums depend on the other "
-            "requests of a pass; use exact=False"
-        )
     if runner.weights.has_experts and not runner.weights.packed_experts:
         raise UnsupportedError(
             f"exact=True: {name} gathers rows by expert in code of its own, so that sums depend on the other rows "

@@ -16,7 +16,7 @@ class FirstLayers(ModelRunner):
 
     Nothing is copied but the modules that hold the list of layers. A pass writes keys and values of these layers into
     the model's own cache, in the columns that the plan says; a pass of the whole model over the same columns overwrites
-    them, and what is behind a slot's length nobody reads. On a GPU its passes run without captured graphs.
+    them, and what is behind a slot's length is never read. On a GPU its passes run without captured graphs.
 
     Args:
         whole: the model.

@@ -45,7 +45,7 @@ class PassOutput:
 
 
 class PassStates(Mapping[int, Tensor]):
-    """Hidden states of a pass by layer, cut to its own rows when they are asked for: mostly nobody does.
+    """Hidden states of a pass by layer, cut to its own rows when they are asked for, which is rare.
 
     Args:
         layers: that ran and are captured.

@@ -28,17 +28,16 @@ from sakiyomi.model_executor.probe import FAULTS, PROOF, Expectation, proof_text
 
 __all__ = ["BY_TEXT", "WAYS", "OwnForward", "expect_own", "run_by_text", "ways_of"]
 
-WAYS = ("cached", "steps", "whole", "rows")
-"""How a text is read, the fastest first: its new tokens at once behind the class's cache, or one by one; the whole text
-anew in each pass; or anew for each row, where a row that is followed by others is another one."""
-
 BY_TEXT = {
     "cached": "new tokens at once",
     "steps": "token by token",
     "whole": "the whole text in each pass",
     "rows": "the whole text for each token",
 }
-"""What they are called."""
+"""How a text is read, the fastest way first: its new tokens at once behind the class's cache, or one by one; the whole
+text anew in each pass; or anew for each row, where a row that is followed by others is another one.
+"""
+WAYS = tuple(BY_TEXT)
 TAIL = 16  # tokens that are read again at most, rather than that each pass copied what is kept of the text
 
 
@@ -185,7 +184,7 @@ class TextReader(nn.Module):
 
 @dataclass
 class _Text:
-    """What is known of a slot's text.
+    """The text of a slot.
 
     Attributes:
         tokens: those that were written, the rows of the last pass among them.

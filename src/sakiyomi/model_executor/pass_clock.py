@@ -130,7 +130,7 @@ class PassClock:
         return found
 
     def _guess(self, size: int, sizes: Sequence[int], few: Sequence[int], trial: Callable[[int], None]) -> float:
-        """By what is known of other sizes: between two of them; beyond them along their line, and no less than half
+        """From the readings of other sizes: between two of them; beyond them along their line, and no less than half
         way, by factors, from what costs nothing more to what costs as much a row. Rows that are guessed too dear are
         tried out before long, and ones that are guessed too cheap make a text wait.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.core.hf_names import cache_of
 from sakiyomi.kernels.pack import Watch
 from sakiyomi.model_executor.attention import op
 from sakiyomi.model_executor.structural_copy import changed_settings
@@ -49,13 +47,11 @@ class Probed(NamedTuple):
         shapes: of the cache, by layer.
         siblings: groups of linear layers that read the same input.
         read: ids of linear layers whose weights others read.
-        own_attention: the class keeps its own attention.
     """
 
     shapes: list[LayerShape]
     siblings: list[list[nn.Module]]
     read: set[int]
-    own_attention: bool
 
 
 def probe(model: Any, vocab_size: int, layers: int | None, device: torch.device) -> Probed:
@@ -84,14 +80,12 @@ def probe(model: Any, vocab_size: int, layers: int | None, device: torch.device)
             raise UnsupportedError(
                 f"{type(model).__name__} asks for more than keys, values and positions: it runs on no cache of ours"
             ) from error
-        if shapes is not None:
-            return Probed(shapes, watch.siblings(), watch.read, False)
-        if layers is None:
-            raise UnsupportedError(
-                f"{type(model).__name__} has recurrent layers beside attention of its own, which cannot be switched to "
-                "ours; use transformers for this model"
-            )
-        return Probed(_own_shapes(model, ids, layers), watch.siblings(), watch.read, True)
+    if shapes is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} keeps its own attention, which cannot be switched to ours; each text goes through "
+            "its own forward by itself, with cache='full' alone: leave quantize at None and exact at False"
+        )
+    return Probed(shapes, watch.siblings(), watch.read)
 
 
 def proof_text(config: Any, vocab_size: int) -> list[int]:
@@ -124,11 +118,6 @@ def expect(model: Any, vocab_size: int, device: torch.device, *, stateful: bool)
 
     try:
         with changed_settings(model, _shortened):
-            try:
-                op.switch_to_probe(model)
-            except ValueError:  # the class has only its own attention
-                forward()
-                return Expectation(found[0], {})
             callers, shapes = op.note_calls(model, forward)
     except FAULTS:
         return None  # what is wrong with it, the probe says
@@ -139,25 +128,3 @@ def expect(model: Any, vocab_size: int, device: torch.device, *, stateful: bool)
 def _shortened(name: str, value: Any) -> Any:
     """A setting of the proof's: windows and chunks have ``SHORT`` positions."""
     return SHORT if name in REACHES and type(value) is int and value > SHORT else value
-
-
-def _own_shapes(model: Any, ids: Tensor, layers: int) -> list[LayerShape]:
-    """Layer shapes of a model that keeps its own attention."""
-    name, config = type(model).__name__, model.config.get_text_config()
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedError(f"{name} derives positions from the column of the cache; such models are not supported")
-    if "local" in (getattr(config, "attention_layers", None) or ()) or getattr(config, "sliding_window", None):
-        raise UnsupportedError(
-            f"{name} cuts its sliding window by the column of the cache; such models are not supported"
-        )
-    model.set_attn_implementation("eager")
-    done = model(input_ids=ids, use_cache=True)
-    stored = getattr(cache_of(done), "layers", [])
-    if len(stored) != layers or any(getattr(layer, "keys", None) is None for layer in stored):
-        raise UnsupportedError(
-            f"{name} keeps something else than keys and values of {layers} layers; such models are not supported"
-        )
-    return [
-        LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.device)
-        for layer in stored
-    ]

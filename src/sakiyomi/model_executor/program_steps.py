@@ -241,8 +241,11 @@ class Builder:
         if kind == "aten::neg" and _is_whole(known[0]):
             return self._counted("aten::sub", Operand(WHOLE, 0), self._operand(inputs[0], known[0]))
         if kind == "aten::pow" and isinstance(known[0], Operand) and len(moving) == 1 and known[1] in (2, 3):
-            square = self.emit("mul", known[0], known[0])  # as torch computes it
-            return square if known[1] == 2 else self.emit("mul", square, known[0])
+            square = self.emit("mul", known[0], known[0])  # as torch computes it, but for cubes in float16
+            if known[1] == 2:
+                return square
+            if inputs[0].type().scalarType() != "Half":
+                return self.emit("mul", square, known[0])
         if (found := self._step(kind, inputs, known)) is not None:
             return found
         made = self._called(node, inputs, known)
@@ -360,7 +363,7 @@ class Builder:
 
 # ---------------------------------------------------------------- which step an operator becomes, and what that reads
 
-Pair = tuple[Any, Any]  # a value of the graph, and what is known of it
+Pair = tuple[Any, Any]  # a value of the graph, and its constant or operand
 Order = Callable[[list[Any], list[Any]], Iterable[Pair] | None]
 
 

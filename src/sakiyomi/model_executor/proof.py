@@ -20,7 +20,7 @@ from sakiyomi.model_executor.structural_copy import one_of_each, settings_of
 __all__ = ["prove"]
 
 FIRST = 5  # tokens read as a prompt
-TREE = (-1, 0, 0, 2, 2)  # the text goes on along its rows 0, 2 and 4
+TREE = (-1, 0, 0, 2, 2)  # the text continues along its rows 0, 2 and 4
 PATH = (0, 2, 4)
 BOUND = 1e-3  # of the largest logit
 ROUNDED = 0.1  # the same in bfloat16 and float16, and where weights are quantized

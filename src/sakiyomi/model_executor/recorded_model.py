@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from sakiyomi.kernels.native import PackedLayer
 from sakiyomi.model_executor.program import Program
 
-__all__ = ["RecordedConfig", "RecordedModel"]
+__all__ = ["PlainConfig", "RecordedModel"]
 
 
-class RecordedConfig(SimpleNamespace):
-    """A model's configuration, as it was when its passes were recorded."""
+class PlainConfig(SimpleNamespace):
+    """Settings of a model of text alone, without transformers' class of them."""
 
-    def get_text_config(self, **_: Any) -> RecordedConfig:
-        """Itself: what is recorded are models of text alone."""
+    def get_text_config(self, **_: Any) -> PlainConfig:
+        """Itself."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,8 +57,8 @@ class RecordedModel(nn.Module):
         whole: Callable[[RecordedModel], Any],
     ) -> None:
         super().__init__()
-        self.config = RecordedConfig(**about["config"])
-        self.generation_config = RecordedConfig(**about["generation_config"])
+        self.config = PlainConfig(**about["config"])
+        self.generation_config = PlainConfig(**about["generation_config"])
         self.dtype: torch.dtype = getattr(torch, about["dtype"])
         self.layers, self.whole = dict(layers), whole
         for name, tensor in weights.items():

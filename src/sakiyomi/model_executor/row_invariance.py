@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ TRIED = (1, 4, 8, 16, 32, 64)
 
 @contextmanager
 def _listening(model: nn.Module) -> Generator[dict[str, Tensor], None, None]:
-    """By name of a module, what it gave last, (rows, width); recorded passes call no modules, and leave nothing."""
+    """By name of a module, what it gave last, (rows, width)."""
     made: dict[str, Tensor] = {}
 
     def listen(name: str) -> Any:
@@ -54,11 +54,7 @@ def invariant_sizes(runner: ModelRunner) -> tuple[int, ...]:
     ids = torch.randint(0, runner.vocab_size, (TRIAL,), generator=generator).tolist()
     # A small model's rows are narrow, and show less each; its passes cost next to nothing.
     least, each = (24, 64) if (runner.weights.bytes or LARGE) < LARGE else (8, 4)
-    # Hooks are for eager passes; compiled graphs might be compiled anew for them.
-    compiled = runner.recorded(1)
-    outputs: AbstractContextManager[dict[str, Tensor]] = nullcontext({}) if compiled else _listening(runner.module)
-    way = nullcontext() if compiled else runner.eagerly()
-    with runner.cache.lent(TRIAL) as slot, outputs as made, way:
+    with runner.cache.lent(TRIAL) as slot, _listening(runner.module) as made, runner.eagerly():
         _pretend_source(runner, slot)
         most = runner.max_context  # attention goes by columns; of positions there may be fewer
 

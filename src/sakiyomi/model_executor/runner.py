@@ -141,9 +141,9 @@ class ModelRunner(Session):
                 if found is None:
                     wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
                     ids, positions = ids.to(self.device), positions.to(self.device)
-                    arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(size) | wanted
                     self.weights.capture.begin()
-                    logits = self.module(input_ids=ids, position_ids=positions, **arguments).logits
+                    given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "use_cache": False}
+                    logits = self.module(**given, **wanted).logits
                     found = logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
@@ -210,7 +210,7 @@ class ModelRunner(Session):
     # ------------------------------------------------------------ passes that the kernels describe
 
     def describable(self) -> bool:
-        """Whether the kernels may describe passes by themselves: these are replayed, and nobody listens to them."""
+        """Whether the kernels may describe passes: these are replayed, and no callback reads their plans."""
         eviction = self.eviction
         return not (
             self.backend.session is None
@@ -256,7 +256,7 @@ class ModelRunner(Session):
     def native_passes(self, rows: int, slot: int | None, length: int) -> tuple[int, tuple[int, ...]] | None:
         """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.
 
-        That is so where decoding passes of so many rows are replayed, and nobody listens to them: see ``replay``.
+        They may where decoding passes of so many rows are replayed and no callback reads their plans: see ``replay``.
 
         Args:
             rows: of the largest pass.

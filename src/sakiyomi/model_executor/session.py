@@ -153,7 +153,7 @@ class Session:
     # ------------------------------------------------------------ attention, and recorded passes
 
     def settle(self) -> None:
-        """Take kernels into use that were being built when the model was loaded. Only while no request runs.
+        """Swap in kernels that were being built when the model was loaded. Only while no request runs.
 
         Raises:
             UnsupportedError: the user's model is another one by now.
@@ -262,8 +262,9 @@ class Session:
         self.backend.begin(plan, size)
 
     def want(self, rows: Tensor) -> None:
-        """Have the pass that was begun compute the last layer for these rows alone, where nobody sees the others: no
-        policy listens, no module has hooks, and no state goes on from row to row.
+        """Have the pass that was begun compute the last layer for these rows alone.
+
+        Ignored where something reads the others: a policy, a hook of a module, or a recurrent state.
         """
         weights = self.weights
         if self._observer is not None or weights.stateful or weights.encoder is not None:
@@ -304,7 +305,7 @@ class Session:
     def track_queries(self) -> QueryTrackingCache:
         """Keep the queries of each slot's last row from now on, if that is not done already.
 
-        Running requests go on; their slots' queries are kept from the next text on. Passes are recorded anew.
+        Running requests continue; their slots' queries are kept from the next text on. Passes are recorded anew.
 
         Raises:
             UnsupportedError: the cache does not hold all keys and values, or the model keeps its own.

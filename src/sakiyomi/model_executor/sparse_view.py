@@ -11,7 +11,7 @@ __all__ = ["Excerpt"]
 class Excerpt(ModelRunner):
     """The logits that a model gives where it sees part of what it has read.
 
-    Its own cache is filled by whoever makes excerpts (``SlotCache.excerpt``); passes write behind that, as always.
+    ``SlotCache.excerpt`` fills its own cache; passes write behind that, as always.
     Positions are those of the whole text.
 
     Args:

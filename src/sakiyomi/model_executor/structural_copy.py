@@ -30,7 +30,7 @@ def structural_copy(model: nn.Module, *, owned: bool = False) -> Any:
 
     Args:
         model: to be copied.
-        owned: nobody else has it; the copy has its very parameters, which are freed when they are packed.
+        owned: the caller has no other use for it; the copy has its very parameters, freed when they are packed.
     """
     if owned:
         model.requires_grad_(False)
@@ -103,7 +103,7 @@ def some_layers(model: nn.Module, chosen: Sequence[int], layers: int) -> Any:
 
 
 class _Headless(nn.Identity):
-    """In the place of a head: what it would read are the logits. Whoever listens to the head listens to this, too."""
+    """In the place of a head: gives what that would read, and has the head's hooks."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()

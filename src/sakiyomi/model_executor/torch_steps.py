@@ -164,10 +164,11 @@ class PythonFunction:
                 return found
             return tuple(found) if returns > 1 else found[0]
 
-        _functions[self.number] = call
+        self._functions = _functions  # the module may be gone before this object, at the end of a process
+        self._functions[self.number] = call
 
     def __del__(self) -> None:
-        _functions.pop(self.number, None)
+        self._functions.pop(self.number, None)
 
 
 def run_node(node: Any, given: list[Any]) -> Any:

@@ -70,7 +70,7 @@ class _Given(NamedTuple):
     text: list[int]
     latents: bool
     theirs: weakref.ref[Any]  # the user's model
-    state: ModelState | None  # what it was like; None: nobody else has it
+    state: ModelState | None  # a record of it; None: the user has no reference to it
 
 
 def is_shared(model: Any) -> bool:
@@ -84,8 +84,8 @@ class ModelWeights:
     Args:
         model: a loaded causal LM, or an encoder-decoder one of a known family; not changed.
         owned: the model was loaded for this alone: its weights are freed when packed, and it cannot run any more.
-        prepared: what is known of a model whose layers are packed already; nothing is quantized then.
-        quantize: "int8" or "int4" quantizes weights to so many bits, and rows to 8, where a layer bears it.
+        prepared: metadata of a model whose layers are packed already; nothing is quantized then.
+        quantize: "int8" or "int4" quantizes weights to so many bits, and rows to 8, in layers whose error stays small.
         text: token ids on which the quantization is judged.
         way: of ``own_forward.WAYS``, that in which texts go through the class's own forward; None: rows of a pass go
             through it together, on our cache.
@@ -102,9 +102,9 @@ class ModelWeights:
         shapes: of the cache, by layer.
         stateful: layers that keep something else than keys and values, see ``cache/layer_state.py``.
         expected: what the model's own forward gives, for the proof that ours gives the same; None: none is made.
-        own_attention: the class keeps its own attention and cannot be switched to another.
+        own_attention: texts go through the class's own forward, see ``way``.
         packed: linear layers in the compiled kernels; None: none are.
-        unsettled: kernels are being built, and taken into use by ``ModelRunner.settle``.
+        unsettled: kernels are being built; ``ModelRunner.settle`` swaps them in.
         generation: grows when modules are replaced by others.
         quantization: what quantizing changed; None where nothing was quantized.
         siblings: names of linear layers that are computed together.
@@ -184,7 +184,7 @@ class ModelWeights:
             self.stateful.update(serve_modules(self.module))
 
     def _learn(self) -> None:
-        """Find out what the layers keep, and have those that go on from token to token keep it on our cache."""
+        """Find out what the layers keep, and have recurrent ones keep it on our cache."""
         prepared, recorded = self._given.prepared, isinstance(self.module, RecordedModel)
         callers = stateful_modules(self.module)
         if not self._given.quantize and (prepared is None or prepared.native is None):  # else it gives other logits
@@ -206,7 +206,7 @@ class ModelWeights:
                 prepared.native.begin(BatchPlan([]), 0)
             layers = None if callers or modules else int(self.config.num_hidden_layers)
             self._probed = probe(self.module, self.vocab_size, layers, self.device)
-            self.shapes, self.own_attention = self._probed.shapes, self._probed.own_attention
+            self.shapes = self._probed.shapes
         if not recorded:
             op.set_reach(self.module, self.shapes)
         self.stateful = {**modules, **calls}
@@ -310,7 +310,6 @@ class ModelWeights:
             device=self.device,
             one_device=self.one_device,
             packed=self.packed,
-            own_attention=self.own_attention and bool(self.shapes),
             exact=exact,
             evicts=evicts or bool(self.stateful),
             offloaded=self.offloaded,

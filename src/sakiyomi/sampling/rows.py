@@ -65,7 +65,7 @@ def top_tokens(row: Row, count: int) -> list[int]:
 def draw(weights: Row, uniform: float, support: Tokens | None = None) -> int:
     """A token drawn in proportion to its weight: the inverse of the cumulative sum, at ``uniform``.
 
-    Never a token of weight 0, whatever the rounding.
+    Never returns a token of weight 0.
 
     Args:
         weights: (V,) float32, not negative; they need not sum to 1.

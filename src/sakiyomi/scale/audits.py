@@ -1,4 +1,4 @@
-"""``audit`` by several workers: some prompts are a piece, and so is a rule whose distribution is tested."""
+"""``audit`` on several workers; a piece is some prompts, or a rule whose distribution is tested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sakiyomi.scale.spread import OneByOne, Workers
 
 __all__ = ["audit"]
 
-PIECE = 4  # prompts; what is compared in a batch is in batches of so many
+PIECE = 4  # prompts of a piece, and of the batches that are compared
 
 
 def audit(

@@ -1,8 +1,8 @@
-"""A file of requests, answered in pieces, each whole or not there.
+"""Answers a file of requests in pieces; a piece is written as a whole or not at all.
 
 Input and output have OpenAI's batch format: a line is ``{"custom_id", "method", "url", "body"}``, and the reply to it
 ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``. The input is cut into pieces of so
-many lines, which ``core/pieces.py`` keeps.
+many lines; ``core/pieces.py`` stores their replies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Line(Strict):
 
 
 class Endpoint(Protocol):
-    """Who answers: ``InProcessServer``, ``WorkerPool``, or what stands for one."""
+    """Answers requests: ``InProcessServer``, ``WorkerPool``, ``OneByOne``."""
 
     async def post(self, path: str, body: Any, client: str) -> tuple[int, Any]:
         """Status and object of the reply to a body."""
@@ -73,13 +73,13 @@ class Piece:
 
 @dataclass
 class BatchProgress:
-    """How far it is.
+    """Progress of a batch.
 
     Attributes:
-        lines: all requests of the input.
-        answered: of them, so far, with those of earlier runs.
-        failed: of these, with an error instead of a text.
-        prompt_tokens, completion_tokens: that this run has read and written.
+        lines: requests of the input.
+        answered: answered requests, those of earlier runs included.
+        failed: answered with an error.
+        prompt_tokens, completion_tokens: of this run.
     """
 
     lines: int
@@ -94,7 +94,7 @@ class BatchProgress:
         self.failed += sum(map(_has_failed, replies))
 
     def count_tokens(self, replies: Sequence[Mapping[str, Any]]) -> None:
-        """Count what a piece of this run has read and written."""
+        """Count the tokens of a piece of this run."""
         for reply in replies:
             usage = ((reply["response"] or {}).get("body") or {}).get("usage") or {}
             self.prompt_tokens += usage.get("prompt_tokens", 0)
@@ -103,7 +103,7 @@ class BatchProgress:
 
 @dataclass
 class BatchFile(Pieces):
-    """An input, its output, and the pieces between them.
+    """An input file, its output, and the pieces.
 
     Args:
         source: the input.
@@ -140,11 +140,11 @@ class BatchFile(Pieces):
         self._compare()
 
     def missing(self) -> list[Piece]:
-        """Pieces that are still to be answered."""
+        """Pieces without replies."""
         return [piece for piece in self.pieces if not self.path(piece.number).exists()]
 
     def begin(self) -> BatchProgress:
-        """Have the folder there, and count what earlier runs have left in it."""
+        """Create the folder, and count the replies of earlier runs."""
         if len(self.missing()) == len(self.pieces):
             with whole_file(self.folder / ABOUT, "choose another output") as fresh:
                 fresh.write_text(json.dumps(self._about(), indent=1), encoding="utf-8")
@@ -161,7 +161,7 @@ class BatchFile(Pieces):
         return ((piece.line + i, line) for i, line in enumerate(lines) if line.strip())
 
     def join(self) -> None:
-        """Make the output of the pieces, all of which are there, and remove them."""
+        """Write the output from the pieces, all of which exist, and remove them."""
         with whole_file(self.out, ADVICE) as fresh, fresh.open("wb") as file:
             for piece in self.pieces:
                 with self.path(piece.number).open("rb") as part:
@@ -177,7 +177,7 @@ class BatchFile(Pieces):
         }
 
     def _compare(self) -> None:
-        """Refuse to mix this run with one of something else, if that has left a piece."""
+        """Refuse pieces of a run with other settings."""
         if len(self.missing()) == len(self.pieces):
             return
         try:
@@ -197,7 +197,7 @@ class BatchFile(Pieces):
 
 
 def _scan(source: Path, piece_lines: int) -> tuple[list[Piece], dict[int, int]]:
-    """Where the pieces are, and lines whose custom_id an earlier line has, with that one."""
+    """The pieces of a file, and for each line with a repeated custom_id the first line that has it."""
     pieces: list[Piece] = []
     seen: dict[bytes, int] = {}
     twice: dict[int, int] = {}
@@ -241,12 +241,12 @@ async def answer_missing(
     told: Callable[[BatchProgress], object],
     in_flight: int = IN_FLIGHT,
 ) -> None:
-    """Answer the pieces that are not there, some at a time.
+    """Answer the missing pieces, some at a time.
 
     Args:
-        batch: whose pieces they are.
-        endpoint: who answers.
-        progress: counts.
+        batch: has the pieces.
+        endpoint: answers requests.
+        progress: is updated.
         told: called after each piece.
         in_flight: pieces at a time.
 
@@ -277,7 +277,7 @@ async def answer_missing(
 
 
 async def _answer(endpoint: Endpoint, number: int, line: bytes, twice: Mapping[int, int]) -> dict[str, Any]:
-    """The reply to a line, or why there is none; never an exception."""
+    """The reply to a line, or its error; raises nothing."""
     try:
         if number in twice:
             raise InputError(f"custom_id is {_name(line)!r}, as in line {twice[number]}; give each line its own")
@@ -290,10 +290,10 @@ async def _answer(endpoint: Endpoint, number: int, line: bytes, twice: Mapping[i
 
 
 def _request(line: bytes) -> Line:
-    """What a line asks for.
+    """The request of a line.
 
     Raises:
-        InputError, ApiError: it is no request.
+        InputError, ApiError: the line is invalid.
     """
     try:
         asked = json.loads(line)
@@ -308,7 +308,7 @@ def _request(line: bytes) -> Line:
 
 
 def seeded(name: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with a seed of its name, if it draws and has none: its text is the same whenever it is written."""
+    """The body, with a seed made from its name if it samples without one, so that its text is reproducible."""
     if body.get("temperature") == 0 or body.get("seed") is not None:
         return body
     return body | {"seed": int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())}

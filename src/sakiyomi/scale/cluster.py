@@ -1,4 +1,4 @@
-"""A Ray cluster: found or started, or one clear error.
+"""Connections to a Ray cluster, and the options of workers and replicas.
 
 Ray is imported in the functions that need it, so that commands without workers or replicas do not need it.
 """
@@ -31,20 +31,20 @@ __all__ = [
 
 logger = logging.getLogger("sakiyomi")
 SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # it would report to the makers of Ray
+    "RAY_USAGE_STATS_ENABLED": "0",  # no reports to the makers of Ray
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 LOOPBACK = "127.0.0.1"
 OWN = {
-    # Else 127.0.0.1 is replaced by the machine's outer address, which a firewall may not let through to itself.
+    # Otherwise Ray uses the machine's outer address, to which a firewall may block connections.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Else engines give way to whatever else the machine runs (nice 15), and beside a compiler take minutes to start.
+    # Otherwise workers run at nice 15, and take minutes to start beside a compiler.
     "RAY_worker_niceness": "0",
 }
-"""Of a Ray that is started here: it listens at the loopback address alone. Read when ray is imported."""
-MAX_BATCH = 32  # requests at once in a server, or a replica of it: they come from many
-REACHED = 5.0  # seconds in which a cluster must take a connection
-STORE = 128 << 20  # bytes of Ray's own store of objects, through which requests and replies alone pass
+"""Settings of a Ray that is started here, which listens at the loopback address only. Read when ray is imported."""
+MAX_BATCH = 32  # default of requests at once in a server or a replica
+REACHED = 5.0  # seconds in which a cluster must accept a connection
+STORE = 128 << 20  # bytes of Ray's object store, which holds only requests and replies
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ReplicaOptions:
         replica_cpus: processors of each replica; a replica on cuda has a GPU as well.
         address: of the Ray cluster that this machine belongs to: auto, or HOST:PORT; by default Ray is started here,
             and ended afterwards.
-        start_timeout: seconds in which all replicas must have loaded the model.
+        start_timeout: seconds in which all replicas must load the model.
     """
 
     replicas: str | None = None
@@ -77,9 +77,7 @@ class ReplicaOptions:
         if self.replicas is not None:
             Count.parse("replicas", self.replicas)
         elif self.address is not None or self.replica_cpus != 1:
-            raise InputError(
-                "address and replica_cpus are of replicas; say how many with --replicas, or leave them out"
-            )
+            raise InputError("address and replica_cpus need replicas; say how many with --replicas, or leave them out")
 
 
 @dataclass(frozen=True)
@@ -103,11 +101,11 @@ class WorkersOption:
         if self.workers is not None:
             Count.parse("workers", self.workers)
         elif self.address is not None or self.worker_cpus != 1:
-            raise InputError("address and worker_cpus are of workers; say how many with --workers, or leave them out")
+            raise InputError("address and worker_cpus need workers; say how many with --workers, or leave them out")
 
     @property
     def count(self) -> Count | None:
-        """How many workers; None: none, the work is done here."""
+        """How many workers; None: the work is done in this process."""
         return None if self.workers is None else Count.parse("workers", self.workers)
 
 
@@ -116,8 +114,8 @@ class Count:
     """How many of something: least and most.
 
     Attributes:
-        least: so many from the beginning.
-        most: so many where there is work and room for them.
+        least: started at the beginning.
+        most: reached if there is work and room for them.
     """
 
     least: int
@@ -138,7 +136,7 @@ class Count:
 
 
 def import_ray() -> None:
-    """Have Ray there, with its settings.
+    """Set Ray's environment variables, and check that it is installed.
 
     Raises:
         LoadError: it is not installed.
@@ -152,10 +150,10 @@ def import_ray() -> None:
 
 
 def check_room(cpus: int, address: str | None) -> None:
-    """See whether a worker's processors can be had in the cluster that this process is connected to.
+    """Check that a machine of the connected cluster has enough processors for a worker.
 
     Raises:
-        InputError: they are more than this machine's, on which Ray was started.
+        InputError: this machine, on which Ray was started, has fewer.
     """
     import ray
 
@@ -168,7 +166,7 @@ def check_room(cpus: int, address: str | None) -> None:
 
 
 def gpus_of(device: str) -> int:
-    """GPUs that a worker needs: one where that is its device, or "auto" and the cluster has any."""
+    """GPUs of a worker: 1 on a GPU, or with "auto" if the cluster has any."""
     if device != "auto":
         return int(device.startswith("cuda"))
     import ray
@@ -178,7 +176,7 @@ def gpus_of(device: str) -> int:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """A connection to a cluster, which is left afterwards.
+    """A connection to a cluster, closed afterwards.
 
     Args:
         address: "auto" for the cluster that runs on this machine, HOST:PORT or ray://HOST:PORT for another one; None:
@@ -219,20 +217,20 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def _reach(address: str | None) -> None:
-    """See whether anybody listens: Ray itself would ask for minutes.
+    """Check that a cluster listens at an address; Ray itself would retry for minutes.
 
     Raises:
-        OSError: nobody does.
+        OSError: it does not.
     """
     if address is not None and (found := re.fullmatch(r"(?:ray://)?(.+):(\d+)", address)):
         socket.create_connection((found[1], int(found[2])), REACHED).close()
 
 
 def check_version(there: str) -> None:
-    """Refuse a worker with another version of this library: its texts may be others.
+    """Refuse a worker with another version of this library, since its texts may differ.
 
     Raises:
-        LoadError: it has.
+        LoadError: the versions differ.
     """
     if there != __version__:
         raise LoadError(

@@ -1,6 +1,6 @@
-"""Rows of a Ray dataset, answered by the engines of an actor pool.
+"""Answers the rows of a Ray dataset with the engines of an actor pool.
 
-Their requests take the server's way, as the lines of a batch do.
+Requests are answered by the server's code, as the lines of a batch are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def processor(
     gpus: float = 0,
     rows: int = 32,
 ) -> Callable[[Dataset], Dataset]:
-    """What answers each row of a dataset: the rows come back with the columns ``text``, ``status`` and ``reply``.
+    """Make a function that answers each row of a dataset, and adds the columns ``text``, ``status`` and ``reply``.
 
     ``text`` is that of the first choice, ``status`` 200 or that of an error, ``reply`` the whole object as JSON. A
     request that samples and has no seed gets one from what it asks, so that a row's text does not depend on when,
@@ -45,15 +45,15 @@ def processor(
     again.
 
     Args:
-        model: what the engines are made of.
-        body: makes a request's body of a row.
-        url: what the body is for, /v1/chat/completions or /v1/completions.
-        workers: engines, each in a process of its own; least and most of them for a pool that grows.
+        model: settings of the engines.
+        body: makes the body of a request from a row.
+        url: path of the requests, /v1/chat/completions or /v1/completions.
+        workers: engines, each in a process of its own; (least, most) for a pool that grows.
         cpus, gpus: of each.
-        rows: of a block that is answered together; a worker has two of them at a time.
+        rows: rows of a block, which is answered together; a worker has two blocks at a time.
 
     Raises:
-        InputError: a value that makes no sense.
+        InputError: a value is invalid.
         LoadError: Ray is not installed.
     """
     if url not in URLS:
@@ -93,7 +93,7 @@ class _Answering:
         self._endpoint: asyncio.Future[Endpoint] | None = None
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Columns with those of the replies behind them."""
+        """The columns, with those of the replies added."""
         if self._endpoint is None:
             self._endpoint = asyncio.ensure_future(self._context.__aenter__())
         endpoint = await asyncio.shield(self._endpoint)
@@ -114,7 +114,7 @@ class _Answering:
 
 
 def _text(status: int, reply: Any) -> str:
-    """Of the first choice; "" where there is an error."""
+    """Text of the first choice; "" for an error."""
     if status != 200:
         return ""
     choice = reply["choices"][0]

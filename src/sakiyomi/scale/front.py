@@ -1,4 +1,4 @@
-"""One endpoint for several replicas: it reads requests as the server does, and computes nothing.
+"""One endpoint for several replicas. It checks requests as the server does, and runs no model.
 
 It does not use Ray: ``Replicas`` says how a replica is asked, and which errors mean that one has died. Another replica
 continues the stream of one that died, with the same text.
@@ -28,35 +28,35 @@ from sakiyomi.server.stream import event, unless_gone
 
 __all__ = ["Replicas", "follow", "make_front", "merged_metrics"]
 
-TRIES = 3  # replicas that may die of a request: one that kills its replicas must not kill all
+TRIES = 3  # replicas that may die during one request, so that a request that kills replicas does not kill all
 SESSION = "x-session-id"
-"""Header that names a conversation; without it the first messages do."""
+"""Header with the name of a conversation; by default its first messages identify it."""
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 class Replicas(Protocol):
-    """What stands behind a front.
+    """The replicas behind a front.
 
     Attributes:
-        dead: errors that mean that a replica died while it answered.
-        busy: those that mean that no replica takes more.
+        dead: errors that mean that a replica died during a reply.
+        busy: errors that mean that no replica accepts requests.
     """
 
     dead: tuple[type[BaseException], ...]
     busy: tuple[type[BaseException], ...]
 
     def ask(self, asked: Asked) -> AsyncGenerator[Part]:
-        """A replica's reply as it comes; raises where the replica dies. Closed, nothing is computed any longer."""
+        """Parts of a replica's reply; raises if the replica dies. Closing the generator ends the request."""
 
     async def figures(self) -> list[dict[str, Any]]:
-        """What each replica says of itself: ``replica``, its ``metrics``, and figures."""
+        """Figures of each replica: its name as ``replica``, its ``metrics``, and others."""
 
 
 async def follow(replicas: Replicas, asked: Asked) -> AsyncGenerator[Part]:
-    """A reply, from as many replicas as it takes. Leaving the loop frees the request's slot.
+    """Parts of a reply; another replica continues it if one dies. Closing the generator ends the request.
 
     Raises:
-        ApiError: replicas died, again and again.
+        ApiError: too many replicas died, or all are busy.
     """
     relay = asked.relay
     assert relay is not None
@@ -81,12 +81,12 @@ async def follow(replicas: Replicas, asked: Asked) -> AsyncGenerator[Part]:
 
 
 class Front:
-    """Answers by replicas, see ``Backend``.
+    """A ``Backend`` whose requests are answered by replicas.
 
     Args:
-        replicas: that answer.
-        config: of the server: whom it serves, and limits.
-        lifespan: of what stands behind it, if it begins and ends with the application.
+        replicas: answer the requests.
+        config: keys and limits of the server.
+        lifespan: of the replicas, if they start and stop with the application.
     """
 
     def __init__(self, replicas: Replicas, config: ServerConfig, lifespan: Lifespan | None = None) -> None:
@@ -95,9 +95,9 @@ class Front:
         self.lifespan = lifespan or (lambda app: nullcontext())
 
     async def reply(self, request: Request, body: Any) -> Response:
-        """What a replica says; nothing is asked for any longer when the client has gone.
+        """The reply of a replica; the request ends when the client disconnects.
 
-        The body was read, so that what is no request costs no replica anything; a replica gets it as it came.
+        The body has been checked, so that invalid requests cost no replica anything; it is passed on unchanged.
         """
         if isinstance(body, BaseModel):
             body = await request.json()
@@ -131,7 +131,7 @@ def make_front(replicas: Replicas, config: ServerConfig, lifespan: Lifespan | No
 
 
 async def _begun(parts: AsyncGenerator[Part], path: str) -> Response:
-    """A reply that is whole, or a stream that has begun, of a request to this path."""
+    """A complete reply, or a stream that has begun."""
     first = await anext(parts)
     headers = {
         name.decode("latin-1"): value.decode("latin-1")
@@ -155,7 +155,7 @@ async def _begun(parts: AsyncGenerator[Part], path: str) -> Response:
 
 
 def merged_metrics(pages: Mapping[str, str]) -> bytes:
-    """Pages of metrics as one, in which every sample says whose it is.
+    """One page of metrics, whose samples have the replica as a label.
 
     Args:
         pages: by replica; each sample has a label.
@@ -177,7 +177,7 @@ COLUMNS = ("replica", "machine", "pid", "running", "waiting", "slots", "requests
 
 
 def _table(found: Sequence[Mapping[str, Any]]) -> str:
-    """A page that shows the replicas, and loads itself again."""
+    """A page that shows the replicas, and reloads itself."""
     head = "".join(f"<th>{name}" for name in COLUMNS)
     rows = "".join("<tr>" + "".join(f"<td>{html.escape(str(one[name]))}" for name in COLUMNS) for one in found)
     return (

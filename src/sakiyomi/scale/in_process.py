@@ -1,6 +1,6 @@
-"""The server's application without a socket: a body in, the reply out.
+"""The server's application without a socket.
 
-A line of a batch file is answered by the code that answers a request over HTTP: same checks, same errors, same text.
+A line of a batch file is answered by the code that answers HTTP requests: same checks, same errors, same text.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ NEVER = 1e8  # seconds
 
 
 class Part(NamedTuple):
-    """What came of a reply at once.
+    """A part of a reply.
 
     Attributes:
         status: of HTTP.
         headers: of HTTP.
-        data: bytes of it.
-        sent: tokens that its events have.
+        data: bytes of the body.
+        sent: tokens of the events in it.
     """
 
     status: int
@@ -57,11 +57,11 @@ class Asked:
     """A request.
 
     Attributes:
-        path, body, method: of the request; what is no JSON stays bytes.
-        client: whose it is; many of them take turns.
-        key: requests that have it in common should meet the same replica.
-        relay: its seed, and what the client has of the reply already; None: no other server may continue it.
-        kind: of the body, as its header says.
+        path, body, method: of the request; a body that is not JSON is bytes.
+        client: for fair shares.
+        key: requests with the same key should go to the same replica.
+        relay: seed, and the part of the reply that the client has; None: no other server may continue it.
+        kind: content type of the body.
     """
 
     path: str
@@ -74,7 +74,7 @@ class Asked:
 
 
 def unlimited(name: str | None = None) -> ServerConfig:
-    """Settings of a server that takes whatever comes.
+    """Settings of a server without limits.
 
     Args:
         name: of the model, for requests that name one; by default the target's.
@@ -90,10 +90,10 @@ def unlimited(name: str | None = None) -> ServerConfig:
 
 
 class InProcessServer:
-    """A model behind the server's application. Use it as an asynchronous context manager.
+    """A model behind the server's application; an asynchronous context manager.
 
     Args:
-        llm: nobody else may generate with it meanwhile.
+        llm: used by this server alone.
         config: of the server.
     """
 
@@ -115,7 +115,7 @@ class InProcessServer:
         return self.server.worker.alive
 
     def figures(self) -> dict[str, Any]:
-        """How it is, and what ``/metrics`` says."""
+        """Load, totals and the page of metrics."""
         metrics, worker = self.server.metrics, self.server.worker
         page = metrics.page().decode()
         return {
@@ -134,14 +134,14 @@ class InProcessServer:
 
         Args:
             path: of the API, such as /v1/completions.
-            body: what is asked for; JSON can hold it.
-            client: who asks; many of them take turns.
+            body: JSON values.
+            client: for fair shares.
         """
         parts = [part async for part in self.events(Asked(path, body, client))]
         return parts[0].status, json.loads(b"".join(part.data for part in parts))
 
     async def events(self, request: Asked) -> AsyncGenerator[Part]:
-        """A reply as it comes. Leaving the loop frees the request's slot in the engine."""
+        """Parts of a reply. Closing the generator frees the request's slot in the engine."""
         body, relay = request.body, request.relay
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent: asyncio.Queue[tuple[Message, list[Sent]] | None] = asyncio.Queue()

@@ -1,8 +1,7 @@
 """``sakiyomi serve --replicas``: engines on Ray Serve, and the front for them in the command's own process.
 
-So a request makes one step to its replica and one back, and the front is the server that it is without Ray: the same
-listener, the same limits. (Where Serve itself listens, as under ``serve run``, a request passes its proxy and a process
-for the front as well.)
+A request then goes directly to its replica, and the front has the same listener and limits as a server without Ray.
+(Under ``serve run`` a request also passes Serve's proxy and a process for the front.)
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ from sakiyomi.server.run import serve_app
 __all__ = ["run", "running", "started"]
 
 QUIET = {"log_level": "ERROR", "enable_access_log": False}  # of what Serve writes
-PAUSE = 0.5  # seconds between questions whether the replicas are ready, or gone
-ENDING = 10.0  # seconds in which they are gone
+PAUSE = 0.5  # seconds between checks whether the replicas are ready, or have ended
+ENDING = 10.0  # seconds in which they must end
 
 
 def started(application: Any, name: str, limit: float, told: threading.Event, prefix: str | None = None) -> bool:
-    """Have an application started, and wait until its replicas answer.
+    """Start an application, and wait until its replicas answer.
 
     Args:
         application: see ``serving``.
-        name: of it in the cluster.
-        limit: seconds that it may take.
+        name: of the application in the cluster.
+        limit: seconds to wait at most.
         told: an event that ends the wait.
-        prefix: of the paths that Serve's own proxies send to it; None: they do not know it.
+        prefix: path prefix for Serve's own proxies; None: they do not serve it.
 
     Returns:
         False: the event was set.
 
     Raises:
-        LoadError: it took longer, or a replica cannot be started.
+        LoadError: the time is over, or a replica cannot be started.
     """
     target = serve.RunTarget(application, name=name, route_prefix=prefix, logging_config=QUIET)
     serve.run_many([target], wait_for_applications_running=False)
@@ -71,7 +70,7 @@ def started(application: Any, name: str, limit: float, told: threading.Event, pr
 
 
 def _waiting(found: Any) -> str:
-    """What replicas are doing, and what Serve says of them."""
+    """States of the replicas, and Serve's message."""
     replica = found.deployments.get(Replica.__name__)
     if replica is None:
         return str(found.status.value).lower()
@@ -98,7 +97,7 @@ def running(application: Any, name: str, limit: float, told: threading.Event) ->
         serve.delete(name, _blocking=False)
         until = time.monotonic() + ENDING
         while name in serve.status().applications and time.monotonic() < until:
-            for actor in processes(name):  # one that hangs would be waited for as long as a request may take
+            for actor in processes(name):  # Serve would wait for one that hangs as long as a request may take
                 with contextlib.suppress(ValueError):  # gone meanwhile
                     ray.kill(ray.get_actor(actor, "serve"))
             time.sleep(PAUSE)
@@ -107,7 +106,7 @@ def running(application: Any, name: str, limit: float, told: threading.Event) ->
 
 
 def run(model: LLMConfig, config: ServerConfig, options: ReplicaOptions, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C; what runs then has ``shutdown_timeout`` to end.
+    """Serve until SIGTERM or Ctrl-C; running requests then have ``shutdown_timeout`` to finish.
 
     Raises:
         LoadError: there is no cluster, or the model cannot be loaded in it.

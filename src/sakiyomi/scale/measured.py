@@ -1,7 +1,7 @@
-"""What rounds and prompts cost on this machine, and real replicas for a simulation to be compared with.
+"""Measures what rounds and prompts cost on this machine, and runs real replicas to compare a simulation with.
 
-A replica is an engine on one core. Its clock is the processor time of its own rounds, so that several of them, which
-take turns in one process, are each as fast as on a core of their own, and other work on the machine counts for little.
+A replica is an engine on one core. Its clock is the processor time of its rounds, so that several replicas in one
+process are each as fast as on a core of their own, and other work on the machine matters little.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sakiyomi.scale.simulation import Costs, Load, Request
 
 __all__ = ["EngineReplica", "Texts", "measure", "one_core"]
 
-LAPS = 3  # of rounds; the first of which warms up
-PROMPTS = (8, 16, 32, 33, 48, 64, 65, 96, 128, 192, 256, 384, 512)  # passes are filled up to some of these
-READ_NEW = 8  # tokens behind each of them
+RUNS = 3  # of each measurement; the first one warms up
+PROMPTS = (8, 16, 32, 33, 48, 64, 65, 96, 128, 192, 256, 384, 512)  # tokens; passes are padded to some of these
+READ_NEW = 8  # new tokens after each prompt
 
 
 def one_core() -> None:
-    """Have this process compute with one thread."""
+    """Limit this process to one thread."""
     import torch
 
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -35,7 +35,7 @@ def one_core() -> None:
 
 
 class Texts:
-    """Token ids of conversations: what all of a group begin with, and what users say.
+    """Token ids of conversations: the system prompts of groups, and the messages of users.
 
     Args:
         llm: of the model.
@@ -50,26 +50,26 @@ class Texts:
         return [self._ids[(at + i) % len(self._ids)] for i in range(count)]
 
     def prompt(self, request: Request) -> list[int]:
-        """Of a request; a later one's begins with the whole conversation before it."""
+        """The prompt of a request; later ones begin with the whole conversation."""
         before = self._replies.pop(request.session, None)
         user = self._piece(31 * request.session + 17 * request.turn, self._load.user)
         return [*(self._piece(97 * request.group, self._load.system) if before is None else before), *user]
 
     def converse(self, request: Request, tokens: int) -> None:
-        """Have so many tokens come before what the user says next, as in the middle of a conversation."""
+        """Let a conversation have so many tokens already."""
         self._replies[request.session] = self._piece(97 * request.group, tokens)
 
     def replied(self, request: Request, ids: Sequence[int]) -> None:
-        """Keep a conversation."""
+        """Note the tokens of a conversation."""
         self._replies[request.session] = list(ids)
 
 
 class EngineReplica:
-    """A real replica, see ``cluster.Replica``.
+    """A real replica, see ``simulation.Replica``.
 
     Args:
-        llm: whose engine it is; of one core.
-        texts: of the conversations, of all replicas.
+        llm: has the engine, which uses one core.
+        texts: of the conversations, shared by all replicas.
     """
 
     def __init__(self, llm: LLM, texts: Texts) -> None:
@@ -78,7 +78,7 @@ class EngineReplica:
         self._given: dict[int, tuple[Request, Any]] = {}
 
     def close(self) -> None:
-        """Remove what has not ended."""
+        """Remove unfinished requests."""
         for number in list(self._given):
             self._llm.engine.remove(number)
 
@@ -111,12 +111,12 @@ class EngineReplica:
 
 
 def measure(llm: LLM, plain: LLM, load: Load) -> Costs:
-    """What a load's rounds and prompts cost.
+    """Measure what the rounds and prompts of a load cost.
 
     Args:
         llm: as replicas run.
         plain: the same without a draft; may be the same.
-        load: whose prompts and replies are written, by as many requests at once as come.
+        load: has the lengths of prompts and replies.
 
     Raises:
         InputError: the model's context is too short for the load's conversations.
@@ -145,22 +145,22 @@ def measure(llm: LLM, plain: LLM, load: Load) -> Costs:
 
 
 def _rounds(llm: LLM, load: Load, batch: int) -> tuple[float, float]:
-    """Seconds of a round of so many requests, and the tokens that it gives each."""
+    """Mean seconds of a round of so many requests, and its mean tokens per request."""
     seconds, tokens = [], []
-    for lap in range(LAPS):
+    for run in range(RUNS):
         texts = Texts(llm, load)
         replica = EngineReplica(llm, texts)
-        first = 10**6 + lap * batch  # conversations of nobody else
+        first = 10**6 + run * batch  # conversations that no other run has
         for i in range(batch):
             request = Request(first + i, i % load.groups, load.system + load.user, load.new, 0.0)
             texts.converse(request, load.system + (load.turns - 1) * (load.user + load.new) // 2)
             replica.add(request)
         while replica.requests:
             own = list(replica.requests)
-            # In a request's first round its draft reads the prompt, which is counted elsewhere.
+            # In a request's first round its draft prefills the prompt, which is measured elsewhere.
             before, all_read = sum(r.done for r in own), all(r.done > 1 for r in own)
             spent, _ = replica.round()
-            if lap and all_read and 4 * len(own) >= 3 * batch:
+            if run and all_read and 4 * len(own) >= 3 * batch:
                 seconds.append(spent)
                 tokens.append((sum(r.done for r in own) - before) / len(own))
     if not seconds:
@@ -172,9 +172,9 @@ def _rounds(llm: LLM, load: Load, batch: int) -> tuple[float, float]:
 
 
 def _prompts(llm: LLM, load: Load) -> tuple[tuple[int, ...], tuple[float, ...], float]:
-    """Tokens of passes over prompts, seconds of each, and seconds in which the draft reads one of their tokens.
+    """Numbers of prompt tokens, seconds of a pass over each, and seconds per prompt token for the draft.
 
-    They are read behind the middle of a conversation, to whose end the slot is rolled back each time.
+    Prompts are prefilled in the middle of a conversation; the slot is rolled back to it each time.
     """
     params = SamplingParams(max_new_tokens=READ_NEW, gamma=1, ignore_eos=True)
     before = min(load.system + (load.turns - 1) * (load.user + load.new) // 2, llm.max_context - READ_NEW - 1)
@@ -183,18 +183,18 @@ def _prompts(llm: LLM, load: Load) -> tuple[tuple[int, ...], tuple[float, ...], 
     llm.engine.complete([llm.engine.submit(context, SamplingParams(max_new_tokens=1), place=place)])
     took, drafts = [], []
     for size in sizes:
-        laps = []
-        for lap in range(LAPS):
-            ids = [*context, *((7 * i + 11 * lap + size) % llm.vocab_size for i in range(size))]
+        measured = []
+        for run in range(RUNS):
+            ids = [*context, *((7 * i + 11 * run + size) % llm.vocab_size for i in range(size))]
             request, rounds = llm.engine.submit(ids, params, place=place), []
             while not request.over:
                 began = time.process_time()
                 llm.engine.step()
                 rounds.append(time.process_time() - began)
-            laps.append(rounds)
-        took.append(statistics.median(rounds[0] for rounds in laps))
-        drafts.append(statistics.median(rounds[1] - min(rounds[2:]) for rounds in laps))
+            measured.append(rounds)
+        took.append(statistics.median(rounds[0] for rounds in measured))
+        drafts.append(statistics.median(rounds[1] - min(rounds[2:]) for rounds in measured))
     llm.engine.release(place)
-    # In the first round the draft reads what the target has read; a line through these points has that slope.
+    # In the first round the draft prefills the prompt too; the slope of a line through these points is its cost.
     slope = statistics.linear_regression(sizes, drafts).slope if llm.draft is not None and len(sizes) > 1 else 0.0
     return sizes, tuple(took), max(slope, 0.0)

@@ -1,4 +1,4 @@
-"""Which models a server has, as flags and a file say it; read before anything heavy is imported."""
+"""The models of a server, from flags and a file. Read before heavy imports."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which models a server has.
+    """The models of a server.
 
     Attributes:
         target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id. Given more than once, the
-            server has several models, each by the name of its folder: the first is loaded at once, the others when
+            server has several models, each by the name of its folder: the first is loaded at the start, the others when
             requests name them.
-        models: TOML file with one table for each model. The table's name is the model's, and its lines are settings
-            such as target, draft, quantize and cache; flags are those of all models that do not set them.
-        model_memory: memory that models may take together (12GiB); by default four fifths of what is available at the
-            start. One that does not fit beside the others takes the place of the one that was used longest ago.
+        models: TOML file with a table for each model. The name of the table is the model's; its lines are settings such
+            as target, draft, quantize and cache. Flags apply to models that do not set them.
+        model_memory: memory for all models together (12GiB); by default four fifths of the memory available at the
+            start. A model that does not fit replaces the least recently used one.
     """
 
     target: tuple[str, ...] = ("tales",)
@@ -43,7 +43,7 @@ class ModelOptions:
 
 
 def room_of(options: ModelOptions, models: Mapping[str, LLMConfig]) -> int:
-    """Bytes that models may take together.
+    """Bytes for all models together.
 
     Raises:
         InputError: a model does not fit, even alone.
@@ -62,15 +62,15 @@ def room_of(options: ModelOptions, models: Mapping[str, LLMConfig]) -> int:
 
 
 def read_models(options: ModelOptions, flags: LLMConfig) -> dict[str, LLMConfig]:
-    """What each model is made of, by its name; the first is loaded at once.
+    """Settings of each model, by its name; the first one is loaded at the start.
 
     Args:
         options: which models.
-        flags: what all models have that say nothing else.
+        flags: defaults of all models.
 
     Raises:
-        InputError: a setting makes no sense, or a name is there twice.
-        LoadError: the file, or a model, is not there.
+        InputError: a setting is invalid, or a name occurs twice.
+        LoadError: the file, or a model, does not exist.
     """
     if options.models is None:
         found = [(Path(target).name, dataclasses.replace(flags, target=target)) for target in options.target]
@@ -116,7 +116,7 @@ def _tables(path: str, flags: LLMConfig) -> Sequence[tuple[str, LLMConfig]]:
 
 
 def likely_bytes(model: LLMConfig) -> int:
-    """Bytes that a model is likely to take, by its files: weights and a process. A hub id counts as nothing."""
+    """Estimate of a model's memory from its files: weights and a process, in bytes. A hub id counts as 0."""
     drafts = [part.partition(":") for part in split_spec(model.draft)]
     files = _file_bytes(model.target) * SHRINKS.get(model.quantize or "", 1.0)
     return BARE + int(files + sum(_file_bytes(model_spec(rest).name) for _, _, rest in drafts if rest))

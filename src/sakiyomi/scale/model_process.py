@@ -1,10 +1,10 @@
-"""A model in a process of its own, asked over its standard input and output.
+"""A model in a process of its own, with requests over its standard input and output.
 
-Its memory is all its own, so that the end of the process gives back all of it; engines of several models share no
-threads, no locks and no default dtype; and a model that dies takes no other one with it.
+The end of the process frees all of the model's memory; engines of several models share no threads, no locks and no
+default dtype; and a model that crashes does not affect others.
 
-Frames go both ways: a length, and a pickled pair of a request's number and something of it. The first one is what the
-model is made of, and the answer to it says that it is loaded, or why not. A process whose standard input ends, ends.
+Frames go both ways: a length, and a pickled pair of a request's number and a value. The first frame has the settings of
+the model; the answer to it says that it is loaded, or why not. The process ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ logger = logging.getLogger("sakiyomi")
 _LENGTH = struct.Struct("!Q")
 _READY = 0  # number of the first frames
 _FIGURES = "figures"  # asked for in place of a reply; None in its place ends one
-_PATIENCE = 5.0  # seconds that a process may take to say how it is, or to end when it is told to
+_PATIENCE = 5.0  # seconds in which a process must give its figures, or end
 
 
 class ModelDied(Exception):
-    """The process ended before what it was asked for."""
+    """The process ended before its reply."""
 
 
 def _frame(number: int, value: Any) -> bytes:
@@ -50,7 +50,7 @@ def _frame(number: int, value: Any) -> bytes:
 
 
 class ModelProcess:
-    """The process, seen from who asks it; ``start`` makes one."""
+    """The process, as its parent sees it; made by ``start``."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str | None) -> None:
         self._process, self._name, self._stopped = process, name, False
@@ -66,7 +66,7 @@ class ModelProcess:
             SakiyomiError: it cannot be loaded.
             ModelDied: the process ended meanwhile.
         """
-        # Ctrl-C is for us, who tell it when to end: a group of its own.
+        # A process group of its own: Ctrl-C goes to the parent alone, which ends it.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", __name__),
             stdin=subprocess.PIPE,
@@ -87,7 +87,7 @@ class ModelProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process runs."""
         return not self._reading.done()
 
     @property
@@ -103,10 +103,10 @@ class ModelProcess:
         return 0
 
     async def figures(self) -> dict[str, Any]:
-        """How it is, see ``InProcessServer.figures``.
+        """See ``InProcessServer.figures``.
 
         Raises:
-            ModelDied, TimeoutError: it does not say.
+            ModelDied, TimeoutError: the process does not answer.
         """
         async with asyncio.timeout(_PATIENCE), aclosing(self.ask(_FIGURES)) as values:
             async for found in values:
@@ -114,7 +114,7 @@ class ModelProcess:
         raise ModelDied
 
     async def stop(self) -> None:
-        """End it; what it was asked for fails."""
+        """End the process; its requests fail."""
         self._stopped = True
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -128,10 +128,10 @@ class ModelProcess:
         await self._reading
 
     async def ask(self, asked: Asked | str) -> AsyncGenerator[Any]:
-        """A reply as it comes, in parts. Leaving the loop frees the request's slot in the engine.
+        """Parts of a reply. Closing the generator frees the request's slot in the engine.
 
         Args:
-            asked: the request, or ``_FIGURES``.
+            asked: a request, or ``_FIGURES``.
 
         Raises:
             ModelDied: the process ended.
@@ -176,7 +176,7 @@ class ModelProcess:
 
 
 class _Asked:
-    """What comes in, and what goes out."""
+    """Frames that come in, and frames that go out."""
 
     def __init__(self, source: BinaryIO, out: BinaryIO) -> None:
         self._source, self._out = source, out
@@ -191,13 +191,13 @@ class _Asked:
             head = self._source.read(_LENGTH.size)
             frame = pickle.loads(self._source.read(*_LENGTH.unpack(head))) if len(head) == _LENGTH.size else None
             if frame is None and not self.loaded:
-                os._exit(0)  # loading may take minutes, and nobody waits for it
+                os._exit(0)  # loading may take minutes, and the parent is gone
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self.frames.put_nowait, frame)
 
     def send(self, number: int, value: Any) -> None:
-        """One frame, at once."""
-        with suppress(BrokenPipeError):  # the end of the other pipe is on its way
+        """Write one frame."""
+        with suppress(BrokenPipeError):  # the parent is gone, and the end of the other pipe follows
             self._out.write(_frame(number, value))
             self._out.flush()
 

@@ -28,7 +28,7 @@ from sakiyomi.scale.model_process import ModelDied, ModelProcess
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.fields import Strict
-from sakiyomi.server.forms import read_form
+from sakiyomi.server.transcriptions import read_form
 
 __all__ = ["ModelName", "ModelTable", "make_models_app"]
 
@@ -37,21 +37,21 @@ _JSON = [(b"content-type", b"application/json")]
 
 
 class ModelName(Strict):
-    """Which model."""
+    """Body of ``/models/load`` and ``/models/unload``."""
 
     model: str
 
 
 class _Model:
-    """One of the table.
+    """A model of the table.
 
     Attributes:
-        users: requests that it has.
-        used: when one came or went last.
+        users: running requests.
+        used: time when a request last began or ended.
         leaving: it is unloaded as soon as it has no requests; new ones wait until it is loaded again.
-        size: bytes that it took when it had been loaded; caches grow afterwards.
+        size: bytes after it was loaded; caches grow afterwards.
         loads: how often it was loaded.
-        card: as ``/v1/models`` shows it, of its last process.
+        card: its entry in ``/v1/models``, from its last process.
     """
 
     def __init__(self, name: str, model: LLMConfig) -> None:
@@ -65,7 +65,7 @@ class _Model:
         return self.process is not None and self.process.alive
 
     def weigh(self) -> int:
-        """Bytes that it takes, or is likely to."""
+        """Bytes that it takes, or is expected to take."""
         taken = self.process.bytes if self.process is not None and self.process.alive else 0
         return taken or self.size or likely_bytes(self.model)
 
@@ -79,10 +79,10 @@ class ModelTable:
     """Models by name, for ``make_front``.
 
     Args:
-        models: what each is made of; the first is loaded at once, and asked where a request names none.
+        models: settings of each; the first one is loaded at the start, and is the default of requests.
         config: of the server.
-        memory: bytes that they may take together; see ``room_of``.
-        start: loads one.
+        memory: bytes that the models may take together; see ``room_of``.
+        start: loads a model.
     """
 
     dead: tuple[type[BaseException], ...] = (ModelDied,)
@@ -101,14 +101,14 @@ class ModelTable:
         self._door = asyncio.Lock()  # held while a model is loaded or unloaded
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._waiting = 0  # requests whose model is not loaded yet
+        self._waiting = 0  # requests that wait for their model
         self._loading: asyncio.Task[ModelProcess] | None = None
         self._draining = self._over = False
 
     # ------------------------------------------------------------ for the front
 
     async def ask(self, asked: Asked) -> AsyncGenerator[Part]:
-        """A reply as it comes, of the model that the request names."""
+        """Parts of a reply of the model that the request names."""
         if asked.path.startswith("/v1/models"):
             yield self._listed(asked.path)
             return
@@ -119,7 +119,7 @@ class ModelTable:
                     yield part
 
     async def figures(self) -> list[dict[str, Any]]:
-        """What each model says of itself; of those that are not loaded there is little to say."""
+        """Figures of each model; zeros for those that are not loaded."""
         found = []
         for model in self._models.values():
             said: dict[str, Any] = dict.fromkeys(("running", "waiting", "slots", "requests", "tokens"), 0)
@@ -155,7 +155,7 @@ class ModelTable:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """The first model is loaded; at the end no process is left."""
+        """Load the first model; end all processes afterwards."""
         self._later(self._first())
         try:
             yield
@@ -168,15 +168,15 @@ class ModelTable:
 
     @property
     def load(self) -> int:
-        """Requests under way, those that wait for their model included."""
+        """Running requests, and those that wait for their model."""
         return self._waiting + sum(model.users for model in self._models.values())
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Refuse new requests from now on."""
         self._draining = True
 
     def stop(self) -> None:
-        """End what is under way."""
+        """End running requests."""
         self._draining = self._over = True
         if self._loading is not None:
             self._loading.cancel()
@@ -187,7 +187,7 @@ class ModelTable:
 
     @asynccontextmanager
     async def _lent(self, name: str | None) -> AsyncIterator[_Model]:
-        """A loaded model, which stays so meanwhile."""
+        """A loaded model, which is not unloaded during the block."""
         model = self._find(name)
         self._waiting += 1
         try:
@@ -284,7 +284,7 @@ class ModelTable:
             raise
 
     def _check_size(self, model: _Model) -> None:
-        """Refuse what takes more than all models may."""
+        """Refuse a model that exceeds the limit of all models."""
         if (needed := model.weigh()) > self._limit:
             raise ApiError(
                 503,
@@ -353,7 +353,7 @@ def make_models_app(table: ModelTable, config: ServerConfig) -> FastAPI:
 
 
 def _named(asked: Asked) -> str | None:
-    """The model that a request names."""
+    """Name of the model in a request."""
     if isinstance(asked.body, Mapping):
         return asked.body.get("model")
     if isinstance(asked.body, bytes):
@@ -367,7 +367,7 @@ def _stopping() -> ApiError:
 
 
 def _gauges(model: _Model) -> str:
-    """What the table itself knows of a model, for Prometheus."""
+    """Metrics of the table itself, for Prometheus."""
     found = [
         ("sakiyomi:model_loaded", "gauge", "1 where the model is loaded", int(model.loaded)),
         ("sakiyomi:model_bytes", "gauge", "Memory of its process", model.weigh() if model.loaded else 0),

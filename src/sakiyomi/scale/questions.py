@@ -1,4 +1,4 @@
-"""``bench spec`` by several workers: a question is a piece; all contenders answer it on one worker, interleaved."""
+"""``bench spec`` on several workers: a question is a piece; all contenders answer it on one worker, interleaved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["share"]
 
 
 def share(option: WorkersOption) -> Share:
-    """Has the questions answered by workers.
+    """A function that has workers answer the questions.
 
     Raises:
         LoadError: Ray is not installed.

@@ -1,8 +1,8 @@
-"""Which replica takes a request: the one that has its beginning in the cache, unless that one is busy.
+"""Routes a request to the replica that has its prefix in the cache, unless that one is busy.
 
-Nothing is remembered and nobody is asked: every front comes to the same answer from the request, the names of the
-replicas and how many requests each has. Rendezvous hashing (Thaler and Ravishankar 1998): a replica that joins or
-leaves moves its own share of the conversations alone.
+Routing has no state: every front computes the same replica from the request, the names of the replicas and the number
+of requests that each has. Rendezvous hashing (Thaler and Ravishankar 1998): a replica that joins or leaves moves only
+its own share of the conversations.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 __all__ = ["SLACK", "affinity_key", "preference", "ranked"]
 
-SLACK = 4  # requests that a replica may have more than the least loaded before others are asked first
-PROMPT_CHARACTERS = 512  # of a prompt without messages; a longer one names no conversation better
+SLACK = 4  # requests that a replica may have beyond the least loaded one before others are preferred
+PROMPT_CHARACTERS = 512  # of a prompt without messages that make the key
 
 
 def affinity_key(body: Mapping[str, Any], session: str = "") -> str:
-    """What all requests of one conversation have in common.
+    """A key that all requests of a conversation share.
 
     Args:
         body: of a request, as the server takes it: with `messages`, `input` or `prompt`.
-        session: name of the conversation, of a header; it decides alone where there is one.
+        session: name of the conversation from a header, which is then the key.
 
     Returns:
-        The session, or else the system and the first user message, or the beginning of the prompt. Whole prompts
-        would move a conversation at every turn.
+        The session, or the system and first user message, or the beginning of the prompt. Whole prompts would move a
+        conversation with every request.
     """
     if session:
         return session
@@ -41,20 +41,19 @@ def affinity_key(body: Mapping[str, Any], session: str = "") -> str:
 
 
 def preference(key: str, replica: str) -> bytes:
-    """How much a key likes a replica: of several, it likes that with the largest value best."""
+    """Weight of a replica for a key; the largest weight wins."""
     return hashlib.blake2b(f"{replica}\0{key}".encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 def ranked(key: str, loads: Mapping[str, int]) -> list[str]:
-    """The replicas in the order in which they are asked.
+    """Replicas in the order of preference.
 
     Args:
         key: see `affinity_key`.
         loads: requests that each replica has, by its name.
 
     Returns:
-        First those that have less than ``SLACK`` more than the least loaded, in the order in which the key likes
-        them; then the others by their load.
+        First those that have less than ``SLACK`` more than the least loaded, by weight; then the others by load.
     """
     least = min(loads.values(), default=0)
     liked = sorted(loads, key=lambda replica: preference(key, replica), reverse=True)

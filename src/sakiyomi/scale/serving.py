@@ -1,4 +1,4 @@
-"""Replicas of the engine behind one front, on Ray Serve, which starts, watches, scales and drains them."""
+"""Replicas of the engine behind one front, on Ray Serve, which starts, monitors, scales and drains them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from sakiyomi.server.config import ServerConfig
 __all__ = ["RayReplicas", "Replica", "application", "build", "deployment", "make_server", "processes"]
 
 T = TypeVar("T")
-PATIENCE = 5.0  # seconds that a replica may take to say how it is
+PATIENCE = 5.0  # seconds in which a replica must give its figures
 TARGET = 0.75  # share of a replica's slots that autoscaling aims at
 THEIRS = ("address", "start_timeout", "host", "port", "kv_events", "kv_events_replay", "kv_events_topic")
-"""What `serve run` decides, or one of several replicas cannot have."""
+"""Settings that `serve run` decides, or that a replica cannot have."""
 
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc]
-    """The replica that has a conversation in its cache, unless it is busy; see ``routing``."""
+    """Routes a request to the replica that has its conversation in the cache, unless that is busy; see ``routing``."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One replica a rank, the best first; a request that names its replica has that one alone, if it is there."""
-        await asyncio.sleep(0)  # Serve asks again at once where a replica is not free, and others wait
+        """One replica per rank, the best first; a request that names a replica gets that one alone, if it exists."""
+        await asyncio.sleep(0)  # Serve retries at once while a replica is busy; let other tasks run
         asked = {} if pending_request is None else pending_request.kwargs
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if (named := by_name.get(asked.get("replica", ""))) is not None:
@@ -66,7 +66,7 @@ def make_server(version: str, model: LLMConfig, config: ServerConfig) -> InProce
 
 
 class Replica:
-    """A model; its requests share passes, as those of a server do.
+    """A model in a process of Ray Serve.
 
     Args:
         make: makes its server.
@@ -79,13 +79,13 @@ class Replica:
         self._ready: asyncio.Future[Any] | None = None
 
     async def _server(self) -> Any:
-        """The server, whose thread belongs to the loop that handlers live in."""
+        """The server, started in the event loop of the handlers."""
         if self._ready is None:
             self._ready = asyncio.ensure_future(self._made.__aenter__())
         return await asyncio.shield(self._ready)
 
     async def ask(self, *, asked: Asked, key: str, address: Address | None) -> AsyncIterator[tuple[Part, bool]]:
-        """A reply as it comes, and whether the rest of it comes to the address."""
+        """Parts of a reply, each with whether the rest of the reply is sent to the address instead."""
         server = await self._server()
         async with aclosing(server.events(asked)) as parts:
             first = await anext(parts)
@@ -100,19 +100,19 @@ class Replica:
                     await line.end()
 
     async def figures(self, *, replica: str) -> AsyncIterator[dict[str, Any]]:
-        """How it is."""
+        """The replica's figures, see ``InProcessServer.figures``."""
         server = await self._server()
         machine = {"replica": self._name, "machine": socket.gethostname(), "pid": os.getpid()}
         yield {**machine, **server.figures()}
 
     async def check_health(self) -> None:
-        """Asked by Serve, which replaces a replica that raises."""
+        """Called by Serve, which replaces a replica that raises."""
         if self._ready is not None and self._ready.done() and not self._ready.result().alive:
             raise RuntimeError("the engine's last round failed")
 
 
 class RayReplicas:
-    """Replicas as a front asks them; see ``front.Replicas``.
+    """The replicas of a Ray Serve application; see ``front.Replicas``.
 
     Args:
         handle: Serve's, of the deployment ``Replica``.
@@ -127,7 +127,7 @@ class RayReplicas:
 
     @asynccontextmanager
     async def lifespan(self, _: Any) -> AsyncIterator[None]:
-        """Of the front: streams may come by sockets, unless what a cluster says is to be encrypted."""
+        """Of the front: streams come by sockets, unless the cluster encrypts its traffic."""
         encrypted = os.environ.get("RAY_USE_TLS", "0") != "0"
         async with nullcontext() if encrypted else self._lines.listening():
             yield
@@ -154,7 +154,7 @@ class RayReplicas:
                 parts.cancel()
 
     async def figures(self) -> list[dict[str, Any]]:
-        """What each replica says of itself; those that do not answer in time are left out."""
+        """Figures of each replica; those that do not answer in time are left out."""
         names = await asyncio.to_thread(processes, self._application)
 
         async def one(name: str) -> dict[str, Any] | None:
@@ -166,12 +166,12 @@ class RayReplicas:
 
         found = [
             await one(name) for name in names.values()
-        ]  # together, Serve gives one's place to another and tries for ever
+        ]  # one at a time: asked together, Serve mixes up their places and retries for ever
         return list({each["replica"]: each for each in found if each is not None}.values())
 
 
 def processes(application: str) -> dict[str, str]:
-    """The replicas of an application: their names in Ray, and what Serve calls them."""
+    """Names of an application's replicas: in Ray, and in Serve."""
     prefix = f"SERVE_REPLICA::{application}#{Replica.__name__}#"
     names = [actor["name"] for actor in list_named_actors(all_namespaces=True)]
     return {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
@@ -215,7 +215,7 @@ def deployment(make: Any, config: ServerConfig, options: ReplicaOptions, model: 
         Replica,
         max_ongoing_requests=slots + config.max_queue,
         max_queued_requests=max(1, config.max_queue),
-        graceful_shutdown_timeout_s=config.request_timeout,  # what runs when a replica is taken away is ended first
+        graceful_shutdown_timeout_s=config.request_timeout,  # a replica that is removed finishes its requests first
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2,
         health_check_timeout_s=30,
@@ -256,7 +256,7 @@ def build(args: Mapping[str, Any]) -> Any:
     given = {"max_batch": MAX_BATCH, "replicas": "1", **args}
     options, model, config = _made(ReplicaOptions, given), _made(LLMConfig, given), _made(ServerConfig, given)
     if given:
-        raise InputError(f"{next(iter(given))!r} is no setting of a server; `sakiyomi serve --help` lists them")
+        raise InputError(f"{next(iter(given))!r} is not a setting of a server; `sakiyomi serve --help` lists them")
     make = functools.partial(make_server, __version__, model, config)
     return application(deployment(make, config, options, model), config)
 
@@ -264,11 +264,11 @@ def build(args: Mapping[str, Any]) -> Any:
 def _made(kind: type[T], given: dict[str, Any]) -> T:
     """A group of settings, of the values that are its own; they are taken out of what was given."""
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: _value(name, kind, given.pop(name)) for name, kind in fields.items() if name in given})
+    return kind(**{name: _value(name, wanted, given.pop(name)) for name, wanted in fields.items() if name in given})
 
 
 def _value(name: str, wanted: str, value: Any) -> Any:
-    """A value of a field from a text, or as it is."""
+    """A value of a field, converted if it is a text."""
     if not isinstance(value, str):
         return value
     try:

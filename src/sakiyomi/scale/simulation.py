@@ -1,19 +1,19 @@
-"""Many replicas under load, by discrete events: nothing is computed but time, with costs measured on one.
+"""Simulates many replicas under load by discrete events, with the costs of rounds measured on one replica.
 
-A replica works in rounds as the engine does: a chunk of prompts, then one round for all requests whose prompts are
-read. What it holds between the turns of a conversation lies in its slots, the longest unused of which is taken first.
-Requests go where ``routing`` sends them; so do those of the real replicas that a simulation is compared with
-(``measured.py``).
+A replica works in rounds as the engine does: a chunk of prompts, then a pass for all requests whose prompts are
+prefilled. Conversations stay cached in its slots between their requests; the least recently used slot is reused first.
+Requests are routed by ``routing``, as are those of the real replicas in ``measured.py``.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 from sakiyomi.core.checks import at_least
@@ -23,23 +23,23 @@ from sakiyomi.scale.routing import ranked
 __all__ = ["POLICIES", "Costs", "Load", "Outcome", "Replica", "SimulatedReplica", "fewest", "run", "simulate"]
 
 CHUNK = 512
-"""Prompt tokens of a pass, as of the engine."""
-MOST = 4096  # replicas that are tried
+"""Prompt tokens of a pass, as in the engine."""
+MOST = 4096  # replicas at most
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a replica takes, as measured.
+    """Measured costs of a replica.
 
     Attributes:
-        batches: requests at once, ascending.
-        plain: seconds of a round of each without drafts.
-        drafted: the same with drafts as the engine chooses them; empty: there is no draft.
-        tokens: that such a round gives each request, on the mean.
-        prompts: tokens of a pass over prompts, ascending.
-        prompt: seconds of each such pass, behind the middle of a conversation.
-        catching_up: seconds in which the draft reads a token of the prompt, in a request's first round.
-        slots: requests at once, running and between turns.
+        batches: numbers of requests at once, ascending.
+        plain: seconds of a round for each of them, without drafts.
+        drafted: the same with drafts as the engine chooses them; empty: no draft.
+        tokens: mean tokens per request in such a round.
+        prompts: numbers of prompt tokens of a pass, ascending.
+        prompt: seconds of each such pass, in the middle of a conversation.
+        catching_up: seconds per prompt token for the draft, in a request's first round.
+        slots: conversations that the cache holds, running or waiting for their next request.
     """
 
     batches: tuple[int, ...]
@@ -52,7 +52,7 @@ class Costs:
     slots: int
 
     def round(self, requests: int) -> tuple[float, float]:
-        """Seconds of a round, and the tokens that it gives each of so many requests."""
+        """Seconds of a round for so many requests, and its tokens per request."""
         if not self.drafted:
             return _between(self.batches, self.plain, requests), 1.0
         return _between(self.batches, self.drafted, requests), _between(self.batches, self.tokens, requests)
@@ -63,7 +63,7 @@ class Costs:
 
 
 def _between(places: Sequence[int], values: Sequence[float], at: int) -> float:
-    """On straight lines between measured places, and on the last of them beyond."""
+    """Linear interpolation; beyond the last place, extrapolation."""
     if len(places) == 1:
         return values[0]
     i = min(max(bisect_right(places, at), 1), len(places) - 1)
@@ -104,7 +104,7 @@ class Load:
                 raise InputError(f"{name} is {getattr(self, name):g}; expected a number above 0")
 
     def first(self) -> Iterator[Request]:
-        """The first requests of all conversations."""
+        """First requests of all conversations."""
         rng, when = random.Random(self.seed), 0.0
         for session in range(MOST * MOST):
             when += rng.expovariate(self.rate)
@@ -114,7 +114,7 @@ class Load:
             yield Request(session, group, self.system + self.user, self.new, arrived=when)
 
     def next(self, request: Request, now: float) -> Request | None:
-        """What follows a request that has ended; pauses are those of the conversation, however it is answered."""
+        """The next request of a conversation; its pause depends on the seed and the conversation alone."""
         if request.turn == self.turns:
             return None
         prompt = request.prompt + request.new + self.user
@@ -128,13 +128,14 @@ class Request:
     """One of a conversation.
 
     Attributes:
-        session, group: the conversation, and whose system prompt it begins with.
+        session, group: number of the conversation, and of its system prompt.
         prompt, new: tokens.
         arrived, first, ended: seconds.
         turn: from 1.
         reused: prompt tokens that were in the cache.
-        read, done: prompt tokens that are, and new tokens.
-        lost: when its replica was lost; the longest silence that the client saw because of it is `gap`.
+        read, done: prompt tokens that were prefilled, and new tokens.
+        lost: when its replica was lost.
+        gap: seconds until the next token after that.
     """
 
     session: int
@@ -153,15 +154,15 @@ class Request:
 
 
 class Replica(Protocol):
-    """What takes requests, simulated or real."""
+    """A replica, simulated or real."""
 
     requests: list[Request]
 
     def add(self, request: Request) -> None:
-        """A request has come."""
+        """Add a request."""
 
     def round(self) -> tuple[float, list[Request]]:
-        """Seconds of one round of all of them, and those that have ended in it."""
+        """Run a round; its seconds, and the requests that ended in it."""
 
 
 @dataclass(eq=False)
@@ -184,7 +185,7 @@ class SimulatedReplica:
         self._seat()
         seconds, room, complete = 0.0, CHUNK, []
         there = {request.group for request in self.running if request.read >= self.system}
-        coming: set[int] = set()  # groups whose system prompt another request is reading: that is waited for
+        coming: set[int] = set()  # groups whose system prompt another request prefills now: others wait for it
         for request in self.running:
             if request.read < self.system:
                 if request.group in coming:
@@ -237,7 +238,7 @@ class SimulatedReplica:
 # ---------------------------------------------------------------- routing
 
 Choose = Callable[[Request, dict[str, int], int], str]
-"""The replica of a request, of their loads by name and the number of requests so far."""
+"""Chooses a replica for a request, given the loads by name and the number of requests so far."""
 
 
 def _in_turn(request: Request, loads: dict[str, int], number: int) -> str:
@@ -262,16 +263,16 @@ POLICIES: dict[str, Choose] = {"in turn": _in_turn, "least loaded": _least_loade
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a load came to.
+    """The result of a simulation.
 
     Attributes:
         replicas: at the beginning.
-        tokens_per_second: of all replicas, while conversations began.
-        first_p50, first_p95, whole_p95: seconds to the first token and to the last, of requests that came then.
-        cached: share of prompt tokens that were in a cache.
-        busy, busiest: share of the time that replicas worked, on the mean and the one that worked most.
+        tokens_per_second: of all replicas, in the simulated time.
+        first_p50, first_p95, whole_p95: seconds to the first token and to the last one.
+        cached: share of prompt tokens that were cached.
+        busy, busiest: share of the time that replicas worked: the mean, and the largest.
         moved: requests whose replica was lost.
-        gap_p50, gap_max: seconds without a token because of that.
+        gap_p50, gap_max: seconds that those waited for their next token.
     """
 
     replicas: int
@@ -288,12 +289,12 @@ class Outcome:
 
 
 def run(replicas: Sequence[Replica], load: Load, policy: str, *, loss: float | None = None) -> Outcome:
-    """Have replicas answer a load.
+    """Run a load on replicas.
 
     Args:
         replicas: simulated or real; each has a clock of its own, which advances by the seconds of its rounds.
-        load: what comes.
-        policy: of ``POLICIES``.
+        load: of requests.
+        policy: name in ``POLICIES``.
         loss: when the replica with most requests is lost, in seconds; other replicas continue those, as longer prompts.
     """
     alive = {f"replica {number}": replica for number, replica in enumerate(replicas)}
@@ -320,7 +321,7 @@ def run(replicas: Sequence[Replica], load: Load, policy: str, *, loss: float | N
             gone = max(alive, key=lambda name: len(alive[name].requests))
             for request in alive.pop(gone).requests:
                 request.lost = now
-                # What was written is read as part of the prompt; nobody has it in a cache.
+                # The new replica prefills the written tokens as part of the prompt.
                 written = int(request.done)
                 request.prompt, request.new = request.prompt + written, max(request.new - written, 1)
                 request.read, request.done = 0, 0.0
@@ -376,7 +377,7 @@ def _outcome(
 
 
 def _share(values: Sequence[float], share: float) -> float:
-    """The value that so large a share does not exceed; 0 of none."""
+    """A quantile; 0 without values."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
 
 
@@ -388,33 +389,26 @@ def simulate(count: int, costs: Costs, load: Load, policy: str, *, loss: float |
 
 
 def fewest(costs: Costs, load: Load, policy: str, first: float, pace: float) -> Outcome | None:
-    """The fewest replicas with which the load has its first tokens and its pace.
+    """The fewest replicas that meet the latency targets.
 
     Args:
         costs: of a replica.
-        load: what comes.
-        policy: of ``POLICIES``.
-        first: seconds in which 95 % of the requests have their first token.
-        pace: seconds a token in which 95 % are written whole, beside that.
+        load: of requests.
+        policy: name in ``POLICIES``.
+        first: seconds to the first token, for 95 % of the requests.
+        pace: further seconds per token, for 95 % of the requests.
 
     Returns:
-        None: `MOST` are too few.
+        None if `MOST` replicas do not meet them.
     """
 
-    def enough(outcome: Outcome) -> bool:
-        return outcome.first_p95 <= first and outcome.whole_p95 <= first + pace * load.new
+    @cache
+    def outcome(count: int) -> Outcome:
+        return simulate(count, costs, load, policy)
 
-    low, high = 0, 1
-    found = simulate(high, costs, load, policy)
-    while not enough(found):
-        low, high = high, 2 * high
-        if high > MOST:
-            return None
-        found = simulate(high, costs, load, policy)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if enough(outcome := simulate(middle, costs, load, policy)):
-            high, found = middle, outcome
-        else:
-            low = middle
-    return found
+    def enough(count: int) -> bool:
+        found = outcome(count)
+        return found.first_p95 <= first and found.whole_p95 <= first + pace * load.new
+
+    high = next((2**i for i in range(MOST.bit_length()) if enough(2**i)), None)
+    return None if high is None else outcome(bisect_left(range(high), True, high // 2 + 1, key=enough))

@@ -1,4 +1,4 @@
-"""Pieces of work that engines on a Ray cluster do, for a command that goes through them one by one."""
+"""Distributes pieces of work to engines on a Ray cluster, and yields their results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Key = TypeVar("Key")
 
 
 class OneByOne(AbstractAsyncContextManager["OneByOne"]):
-    """A worker's endpoint that does one piece after the other, off the loop.
+    """An endpoint that does one piece at a time, in a thread.
 
     Args:
-        do: a piece, from its body to its result.
+        do: makes the result of a piece from its body.
     """
 
     def __init__(self, do: Callable[[Any], Any]) -> None:
@@ -41,7 +41,7 @@ class OneByOne(AbstractAsyncContextManager["OneByOne"]):
 
 
 class Workers:
-    """Workers of a Ray cluster that do pieces, one set after the other; a context manager.
+    """Workers of a Ray cluster that do pieces; a context manager.
 
     Args:
         make: a worker's endpoint, in its process.
@@ -66,13 +66,13 @@ class Workers:
         self._opened.close()
 
     def do(self, pieces: Iterable[tuple[Key, Any]]) -> Generator[tuple[Key, Any], None, None]:
-        """Results of pieces, each as soon as it is there; some are under way, and the next ones are not drawn yet.
+        """Results of pieces, in the order in which they finish. Pieces are drawn as workers become free.
 
         Args:
-            pieces: what each is here, and its body.
+            pieces: the key of each, and its body.
 
         Raises:
-            SakiyomiError: of a worker; or a piece whose workers die again and again.
+            SakiyomiError: an error of a worker, or too many workers died during a piece.
         """
         coming = iter(pieces)
         running: dict[asyncio.Task[tuple[int, Any]], Key] = {}

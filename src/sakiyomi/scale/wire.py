@@ -1,8 +1,8 @@
-"""Streams that come from a replica's process by a socket: each message of Ray's costs both sides about a millisecond.
+"""Sends streams from a replica to the front by a socket, since each message of Ray costs about a millisecond per side.
 
-Ray still starts and ends a request, and knows of deaths; what comes behind the first event of a stream is sent here. A
-frame has two lengths, a JSON list (which tokens its events have), and bytes of events; an empty one is the last. A line
-is opened by the replica, with the secret that the request came with.
+Ray still starts and ends requests, and reports dead replicas; the events of a stream after the first one are sent here.
+A frame has two lengths, a JSON list of the tokens in its events, and the bytes of the events; an empty frame is the
+last. The replica opens a line with the secret that came with the request.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from sakiyomi.server.relay import Sent
 __all__ = ["Address", "Dialer", "Line", "Lines"]
 
 SECRET = 16  # bytes
-PATIENCE = 5.0  # seconds that a line may take to be there, and Ray to notice why it is cut off
+PATIENCE = 5.0  # seconds for a line to open, and for Ray to report why it was cut off
 DIALING = 1.0  # seconds until a front counts as unreachable
 _HEAD = struct.Struct(">II")
 
 
 class Address(NamedTuple):
-    """Where the rest of a stream is wanted.
+    """Where the rest of a stream should be sent.
 
     Attributes:
         host, port: of the front's machine.
-        secret: of this stream alone.
+        secret: of this stream.
     """
 
     host: str
@@ -41,10 +41,10 @@ class Address(NamedTuple):
 
 
 class Line:
-    """One stream, where it is read.
+    """The reading end of a stream.
 
     Args:
-        address: what its replica is told.
+        address: for the replica.
     """
 
     def __init__(self, address: Address) -> None:
@@ -52,14 +52,14 @@ class Line:
         self.there: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Future()
 
     async def parts(self, watched: asyncio.Future[object], first: Part) -> AsyncGenerator[Part]:
-        """What comes behind the first part.
+        """Parts after the first one.
 
         Args:
-            watched: raises if the replica dies, however the machine tells of it.
+            watched: raises if the replica dies.
             first: has status and headers.
 
         Raises:
-            ConnectionError: it is cut off, or nobody opened it.
+            ConnectionError: the line is cut off, or was not opened.
         """
         either: set[asyncio.Future[Any]] = {self.there, watched}
         await asyncio.wait(either, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
@@ -81,12 +81,12 @@ class Line:
                 sent = [Sent(choice, tuple(tokens), over) for choice, tokens, over in json.loads(text)]
                 yield Part(first.status, first.headers, data, sent)
         except (asyncio.IncompleteReadError, ConnectionError):
-            await asyncio.wait({watched}, timeout=PATIENCE)  # asked again sooner, Ray would name the dead one again
+            await asyncio.wait({watched}, timeout=PATIENCE)  # retried sooner, Ray would choose the dead replica again
             raise (watched.done() and watched.exception()) or ConnectionError("a stream was cut off") from None
 
 
 class Lines:
-    """Where a front's streams come in.
+    """The listener for the streams of a front.
 
     Args:
         host: address of this machine that the replicas can connect to.
@@ -98,7 +98,7 @@ class Lines:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Takes streams while the block runs."""
+        """Accept streams during the block."""
         server = await asyncio.start_server(self._take, self._host, 0)
         self._port = server.sockets[0].getsockname()[1]
         try:
@@ -109,7 +109,7 @@ class Lines:
 
     @asynccontextmanager
     async def line(self) -> AsyncIterator[Line | None]:
-        """One stream may come while the block runs; None: nobody listens."""
+        """A line for one stream during the block; None: the listener is off."""
         if not self._port:
             yield None
             return
@@ -134,19 +134,19 @@ class Lines:
 
 
 class _Sender:
-    """One stream, where it is written."""
+    """The writing end of a stream."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
 
     async def send(self, part: Part) -> None:
-        """One part; waits where the reader is behind."""
+        """Send a part; waits if the reader is behind."""
         sent = json.dumps(part.sent, separators=(",", ":")).encode()
         self._writer.write(b"".join((_HEAD.pack(len(sent), len(part.data)), sent, part.data)))
         await self._writer.drain()
 
     async def end(self) -> None:
-        """All was sent."""
+        """End the stream."""
         self._writer.write(_HEAD.pack(0, 0))
         await self._writer.drain()
 
@@ -159,7 +159,7 @@ class Dialer:
 
     @asynccontextmanager
     async def opened(self, address: Address | None) -> AsyncIterator[_Sender | None]:
-        """A line; None where there is none, and parts have to take Ray's way."""
+        """A line to an address; None if it cannot be opened, and parts must go through Ray."""
         writer: asyncio.StreamWriter | None = None
         if address is not None and address[:2] not in self._beyond:
             try:

@@ -1,7 +1,7 @@
-"""Engines on a Ray cluster that answer requests as one: who dies is replaced, and what it had is asked again.
+"""A pool of engines on a Ray cluster. A worker that dies is replaced, and its requests are repeated.
 
-A request whose workers die is in the end asked of a worker that has nothing else to do. If that dies too, again and
-again, the request gets an error for its reply, and no other one does.
+A request whose workers die is finally given to a worker without other requests. If such workers die too, the request
+gets an error as its reply, and no other request does.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["Make", "WorkerPool", "pool_of"]
 
 logger = logging.getLogger("sakiyomi")
 Make = Callable[[], AbstractAsyncContextManager[Endpoint]]
-TOGETHER, ALONE = 2, 2  # workers that may die of a request: among others, and then alone
-FUTILE = 3  # workers in a row that may die before they have answered anything
+TOGETHER, ALONE = 2, 2  # workers that may die during a request: with other requests, then with it alone
+FUTILE = 3  # workers in a row that may die before their first reply
 
 
 class _Actor:
-    """A worker's process: an endpoint, made where it runs."""
+    """The process of a worker: makes an endpoint, and answers by it."""
 
     def __init__(self) -> None:
         self._endpoint: Any = None
 
     async def begin(self, make: Make) -> tuple[str, SakiyomiError | None]:
-        """Load the model; the version of the library here, and what was wrong with what the user gave."""
+        """Load the model. Gives the version of the library here, and an error of the user's settings."""
         try:
             self._context = await asyncio.to_thread(make)
             self._endpoint = await self._context.__aenter__()
@@ -49,10 +49,10 @@ class _Worker:
     """A place in the pool, whose actor may change.
 
     Attributes:
-        actor: Ray's handle; None while there is none that answers.
-        running: requests that it has.
+        actor: Ray's handle; None while no actor is ready.
+        running: its running requests.
         answered: requests that this actor has answered.
-        reserved: it is to be idle soon, for one request alone.
+        reserved: it gets no more requests, so that one request can have it alone.
     """
 
     def __init__(self) -> None:
@@ -62,13 +62,13 @@ class _Worker:
 
 
 class WorkerPool:
-    """Workers as one endpoint. Use it as an asynchronous context manager, connected to a cluster.
+    """Workers as one endpoint; an asynchronous context manager. Needs a connection to a cluster.
 
     Args:
         make: makes a worker's endpoint, in its process.
-        count: of workers. Beyond the least one is added when all have as much as they may, and the cluster has room.
-        cpus, gpus: that each has of its machine.
-        lines: requests that each is given at a time.
+        count: of workers. More than the least are added while all are full and the cluster has room.
+        cpus, gpus: of each worker.
+        lines: requests that a worker gets at a time.
 
     Attributes:
         deaths: of workers, so far.
@@ -103,7 +103,7 @@ class WorkerPool:
 
     @property
     def ready(self) -> int:
-        """Workers that answer now."""
+        """Workers that are ready."""
         return sum(worker.actor is not None for worker in self._workers)
 
     async def post(self, path: str, body: Any, client: str) -> tuple[int, Any]:
@@ -144,7 +144,7 @@ class WorkerPool:
                 self._changed.notify_all()
 
     async def _take(self, alone: bool) -> _Worker:
-        """A worker that has room for one request, or that has none and gets no other one meanwhile."""
+        """A worker with room for a request; ``alone``: one that has no other request, and gets none meanwhile."""
         chosen: _Worker | None = None
         async with self._changed:
             while True:
@@ -167,7 +167,7 @@ class WorkerPool:
                 await self._changed.wait()
 
     def _grow(self) -> None:
-        """Another worker, if there may be more and the cluster has room for it now."""
+        """Add a worker, if there may be more and the cluster has room."""
         import ray
 
         if self._starting or len(self._workers) >= self._count.most:
@@ -187,7 +187,7 @@ class WorkerPool:
         task.add_done_callback(self._starting.discard)
 
     async def _begin(self, worker: _Worker) -> None:
-        """Have an actor in this place, which may take until there is room for it."""
+        """Start an actor for this worker; waits until the cluster has room."""
         from ray.exceptions import RayError
 
         failure: Exception | None = None
@@ -217,7 +217,7 @@ class WorkerPool:
             self._changed.notify_all()
 
     async def _lost(self, worker: _Worker, actor: Any) -> None:
-        """A worker is gone: the first that notices has another one begin."""
+        """A worker has died: the first request that notices starts another actor."""
         async with self._changed:
             if worker.actor is not actor:
                 return

@@ -1,6 +1,6 @@
-"""From the body of a request to jobs for the engine: templates, tokens, limits, parameters.
+"""Turns the body of a request into jobs for the engine: templates, tokens, limits, parameters.
 
-Runs in threads of its own: tokenizing a long text takes seconds, in which the event loop serves others.
+Runs in threads: tokenizing a long text takes seconds, in which the event loop must serve other clients.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.conversations import as_template_takes, ending_of, read_images, text_of
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.escapes import Matcher
-from sakiyomi.server.grammar import Constraint, Grammars
+from sakiyomi.server.grammar import Constraint, Grammars, Penalties
 from sakiyomi.server.jobs import Echo, Job, Reply
-from sakiyomi.server.processors import Penalties
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,
@@ -48,9 +47,9 @@ __all__ = ["BodyReader", "is_long"]
 AS_THEY_ARE = {
     "temperature", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "repetition_penalty",
 }  # fmt: skip
-"""Fields of a body that are parameters of the same name."""
+"""Fields of a body that are sampling parameters of the same name."""
 NAMES = {name: name for name in Ask.model_fields} | {name: f"speculation.{name}" for name in Speculation.model_fields}
-"""Fields of a body by the names of parameters, which errors of these begin with."""
+"""Fields of a body by the name of the sampling parameter, which the parameter's errors begin with."""
 
 
 LONG = 1 << 15  # characters
@@ -125,10 +124,10 @@ class Room:
 
 
 class BodyReader:
-    """Reads bodies.
+    """Turns bodies into jobs.
 
     Args:
-        llm: whose tokens and limits they are.
+        llm: has the tokenizer and the limits.
         config: of the server.
 
     Raises:
@@ -144,7 +143,7 @@ class BodyReader:
             )
         self._llm, self._config = llm, config
         self.name = config.served_name or llm.name
-        self.blind = llm.target.blind  # why no images are read; None: they are
+        self.blind = llm.target.blind  # why the model reads no images; None: it does
         if self.blind is None and llm.processor is None:
             self.blind = "the model's folder has no image processor (preprocessor_config.json)"
         self.drafter = None if llm.draft is None else llm.draft.name
@@ -210,9 +209,9 @@ class BodyReader:
         return jobs
 
     def _reasoning(self, body: ChatRequest, tokens: list[int], begun: str) -> bool | None:
-        """Whether a reply, or what follows one that has begun, begins inside thoughts; None where none are told apart.
+        """Whether the new text begins inside thoughts; None: thoughts are not separated from the reply.
 
-        A reply that must keep to a grammar from its first token on has none.
+        A reply under a grammar has no thoughts.
         """
         formed = body.response_format is not None and body.response_format.type != "text"
         if self._channels is not None:
@@ -227,7 +226,7 @@ class BodyReader:
     def _read(
         self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest, ending: Ending
     ) -> tuple[list[int], Source | None]:
-        """Tokens of a conversation, and its images as the model reads them."""
+        """Tokens of a conversation, and the model's inputs for its images."""
         options = body.chat_template_kwargs or {}
         images = read_images(body.messages, self._config, self.blind)
         with _blaming("messages", {"options": "chat_template_kwargs"}):
@@ -240,10 +239,10 @@ class BodyReader:
             return made.tokens, made.source
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Tokens of a prompt, or of messages up to where a reply begins.
+        """Tokens of a prompt, or of messages up to the reply.
 
         Raises:
-            ApiError: there is neither of them, or both.
+            ApiError: the body has neither of them, or both.
         """
         self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -277,7 +276,7 @@ class BodyReader:
 
     @property
     def template(self) -> str:
-        """That messages become a prompt by; "" where there is none."""
+        """The chat template; "" without one."""
         return self._dialogue.template
 
     @property
@@ -339,7 +338,7 @@ class BodyReader:
             ]
 
     def _format(self, body: Ask) -> Matcher | None:
-        """What the text must keep to."""
+        """The grammar that response_format asks for."""
         wanted = body.response_format
         if wanted is None or wanted.type == "text":
             return None
@@ -354,7 +353,7 @@ class BodyReader:
     def _tools(
         self, body: ChatRequest
     ) -> tuple[Sequence[FunctionTool], Sequence[FunctionTool], Matcher | None, ToolFormat | None]:
-        """Tools to tell the model of, those it may call, what its text must keep to, and how it writes calls."""
+        """Tools in the prompt, tools that may be called, the grammar, and the format of calls."""
         if not body.tools and body.tool_choice not in (None, "none", "auto"):
             raise bad_request("tool_choice needs tools", "tool_choice")
         choice = body.tool_choice or "auto"
@@ -415,7 +414,7 @@ def _prompts(body: CompletionRequest) -> Sequence[Any]:
 
 
 def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> tuple[bool, tuple[str, ...] | None]:
-    """Whether to draft, and which of the drafters are asked; None: all of them."""
+    """Whether to draft, and the drafters to use; None: all of them."""
     if wanted.drafter in ("off", "none"):
         if (wanted.gamma, wanted.tree, wanted.nodes) != ("auto", "auto", "auto"):
             raise bad_request(
@@ -435,7 +434,7 @@ def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> t
 
 
 def _echo(prompt: Any, tokens: list[int], body: CompletionRequest, tokenizer: Any) -> Echo:
-    """A prompt as the reply repeats it. If its tokens end within a character, the text behind it begins with it."""
+    """A prompt as the reply repeats it. A character that its tokens leave incomplete belongs to the new text."""
     text = prompt if isinstance(prompt, str) else str(tokenizer.decode(prompt))
     if body.max_tokens != 0 and not isinstance(prompt, str):
         text = text.rstrip("\ufffd")
@@ -443,7 +442,7 @@ def _echo(prompt: Any, tokens: list[int], body: CompletionRequest, tokenizer: An
 
 
 def _of_prompt(body: Ask) -> int | None:
-    """How many tokens are wanted at each place of the prompt; None: it is not scored."""
+    """How many alternatives to give for each token of the prompt; None: the prompt is not scored."""
     asked = [body.prompt_logprobs]
     if isinstance(body, CompletionRequest) and body.echo:
         asked.append(body.logprobs)

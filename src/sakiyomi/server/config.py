@@ -1,4 +1,4 @@
-"""Settings of the server besides its model: flags, environment variables and file are made from one dataclass."""
+"""Settings of the server, without its model. Flags, environment variables and the file are derived from them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class ServerConfig:
             see a command line.
         served_name: model name for clients; by default the target's name.
         chat_template: auto (the tokenizer's own, or plain text if it has none), none, or a Jinja file.
-        max_queue: most requests that wait while others run; further ones are refused with status 429.
+        max_queue: most requests that wait for a slot; further ones are refused with status 429.
         request_timeout: seconds after which a request is ended, finished or not.
         shutdown_timeout: seconds that running requests get to finish when the server is stopped.
         header_timeout: seconds that the header of a request may take.
         max_connections: most connections at once; one address may hold half of them.
-        max_body: largest request body, in bytes; by default what a few prompts of the context's length take, and 32 MiB
-            where the model reads images or sounds.
+        max_body: largest request body, in bytes; by default enough for a few prompts of the context's length, and at
+            least 32 MiB if the model reads images or sounds.
         max_images: most images per request.
         max_image_bytes: largest image, in bytes of its file.
         max_image_pixels: most pixels of all images of a request together.
-        max_audio_seconds: longest sound, in seconds, where the target is a speech model.
-        max_n: most samples per request, prompts times n.
+        max_audio_seconds: longest sound, in seconds, for a speech model.
+        max_n: most samples per request: prompts times n.
         cors_origins: origins whose web pages may call the server (* for all); none by default.
         reuse: requests share the keys and values of a common prompt prefix (prefix caching).
-        kv_events: ZeroMQ address (tcp://*:5557) at which routers are told which prefixes the cache holds, as vLLM's KV
-            events; by default nowhere. Needs the extra events.
-        kv_events_replay: address (tcp://*:5558) at which routers can ask for such messages again.
-        kv_events_topic: of these messages; llm-d expects kv@HOST:PORT@MODEL.
-        warm_up: record a pass before listening (one), or when passes come (none). Kernels are compiled at a machine's
-            first use.
+        kv_events: ZeroMQ address (tcp://*:5557) that publishes which prefixes the cache holds, as vLLM's KV events; off
+            by default. Needs the extra events.
+        kv_events_replay: address (tcp://*:5558) where routers can ask for earlier messages again.
+        kv_events_topic: topic of these messages; llm-d expects kv@HOST:PORT@MODEL.
+        warm_up: record a pass before listening (one), or when it is first needed (none). Kernels are compiled at the
+            first start on a machine.
         log_format: text, or json (one object per line).
         log_prompts: write prompts and replies to the log.
     """
@@ -89,15 +89,13 @@ class ServerConfig:
             raise InputError(f"warm_up is {self.warm_up!r}; it is one or none")
         if not all(key and key == key.strip() and key.isascii() and key.isprintable() for key in self.keys):
             raise InputError(
-                "api_key is not what can travel in a header; expected printable ASCII characters, no space around "
-                "them, and commas only between several keys"
+                "api_key cannot be sent in a header; expected printable ASCII characters without spaces around them, "
+                "and commas only between keys"
             )
         if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
-            raise InputError(
-                "kv_events_replay and kv_events_topic are of kv_events; give its address, or leave them out"
-            )
+            raise InputError("kv_events_replay and kv_events_topic need kv_events; give its address, or leave them out")
         if self.kv_events is not None and not self.reuse:
-            raise InputError("kv_events tell of prefixes that requests share, and reuse is off; leave one of them out")
+            raise InputError("kv_events publishes shared prefixes, and reuse is off; leave one of them out")
         for name in ("host", "served_name"):
             text = getattr(self, name)
             if text is not None and not (text and text == text.strip()):

@@ -30,12 +30,12 @@ __all__ = ["as_template_takes", "ending_of", "read_images", "text_of"]
 def ending_of(
     body: ChatRequest | TokenizeRequest, messages: Sequence[Mapping[str, Any]], *, in_channels: bool = False
 ) -> Ending:
-    """Where the prompt of messages ends.
+    """How the prompt of messages ends: "new" for a new reply, "begun" inside the last one, "none" after it.
 
     Args:
         body: of the request.
-        messages: of it, as templates take them.
-        in_channels: the text must keep to a grammar of messages in channels.
+        messages: of it, in the form for templates.
+        in_channels: the reply is under a grammar of channels.
 
     Raises:
         ApiError: the last message cannot be continued.
@@ -70,7 +70,7 @@ def ending_of(
 
 
 def as_template_takes(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-    """Messages as this template takes them."""
+    """Messages in the form that this template takes."""
     texts = takes_texts(template)
     return [_plain(message, number, texts) for number, message in enumerate(messages)]
 
@@ -92,7 +92,7 @@ def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
         found["tool_call_id"] = message.tool_call_id
     if (thoughts := message.reasoning_content or message.reasoning) is not None:
         found["reasoning_content"] = thoughts
-        if not said:  # of gpt-oss, which takes them beside calls alone
+        if not said:  # for gpt-oss, whose template takes thoughts only beside calls
             found["thinking"] = thoughts
     if message.tool_calls:
         found["tool_calls"] = [_called(call, texts) for call in message.tool_calls]
@@ -100,12 +100,12 @@ def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
 
 
 def text_of(part: TextPart | ImagePart | str) -> str:
-    """What a part of a message says; "" for an image."""
+    """Text of a part of a message; "" for an image."""
     return part if isinstance(part, str) else part.text if isinstance(part, TextPart) else ""
 
 
 def _called(call: ToolCall, texts: bool) -> dict[str, Any]:
-    """A call as templates take it. They write arguments themselves; what cannot be read goes in as it is."""
+    """A call in the form for templates, which format arguments themselves; invalid JSON is passed on as text."""
     arguments: Any = call.function.arguments
     if not texts:
         with suppress(ValueError, RecursionError):
@@ -118,11 +118,11 @@ def read_images(messages: Sequence[Message], config: ServerConfig, blind: str | 
 
     Args:
         messages: of a request.
-        config: with the bounds.
-        blind: why the model reads none; None: it does.
+        config: with the limits.
+        blind: why the model reads no images; None: it does.
 
     Raises:
-        ApiError: 400: one of them cannot be read, or is beyond the bounds.
+        ApiError: 400: an image cannot be read, or exceeds a limit.
     """
     found = [
         (message.role, part.image_url.url, f"messages[{i}].content[{j}].image_url.url")
@@ -146,15 +146,15 @@ def read_images(messages: Sequence[Message], config: ServerConfig, blind: str | 
 
 
 def _read(url: str, most_bytes: int, most_pixels: int, field: str) -> Image:
-    """The image of a data URL, in red, green and blue, turned as its camera was held.
+    """The image of a data URL, as RGB, rotated as its metadata say.
 
     Args:
         url: ``data:image/TYPE;base64,DATA``.
-        most_bytes, most_pixels: that it may have.
-        field: of the body, to blame.
+        most_bytes, most_pixels: its limits.
+        field: of the body, for errors.
 
     Raises:
-        ApiError: 400: it is another URL, no image, or beyond the bounds.
+        ApiError: 400: it is no data URL or no image, or exceeds a limit.
     """
     head, comma, data = url.partition(",")
     if not comma or not head.startswith("data:"):

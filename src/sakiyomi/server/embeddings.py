@@ -1,12 +1,12 @@
-"""``/v1/embeddings``: of each text the mean of what the head of the model reads, the hidden states of the last layer.
+"""``/v1/embeddings``: the mean of the last layer's hidden states over each text.
 
-A text is a request like any other, which ends with its prompt: it waits for its turn and shares passes.
+Each text is a request that ends with its prompt: it is scheduled like others, and shares passes with them.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.server.bodies import BodyReader
@@ -25,7 +25,7 @@ NAMES = {"prompt": "input", "max_tokens": "input"}
 
 
 def asked(body: EmbeddingsRequest) -> CompletionRequest:
-    """The request for one token behind each text, which the engine is given."""
+    """A completion request for one token after each text, for the engine."""
     alone = {"max_tokens": 1, "temperature": 0.0, "speculation": Speculation(drafter="off")}
     return read_as(CompletionRequest, {"model": body.model, "prompt": body.input, "user": body.user, **alone}, NAMES)
 
@@ -40,7 +40,7 @@ def embedding_jobs(llm: LLM, bodies: BodyReader, body: EmbeddingsRequest, reques
         request: ``asked`` of it.
 
     Raises:
-        ApiError: it cannot be met.
+        ApiError: the cache evicts, or the model has another number of dimensions.
     """
     if llm.target.eviction.chunked:
         raise bad_request(
@@ -79,11 +79,3 @@ class EmbeddingsStyle(Style):
         if self._packed:
             return base64.b64encode(piece.mean.cpu().numpy().astype("<f4").tobytes()).decode()
         return list(piece.mean.tolist())
-
-    def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
-        """Nothing: vectors come at once."""
-        return iter(())
-
-    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
-        """Nothing."""
-        return iter(())

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
-from sakiyomi.server.arguments import KINDS
+from sakiyomi.server.fields import KINDS
 
 __all__ = [
     "AnthropicErrorReply", "ApiError", "ErrorReply", "api_error", "bad_request", "install", "is_anthropic", "reply_to",
@@ -29,7 +29,7 @@ logger = logging.getLogger("sakiyomi.server")
 
 
 class ErrorBody(BaseModel):
-    """What went wrong: for a reader, its kind, the field that is to blame, and a word for programs."""
+    """The error: a message, its kind, the field to blame, and a code for programs."""
 
     message: str
     type: str
@@ -38,20 +38,20 @@ class ErrorBody(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """Body of every reply that is no success."""
+    """Body of every error reply."""
 
     error: ErrorBody
 
 
 class AnthropicError(BaseModel):
-    """What went wrong: its kind, and the same for a reader."""
+    """The error: its kind, and a message."""
 
     type: str
     message: str
 
 
 class AnthropicErrorReply(BaseModel):
-    """Body of every reply of Anthropic's interface that is no success."""
+    """Body of every error reply of Anthropic's interface."""
 
     type: Literal["error"]
     error: AnthropicError
@@ -73,7 +73,7 @@ def is_anthropic(path: str) -> bool:
 
 
 class ApiError(Exception):
-    """A reply that is no success.
+    """An error reply.
 
     Args:
         status: of HTTP.
@@ -116,7 +116,7 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.said}}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same error, where a client knows the field to blame, or what it is part of, by another name.
+        """The same error with the name that the client's interface has for the field, or for what it is part of.
 
         A message that begins with the field's name gets the new one.
 
@@ -140,7 +140,7 @@ def bad_request(message: str, param: str | None = None, *, code: str | None = "i
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error: the whole of what a user can cause, nothing of what is our own fault."""
+    """The reply to an error: the message of one that a user can cause, no details of an internal one."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, MemoryLimitError):
@@ -159,7 +159,7 @@ def reply_to(error: BaseException, path: str) -> JSONResponse:
 
 
 def wrong_body(errors: Sequence[Any], body: Any) -> ApiError:
-    """What a client is told of a body that is not as it should be: the first thing, with the field's name and value.
+    """The reply to a body that does not fit its schema: the first error, with the field's name and value.
 
     Args:
         errors: pydantic's, of which each is real: of unions one kind alone is tried, see ``fields.py``.
@@ -187,14 +187,14 @@ def wrong_body(errors: Sequence[Any], body: Any) -> ApiError:
 
 
 def _order(error: Mapping[str, Any]) -> int:
-    """What is said before all else, since other complaints may follow from it: another type, then unknown fields."""
+    """Rank of an error: a wrong type comes first, then unknown fields; other errors may follow from these."""
     if error["type"] == "literal_error" and error["loc"][-1] == "type":
         return 0
     return 1 if error["type"] == "extra_forbidden" else 2
 
 
 def _place(error: Mapping[str, Any], body: Any) -> tuple[str, Any]:
-    """Where in the body it is, as messages[0].content, and what stands there; tags of unions are left out."""
+    """Path of an error in the body, as messages[0].content, and the value there; tags of unions are left out."""
     path = ""
     for number, part in enumerate(error["loc"], 1):
         last = number == len(error["loc"])
@@ -207,7 +207,7 @@ def _place(error: Mapping[str, Any], body: Any) -> tuple[str, Any]:
 
 
 def _of_request(error: RequestValidationError) -> ApiError:
-    """What a client is told of a request's body."""
+    """The reply to a request whose body cannot be read."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         place = next((part for part in first["loc"] if isinstance(part, int)), None)
@@ -224,7 +224,7 @@ def _of_request(error: RequestValidationError) -> ApiError:
 
 
 def _cut(value: Any) -> str:
-    """As the client wrote it, in ASCII, since not all that JSON can say is text; not more than a line."""
+    """The value as JSON in ASCII, since JSON strings may hold what is no text; at most one line."""
     text = value.decode(errors="replace") if isinstance(value, bytes) else json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:80] + "..."
 
@@ -233,11 +233,11 @@ ELSEWHERE = {
     "/api/": "that is Ollama's API; this server has OpenAI's, with /v1/chat/completions",
     "/completion": "that is llama.cpp's API; this server has /v1/completions",
 }
-"""What users of other servers look for, by the beginning of the path."""
+"""Hints for users of other servers, by the beginning of the path."""
 
 
 def install(app: FastAPI) -> None:
-    """Have every error of an application leave it in this form."""
+    """Register handlers that turn every error of an application into such a reply."""
 
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, error: RequestValidationError) -> JSONResponse:

@@ -1,4 +1,4 @@
-r"""Reads a text by the tokens of a model, with every spelling that JSON has for a string.
+r"""Matches a text token by token, with every spelling that JSON allows for a string.
 
 A parser of llguidance knows one spelling of each character: ``é``, ``/``, ``\n``. A model may write ``\u00e9`` and
 ``\/`` as well. So the parser is given what the model means: each escape in a JSON string is replaced by the spelling
@@ -45,15 +45,15 @@ _LEAST = {2: 0x80, 3: 0x800, 4: 0x10000}  # of characters of so many bytes
 
 
 class Vocabulary:
-    """Tokens as a parser sees them: those of the model, every byte, and what tokens with an escape in them mean.
+    """The tokens of a parser: the model's tokens, every byte, and the meanings of tokens with escapes.
 
     Args:
-        tokens: bytes of the model's tokens, by their ids.
+        tokens: bytes of the model's tokens, by id.
         special: ids of tokens that are no text.
         ends: ids of tokens that end a text.
 
     Attributes:
-        parsers: what parsers are made with.
+        parsers: llguidance's tokenizer, for new parsers.
     """
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]) -> None:
@@ -81,12 +81,12 @@ class Vocabulary:
         self.parsers = LLTokenizer(TokenizerWrapper(_Tokens(known, sorted(self.special), ends[0])), eos_token=[*ends])
 
     def spelled(self, text: bytes) -> list[int]:
-        """Tokens of a parser for some bytes."""
+        """The parser's tokens for some bytes."""
         return [self._bytes + value for value in text]
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer. It would encode text that a grammar forces; ours force none."""
+    """The tokenizer interface of llguidance. It would encode text that a grammar forces; ours force none."""
 
     bos_token_id = None
 
@@ -110,11 +110,11 @@ class Matcher:
         self._vocabulary = vocabulary
         self._parser = LLMatcher(vocabulary.parsers, grammar, log_level=0)
         self._outline = LLMatcher(vocabulary.parsers, outline, log_level=0)
-        self._begun = b""  # of an escape that is not whole
-        self._steps: list[tuple[int, bytes]] = []  # of each token: how many the parser took for it, begun before
+        self._begun = b""  # of an incomplete escape
+        self._steps: list[tuple[int, bytes]] = []  # per token: the parser's tokens, and the escape begun before
 
     def error(self) -> str:
-        """Why there is no next token; "" where there is one."""
+        """Why there is no next token; "" if there is one."""
         found = self._parser.get_error() if self._parser.is_error() else ""
         return found or (self._outline.get_error() if self._outline.is_error() else "")
 
@@ -126,7 +126,7 @@ class Matcher:
         return other
 
     def try_consume_tokens(self, tokens: Sequence[int]) -> int:
-        """Go on by these tokens; how many of them the grammar allows."""
+        """Advance by these tokens; how many of them the grammar allows."""
         for count, token in enumerate(tokens):
             if not self._consume(token):
                 return count
@@ -149,7 +149,7 @@ class Matcher:
             del self._steps[-count:]
 
     def allowed(self) -> np.ndarray[Any, Any]:
-        """Which tokens may come next: (V,) bool."""
+        """Mask of the allowed next tokens: (V,) bool."""
         size = len(self._vocabulary.tokens)
         mask = _bits(self._parser)
         if not self._begun and (self._parser.is_stopped() or self._in_text()):
@@ -191,7 +191,7 @@ class Matcher:
         return True
 
     def _in_text(self) -> bool:
-        """Whether a backslash is a letter like others here."""
+        """Whether a backslash is a plain character here."""
         return self._reads(self._outline, b"\\q")
 
     def _in_string(self) -> bool:
@@ -205,7 +205,7 @@ class Matcher:
         if not begun:
             return self._reads(self._parser, text)
         if (found := known.get((text, begun))) is None:
-            # What is impossible for the first digits is so for all of them.
+            # If the first digits are impossible, all of them are.
             shorter = begun[:-1]
             possible = len(shorter) <= len(self._begun) or self._fits(text, shorter, known)
             possible = possible and (not text or self._reads(self._parser, text))
@@ -240,7 +240,7 @@ def _bits(parser: LLMatcher) -> np.ndarray[Any, Any]:
 
 
 def _spelling(character: str) -> bytes:
-    """The one that a parser knows."""
+    """The spelling that a parser knows."""
     return b"\\u007f" if character == "\x7f" else json.dumps(character, ensure_ascii=False)[1:-1].encode()
 
 
@@ -250,7 +250,7 @@ def _character(escape: bytes) -> bytes:
 
 
 def _meant(text: bytes, inside: bool) -> tuple[bytes, bytes] | None:
-    """What written text means to a parser, and an escape at its end that is not whole; None: an escape is none.
+    """Text as a parser takes it, and an incomplete escape at its end; None: it has an invalid escape.
 
     Args:
         text: as it is written.

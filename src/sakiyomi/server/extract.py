@@ -1,4 +1,4 @@
-"""The text of a PDF for a client: a file that is damaged or hostile costs a process of its own, and nobody else."""
+"""Text of PDF files, read in a process of its own, so that a damaged or hostile file harms nothing else."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ async def pdf_text(data: bytes, places: asyncio.Semaphore) -> dict[str, Any]:
 
     Args:
         data: the file.
-        places: so many are read at once.
+        places: limits how many are read at a time.
 
     Raises:
-        ApiError: it is none, has a password or no text, or takes more than a file may.
+        ApiError: it is no PDF, has a password or no text, or takes too long or too much memory.
     """
     if b"%PDF-" not in data[:1024]:
         raise ApiError(400, "the body is no PDF; send the file itself, as it is", code="invalid_value")

@@ -1,6 +1,6 @@
-"""What every request passes before a handler sees it: its number, its key, the size of its body, and a line in the log.
+"""What every request passes before a handler sees it: a number, the check of its key and size, and a log line.
 
-Plain ASGI: a middleware of the usual kind would stand between a handler and the news that its client has gone.
+Plain ASGI: starlette's BaseHTTPMiddleware would hide from a handler that its client has disconnected.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sakiyomi.server.logs import failure
 __all__ = ["Gate"]
 
 logger = logging.getLogger("sakiyomi.server")
-BODY_SECONDS = 60.0  # a body that has not come by then is not waited for
-LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 26  # how long, and how far, a body that is refused is read on
-REFUSALS, REFUSAL_PAUSE = 10, 0.5  # refusals of a client in a second, beyond which each waits so many seconds
+BODY_SECONDS = 60.0  # in which a body must arrive
+LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 26  # of a refused body that are still read
+REFUSALS, REFUSAL_PAUSE = 10, 0.5  # refusals of a client per second; each further one waits so long
 GUARDED = ("/v1/", "/models/", "/metrics", "/tokenize", "/detokenize", "/extract")
 
 
@@ -81,7 +81,7 @@ class Gate:
             logger.log(level, "%s %s %s", scope["method"], scope["path"], status or "-", extra={"fields": line})
 
     def _pause(self, client: str) -> float:
-        """Seconds that a refusal waits: to read and refuse takes milliseconds, which others wait for too."""
+        """Seconds that a refusal waits, so that a client that is refused often does not slow down others."""
         now = time.monotonic()
         if now - self._since > 1:
             self._since, self._refusals = now, Counter()
@@ -89,7 +89,7 @@ class Gate:
         return REFUSAL_PAUSE if self._refusals[client] > REFUSALS else 0.0
 
     def _check(self, scope: Scope) -> None:
-        """Whether the request may come in, and whose it is, for fair shares: a key's, or else an address's."""
+        """Check the key, and note the client for fair shares: its key, or else its address."""
         headers = Headers(scope=scope)
         scope["state"]["client"] = (scope.get("client") or ("",))[0]
         if "content-length" in headers and "transfer-encoding" in headers:
@@ -105,7 +105,7 @@ class Gate:
         kind, _, given = headers.get("authorization", "").partition(" ")
         if "x-api-key" in headers:  # as Anthropic's clients have it
             kind, given = "bearer", headers["x-api-key"]
-        # All of them in full, in constant time: how long it takes says nothing of the keys.
+        # Compare with all of them in constant time, so that the time tells nothing about the keys.
         right = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         if not any(right) or kind.lower() != "bearer":
             raise ApiError(
@@ -117,7 +117,7 @@ class Gate:
         scope["state"]["client"] = f"key {right.index(True)}"
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
-        """The whole body, at most as large as it may be, and what then gives it to the handler."""
+        """Read the whole body within its limits; gives a ``receive`` that replays it."""
         most = max(self._max_body, EXTRACT_BYTES) if scope["path"] == "/extract" else self._max_body
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
@@ -160,7 +160,7 @@ class Gate:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read on for a moment: to close a connection with bytes unread resets it, and the reply is lost with them."""
+    """Read the rest for a moment: closing a connection with unread bytes resets it, and the reply would be lost."""
     left = LINGER_BYTES
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):

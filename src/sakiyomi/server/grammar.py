@@ -1,4 +1,4 @@
-"""Texts that keep to a grammar: JSON, schemas and calls of tools, by llguidance, on every path of a draft's tree."""
+"""Grammars for JSON, schemas and tool calls, by llguidance, on every path of a draft's tree."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sakiyomi.server.pair_rules import GAP, PairRules
 from sakiyomi.server.schema import FunctionTool
 from sakiyomi.server.tools import MARKS, Pairs, ToolFormat
 
-__all__ = ["Constraint", "Grammars"]
+__all__ = ["Constraint", "Grammars", "Penalties"]
 
-# Without a limit a model that is unsure writes spaces for ever, and never breaks a rule.
+# Without a limit an unsure model may write white space for ever, which no rule forbids.
 LAYOUT = {"whitespace_pattern": r"[ \n\t]{1,24}"}
 # Any tokens that spell a text may stand for it, and no others: a text that is forced is not encoded by the tokenizer,
 # which would take what reads like a special token for that token.
@@ -33,15 +33,15 @@ TEXT = "TEXT: /(.|\\n)*/\n"
 
 
 class Constraint:
-    """A logits processor that leaves only tokens by which the text can still become what the grammar says.
+    """A logits processor that masks tokens after which the text cannot satisfy the grammar.
 
     It follows each history that it is given, forwards and backwards: rows of a tree come in any order, from the draft
     model and from the target. Scores behind a path that breaks the grammar are left unchanged: the path is rejected
     at the token that breaks it.
 
     Args:
-        matcher: at the beginning of the text; it is this object's own from now on.
-        prompt: how many tokens of every history come before.
+        matcher: at the beginning of the text; used by this object alone.
+        prompt: tokens of every history that precede the text.
     """
 
     def __init__(self, matcher: Matcher, prompt: int) -> None:
@@ -66,7 +66,7 @@ class Constraint:
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
 
     def _follow(self, path: Sequence[int]) -> bool:
-        """Have the matcher read this path; False where it breaks the grammar."""
+        """Move the matcher to the end of this path; False if the path breaks the grammar."""
         common = 0
         for known, token in zip(self._read, path, strict=False):
             if known != token:
@@ -81,8 +81,27 @@ class Constraint:
         return taken == len(rest)
 
 
+class Penalties:
+    """OpenAI's penalties: frequency x count + presence is taken from the logits of tokens written so far.
+
+    Args:
+        frequency: for each time.
+        presence: once.
+        prompt: how many tokens do not count: they were not written.
+    """
+
+    def __init__(self, frequency: float, presence: float, prompt: int) -> None:
+        self._frequency, self._presence, self._prompt = frequency, presence, prompt
+
+    def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
+        """See transformers' ``LogitsProcessor``: (1, length) and (1, V)."""
+        tokens, counts = torch.unique(history[0, self._prompt :], return_counts=True)
+        scores[0, tokens] -= self._frequency * counts.to(scores.dtype) + self._presence
+        return scores
+
+
 class Grammars:
-    """Makes matchers for one tokenizer.
+    """Makes matchers for a tokenizer.
 
     Args:
         tokenizer: of transformers.
@@ -96,18 +115,18 @@ class Grammars:
         self._lock = threading.Lock()
 
     def of_schema(self, schema: Mapping[str, Any], field: str) -> Matcher:
-        """For a JSON text of a schema.
+        """A matcher for JSON of a schema.
 
         Raises:
-            ApiError: it is none that can be kept to.
+            ApiError: the schema cannot be enforced.
         """
         return self._matcher(lambda value: f"start: {value(schema)}\n", field)
 
     def of_reply(self, schema: dict[str, Any], form: ToolFormat | None, field: str) -> Matcher:
-        """For a reply that is a JSON text of a schema, in its channel where there are some.
+        """A matcher for a reply that is JSON of a schema, in its channel if the format has channels.
 
         Raises:
-            ApiError: it is none that can be kept to.
+            ApiError: the schema cannot be enforced.
         """
         alone = self.of_schema(schema, field)
         if form is None or not form.channels:
@@ -118,10 +137,10 @@ class Grammars:
         )
 
     def of_tools(self, tools: Sequence[FunctionTool], form: ToolFormat, *, forced: bool, several: bool) -> Matcher:
-        """For a text with calls of these tools in it, or, ``forced``, for calls alone.
+        """A matcher for text that may contain calls of these tools, or, ``forced``, for calls only.
 
         Raises:
-            ApiError: the schema of one's parameters is none that can be kept to.
+            ApiError: the parameters of a tool cannot be enforced.
         """
         for tool in tools:  # so that the message names the one that is wrong
             self.of_schema(_object(tool), f"tools.{tool.function.name}")
@@ -136,13 +155,13 @@ class Grammars:
         return self._matcher(write, "tools")
 
     def _marks(self, field: str) -> dict[str, int]:
-        """Tokens that are no letters to the parser, by their names: special ones, and some that look like it."""
+        """Ids of special tokens by name; the parser treats them as symbols, not as text."""
         known = self._vocabulary(field).special
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return {str(token): int(i) for i, token in added.items() if int(i) in known}
 
     def _matcher(self, write: Callable[[Value], str], field: str) -> Matcher:
-        """For the rules that ``write`` makes with rules for the values of schemas."""
+        """A matcher for the rules that ``write`` makes, given a function that makes rules for schemas."""
         matcher = Matcher(self._vocabulary(field), HEAD + write(_value), HEAD + write(lambda _: "json") + JSON_OUTLINE)
         if reason := matcher.error():
             raise _refused(reason, field)
@@ -176,9 +195,9 @@ class Grammars:
 
 
 class _Lark:
-    """Rules for texts with calls in them, in llguidance's dialect of Lark.
+    """Rules for text with calls, in llguidance's dialect of Lark.
 
-    A mark that is a token of its own is written by it alone: to the parser such tokens are no letters.
+    A mark that is a special token is written as that token.
 
     Args:
         marks: names and ids of these tokens.
@@ -194,7 +213,7 @@ class _Lark:
         self._other = ",".join(str(i) for i in marks.values() if i not in own and i not in stop_ids)
 
     def calls(self, tools: Sequence[FunctionTool], several: bool) -> str:
-        """``body``: what stands behind the opening."""
+        """``body``: the text after the opening."""
         form = self._form
         call = "call" + (f' (", " call){{0,{MOST_CALLS - 1}}}' if form.listed and several else "")
         call = f"call{{1,{MOST_CALLS}}}" if form.each[0] and several else call
@@ -221,10 +240,10 @@ class _Lark:
         return lark
 
     def channels(self, tools: Sequence[FunctionTool], *, forced: bool, schema: dict[str, Any] | None = None) -> str:
-        """A reply in channels: thoughts, and then a call, or what is said, which may have to keep to a schema.
+        """A reply in channels: thoughts, then a call or the reply, which may have a schema.
 
         Raises:
-            ApiError: the tokenizer has no tokens for the marks, without which nobody could tell them from letters.
+            ApiError: the tokenizer has no special tokens for the marks.
         """
         if missing := [mark for mark in MARKS if mark not in self._marks]:
             raise bad_request(
@@ -247,7 +266,7 @@ class _Lark:
         return lark + f"start: thought* ({' | '.join(endings)})\n"
 
     def start(self, forced: bool, several: bool) -> str:
-        """``start``: a reply that calls, or one that may."""
+        """``start``: a reply that must call, or one that may."""
         form, opening = self._form, self._words(self._form.opening)
         if not opening:
             lead = f"({self._words(form.lead)})?" if form.lead in self._marks else ""

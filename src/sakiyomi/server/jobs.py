@@ -27,12 +27,12 @@ __all__ = ["Call", "Echo", "Event", "Job", "Reply"]
 
 
 class Reply(NamedTuple):
-    """What is in the text of a reply besides text.
+    """How to read the text of a reply.
 
     Attributes:
-        tools: how calls are written; None: there are none.
-        schemas: of the arguments of the tools that may be called, by name.
-        reasoning: whether the text begins inside thoughts; None: thoughts are not told apart.
+        tools: format of calls; None: no calls.
+        schemas: of the arguments of the offered tools, by name.
+        reasoning: whether the text begins inside thoughts; None: thoughts are not separated.
         begun: the prompt ends inside the reply, which the text continues.
     """
 
@@ -47,7 +47,7 @@ class Echo(NamedTuple):
 
     Attributes:
         text: of the prompt.
-        places: where in it each of its tokens begins; empty where log probabilities are not asked for.
+        places: offset of each token in it; empty without log probabilities.
     """
 
     text: str
@@ -63,25 +63,25 @@ class Job:
         params: of sampling.
         key: of its randomness, as in ``LLM.generate``: (prompt,) or (prompt, sample).
         drafted: whether to speculate.
-        asks: the drafters that are asked, by name; None: all that are there.
-        traced: every round's tree is wanted.
+        asks: names of the drafters to use; None: all.
+        traced: record the tree of every round.
         index: its place among the samples of its call.
-        arrived: when it was asked for, by ``time.perf_counter``.
-        first: when its first token came; 0: it has not.
-        last: when its last tokens came.
-        drafted_before: tokens drafted for it until its last step.
-        request: the engine's, once it has it.
+        arrived: time of the request, by ``time.perf_counter``.
+        first: time of its first token; 0: none yet.
+        last: time of its latest tokens.
+        drafted_before: tokens drafted for it until its latest step.
+        request: the engine's request, once it is submitted.
         call: that it belongs to.
-        client: whose it is, for fair turns.
+        client: for fair scheduling.
         over: it was cancelled.
-        reason: why it ended, as metrics and the log have it; "" before that.
-        reply: what is in its text besides text.
-        echo: what comes before its text in the reply: the prompt; None: nothing does.
-        unwritten: only the prompt was wanted; the one token that the engine writes is in no reply.
-        states: takes sums of the prompt's hidden states, see ``Request``; None: they are not wanted.
-        source: images in the prompt, as the model reads them; None: there are none.
+        reason: why it ended, for metrics and the log; "" while it runs.
+        reply: how to read its text.
+        echo: the prompt, to be repeated before the text; None: it is not repeated.
+        unwritten: only the prompt is wanted; the one token that the engine writes is dropped.
+        states: collects sums of the prompt's hidden states, see ``Request``; None: not wanted.
+        source: model inputs for images in the prompt; None: no images.
         heard: a sound in place of a prompt; its tokens are known once it is submitted. None: no sound.
-        given: tokens that its text begins with, as another server has written them.
+        given: tokens of its text that another server has written.
     """
 
     prompt: list[int]
@@ -137,16 +137,16 @@ class Event:
 
     @property
     def over(self) -> bool:
-        """Whether nothing comes after it."""
+        """Whether it is the last one of its job."""
         return self.step.finish_reason is not None or self.step.error is not None
 
 
 class Call:
-    """The samples of one client's request; iterate over it for what they write.
+    """The jobs of one HTTP request; iterating yields their events.
 
     Args:
         jobs: the samples.
-        cancel: ends those of them that are not over.
+        cancel: ends unfinished jobs.
     """
 
     def __init__(self, jobs: Sequence[Job], cancel: Callable[[Sequence[Job]], None]) -> None:
@@ -165,5 +165,5 @@ class Call:
             yield event
 
     def close(self) -> None:
-        """Free what is still running; nothing where all samples are over."""
+        """End unfinished jobs."""
         self._cancel(self.jobs)

@@ -21,16 +21,16 @@ from sakiyomi.core.errors import InputError, LoadError
 __all__ = ["BLOCK", "Blocks", "EventPublisher"]
 
 BLOCK = 16  # tokens
-KEPT = 10_000  # messages that are sent again when somebody asks for them
-PAUSE = 0.05  # seconds between looks at who asks
-END = (-1).to_bytes(8, "big", signed=True)  # number of the message behind the last one that was asked for
+KEPT = 10_000  # messages that can be replayed
+PAUSE = 0.05  # seconds between checks for replay requests
+END = (-1).to_bytes(8, "big", signed=True)  # number of the message that ends a replay
 
 Held = tuple[object, Sequence[int], int]
-"""Who holds tokens (the same object for the same text, which only grows), the tokens, and how many count."""
+"""Holder of tokens (one object per growing text), the tokens, and how many of them are cached."""
 
 
 class Blocks:
-    """Which blocks are there; says what changes."""
+    """The blocks in the cache; gives their changes."""
 
     def __init__(self) -> None:
         self._known: set[int] = set()
@@ -38,7 +38,7 @@ class Blocks:
         self._state: list[tuple[int, int]] = []
 
     def update(self, held: Iterable[Held]) -> list[list[Any]]:
-        """Events that bring a listener from what was held before to what is held now."""
+        """Events for the difference between the last call and this one."""
         now = [(holder, tokens, count // BLOCK) for holder, tokens, count in held]
         state = [(id(holder), count) for holder, _, count in now]
         if state == self._state:
@@ -48,14 +48,14 @@ class Blocks:
         chains: dict[int, tuple[object, list[int]]] = {}
         found: set[int] = set()
         for holder, tokens, count in now:
-            # The holder is kept with its chain, so that its id is nobody else's.
+            # Keep the holder with its chain, so that no other object gets its id.
             _, chain = chains[id(holder)] = self._chains.get(id(holder), (holder, []))
             del chain[count:]
             for number in range(len(chain), count):
                 block = tokens[number * BLOCK : (number + 1) * BLOCK]
                 chain.append(_hash(chain[-1] if chain else 0, block))
             fresh = [number for number in range(count) if chain[number] not in self._known | found]
-            if fresh:  # blocks are known by all before them, so that the new ones are the last ones
+            if fresh:  # a block's hash covers all before it, so the new ones are the last ones
                 first = fresh[0]
                 parent = chain[first - 1] if first else None
                 ids = list(tokens[first * BLOCK : count * BLOCK])
@@ -68,7 +68,7 @@ class Blocks:
 
 
 def _hash(parent: int, tokens: Sequence[int]) -> int:
-    """Of a block and all before it: 63 bits, which every reader takes for a number of its own kind."""
+    """Hash of a block and all before it: 63 bits, which fit a signed integer of every reader."""
     data = struct.pack(f"={len(tokens) + 1}q", parent, *tokens)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
 
@@ -78,15 +78,15 @@ class EventPublisher:
 
     Args:
         address: ZeroMQ address to publish at, for instance tcp://*:5557.
-        replay: address at which messages can be asked for again; None: nowhere.
+        replay: address where earlier messages can be asked for; None: nowhere.
         topic: of all messages.
 
     Attributes:
-        addresses: where it listens, for events and for questions; a port * is replaced by the one that was free.
+        addresses: where it listens, for events and for replays; a port * is replaced by the free one that was taken.
 
     Raises:
-        LoadError: the packages for it are not installed.
-        InputError: nothing can listen at an address.
+        LoadError: msgpack or pyzmq is not installed.
+        InputError: it cannot listen at an address.
     """
 
     def __init__(self, address: str, replay: str | None = None, topic: str = "") -> None:
@@ -128,7 +128,7 @@ class EventPublisher:
             self._waiting.put(self._encode([time.time(), events, 0]))
 
     def close(self) -> None:
-        """Send what waits, and stop."""
+        """Send waiting events, and stop."""
         self._waiting.put(None)
         self._thread.join()
         self._context.destroy()
@@ -150,7 +150,7 @@ class EventPublisher:
                 self._repeat(socket)
 
     def _repeat(self, socket: Any) -> None:
-        """Send again what somebody asks for, from a number on."""
+        """Answer a request for the messages from a number on."""
         import zmq
 
         try:

@@ -1,4 +1,4 @@
-"""Lines of the log: for a reader, or an object each for a program. Prompts and replies are in none by default."""
+"""Log lines, as text or as JSON. They hold no prompts and no replies by default."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Json(logging.Formatter):
 
 
 def _one_line(text: str) -> str:
-    """Nobody can write lines of his own into the log, by a path or a name with a line feed in it."""
+    """Escape control characters, so that a path or a name cannot add lines to the log."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -47,14 +47,13 @@ def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 
 
 def failure(logger: logging.Logger, message: str, error: BaseException, *, prompts: bool) -> None:
-    """Log a request's end by an error that is our own fault.
+    """Log an internal error that ended a request.
 
     Args:
         logger: to log with.
         message: before the traceback.
         error: what happened.
-        prompts: what the error says may be logged; otherwise only where it happened, and of what kind it was: a
-            tokenizer or a template may tell of the text that it failed at.
+        prompts: log the error's message; otherwise only its place and type, since the message may quote a prompt.
     """
     if prompts:
         logger.error(message, exc_info=error)
@@ -69,7 +68,7 @@ def failure(logger: logging.Logger, message: str, error: BaseException, *, promp
 
 
 def set_up(kind: str, stream: TextIO | None = None) -> None:
-    """Send what the library and the server say to stderr, or to a stream.
+    """Log the library and the server to stderr, or to a stream.
 
     Args:
         kind: "text" or "json".
@@ -82,5 +81,5 @@ def set_up(kind: str, stream: TextIO | None = None) -> None:
         logger.handlers = [handler]
         logger.propagate = False
     logging.getLogger("sakiyomi").setLevel(logging.INFO)
-    # It tells of every start and stop, and of no request.
+    # It logs every start and stop.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

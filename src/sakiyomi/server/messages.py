@@ -22,14 +22,14 @@ NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "user"
 
 
 class CacheControl(Strict):
-    """That what is read up to here should be cached: all that is read is, for as long as there is room."""
+    """A mark to cache the prompt up to here. It changes nothing: every prompt is cached while there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class Cached(Strict):
-    """What clients of Anthropic's models put such a mark on, in its interface."""
+    """An object that may have such a mark."""
 
     cache_control: CacheControl | None = None
 
@@ -43,7 +43,7 @@ class TextBlock(Cached):
 
 
 class Thinking(Cached):
-    """Thoughts of an earlier reply; they are not read again."""
+    """Thoughts of an earlier reply; they are not used again."""
 
     type: Literal["thinking"]
     thinking: str
@@ -60,7 +60,7 @@ class ToolUse(Cached):
 
 
 class ToolResult(Cached):
-    """What a tool gave back, or, with ``is_error``, why it did not: a template has no other place for that."""
+    """The result of a tool, or, with ``is_error``, its error, which templates have no other place for."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -85,7 +85,7 @@ class Turn(Strict):
 
 
 class Tool(Cached):
-    """A tool; there are none that run here."""
+    """A tool. The server runs none itself."""
 
     type: Literal["custom"] | None = None
     name: ToolName
@@ -94,7 +94,7 @@ class Tool(Cached):
 
 
 class ToolChoice(Strict):
-    """Whether tools are to be called: at will, one at least (any), this one (tool), or none."""
+    """Which tools are called: as the model decides (auto), at least one (any), this one (tool), or none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -102,7 +102,7 @@ class ToolChoice(Strict):
 
 
 class NoThinking(Strict):
-    """Where the chat template knows ``enable_thinking``, it is told not to."""
+    """Sets ``enable_thinking`` to false, if the chat template has it."""
 
     type: Literal["disabled"]
 
@@ -124,14 +124,14 @@ class CountRequest(Cached):
     thinking: NoThinking | None = None
 
     def chat(self, template: str, **values: Any) -> ChatRequest:
-        """The same as messages of chat completions.
+        """The same request for chat completions.
 
         Args:
-            template: that they will be written by.
+            template: the chat template.
             **values: further fields.
 
         Raises:
-            ApiError: there are no such messages.
+            ApiError: chat completions cannot express it.
         """
         messages: list[dict[str, Any]] = []
         if self.system is not None:
@@ -156,12 +156,12 @@ class CountRequest(Cached):
         return read_as(ChatRequest, values, NAMES | _names_of_tools(self.tools or ()))
 
     def _begun(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """How chat completions are told that the last message has begun; nothing where it has nothing in it yet."""
+        """Fields that make chat completions continue the last message; none if that message is empty."""
         last = messages[-1] if messages else {}
         if last.get("tool_calls"):
             place = f"messages[{len(self.messages) - 1}].content"
             raise bad_request(f"{place} ends with calls of tools; send a message with their results behind it", place)
-        if last.get("role") != "assistant":  # of thoughts alone, which are not read again
+        if last.get("role") != "assistant":  # it has only thoughts, which are not used again
             return {}
         if not last["content"]:
             messages.pop()
@@ -196,14 +196,14 @@ class MessagesRequest(CountRequest):
 
 
 def _messages(turn: Turn, place: str) -> list[dict[str, Any]]:
-    """Messages of a turn: results of tools are messages of their own, in front of what the user says.
+    """Messages for a turn. Results of tools become messages of their own, before the user's text.
 
     Args:
         turn: the turn.
-        place: of its content in the body.
+        place: path of its content in the body.
 
     Raises:
-        ApiError: the user calls a tool.
+        ApiError: a user message has a call of a tool.
     """
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
@@ -255,7 +255,7 @@ class MessagesStyle(Style):
         return self._message(_usage(figures)) | _end(piece) | {"content": thoughts + text + calls}
 
     def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
-        """What a step brings: text, and whole calls."""
+        """Events for new text and complete calls."""
         if first:
             assert figures is not None  # asked for in every event, see MessagesRequest.chat
             yield _event("message_start", message=self._message(_usage(figures)))
@@ -279,7 +279,7 @@ class MessagesStyle(Style):
             yield from self._close()
 
     def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
-        """Why it ended, and the figures."""
+        """Events with the reason of the end, and the figures."""
         yield from self._close()
         yield _event("message_delta", delta=_end(self._last), usage=_usage(figures))
         yield _event("message_stop")
@@ -315,7 +315,7 @@ def _use(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(piece: Piece | None) -> dict[str, Any]:
-    """Why a message ended."""
+    """Why a message ended; None: it has begun."""
     if piece is None or piece.finish_reason is None:
         return {"stop_reason": None, "stop_sequence": None}
     if piece.stop is not None and piece.finish_reason == "stop":

@@ -104,10 +104,10 @@ class Metrics:
         return committed / rounds if rounds else 0.0
 
     def step(self, job: Job, step: Step, now: float) -> None:
-        """A sample got these tokens."""
+        """Count the tokens of a step."""
         request = job.request
         assert request is not None
-        count = sum(entry.source != GIVEN for entry in step.trace)  # the others were written elsewhere
+        count = sum(entry.source != GIVEN for entry in step.trace)  # the others were written by another server
         if not job.first and count:
             self.queued.observe(max(0.0, request.began - job.arrived))
             self.first_token.observe(now - job.arrived)
@@ -142,7 +142,7 @@ class Metrics:
 
     @staticmethod
     def _tell(watch: TauWatch) -> None:
-        """Say in the log that acceptance has fallen, or is as it was again."""
+        """Log that acceptance has fallen, or has recovered."""
         numbers = watch.recent.value, watch.chosen.value
         if watch.fell:
             logger.warning(
@@ -154,7 +154,7 @@ class Metrics:
             logger.info("acceptance is as it was: tau is %.2f, and was %.2f when the draft was chosen", *numbers)
 
     def ended(self, reason: str) -> None:
-        """Why a sample is over: stop, length, abort (by its client, or by the time limit) or error."""
+        """Count the end of a sample: stop, length, abort (by the client or the time limit) or error."""
         self._ended.labels(self._model, reason).inc()
 
     def total(self, name: str) -> float:
@@ -162,5 +162,5 @@ class Metrics:
         return self.registry.get_sample_value(name, {"model_name": self._model}) or 0.0
 
     def page(self) -> bytes:
-        """What ``/metrics`` says."""
+        """The page ``/metrics``."""
         return generate_latest(self.registry)

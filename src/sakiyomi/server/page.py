@@ -72,7 +72,7 @@ def policy(html: str) -> str:
 
 
 def page() -> Response:
-    """The page with its headers, read once."""
+    """The web page with its headers."""
     return _as_page(document())
 
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sakiyomi.server.arguments import DEFINITIONS, kinds, resolved
 from sakiyomi.server.errors import bad_request
+from sakiyomi.server.fields import DEFINITIONS, kinds, resolved
 from sakiyomi.server.tools import Pairs
 
 __all__ = ["GAP", "PairRules"]
@@ -19,14 +19,14 @@ _BOUNDS = {"minLength", "maxLength", "pattern"}
 
 
 class PairRules:
-    """Makes the rules for one way of writing.
+    """Makes the rules for one format.
 
-    As in objects, arguments come in the order of the schema. One that may be a text beside other types is any text:
-    what of it is JSON of another type that is allowed is read as that.
+    Arguments come in the order of the schema, as in objects. One that may be a string or another type takes any text,
+    which is read as JSON of an allowed type if it is that.
 
     Args:
-        pairs: the way.
-        words: makes terminals of a text with marks in it.
+        pairs: the format.
+        words: makes terminals of a text with marks.
         value: makes a rule for values of a schema.
     """
 
@@ -35,16 +35,16 @@ class PairRules:
         self._pad = words(pairs.pad)
         self._opened = f"{GAP} {words(pairs.opened)} {self._pad}" if pairs.opened else self._pad
         self._closed = f"{words(pairs.after)} {GAP}"
-        # The mark is a token of its own, or letters like others: as soon as they stand there, the text is over.
+        # The mark is a special token, or plain characters, whose first occurrence ends the text.
         apart = words(pairs.after).startswith("<[")
         self._raw = f"RAW {self._closed}" if apart else f"raw {GAP}"
         self.shared = "RAW: /(.|\\n)*/\n" + ("" if apart else f"raw[lazy]: RAW {words(pairs.after)}\n")
 
     def of(self, call: str, schema: Mapping[str, Any], field: str) -> str:
-        """Rules of the arguments of a call, the first of which is ``{call}_arguments``.
+        """Rules for the arguments of a call; the first one is ``{call}_arguments``.
 
         Raises:
-            ApiError: the schema says what cannot be kept to in texts.
+            ApiError: the schema cannot be enforced in plain text.
         """
         root = resolved(schema, schema)
         if not isinstance(root, Mapping) or root.keys() & {"anyOf", "oneOf", "allOf"}:
@@ -66,7 +66,7 @@ class PairRules:
         return f"{call}_arguments: {' '.join(names) or json.dumps('')}\n{rules}"
 
     def _value(self, rule: str, wanted: Any, root: Mapping[str, Any], field: str) -> str:
-        """A value and the mark behind it, with a terminal of its own if it needs one."""
+        """Rule for a value and the mark after it, with a terminal of its own if it needs one."""
         found, allowed = resolved(wanted, root), kinds(wanted, root)
         if "string" not in allowed:
             shared = {name: root[name] for name in DEFINITIONS if name in root}
@@ -89,7 +89,7 @@ class PairRules:
 
 
 def _anchored(pattern: str) -> str:
-    """A regular expression of JSON schema, which may lie anywhere in a text, as one of the whole text."""
+    """A JSON schema pattern, which may match anywhere in a text, as a pattern of the whole text."""
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[begins : len(pattern) - ends].replace("/", "\\/")
     anything = "(.|\\n)*"

@@ -22,16 +22,16 @@ from sakiyomi.server.jobs import Event, Job
 __all__ = ["Names", "Relay", "Replay", "Sent"]
 
 Names = Callable[[int], str]
-"""Gives a fresh name of so many bytes, in hexadecimal digits."""
+"""Gives a new id of so many bytes, in hexadecimal digits."""
 
 
 class Sent(NamedTuple):
-    """What an event of a stream had in it.
+    """The tokens of one event of a stream.
 
     Attributes:
-        choice: whose tokens; -1: of none, the stream is over.
-        tokens: so many.
-        over: nothing comes behind them.
+        choice: index of the choice; -1: the stream is over.
+        tokens: of the choice.
+        over: the choice has no more tokens.
     """
 
     choice: int
@@ -44,10 +44,10 @@ class Relay:
     """A request that another server may continue.
 
     Attributes:
-        seed: of its randomness where its body has none, and of the names in its reply.
-        created: when it came, in seconds.
-        given: what the client has of the reply already.
-        sent: what events had since it was taken last.
+        seed: of sampling if the body has none, and of the ids in the reply.
+        created: time of the request, in seconds.
+        given: the part of the reply that the client has already.
+        sent: tokens of events since the last ``take``.
     """
 
     seed: int = field(default_factory=lambda: secrets.randbits(63))
@@ -63,18 +63,18 @@ class Relay:
             job.given = [token for sent in self.given if sent.choice == job.index for token in sent.tokens]
 
     def names(self, of: str) -> Names:
-        """The same names whenever it is asked."""
+        """A generator of ids that is the same on every server."""
         draws = random.Random(f"{self.seed} {of}")
         return lambda size: draws.randbytes(size).hex()
 
     def take(self) -> list[Sent]:
-        """What events had since this was called last."""
+        """Tokens of events since the last call."""
         taken, self.sent = self.sent, []
         return taken
 
 
 class Replay:
-    """The beginning of a reply, and what the engine's steps bring beyond it.
+    """The part of a reply that a client has, and what the engine's steps add to it.
 
     Args:
         jobs: choices of the reply.
@@ -90,7 +90,7 @@ class Replay:
         self._over = {sent.choice for sent in given if sent.over}
 
     def events(self) -> Iterator[Event]:
-        """What the client has, as it came."""
+        """Events for the part that the client has."""
         for choice, tokens, over in self._given:
             text = self._texts[choice].push(tokens)[0]
             trace = tuple(TokenTrace(token, GIVEN) for token in tokens)
@@ -98,10 +98,10 @@ class Replay:
             yield Event(self._jobs[choice], Step(text, tokens, trace, reason))
 
     def rest(self, event: Event) -> Event | None:
-        """What of an event the client does not have; None: nothing.
+        """The part of an event that the client does not have; None: it has all of it.
 
         Raises:
-            DivergedError: the text is another one.
+            DivergedError: the text differs from what the client has.
         """
         choice, step = event.job.index, event.step
         if choice in self._over or not self._left[choice] or step.error is not None:

@@ -1,6 +1,6 @@
-"""What clients get: OpenAI's objects, made of the engine's steps. Ours beside theirs: ``trace``, ``usage.speculation``.
+"""Makes replies from the engine's steps: OpenAI's objects, with ``trace`` and ``usage.speculation`` of our own.
 
-A ``Sample`` reads the steps of one choice; a ``Style`` puts what it read into the objects of one endpoint.
+A ``Sample`` reads the steps of one choice; a ``Style`` makes the objects of one endpoint from it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from sakiyomi.server.tools import ToolReader, shown
 
 __all__ = ["ChatStyle", "CompletionStyle", "Piece", "Sample", "Style", "usage"]
 
-NEVER = -9999.0  # OpenAI's log probability of what cannot come
+NEVER = -9999.0  # OpenAI's log probability of an impossible token
 
 
 @dataclass
 class Piece:
-    """What one step, or all of them, gave to one choice.
+    """What one step, or all of them, added to one choice.
 
     Attributes:
-        places: where in the choice's text each token begins, those of ``echo`` first; only with log probabilities.
+        places: offset of each token in the choice's text, those of ``echo`` first; only with log probabilities.
     """
 
     index: int
@@ -51,7 +51,7 @@ class Piece:
     places: list[int] = field(default_factory=list)
 
     def add(self, other: Piece) -> None:
-        """Go on with the next one."""
+        """Append the next piece."""
         self.text += other.text
         self.thoughts += other.thoughts
         self.tokens += other.tokens
@@ -68,10 +68,10 @@ class Sample:
     """Reads the steps of one choice.
 
     Args:
-        job: whose steps they are.
-        names: texts of tokens.
-        tokenizer: for texts that the tokens have together.
-        ids: gives ids of calls.
+        job: of the choice.
+        names: texts of single tokens.
+        tokenizer: decodes tokens.
+        ids: makes ids of calls.
     """
 
     def __init__(self, job: Job, names: TokenNames, tokenizer: Any, ids: Names) -> None:
@@ -88,7 +88,7 @@ class Sample:
         if reasoning is not None and self._channels is None:
             self._reasoning = ReasoningReader(opened=reasoning)
         self._thoughts_apart, self._called = reasoning is not None, False
-        # Marks of calls that are special tokens are in no usual text.
+        # Usual decoding drops marks of calls that are special tokens.
         marks = shown(form.marks, tokenizer) if form is not None else None
         self._marked = TextStream(tokenizer, job.params.stop, marks, job.prompt) if marks else None
 
@@ -133,7 +133,7 @@ class Sample:
 
     @staticmethod
     def _tokens(step: Step, texts: TextStream) -> list[tuple[str, int]]:
-        """Of each token the text that became certain with it, and where it begins. Joined they are the reply's text."""
+        """Text that each token adds, and its offset. Joined they are the reply's text."""
         found = []
         for entry in step.trace:
             place = texts.place
@@ -144,7 +144,7 @@ class Sample:
         return found
 
     def _origins(self, event: Event, texts: Sequence[str]) -> dict[str, Any]:
-        """Where each token came from, with its text; the tree of the round, the figures so far."""
+        """Origin and text of each token, the tree of the round, and the figures so far."""
         tokens = [entry.to_dict() | {"text": text} for entry, text in zip(event.step.trace, texts, strict=True)]
         found: dict[str, Any] = {"tokens": tokens, "round": None}
         if event.tree is not None:
@@ -162,7 +162,7 @@ class Style(ABC):
         model: as clients call it.
         names: texts of tokens.
         body: what was asked for.
-        relay: gives ids and the time.
+        relay: gives ids and the time of the request.
 
     Attributes:
         figures: which events have figures.
@@ -178,18 +178,24 @@ class Style(ABC):
 
     @abstractmethod
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any] | str:
-        """The reply at once; a text is sent as it is."""
+        """The complete reply; a text is sent as it is."""
 
-    @abstractmethod
     def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
-        """The events of a step, the first one of its choice or a later one; with figures so far if they are wanted."""
+        """The events of a step; none, unless the endpoint streams.
 
-    @abstractmethod
+        Args:
+            piece: what the step added.
+            first: it is the first step of its choice.
+            figures: so far; None: they are not wanted in every event.
+        """
+        return iter(())
+
     def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
         """The last events of a stream."""
+        return iter(())
 
     def failure(self, error: ApiError) -> bytes:
-        """What ends a stream that has begun."""
+        """The event that ends a stream by an error."""
         return event(error.body)
 
 
@@ -198,20 +204,16 @@ class ChoiceStyle(Style):
 
     whole_name, chunk_name = "", ""
 
-    def chunk(self, piece: Piece, first: bool, figures: dict[str, Any] | None = None) -> dict[str, Any]:
-        """An event of a stream; the first one of a choice says who speaks."""
-        choice = self._choice(piece) | self._delta(piece, first)
-        usage = {"usage": figures} if self.figures != StreamOptions() else {}
-        return {**self._head, "object": self.chunk_name, "choices": [choice]} | usage
-
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
         """The reply at once."""
         choices = [self._choice(piece) | self._body(piece) for piece in pieces]
         return {**self._head, "object": self.whole_name, "choices": choices, "usage": figures}
 
     def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
-        """The events of a step; ``figures`` so far, if they are wanted in every event."""
-        yield event(self.chunk(piece, first, figures))
+        """An event; the first one of a choice has the role."""
+        choice = self._choice(piece) | self._delta(piece, first)
+        usage = {"usage": figures} if self.figures != StreamOptions() else {}
+        yield event({**self._head, "object": self.chunk_name, "choices": [choice]} | usage)
 
     def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
         """The last events of a stream; one has the figures alone, where they are wanted."""
@@ -269,7 +271,7 @@ class CompletionStyle(ChoiceStyle):
         entries: list[PromptToken | TokenTrace] = [*(piece.prompt if piece.echo is not None else ()), *piece.tokens]
         given = self._given[piece.index] = self._given.get(piece.index, 0) + len(self._body(piece)["text"])
         places = piece.places
-        if piece.finish_reason is not None:  # what spelt a stop string is not in the text
+        if piece.finish_reason is not None:  # tokens of a stop string are not in the text
             places = [min(place, given) for place in places]
         return {
             "tokens": [self._name(entry.token_id) for entry in entries],
@@ -284,7 +286,7 @@ class CompletionStyle(ChoiceStyle):
         }
 
     def _name(self, token: int) -> str:
-        """Its text; of part of a character the bytes, as OpenAI writes them: the names are keys, and must differ."""
+        """Text of a token; its bytes if it is part of a character, as in OpenAI: names are keys, and must differ."""
         text, data = self._names(token)
         return "bytes:" + "".join(f"\\x{value:02x}" for value in data) if "\ufffd" in text else text
 
@@ -295,7 +297,7 @@ class ChatStyle(ChoiceStyle):
     prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
-        """The reply at once; the prompt, which its choices share, is beside them, as in vLLM."""
+        """The complete reply; the prompt, which its choices share, is beside them, as in vLLM."""
         found = super().whole(pieces, figures)
         scored = [choice.pop("prompt_logprobs", None) for choice in found["choices"]]
         return found | ({"prompt_logprobs": scored[0]} if self._wanted.prompt_logprobs is not None else {})
@@ -342,7 +344,7 @@ def usage(jobs: Sequence[Job]) -> dict[str, Any]:
     stats = Stats.total(request.stats for _, request in requests)
     written = 0 if any(job.unwritten for job in jobs) else stats.tokens
     asked = sum({id(job.prompt): len(job.prompt) for job in jobs}.values())
-    had: dict[int, int] = {}  # of a prompt, which counts once, by the sample that has read it for the others
+    had: dict[int, int] = {}  # by prompt, which counts once: of the sample that prefilled it for the others
     for prompt, request in requests:
         had[id(prompt)] = min(request.stats.reused, had.get(id(prompt), len(prompt)))
     return {

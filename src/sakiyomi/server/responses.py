@@ -1,6 +1,6 @@
 """OpenAI's newer interface, ``/v1/responses``: its items become messages, and a reply becomes items.
 
-A response is not stored here: what came before is sent again, or not at all.
+Responses are not stored: a client sends earlier items again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["ResponsesRequest", "ResponsesStyle"]
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 """Fields of chat completions that have another name here."""
 UNFINISHED = ("in_progress", "incomplete")
-"""States of a message that is continued where it is the last item, as in vLLM."""
+"""Statuses with which the last message is continued, as in vLLM."""
 
 
 class InputText(Strict):
-    """Text of a user, or what the model has written before."""
+    """Text of a user, or earlier output of the model."""
 
     type: Literal["input_text", "output_text", "text"]
     text: Text
@@ -35,7 +35,7 @@ class InputText(Strict):
 
 
 class Item(Strict):
-    """Part of the input. What came out of a response may go in again, with all that clients write into it."""
+    """Part of the input. Items of a response may be sent back with any fields that clients add."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     id: str | None = None
@@ -51,7 +51,7 @@ class InputMessage(Item):
 
 
 class FunctionCall(Item):
-    """A call that the model made before."""
+    """An earlier call of the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -60,7 +60,7 @@ class FunctionCall(Item):
 
 
 class FunctionOutput(Item):
-    """What a function gave back."""
+    """The result of a function."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -76,7 +76,7 @@ AnyItem = Annotated[
 
 
 class ResponseTool(Strict):
-    """A function; there are no other tools."""
+    """A function, the only kind of tool."""
 
     type: Literal["function"]
     name: ToolName
@@ -103,13 +103,13 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    """``format``: what the text must keep to."""
+    """``format``: a grammar for the text."""
 
     format: TextFormat | None = None
 
 
 class NoReasoning(Strict):
-    """Nothing of it can be set."""
+    """An empty object: no setting is supported."""
 
 
 class ResponsesRequest(Common):
@@ -128,10 +128,10 @@ class ResponsesRequest(Common):
     reasoning: NoReasoning | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as messages.
+        """The same request for chat completions.
 
         Raises:
-            ApiError: there is no such message.
+            ApiError: chat completions cannot express it.
         """
         given = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages: list[dict[str, Any]] = []
@@ -168,7 +168,7 @@ class ResponsesRequest(Common):
 
 
 def _add(messages: list[dict[str, Any]], item: InputMessage | FunctionCall | FunctionOutput) -> None:
-    """Put an item behind the messages; calls stand in the message of the assistant that made them."""
+    """Append an item to the messages; a call goes into the assistant message before it."""
     if isinstance(item, FunctionOutput):
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
     elif isinstance(item, InputMessage):
@@ -205,7 +205,7 @@ class ResponsesStyle(Style):
         return self._response(piece, output + list(map(_call, piece.calls)), figures)
 
     def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
-        """What a step brings: text, and whole calls."""
+        """Events for new text and complete calls."""
         if first:
             for name in ("response.created", "response.in_progress"):
                 yield self._event(name, response=self._response(None, [], None))
@@ -229,7 +229,7 @@ class ResponsesStyle(Style):
             yield self._event("response.output_item.done", output_index=at, item=item)
 
     def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
-        """The text as a whole, and the response."""
+        """Events with the complete text, and the response."""
         text, calls = self._so_far.text, list(map(_call, self._so_far.calls))
         output = calls
         if self._text_at is not None:
@@ -292,7 +292,7 @@ class ResponsesStyle(Style):
 
 
 def _status(piece: Piece | None) -> str:
-    """Of a response, or a message, that is this far; None: it has begun."""
+    """Status of a response or a message; None: it has begun."""
     return "in_progress" if piece is None else "incomplete" if piece.finish_reason == "length" else "completed"
 
 

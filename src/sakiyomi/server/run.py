@@ -1,4 +1,4 @@
-"""Listening, and stopping in good order."""
+"""Listens for connections, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import errno
 import logging
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.chat_template import read_template
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.connections import protocol
 from sakiyomi.server.kv_events import EventPublisher
 from sakiyomi.server.paths import make_app
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Work", "check", "serve", "serve_app", "uvicorn_config", "warm_up"]
 
 logger = logging.getLogger("sakiyomi.server")
-BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
-LAST = 2.0  # seconds for the last words to clients whose requests were cut
+BACKLOG = 2048  # connections that wait to be accepted, as in uvicorn
+LAST = 2.0  # seconds to send errors to clients whose requests were ended
 
 
 class _Listener(uvicorn.Server):
@@ -53,7 +54,7 @@ class _Listener(uvicorn.Server):
 
 
 class Work(Protocol):
-    """What is under way behind an application; see ``Worker``."""
+    """The running requests of an application; see ``Worker``."""
 
     @property
     def load(self) -> int:
@@ -66,26 +67,84 @@ class Work(Protocol):
         """See there."""
 
 
+def _protocol(config: ServerConfig) -> type[asyncio.Protocol]:
+    """The protocol class of a server's connections, for ``uvicorn.Config(http=...)``.
+
+    Args:
+        config: its ``max_connections``, of which one address may hold half, and its ``header_timeout``.
+    """
+    held: Counter[str] = Counter()  # connections by address
+
+    class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        _deadline: asyncio.TimerHandle | None = None
+        _address: str | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            address = (self.client or ("",))[0]
+            if held.total() >= config.max_connections or 2 * held[address] >= max(2, config.max_connections):
+                self._refuse(b"503 Service Unavailable")
+                return
+            self._address = address
+            held[address] += 1
+            self._wait_for_header()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._address is not None:
+                held[self._address] -= 1
+                if not held[self._address]:
+                    del held[self._address]
+                self._address = None
+            self._header_came()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._address is None:
+                return  # refused
+            super().data_received(data)
+            cycle = self.cycle
+            if cycle is not None and not cycle.response_complete:
+                self._header_came()
+            else:  # the beginning of a header, of the first request or of a later one
+                self._wait_for_header()
+
+        def _wait_for_header(self) -> None:
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(config.header_timeout, self._refuse, b"408 Request Timeout")
+
+        def _header_came(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _refuse(self, status: bytes) -> None:
+            if not self.transport.is_closing():
+                self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+                self.transport.close()
+
+    return Connection
+
+
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
-    """How uvicorn is to run an application."""
+    """Uvicorn's settings for an application."""
     return uvicorn.Config(
         app,
-        http=protocol(config),
+        http=_protocol(config),
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=int(config.shutdown_timeout + LAST) + 1,
         lifespan="on",
-        ws="none",  # there are none, and it would tell to install something for them
+        ws="none",  # none are used, and uvicorn would warn about a missing package
     )
 
 
 def check(config: ServerConfig) -> None:
-    """Refuse now what would be refused when the model is loaded, which takes a while.
+    """Check the settings before the model is loaded, which takes a while.
 
     Raises:
-        InputError: an address is taken, or none of this machine's.
-        LoadError: the chat template cannot be read, or what events need is not installed.
+        InputError: an address is in use, or not of this machine.
+        LoadError: the chat template cannot be read, or packages for events are missing.
     """
     read_template(config.chat_template)
     if config.kv_events is not None:
@@ -98,7 +157,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
-        listener.listen(BACKLOG)  # two may be bound to one address, but only one listens
+        listener.listen(BACKLOG)  # two sockets may be bound to one address, but only one can listen
     except OSError as error:
         listener.close()
         advice = "; choose another --port, 0 for a free one" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
@@ -117,12 +176,12 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
     """Serve a model; see ``listen``.
 
     Args:
-        llm: nobody else may generate with it meanwhile.
-        config: where and how.
-        listening: called with the address when clients may come.
+        llm: used by this server alone.
+        config: of the server.
+        listening: called with the address when clients can connect.
 
     Raises:
-        InputError: the address is taken, or none of this machine's.
+        InputError: the address is in use, or not of this machine.
     """
     server = Server(llm, config)
     serve_app(make_app(server), server.worker, config, listening=listening)
@@ -131,11 +190,11 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
 def serve_app(
     app: ASGIApp, work: Work | None, config: ServerConfig, *, listening: Callable[[str], None] = lambda url: None
 ) -> None:
-    """The same of an application.
+    """Serve an application.
 
     Args:
-        app: what answers.
-        work: that is under way behind it; None: nothing has to be told that the end comes.
+        app: answers the requests.
+        work: its running requests, to be drained at the end; None: they end by themselves.
         config, listening: see ``serve``.
 
     Raises:
@@ -146,7 +205,7 @@ def serve_app(
     host = f"[{config.host}]" if ":" in config.host else config.host
     if config.api_key is None and not config.is_local:
         logger.warning("listening at %s without an api_key: anyone who can connect to it can use the model", host)
-    # uvicorn sends itself the signal again when all is done; it has been obeyed by then.
+    # uvicorn raises the signal again after its shutdown; ignore it then.
     before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
         listening(f"http://{host}:{port}")

@@ -1,6 +1,6 @@
-"""What clients may ask for: OpenAI's fields as far as they are honoured, and our own. Another field is an error.
+"""Bodies of requests: OpenAI's fields that are supported, and our own. Any other field is an error.
 
-Knows no engine; ``bodies.py`` turns a body into what the engine takes.
+``bodies.py`` turns a body into jobs for the engine.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ __all__ = [
 ]
 
 MOST_TEXTS = 2048
-"""Of a request for embeddings, as OpenAI has it; how many a request for completions may have is a setting."""
+"""Most texts of a request for embeddings, as OpenAI has it. For completions ``max_n`` decides."""
 
 
 def _kind(prompt: Any) -> str:
-    """Which of the four kinds of prompts it is to be read as."""
+    """Which of the four kinds of prompts it is."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else None
@@ -85,7 +85,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 def _arguments(text: str) -> str:
-    """Those of a call without any are written in several ways; what cannot be read is as a model has written it."""
+    """Arguments of a call as a JSON object; "{}" for none. Invalid JSON stays as the model wrote it."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -98,7 +98,7 @@ def _arguments(text: str) -> str:
 
 
 Arguments = Annotated[str, AfterValidator(_arguments)]
-"""Of an earlier call of a function."""
+"""Arguments of an earlier call."""
 
 
 class StreamOptions(Strict):
@@ -117,7 +117,7 @@ AutoOr = Annotated[
 class Speculation(Strict):
     """How this request speculates; its text does not depend on it.
 
-    ``drafter`` is "off", or "auto" for the server's own, which may also be named; where that is several, one of them.
+    ``drafter`` is "off", "auto" for the server's own, or the name of that or of one of its parts.
     """
 
     drafter: str = "auto"
@@ -127,7 +127,7 @@ class Speculation(Strict):
 
 
 class JsonSchema(Strict):
-    """``schema`` as in OpenAI's structured outputs. It is always kept to, whether ``strict`` or not."""
+    """``schema`` as in OpenAI's structured outputs. It is always enforced, whether ``strict`` or not."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -145,7 +145,7 @@ class ResponseFormat(Strict):
 
 
 class Common(Strict):
-    """What all of OpenAI's interfaces share: who is asked, how tokens are chosen."""
+    """Fields that all of OpenAI's interfaces share: the model, and sampling."""
 
     model: str | None = Field(None, description="The server's own, if it is given.")
     stream: bool = False
@@ -157,7 +157,7 @@ class Common(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     user: str | None = Field(None, max_length=512, description="Written to the log, and used for nothing else.")
-    # Ours, named as in other servers where they have them.
+    # Our own, named as in other servers if those have them.
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: all tokens."), WHOLE] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
@@ -167,7 +167,7 @@ class Common(Strict):
     kv_budget: Annotated[Annotated[int, Tag("<number>")] | Annotated[str, Tag("<string>")], BY_KIND] | None = Field(
         None, description="Must equal the server's own, which is fixed when the model is loaded."
     )
-    # What other servers take and what cannot change the text.
+    # Fields of other servers that do not change the text.
     request_id: str | None = Field(None, max_length=512)
     metadata: dict[str, Any] | None = None
     priority: int | None = None
@@ -175,7 +175,7 @@ class Common(Strict):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # What other servers take, as it is here.
+    # Fields of other servers with the only value that is supported here.
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
     include_stop_str_in_output: Literal[False] = False
@@ -185,7 +185,7 @@ class Common(Strict):
 
 
 class Ask(Common):
-    """What requests for completions and for chat completions share."""
+    """Fields that completions and chat completions share."""
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128), WHOLE] = 1
@@ -205,7 +205,7 @@ class Ask(Common):
         raise NotImplementedError
 
     def named(self, error: ApiError) -> ApiError:
-        """The same error by the names that the client's interface has for the fields of this one."""
+        """The same error with the client's names of the fields."""
         return error.renamed(self._names)
 
 
@@ -223,15 +223,15 @@ def joined(content: str | list[Any]) -> str:
 
 
 def read_as(kind: type[Body], values: dict[str, Any], names: dict[str, str] | None = None) -> Body:
-    """A body of values that have come in another form.
+    """A body from values of another interface.
 
     Args:
         kind: of the body.
-        values: its fields.
-        names: what the client calls them, where that differs, by their places here.
+        values: of its fields.
+        names: the client's names of fields, by their path here.
 
     Raises:
-        ApiError: it is none.
+        ApiError: a value is invalid.
     """
     try:
         body = kind.model_validate(values)
@@ -299,7 +299,7 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """A call that the model made before; ``index`` is its place in a stream."""
+    """An earlier call of the model; ``index`` is its place in a stream."""
 
     id: str
     index: int | None = None
@@ -311,7 +311,7 @@ Part = Annotated[Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("
 
 
 class Message(Strict):
-    """One message. Annotations are taken back with a reply of another server, and not read."""
+    """One message. ``annotations`` of other servers' replies are accepted and ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: ListOrText[list[Part]] | None = None
@@ -326,7 +326,7 @@ class Message(Strict):
 
 
 class Ending(Strict):
-    """How the prompt that messages become ends: where a new reply begins, or inside the last message."""
+    """How the prompt ends: where a new reply begins, or inside the last message."""
 
     add_generation_prompt: bool = Field(
         True, description="False: the prompt ends with the last message; by default so with continue_final_message."
@@ -354,7 +354,7 @@ class DetokenizeRequest(Strict):
 
 
 class Function(Strict):
-    """A function that the model may call; ``parameters`` is a JSON schema, always kept to."""
+    """A function that the model may call; ``parameters`` is a JSON schema, which is always enforced."""
 
     name: ToolName
     description: Text | None = None
@@ -363,7 +363,7 @@ class Function(Strict):
 
 
 class FunctionTool(Strict):
-    """A tool; there is no other kind."""
+    """A tool, which is always a function."""
 
     type: Literal["function"]
     function: Function

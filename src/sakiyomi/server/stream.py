@@ -58,14 +58,14 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A reply of events, as they come. Ends when they do, when the client goes, or when it has not read for too long.
+    """A reply of events. It ends with them, when the client disconnects, or when the client has not read for too long.
 
-    It begins with the first event: an error before that is one of the whole request, with a status of its own.
+    The reply begins with the first event: an error before it gets an HTTP status of its own.
 
     Args:
-        events: what to send; they end by themselves.
-        close: called at the end, whatever the end is.
-        patience: seconds that the whole may take. Events end before; it is for a client that does not read them.
+        events: what to send.
+        close: called at the end, also after an error.
+        patience: seconds for the whole reply, for a client that does not read.
     """
 
     media_type = "text/event-stream"

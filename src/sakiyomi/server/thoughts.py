@@ -28,11 +28,11 @@ _CHANNEL, _RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"to=fun
 
 
 class ChannelReader:
-    """Takes a reply apart while it comes.
+    """Splits a reply in channels into thoughts, text and calls while it is written.
 
     Args:
-        names: gives ids of calls.
-        schemas: of the tools that were offered; other calls are text.
+        names: makes ids of calls.
+        schemas: of the offered tools; calls of others are text.
         begun: the reply begins inside a message, whose head is in the prompt.
     """
 
@@ -50,7 +50,7 @@ class ChannelReader:
         self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
-        """Thoughts, reply and whole calls of what became certain with this text; ``last``: no more comes."""
+        """New thoughts, text and complete calls after this text; ``last``: the reply is over."""
         self._pending += text
         thoughts, reply, before = "", "", len(self.calls)
         while True:
@@ -77,7 +77,7 @@ class ChannelReader:
         return thoughts, reply, self.calls[before:]
 
     def _ended(self, last: bool) -> re.Match[str] | None:
-        """The mark that ends the message. Arguments may have a mark's text in them: behind them they are whole JSON."""
+        """The mark that ends the message. Arguments may contain a mark's text: the true end follows complete JSON."""
         marks = list(_OVER.finditer(self._pending))
         if self._tool:
             found = next((mark for mark in marks if _is_json(self._pending[: mark.start()])), None)
@@ -86,7 +86,7 @@ class ChannelReader:
         return marks[0] if marks and not (self._tool and _is_json(self._pending)) else None
 
     def _opened(self, last: bool) -> bool:
-        """Read the head of a message; False where it is not there yet, or nothing comes any more."""
+        """Read the head of a message; False if it is incomplete, or the reply is over."""
         head, body, rest = self._pending.partition(_BODY)
         text = head.lstrip()
         plain = text and not any(text.startswith(each) or each.startswith(text) for each in _HEADS)
@@ -103,14 +103,14 @@ class ChannelReader:
         return True
 
     def _certain(self, last: bool) -> str:
-        """What is there, without letters at its end that may begin a mark."""
+        """The pending text without characters at its end that may begin a mark."""
         text = self._pending
         longest = min(len(text), max(map(len, MARKS)) - 1)
         kept = 0 if last else next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in MARKS)), 0)
         return text[: len(text) - kept]
 
     def _called(self, arguments: str) -> str:
-        """Add a call; what is none is text."""
+        """Add a call; gives the text if it is not a valid one."""
         try:
             value = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -145,19 +145,19 @@ def ends_inside(text: str) -> bool:
 
 
 class ReasoningReader:
-    """Takes thoughts out of a text while it comes.
+    """Separates thoughts between ``<think>`` and ``</think>`` from a reply while it is written.
 
     Args:
-        opened: the prompt ends with the mark that opens them, as templates of models that always think have it.
+        opened: the prompt ends with ``<think>``, as templates of models that always think do.
     """
 
     def __init__(self, *, opened: bool = False) -> None:
         self._place = _Place.INSIDE if opened else _Place.BEFORE
         self._pending = ""
-        self._begun = False  # whether thoughts, or then the reply, have begun: blank lines before them are left out
+        self._begun = False  # of thoughts, or of the reply after them: blank lines before them are dropped
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
-        """Thoughts and reply of what became certain with this text; ``last``: no more comes."""
+        """New thoughts and reply after this text; ``last``: the reply is over."""
         self._pending += text
         thoughts, reply = "", ""
         if self._place is _Place.BEFORE:
@@ -187,7 +187,7 @@ class ReasoningReader:
 
 
 def _waiting(text: str) -> int:
-    """Characters at the end that may belong to the mark that closes thoughts, or to the blank lines before it."""
+    """Characters at the end that may belong to ``</think>``, or to the blank lines before it."""
     mark = next((n for n in range(len(CLOSING) - 1, 0, -1) if text.endswith(CLOSING[:n])), 0)
     before = text[: len(text) - mark]
     return mark + len(before) - len(before.rstrip("\n"))

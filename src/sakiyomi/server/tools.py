@@ -1,6 +1,6 @@
-"""Calls of tools: how a model writes them, and how they are found in its text while it comes.
+"""Tool calls: the formats in which models write them, and a reader that finds them in a stream of text.
 
-A new way of writing is one entry of ``FORMATS``.
+A new format is one entry of ``FORMATS``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sakiyomi.core.text import profile
-from sakiyomi.server.arguments import value_of
 from sakiyomi.server.errors import bad_request
+from sakiyomi.server.fields import value_of
 from sakiyomi.server.schema import function
 
 __all__ = [
@@ -29,9 +29,9 @@ MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Arguments one by one: ``{before}KEY{named}{opened}{pad}VALUE{pad}{after}``, texts as they are, the rest in JSON.
+    """Arguments one by one: ``{before}KEY{named}{opened}{pad}VALUE{pad}{after}``; strings as plain text, the rest JSON.
 
-    Line feeds between the marks are read, and may be left out.
+    Line feeds between the marks are optional.
     """
 
     before: str
@@ -41,7 +41,7 @@ class Pairs:
     pad: str = ""
 
     def read(self, text: str, schema: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
-        """Arguments that a text begins with, and what follows them; None: they are not whole."""
+        """Arguments at the beginning of a text, and the rest; None: they are incomplete."""
         found: dict[str, Any] = {}
         while (rest := text.lstrip()).startswith(self.before):
             key, named, rest = rest[len(self.before) :].partition(self.named)
@@ -58,24 +58,24 @@ class ToolFormat:
     """How calls are written: ``{opening}{pad}{"name": NAME, "arguments": ARGUMENTS}{pad}{closing}``.
 
     Attributes:
-        models: that write so.
-        signs: a chat template of theirs has all of these texts in it.
+        models: that use the format.
+        signs: strings that all occur in the chat template of these models.
         foreign: strings that must not occur in the template; they mark a different format.
-        opening: what begins calls, whatever is called; "" where a reply that begins with an object of this kind is one.
-        closing: what ends them.
-        pad: what stands beside the marks; read as any white space.
-        arguments: name of the object's field that holds them.
-        listed: one opening has a JSON list of calls behind it; otherwise each call has its own.
-        divider: between a name and arguments that stand in no object together; "" where they do.
-        each: what stands before and behind each call between opening and closing; "" where these are a call's own.
-        before: stands before a name, where there is a divider.
-        numbered: behind a name stands a colon and the call's number; together with what is before them they are its
-            id, which the template takes back.
-        after: stands behind arguments, where there is a divider.
-        texts: the template takes arguments of earlier calls as a JSON text, not as an object.
-        lead: may stand before a call that has no opening.
-        pairs: how arguments are written that are no object; a name has ``divider`` behind it even so.
-        channels: the whole reply is in messages, each in a channel, see ``channels.py``; the rest of this says nothing.
+        opening: mark before calls; "" if a reply that begins with such an object is a call.
+        closing: mark after them.
+        pad: written inside the marks; read as any white space.
+        arguments: the object's field for the arguments.
+        listed: one opening is followed by a JSON list of calls; otherwise each call has its own opening.
+        divider: written between a name and its arguments; "" if both are fields of one object.
+        each: marks around each call between opening and closing; "" if opening and closing surround one call.
+        before: written before a name, with a divider.
+        numbered: a name is followed by a colon and the call's number; together with ``before`` they are the call's id,
+            which the template takes back.
+        after: written after arguments, with a divider.
+        texts: the template takes arguments of earlier calls as JSON text, not as an object.
+        lead: may precede a call that has no opening.
+        pairs: the format of arguments that are not an object; a name is followed by ``divider`` then, too.
+        channels: the whole reply consists of messages in channels, see ``thoughts.py``; other attributes are unused.
     """
 
     models: str
@@ -98,7 +98,7 @@ class ToolFormat:
 
     @property
     def marks(self) -> list[str]:
-        """Texts that may be tokens of their own."""
+        """Marks that may be single tokens."""
         if self.channels:
             return list(MARKS)
         pairs = (self.pairs.before, self.pairs.named, self.pairs.opened, self.pairs.after) if self.pairs else ()
@@ -106,16 +106,16 @@ class ToolFormat:
         return [mark for mark in (self.opening, self.closing, *self.each, *inner, self.lead) if mark]
 
     def around(self, name: str) -> tuple[str, str]:
-        """What stands before the arguments of a call, up to its number if it has one, and behind them."""
+        """The text before the arguments of a call, up to its number if it has one, and the text after them."""
         if self.divider or self.pairs is not None:
             begin = self.each[0] + self.before + name
             return begin + (":" if self.numbered else self.divider), self.after + self.each[1]
         return f'{{"name": {json.dumps(name)}, "{self.arguments}": ', "}"
 
     def read(self, text: str, schemas: Schemas) -> tuple[list[tuple[str, Any]], str] | None:
-        """Names and arguments of the calls that a text behind the opening begins with, and what follows them.
+        """Names and arguments of the calls at the beginning of a text after the opening, and the rest.
 
-        Names have their numbers, where calls are numbered. None: they are not whole, or none.
+        Names include their numbers in numbered formats. None: the calls are incomplete, or there is none.
         """
         if not self.each[0]:
             return self._read(text, schemas)
@@ -127,7 +127,7 @@ class ToolFormat:
         return (calls, text[len(self.closing) :]) if calls and text.startswith(self.closing) else None
 
     def _read(self, text: str, schemas: Schemas) -> tuple[list[tuple[str, Any]], str] | None:
-        """What an opening, or a call's own mark, has behind it, and what follows that."""
+        """Calls after an opening, or after a call's own mark, and the rest."""
         found = self._object(text) if self.pairs is None else self._pairs(self.pairs, text, schemas)
         if found is None:
             return None
@@ -214,7 +214,7 @@ FORMATS = (
         foreign=("<function=", "<arg_key>", "<tool_calls>"),
     ),
 )  # fmt: skip
-"""Ways of writing, by what is in a chat template; the first that fits counts."""
+"""All formats; the first one that fits a chat template is used."""
 
 
 def _fitting(template: str) -> ToolFormat | None:
@@ -225,20 +225,20 @@ def _fitting(template: str) -> ToolFormat | None:
 
 
 def in_channels(template: str) -> ToolFormat | None:
-    """The format of a template whose replies are messages in channels, with tools and without; None: they are not."""
+    """The format of a template whose replies are in channels, with or without tools; None: it has no channels."""
     return form if (form := _fitting(template)) is not None and form.channels else None
 
 
 def takes_texts(template: str) -> bool:
-    """Whether a template takes arguments of earlier calls as JSON texts."""
+    """Whether a template takes arguments of earlier calls as JSON text."""
     return (form := _fitting(template)) is not None and form.texts
 
 
 def tool_format(template: str) -> ToolFormat:
-    """How a model with this template writes calls.
+    """The format of calls for this template.
 
     Raises:
-        ApiError: it is not known.
+        ApiError: the format is unknown.
     """
     if (form := _fitting(template)) is not None:
         return form
@@ -258,19 +258,19 @@ def tool_format(template: str) -> ToolFormat:
 
 
 def shown(marks: Sequence[str], tokenizer: Any) -> frozenset[int]:
-    """Ids of the special tokens among marks: texts leave such tokens out, and the reader has to see them."""
+    """Ids of the special tokens among marks: decoding must keep them for the reader."""
     special = profile(tokenizer).special
     found = zip(marks, tokenizer.convert_tokens_to_ids(list(marks)), strict=True)
     return frozenset(i for mark, i in found if i in special and tokenizer.convert_ids_to_tokens(i) == mark)
 
 
 class ToolReader:
-    """Takes calls out of a text while it comes.
+    """Separates calls from the text of a reply while it is written.
 
     Args:
-        form: how they are written.
-        names: gives ids of calls.
-        schemas: of the arguments of each tool, where values are written as texts.
+        form: the format of calls.
+        names: makes ids of calls.
+        schemas: of each tool's arguments, for formats that write values as text.
         begun: the text continues a reply.
     """
 
@@ -289,15 +289,15 @@ class ToolReader:
         self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """What of the text is no call, and the calls that have become whole; ``last``: no more comes.
+        """New text that is no call, and newly completed calls; ``last``: the reply is over.
 
-        Calls that never become whole are text.
+        Calls that are incomplete at the end are text.
         """
         self._pending += text
         plain, before = "", len(self.calls)
         while (place := self._place()) is not None:
             start, inner = place
-            # Calls can only have become whole by what ends them.
+            # A call can only be complete after its end mark.
             found = self._form.read(self._pending[inner:], self._schemas) if last or self._end in text else None
             if found is None and not last:
                 plain, self._pending = plain + self._pending[:start], self._pending[start:]
@@ -321,7 +321,7 @@ class ToolReader:
         return "" if plain.isspace() else plain.strip("\n")
 
     def _place(self) -> tuple[int, int] | None:
-        """Where what may be calls begins, and where the mark before them ends."""
+        """Where possible calls begin, and where their opening ends."""
         mark = self._form.opening
         if mark:
             start = self._pending.find(mark)
@@ -349,5 +349,5 @@ class ToolReader:
 
 
 def called(index: int, id_: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as clients get it."""
+    """A call in a reply."""
     return {"index": index, "id": id_, **function(name, arguments=arguments)}

@@ -1,6 +1,6 @@
-"""``/v1/audio/transcriptions`` and ``/v1/audio/translations``: texts of sounds, where the target is a speech model.
+"""``/v1/audio/transcriptions`` and ``/v1/audio/translations``: text of sounds, for a target that is a speech model.
 
-A long sound is cut where it is quiet; its parts are requests like others, which share passes.
+A long sound is split at silences; its parts are separate requests, which share passes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import io
 import re
 import wave
 from collections.abc import Callable, Iterator, Sequence
+from email.message import Message
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,8 +18,7 @@ from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.engine.encoder_inputs import Heard, hear
 from sakiyomi.server.bodies import BodyReader
-from sakiyomi.server.errors import ApiError, bad_request
-from sakiyomi.server.forms import read_form
+from sakiyomi.server.errors import bad_request
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.replies import Piece, Style
 from sakiyomi.server.schema import CompletionRequest, read_as
@@ -28,15 +28,18 @@ if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
 __all__ = [
-    "Transcription", "TranscriptionForm", "TranscriptionStyle", "heard", "read_transcription", "sound_jobs", "spoken",
+    "Transcription", "TranscriptionForm", "TranscriptionStyle", "heard", "read_form",
+    "read_transcription", "sound_jobs", "spoken",
 ]  # fmt: skip
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
-RATE = 48000 * 2  # samples a second of a sound, all channels together, beyond which it counts as longer
+MOST_PARTS = 64  # of a form
+FORM = "send a form: curl -F file=@speech.wav -F model=whisper URL"
+RATE = 48000 * 2  # samples per second of all channels, above which a sound counts as longer
 
 
 class TranscriptionForm(BaseModel):
-    """Fields of the form; all come as texts."""
+    """Fields of the form; all are sent as text."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -51,7 +54,7 @@ class TranscriptionForm(BaseModel):
 
 
 class Transcription:
-    """A form that was read.
+    """A request with a form.
 
     Args:
         form: its fields.
@@ -63,17 +66,48 @@ class Transcription:
         self.form, self.file, self.task = form, file, task
 
     def asked(self) -> CompletionRequest:
-        """What each part of the sound is asked to be."""
+        """The completion request for each part of the sound."""
         form = self.form
         values = {"model": form.model, "prompt": "", "temperature": form.temperature, "seed": form.seed}
         return CompletionRequest.model_validate(values | {"stream": form.stream, "max_tokens": None})
+
+
+def read_form(body: bytes, content_type: str) -> dict[str, list[bytes]]:
+    """Values of each field of a multipart form, in their order.
+
+    Raises:
+        ApiError: the body is no valid form.
+    """
+    header = Message()
+    header["content-type"] = content_type
+    boundary = header.get_param("boundary")
+    if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str) or not boundary.isascii():
+        raise bad_request(f"the body is {content_type[:60]!r}; expected multipart/form-data with a boundary; {FORM}")
+    first, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode())
+    if first or not parts or not parts[-1].startswith(b"--"):
+        raise bad_request(f"the form does not begin or end with its boundary; {FORM}")
+    if len(parts) > MOST_PARTS:
+        raise bad_request(f"the form has {len(parts)} parts; {MOST_PARTS} are taken")
+    found: dict[str, list[bytes]] = {}
+    for part in parts[:-1]:
+        head, divider, value = part.partition(b"\r\n\r\n")
+        about = Message()
+        for line in head.decode("utf-8", "replace").split("\r\n"):
+            key, _, text = line.partition(":")
+            if key.strip().lower() == "content-disposition":
+                about["content-disposition"] = text.strip()
+        name = about.get_param("name", header="content-disposition")
+        if not divider or not isinstance(name, str):
+            raise bad_request(f"a part of the form has no name; {FORM}")
+        found.setdefault(name, []).append(value)
+    return found
 
 
 def read_transcription(body: bytes, content_type: str, task: str) -> Transcription:
     """The form of a request.
 
     Raises:
-        ApiError: there is no file, or no form, or a field of it is none.
+        ApiError: the form or its file is missing, or a field is invalid.
     """
     fields = read_form(body, content_type)
     files = fields.pop("file", [])
@@ -92,10 +126,10 @@ def read_transcription(body: bytes, content_type: str, task: str) -> Transcripti
 
 
 def heard(llm: LLM, asked: Transcription, most: float) -> list[tuple[float, Heard]]:
-    """The parts of a sound as the encoder takes them, each with its seconds; takes a while.
+    """Parts of a sound as inputs of the encoder, each with its seconds; takes a while.
 
     Raises:
-        ApiError: it is no sound, or a longer one than is taken.
+        ApiError: the file is no sound, or too long.
     """
     try:
         if (seconds := _seconds(asked.file)) > most:
@@ -115,7 +149,7 @@ def heard(llm: LLM, asked: Transcription, most: float) -> list[tuple[float, Hear
 
 
 def _seconds(file: bytes) -> float:
-    """How long a sound is by its header, at a usual rate; what is no sound is found out when it is read."""
+    """Length of a sound by its header, at a usual sample rate; 0 if it has none."""
     try:
         with wave.open(io.BytesIO(file)) as sound:
             rate, channels, count = sound.getframerate(), sound.getnchannels(), sound.getnframes()
@@ -132,10 +166,10 @@ def _seconds(file: bytes) -> float:
 
 
 def sound_jobs(bodies: BodyReader, limit: int, parts: Sequence[Heard], body: CompletionRequest) -> list[Job]:
-    """Jobs of a request for the text of a sound, one for each of its parts, of so many tokens at most.
+    """Jobs for the parts of a sound, of at most ``limit`` tokens each.
 
     Raises:
-        ApiError: the model is another one.
+        ApiError: the request names another model.
     """
     bodies.check_model(body.model)
     return [
@@ -145,18 +179,18 @@ def sound_jobs(bodies: BodyReader, limit: int, parts: Sequence[Heard], body: Com
 
 
 def spoken(jobs: Sequence[Job], tokenizer: Any) -> str | None:
-    """The code of the language that the first part's text begins with; None: the model knows one alone."""
+    """The language code in the first part's prompt; None: the model has one language."""
     names = tokenizer.convert_ids_to_tokens(jobs[0].prompt)
     return next((found[1] for name in names if (found := _LANGUAGE.fullmatch(name)) is not None), None)
 
 
 class TranscriptionStyle(Style):
-    """Of both paths. A stream has the parts in their order: what a later one has written waits for the earlier ones.
+    """Of both paths. A stream has the parts in order: text of a later part waits for the earlier ones.
 
     Args:
         asked: the form.
         seconds: of each part.
-        spoken: says which language it is, once that is known.
+        spoken: gives the language, once it is known.
     """
 
     def __init__(
@@ -171,7 +205,7 @@ class TranscriptionStyle(Style):
         self._asked, self._seconds, self._spoken = asked, seconds, spoken
         self._texts = [""] * len(seconds)
         self._over = [False] * len(seconds)
-        self._sent = 0  # parts that are told in full
+        self._sent = 0  # parts whose text was sent in full
         self._told = [0] * len(seconds)
 
     def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any] | str:
@@ -224,7 +258,3 @@ class TranscriptionStyle(Style):
         """The whole text."""
         text = "".join(self._texts).strip()
         yield event({"type": "transcript.text.done", "text": text, "usage": self._used()})
-
-    def failure(self, error: ApiError) -> bytes:
-        """As in other streams."""
-        return event(error.body)

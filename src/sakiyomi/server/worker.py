@@ -35,17 +35,17 @@ logger = logging.getLogger("sakiyomi.server")
 
 
 class Worker:
-    """Runs requests on an engine; see the module.
+    """Runs requests on an engine.
 
     Args:
-        engine: nobody else may step it meanwhile.
-        max_queue: requests that are taken beyond as many as there are slots.
+        engine: stepped by this thread alone.
+        max_queue: requests that are accepted beyond the number of slots.
         reuse: prompts share cached prefixes, with running requests and with finished ones.
         metrics: count every step and end.
-        events: are told what the cache holds after every round.
+        events: publishes what the cache holds after every round.
 
     Attributes:
-        fault: what the last round failed with, if nobody could be blamed for it and none has succeeded since.
+        fault: the error of the last round, if it failed as a whole; None once a round succeeds.
     """
 
     def __init__(
@@ -121,9 +121,10 @@ class Worker:
         return call
 
     def _shed(self, calls: Collection[Call], client: str) -> bool:
-        """Make room for a request of a client that has few, by one of the client that has most; whether there is.
+        """End a waiting request of the client with most requests, the newest one, if this client has fewer.
 
-        Only a request that has not begun is ended, the newest one.
+        Returns:
+            Whether there is room now.
         """
         held = Counter(call.jobs[0].client for call in calls)
         other, most = held.most_common(1)[0]
@@ -153,11 +154,11 @@ class Worker:
                 self._end(job, "abort")
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Refuse new requests from now on."""
         self._draining = True
 
     def stop(self) -> None:
-        """End the thread, and what is still under way with an error that says so."""
+        """End the thread, and running requests with an error that says so."""
         self._draining = True
         for job in list(self._open):
             self._inbox.put(("remove", job))
@@ -216,7 +217,7 @@ class Worker:
                 logger.debug("events after the end of the loop")
 
     def _read_inbox(self) -> bool:
-        """Do what was asked for, and wait for something where there is nothing else to do; False at the end."""
+        """Handle the inbox; wait for an entry if there is nothing to run. False: the thread should end."""
         while True:
             try:
                 what, job = self._inbox.get(block=not (self.engine.busy or len(self._turns)))

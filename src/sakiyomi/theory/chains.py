@@ -1,4 +1,4 @@
-"""What a draft of gamma tokens in a row brings, and what it costs."""
+"""Expected tokens and costs of a chain of gamma draft tokens."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def operations_ratio(alpha: float, gamma: int, c_hat: float) -> float:
 
 
 def optimal_gamma(alpha: float, c: float) -> int:
-    """The gamma with the largest ``speedup``; 0 where no draft pays (alpha <= c, corollary 3.9). Section 3.5.
+    """The gamma with the largest ``speedup``; 0 where no draft is faster (alpha <= c, corollary 3.9). Section 3.5.
 
     The speed-up has one maximum over gamma: it grows as long as one more draft token adds more tokens per unit of time
     than the round has on average.
@@ -116,7 +116,7 @@ def optimal_gamma(alpha: float, c: float) -> int:
         return 0
     if c == 0.0 or alpha == 1.0:
         raise InputError(
-            f"alpha {alpha:g} and c {c:g} have no best gamma: every further draft token pays; "
+            f"alpha {alpha:g} and c {c:g} have no best gamma: every further draft token makes it faster; "
             "give an alpha below 1 and a c above 0"
         )
     gamma, gain, expected = 0, alpha, 1.0

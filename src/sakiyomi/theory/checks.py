@@ -1,4 +1,4 @@
-"""What may be meant by an argument of the closed forms."""
+"""Checks of arguments of the closed forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees: which nodes are worth most, and what they bring."""
+"""Trees: the most valuable nodes, and their expected tokens."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class TaskRows:
         name: of the task.
         tokenizer: of the target.
         query_aware: the question also stands in front.
-        marked: tokens of further questions, which nobody can know, are given as ~id.
+        marked: tokens of further questions, which cannot be predicted, are given as ~id.
         filler: what facts are hidden in; None: the task's own.
 
     Raises:
@@ -184,8 +184,7 @@ class TaskRows:
         prompt = encoded(self._tokenizer, example.prompt(query_first=self._query_aware), special=True)
         answer = encoded(self._tokenizer, _behind(example.question, ", ".join(example.answers)))
         if further:
-            # What a text holds is wanted whatever is asked: with one question a row, most of it would be labelled as
-            # if nobody ever asked.
+            # Any part of a text may be asked for: with one question a row, most of it would be labelled as unused.
             for question, value in example.others:
                 more = encoded(self._tokenizer, question + _behind(question, value))
                 if self._marked:
@@ -198,7 +197,7 @@ class TaskRows:
 
 
 def _behind(question: str, answer: str) -> str:
-    """An answer that goes on where the question ends, inside a quotation or behind a word, and what closes it.
+    """An answer that continues the question, inside a quotation or behind a word, and what closes it.
 
     The row that closes it looks at what stood behind the value: without that an answer does not end where it should.
     """

@@ -19,7 +19,7 @@ from sakiyomi.train.config import AnsweredConfig
 from sakiyomi.train.counted import hold_back
 from sakiyomi.train.data import TextSpec, check_shares, parse_text
 from sakiyomi.train.export import Result
-from sakiyomi.train.labels import vocabulary
+from sakiyomi.train.hidden import vocabulary
 from sakiyomi.train.long_tasks import read_filler
 from sakiyomi.train.loop import on_device, place
 from sakiyomi.train.optim import with_peaks

@@ -7,7 +7,6 @@ the target's distributions there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ from transformers.models.llama.modeling_llama import rotate_half
 from sakiyomi.drafters.block_heads.formats import BlockFile, BlockOptions, usual_layers, write_block
 from sakiyomi.drafters.head_model import make_decoder
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import Continuations, ranked
 from sakiyomi.train.commands import TrainBlock
-from sakiyomi.train.guesses import ranked
 from sakiyomi.train.head_recipe import LayersRecipe
-from sakiyomi.train.hidden import TargetStates
+from sakiyomi.train.hidden import TargetStates, begin_as
 from sakiyomi.train.losses import soft_loss
 from sakiyomi.train.parallel import mask_token
 from sakiyomi.train.recipe import train
@@ -236,7 +234,6 @@ class BlockHead(nn.Module):
         return found
 
 
-@torch.no_grad()
 def new_block(target: Any, config: dict[str, Any], options: BlockOptions, rank: int = 0) -> BlockHead:
     """A block drafter with random weights, the target's embedding and head over the vocabulary, and its last norm.
 
@@ -248,11 +245,7 @@ def new_block(target: Any, config: dict[str, Any], options: BlockOptions, rank: 
     """
     embedding = target.get_input_embeddings().weight.detach()
     over = nn.Linear(embedding.shape[1], len(embedding), bias=False)
-    made = make_decoder(config, embedding, over).float()
-    made.model.embed_tokens = nn.Embedding.from_pretrained(embedding)  # the target's own, in its dtype
-    made.lm_head.weight.copy_(target.get_output_embeddings().weight)
-    with suppress(AttributeError, RuntimeError):  # of other names, or another kind
-        made.model.norm.weight.copy_(target.base_model.norm.weight)
+    made = begin_as(make_decoder(config, embedding, over), target)
     return BlockHead(made, options, rank)
 
 

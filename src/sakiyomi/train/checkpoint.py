@@ -69,12 +69,12 @@ def load_checkpoint(folder: Path, *, peek: bool = False) -> dict[str, Any]:
 # ---------------------------------------------------------------- writing
 
 
-ADVICE = "make room there, or choose another --out. Where there is a checkpoint, --resume goes on from it"
+ADVICE = "make room there, or choose another --out. Where there is a checkpoint, --resume continues from it"
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around whatever writes `path`.
+    """Around code that writes `path`.
 
     Raises:
         LoadError: the disk is full, or the place cannot be written.

@@ -15,8 +15,8 @@ from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainDistillData
 from sakiyomi.train.counted import Library
 from sakiyomi.train.data import parse_texts
-from sakiyomi.train.labels import vocabulary
-from sakiyomi.train.report import Reporter
+from sakiyomi.train.hidden import vocabulary
+from sakiyomi.train.progress import Reporter
 from sakiyomi.train.samples import Plan, Samples, Write, by, weights_digest
 from sakiyomi.train.taught import load_target
 

@@ -15,18 +15,16 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from sakiyomi.core.errors import LoadError
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.train.acceptance import acceptance, distinct_ngrams
+from sakiyomi.train.acceptance import MEASURING, acceptance, distinct_ngrams, measured, measured_on, worth
 from sakiyomi.train.commands import TrainDraft
-from sakiyomi.train.expect import Speed, expected, given_speed, measured_speed, told_by
+from sakiyomi.train.expect import expected, given_speed, measured_speed
 from sakiyomi.train.export import Result, model_folder, read_card, save
-from sakiyomi.train.guesses import MEASURING, measured, measured_on, worth
-from sakiyomi.train.labels import SoftLabels, vocabulary
+from sakiyomi.train.hidden import SoftLabels, vocabulary
 from sakiyomi.train.llama import draft_sizes, new_llama
 from sakiyomi.train.loop import compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss
 from sakiyomi.train.parallel import MaskedRows, mask_token, rank_parallel
 from sakiyomi.train.recipe import train
-from sakiyomi.train.report import Reporter
 from sakiyomi.train.taught import Taught
 
 
@@ -88,10 +86,13 @@ class _Draft(Taught[TrainDraft]):
 
     def tell_speed(self, measures: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Add what the finished draft brings on this machine to the measures; what the card says of that."""
-        speed = _speed(self.config, self.reporter)
+        if self.config.cost == "measured":
+            gc.collect()  # cycles may still hold the target
+            speed, told = measured_speed(self.config, self.held_out, self.reporter)
+        else:
+            speed, told = given_speed(self.config.given_cost), {}
         for values in measures.values():
             values |= expected(values, self.config.gamma, speed)
-        told = told_by(self.config, self.held_out, self.reporter) if self.config.cost == "measured" else {}
         return told | {"cost": speed.cost, "cost_source": speed.source}
 
     def measures(self, model: LlamaForCausalLM, *, sampled: bool = False) -> dict[str, dict[str, float]]:
@@ -168,11 +169,3 @@ def _sizes(draft: Any, target: Any) -> str:
         f"a draft of {own / 1e6:.2g}M parameters, {shape.num_hidden_layers} layers of {shape.hidden_size}, for a "
         f"target of {whole / 1e6:.3g}M"
     )
-
-
-def _speed(config: TrainDraft, reporter: Reporter) -> Speed:
-    """What a draft step costs, as given or as measured with the finished draft."""
-    if config.cost != "measured":
-        return given_speed(config.given_cost)
-    gc.collect()  # cycles may still hold the target
-    return measured_speed(config, reporter)

@@ -7,7 +7,6 @@ features, and then step by step with its own in their place, as it will draft (`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers, write
 from sakiyomi.drafters.eagle_heads.module import EagleOptions, make_module
 from sakiyomi.train.commands import TrainEagle
 from sakiyomi.train.head_recipe import LayersRecipe
+from sakiyomi.train.hidden import begin_as, vocabulary
 from sakiyomi.train.recipe import train
 from sakiyomi.train.unrolled import Unrolled, UnrolledRecipe, attend, behind
 
@@ -148,11 +148,10 @@ class UnrolledHead(Unrolled):
         return found
 
 
-@torch.no_grad()
 def new_head(target: Any, config: dict[str, Any], options: EagleOptions, tokens: Tensor | None) -> UnrolledHead:
     """A head with random weights, which begins with the target's embedding, last norm and head over the vocabulary.
 
-    A layer that begins as the target's last one learnt no faster (docs/log.md).
+    A layer that begins as the target's last one learnt no faster (benchmarks/log/training.md).
 
     Args:
         target: a causal LM.
@@ -160,11 +159,7 @@ def new_head(target: Any, config: dict[str, Any], options: EagleOptions, tokens:
         options: of the head.
         tokens: that it proposes; None: all.
     """
-    out = target.get_output_embeddings().weight.float()
     embedding = target.get_input_embeddings().weight.detach()
-    made = make_module(config, options, embedding, len(out) if tokens is None else len(tokens)).float()
-    made.model.embed_tokens = nn.Embedding.from_pretrained(embedding)  # the target's own, in its dtype
-    made.lm_head.weight.copy_(out if tokens is None else out[tokens])
-    with suppress(AttributeError, RuntimeError):  # of other names, or another kind
-        made.model.norm.weight.copy_(target.base_model.norm.weight)
+    count = vocabulary(target) if tokens is None else len(tokens)
+    made = begin_as(make_module(config, options, embedding, count), target, tokens)
     return UnrolledHead(made, len(options.layers) * config["hidden_size"])

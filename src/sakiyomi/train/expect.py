@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,12 @@ import numpy as np
 
 from sakiyomi import theory
 from sakiyomi.core.errors import SakiyomiError
+from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import Continuations, run_texts
 from sakiyomi.train.commands import TrainDraft
 from sakiyomi.train.export import model_folder
-from sakiyomi.train.report import Reporter
+from sakiyomi.train.progress import Reporter
 
 # Passes over more tokens are not timed.
 LONGEST_GAMMA = 15
@@ -47,60 +47,39 @@ def given_speed(cost: float) -> Speed:
     return Speed(cost, {1: 1.0}, "given by --cost, a pass over more tokens taken to cost as much as one")
 
 
-def measured_speed(config: TrainDraft, reporter: Reporter) -> Speed:
-    """Time target and draft as the engine runs them; what cannot run there has no cost, and the reason is kept."""
-    from sakiyomi.engine import machine
-    from sakiyomi.engine.llm import LLM
-
-    reporter.note("timing a step of the target and of the draft")
-    try:
-        llm = LLM(
-            config.target, draft=f"model:{model_folder(config)}", compile="auto" if config.loop.compile else False
-        )
-        found = machine.costs(llm.target, llm.draft)
-    except SakiyomiError as error:
-        return Speed(None, {1: 1.0}, f"not measured: {error}")
-    facts = machine.conditions()
-    way = "recorded passes" if found["compiled"] else "eager passes"
-    source = f"measured on {facts['processor']}, {facts['threads']} threads, target in {found['dtype']}, {way}"
-    return Speed(found["c"], found["v"], source)
-
-
-def told_by(config: TrainDraft, held_out: Mapping[str, Continuations], reporter: Reporter) -> dict[str, Any]:
-    """Texts of held-out prompts, plain and with the draft by turns: the speed-up here, in words, and the next command.
+def measured_speed(
+    config: TrainDraft, held_out: Mapping[str, Continuations], reporter: Reporter
+) -> tuple[Speed, dict[str, Any]]:
+    """Time the steps of target and draft as the engine runs them, and texts of held-out prompts, plain and drafted.
 
     Returns:
-        ``measured`` (tokens/s of both, speed-up, tokens a pass) and ``verdict``; empty where the pair does not run.
+        The costs, none where the pair does not run; and for the card `verdict`, the speed-up here in words with the
+        next command, and `measured`: tokens/s of both, speed-up, tokens a pass.
     """
+    from sakiyomi.engine import machine
     from sakiyomi.engine.llm import LLM
     from sakiyomi.engine.plain import EngineView
 
     prompts = [prompt for texts in held_out.values() for prompt in texts.prompts][:MEASURED_PROMPTS]
-    reporter.note(f"writing {len(prompts)} texts plain and with the draft")
+    reporter.note(f"timing steps of the target and of the draft, and {len(prompts)} texts plain and with the draft")
     try:
-        llm = LLM(config.target, draft=f"model:{model_folder(config)}", compile="auto")
+        llm = LLM(config.target, draft=f"model:{model_folder(config)}")
+        found, facts = machine.costs(llm.target, llm.draft), machine.conditions()
     except SakiyomiError as error:
-        return {"verdict": f"the pair does not run here: {error}"}
-    ways: tuple[Callable[..., Any], ...] = (EngineView(llm).generate, llm.generate)
+        return Speed(None, {1: 1.0}, f"not measured: {error}"), {"verdict": f"the pair does not run here: {error}"}
+    way = "recorded passes" if found["compiled"] else "eager passes"
+    source = f"measured on {facts['processor']}, {facts['threads']} threads, target in {found['dtype']}, {way}"
     params = SamplingParams(max_new_tokens=MEASURED_TOKENS)
-    seconds, tokens, passes = [0.0, 0.0], 0, 0.0
-    for lap in range(-1, len(prompts)):  # the first one warms up
-        for way, run in enumerate(ways):
-            began = time.perf_counter()
-            done = run([prompts[max(lap, 0)]], params)[0]
-            if lap >= 0:
-                seconds[way] += time.perf_counter() - began
-                tokens += done.stats.tokens * way
-                passes += done.stats.tokens / done.stats.tau * way if done.stats.tau else 0
-    speedup = seconds[0] / seconds[1]
+    texts = [[run_texts(one, [prompt], params) for one in (EngineView(llm), llm)] for prompt in (prompts[0], *prompts)]
+    plain, drafted = (Stats.total(some) for some in zip(*texts[1:], strict=True))  # the first one warms up
     measured = {
         "texts": len(prompts),
-        "plain_tokens_per_second": tokens / seconds[0],
-        "tokens_per_second": tokens / seconds[1],
-        "speedup": speedup,
-        "tau": tokens / passes if passes else 1.0,
+        "plain_tokens_per_second": plain.tokens_per_second,
+        "tokens_per_second": drafted.tokens_per_second,
+        "speedup": drafted.tokens_per_second / plain.tokens_per_second,
+        "tau": drafted.tau or 1.0,
     }
-    return {"measured": measured, "verdict": verdict(config, measured)}
+    return Speed(found["c"], found["v"], source), {"measured": measured, "verdict": verdict(config, measured)}
 
 
 def verdict(config: TrainDraft, measured: Mapping[str, float]) -> str:
@@ -112,7 +91,7 @@ def verdict(config: TrainDraft, measured: Mapping[str, float]) -> str:
     )
     use = f'sakiyomi generate "..." --target {config.target} --draft model:{config.loop.out}'
     if measured["speedup"] >= WORTH:
-        return f"the draft pays: {figures}\nuse it: {use}"
+        return f"the draft makes it faster: {figures}\nuse it: {use}"
     return (
         f"the draft is not worth it yet: {figures}\nlonger training helps most (--minutes), then more text of the kind "
         f"that is to be written; without training: --draft suffix+prompt-lookup\nto try it all the same: {use}"

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import MEASURING, Continuations, measured, measured_on, worth
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.config import HeadConfig, LayersConfig
 from sakiyomi.train.export import Result, model_folder
-from sakiyomi.train.guesses import MEASURING, measured, measured_on, worth
 from sakiyomi.train.hidden import TargetStates, layer_config
 from sakiyomi.train.medusa_measures import HeadLog
 from sakiyomi.train.plot import plot_heads

@@ -101,7 +101,7 @@ class HeadsLoss:
 
     def __init__(self, config: TrainRetaining, target: Any, heads: RetainingHeads) -> None:
         self._config, self._target, self._heads = config, target, heads
-        self._backbone = Backbone(target)  # logits over the vocabulary are nobody's concern here
+        self._backbone = Backbone(target)  # logits over the vocabulary are not needed here
         self._raw = Raw(target, then=self._note)
         self._qkv: Tensor | None = None
         self._prompt = 0

@@ -9,6 +9,7 @@ first: it cost 0.8 nats a token, which took some 15 steps to win back.)
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,8 @@ def draft_sizes(given: LlamaSizes, target: Any) -> LlamaSizes:
     heads = given.heads or max(1, hidden // 64)
     if hidden % heads or hidden // heads % 2:
         heads = 1
-    return LlamaSizes(
-        hidden=hidden,
-        layers=depth,
-        heads=heads,
-        kv_heads=given.kv_heads,
-        intermediate=given.intermediate or -(-hidden * 8 // 3 // 16) * 16,
-        rope_theta=given.rope_theta,
-    )
+    intermediate = given.intermediate or -(-hidden * 8 // 3 // 16) * 16
+    return dataclasses.replace(given, hidden=hidden, layers=depth, heads=heads, intermediate=intermediate)
 
 
 def grow(model: LlamaForCausalLM, layers: int) -> tuple[LlamaForCausalLM, dict[str, str]]:

@@ -145,7 +145,7 @@ class MergingLoss:
         for first, hidden in self.passes(ids, prompt, convolutions):
             following = slice(first + 1, first + 1 + len(hidden))
             own, wanted = weights[following], ids[following]
-            asked = own.nonzero()[:, 0]  # logits of other rows are nobody's concern
+            asked = own.nonzero()[:, 0]  # logits of other rows are not needed
             losses.append((self._nats(hidden[asked], self.passes.head, wanted[asked]) * own[asked]).sum())
         return torch.stack(losses).sum() / counted
 

@@ -32,8 +32,7 @@ from sakiyomi.train.config import MachineOptions, RunConfig, passes_on
 from sakiyomi.train.data import TextSpec
 from sakiyomi.train.llama import grow
 from sakiyomi.train.optim import LAYER, copy_state, set_scale
-from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Progress, Schedule
-from sakiyomi.train.report import Reporter
+from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Progress, Reporter, Schedule
 from sakiyomi.train.rows import Batches, Mixture
 from sakiyomi.train.workers import ALONE, Workers
 
@@ -188,7 +187,7 @@ class Loop:
 
     @property
     def row_tokens(self) -> tuple[int, ...]:
-        """Row lengths that are used by turns now: all, or that of the stage."""
+        """Row lengths that are used in turn now: all, or that of the stage."""
         if not self._stages:
             return self.config.row_tokens
         ends = list(accumulate(self._stages))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ TOPS = 5  # first guesses in which a label is looked for
 # Logits that `heads_loss` holds at a time, in numbers: 4 MiB in float32, which stays in the caches of a CPU.
 LOGITS_AT_ONCE = 1 << 20
 SMALLEST_NUMBER = 1e-37  # of float32, about: a probability that is 0 would have an infinite loss
-# Mass below this is noise of float32 sums; its logarithm must not reach the loss.
+# Mass below this is noise of float32 sums; its logarithm must not become part of the loss.
 SMALLEST_MASS = 1e-6
 
 
@@ -60,7 +62,7 @@ def heads_loss(
     """Weighted cross-entropy of several heads, without ever holding the logits of more than a piece of the positions.
 
     Their gradient is computed with the loss, piece by piece, as there is no second use for them: the memory is that of
-    the features, whatever the vocabulary.
+    the features and does not depend on the vocabulary.
 
     Args:
         features: (K, n, H) what each head's head over the vocabulary reads.
@@ -73,11 +75,29 @@ def heads_loss(
         The sum over heads of each one's weighted mean, and plain means of each, (K, 1 + TOPS), without gradient: of the
         loss in nats, then of whether the label is among the head's first 1, 2, ... guesses.
     """
-    device = features.device.type
-    if torch.is_autocast_enabled(device):
-        features = features.to(torch.get_autocast_dtype(device))
-    loss, means = _HeadsLoss.apply(features, head, labels, weights, divisors)  # type: ignore[no-untyped-call]
-    return loss, means
+    counts = (weights > 0).sum(1).clamp_min(1) if divisors is None else divisors
+    own = [head] * len(features) if head.dim() == 2 else head.unbind()
+    scale = weights / counts[:, None]
+    losses, means = [], []
+    for read, over, right, share in zip(features, own, labels[..., None], scale[..., None], strict=True):
+        sums = features.new_zeros(1 + TOPS, dtype=torch.float32)
+        each = functools.partial(_hard, right, share > 0, sums)
+        losses.append(_piecewise(read, over, share, each))
+        means.append(sums)
+    return torch.stack(losses).sum(), torch.stack(means) / counts[:, None]
+
+
+def _hard(right: Tensor, counted: Tensor, sums: Tensor, some: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy with labels (n, 1), see `Pointwise`; what `heads_loss` reports is added to `sums`."""
+    right, counted = right[some], counted[some]
+    grad = torch.softmax(logits, 1)
+    chance = grad.gather(1, right)
+    each = -chance.clamp_min(SMALLEST_NUMBER).log()
+    before = (grad > chance).sum(1, keepdim=True)  # guesses that the head prefers to the label
+    tops = torch.arange(1, 1 + TOPS, device=logits.device)
+    sums[0] += (each * counted).sum()
+    sums[1:] += ((before < tops) & counted).sum(0)
+    return each, grad.scatter_add_(1, right, torch.full_like(each, -1.0))
 
 
 def soft_loss(
@@ -104,12 +124,13 @@ def soft_loss(
         added: (n, R) features and (V, R), whose products are added to the logits. Where a head is frozen, only the
             gradient of these is computed, which is short.
     """
-    device = features.device.type
-    more, table = added or (features[:, :0], head[:, :0])
-    if torch.is_autocast_enabled(device):
-        features, more = (part.to(torch.get_autocast_dtype(device)) for part in (features, more))
-    loss: Tensor = _SoftLoss.apply(features, head, more, table, wanted, places, weights, kind)  # type: ignore[no-untyped-call]
-    return loss
+
+    def each(some: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+        right = wanted[some] if places is None else wanted[places[some]]
+        return _pointwise(kind, logits, right.float())
+
+    scale = (weights / weights.sum().clamp_min(SMALLEST_MASS))[:, None]
+    return _piecewise(features, head, scale, each, added)
 
 
 def _pointwise(kind: str, logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,28 +145,46 @@ def _pointwise(kind: str, logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tenso
     return (1 - accepted, grad) if kind == "tv" else (-accepted.log(), grad.div_(accepted))
 
 
-class _SoftLoss(torch.autograd.Function):
+# ---------------------------------------------------------------- piece by piece
+
+Pointwise = Callable[[slice, Tensor], tuple[Tensor, Tensor]]
+"""Of some rows and their logits, (rows, V) float32: the loss of each row, (rows, 1), and its gradient by the logits."""
+
+
+def _piecewise(
+    features: Tensor, head: Tensor, scale: Tensor, each: Pointwise, added: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """The sum over rows of scale times loss, without ever holding the logits of more than a piece of the rows.
+
+    Args:
+        features: (n, H).
+        head: (V, H).
+        scale: (n, 1) float32.
+        each: loss of a row.
+        added: (n, R) and (V, R), whose products are added to the logits.
+    """
+    device = features.device.type
+    more, table = added or (features[:, :0], head[:, :0])
+    if torch.is_autocast_enabled(device):
+        features, more = (part.to(torch.get_autocast_dtype(device)) for part in (features, more))
+    loss: Tensor = _Piecewise.apply(features, head, more, table, scale, each)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Piecewise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        features: Tensor,
-        head: Tensor,
-        more: Tensor,
-        table: Tensor,
-        wanted: Tensor,
-        places: Tensor | None,
-        weights: Tensor,
-        kind: str,
+        ctx: Any, features: Tensor, head: Tensor, more: Tensor, table: Tensor, scale: Tensor, each: Pointwise
     ) -> Tensor:
         dtype = features.dtype
         parts = [(features, head.to(dtype)), (more, table.to(dtype))]
+        # In float32: a loss may be scaled behind it, for a precision in which small gradients vanish.
         grads = [torch.empty_like(read, dtype=torch.float32) for read, _ in parts]
         own = [
             torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[place] else None
             for place, weight in ((1, head), (3, table))
         ]
         total = features.new_zeros((), dtype=torch.float32)
-        scale = (weights / weights.sum().clamp_min(SMALLEST_MASS))[:, None]
         piece = max(1, LOGITS_AT_ONCE // len(head))
         with torch.autocast(features.device.type, enabled=False):
             for at in range(0, len(features), piece):
@@ -154,9 +193,9 @@ class _SoftLoss(torch.autograd.Function):
                 logits = features[some] @ parts[0][1].T
                 if more.shape[1]:
                     logits = logits.addmm_(more[some], parts[1][1].T)
-                right = wanted[some] if places is None else wanted[places[some]]
-                each, grad = _pointwise(kind, logits.float(), right.float())
-                total += (each * share).sum()
+                losses, grad = each(some, logits.float())
+                total += (losses * share).sum()
+                # The gradient of the logits, but for the scale of each row, which is cheaper behind the product.
                 grad = grad.to(dtype)
                 for (read, wide), into, weight_grad in zip(parts, grads, own, strict=True):
                     into[some] = (grad @ wide) * share
@@ -170,52 +209,4 @@ class _SoftLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         read, more, *own = ctx.saved_tensors
         head, table = (None if kept is None else kept * grad for kept in own)
-        return (read * grad).to(ctx.dtype), head, (more * grad).to(ctx.dtype), table, None, None, None, None
-
-
-class _HeadsLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, features: Tensor, head: Tensor, labels: Tensor, weights: Tensor, divisors: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        heads, count, _ = features.shape
-        dtype = features.dtype
-        wide = head.to(dtype).expand(heads, *head.shape[-2:])
-        # In float32: a loss may be scaled behind it, for a precision in which small gradients vanish.
-        grad_features = torch.empty_like(features, dtype=torch.float32)
-        grad_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        total = features.new_zeros((), dtype=torch.float32)
-        means = features.new_zeros(heads, 1 + TOPS, dtype=torch.float32)
-        tops = torch.arange(1, 1 + TOPS, device=features.device)
-        counts = (weights > 0).sum(1).clamp_min(1) if divisors is None else divisors
-        scale = weights / counts[:, None]
-        piece = max(1, LOGITS_AT_ONCE // wide.shape[1])
-        with torch.autocast(features.device.type, enabled=False):
-            for k in range(heads):
-                for at in range(0, count, piece):
-                    some = slice(at, at + piece)
-                    right, share = labels[k, some, None], scale[k, some, None]
-                    read = features[k, some]
-                    grad = torch.softmax(read @ wide[k].T, 1, dtype=torch.float32)
-                    chance = grad.gather(1, right)
-                    each = -chance.clamp_min(SMALLEST_NUMBER).log()
-                    total += (each * share).sum()
-                    means[k, 0] += (each * (share > 0)).sum()
-                    before = (grad > chance).sum(1, keepdim=True)  # guesses that the head prefers to the label
-                    means[k, 1:] += ((before < tops) & (share > 0)).sum(0)
-                    # The gradient of the logits, but for the scale of each row, which is cheaper behind the product.
-                    grad = grad.scatter_add_(1, right, torch.full_like(each, -1.0)).to(dtype)
-                    grad_features[k, some] = (grad @ wide[k]) * share
-                    if grad_head is not None:
-                        into = grad_head[k] if head.dim() == 3 else grad_head
-                        into.add_((grad.T @ (read * share.to(dtype))).float())
-        means /= counts[:, None]
-        ctx.save_for_backward(grad_features, grad_head)
-        ctx.dtype = dtype
-        ctx.mark_non_differentiable(means)
-        return total, means
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        grad_features, grad_head = ctx.saved_tensors
-        return (grad_features * grad).to(ctx.dtype), None if grad_head is None else grad_head * grad, None, None, None
+        return (read * grad).to(ctx.dtype), head, (more * grad).to(ctx.dtype), table, None, None

@@ -29,8 +29,7 @@ from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.counted import Library
 from sakiyomi.train.data import TextSpec, parse_texts
 from sakiyomi.train.export import Result, model_folder
-from sakiyomi.train.hidden import HiddenStates
-from sakiyomi.train.labels import vocabulary
+from sakiyomi.train.hidden import HiddenStates, vocabulary
 from sakiyomi.train.loop import compile_layers, place
 from sakiyomi.train.medusa_joint import Joint, guess_loss, save_tuned
 from sakiyomi.train.medusa_measures import HeadLog, best_trees, measured, memory, rank_answers, throughput

@@ -92,7 +92,7 @@ class Joint(nn.Module):
         self._backbone = Backbone(target)
 
     def train(self, mode: bool = True) -> Joint:
-        """The target writes without dropout, whoever trains: what it said before is what it is compared with."""
+        """The target stays in evaluation mode, without dropout: it is compared with what it gave before."""
         super().train(mode)
         self.model.eval()
         return self

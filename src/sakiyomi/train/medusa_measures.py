@@ -34,7 +34,7 @@ SHOWN = 5  # first guesses whose accuracy is reported
 
 
 class HeadLog:
-    """The means of each head at every step, a line each in a file that a resumed run goes on with.
+    """The means of each head at every step, a line each in a file that a resumed run continues.
 
     A line has ``step``, ``loss`` (K) in nats and, where it is known, ``top`` (K, 5): the share of places whose token
     was among a head's first 1, 2, ... 5 guesses.
@@ -107,19 +107,16 @@ def measured(ranks: Ranks) -> dict[str, float]:
 
 def best_trees(ranks: Ranks) -> list[dict[str, Any]]:
     """The best tree of each budget: what the accuracies say of it, and what these texts do."""
-    levels = ranks.accuracies()
-    found = []
-    for nodes in BUDGETS:
-        paths = ranks.best(nodes)
-        found.append(
-            {
-                "nodes": nodes,
-                "expected_tau": expected_tree_tokens(levels, paths),
-                "replayed_tau": ranks.replay(paths),
-                "choices": [list(path) for path in paths],
-            }
-        )
-    return found
+    return [
+        {
+            "nodes": nodes,
+            "expected_tau": expected_tree_tokens(ranks.accuracies(), paths),
+            "replayed_tau": ranks.replay(paths),
+            "choices": [list(path) for path in paths],
+        }
+        for nodes in BUDGETS
+        for paths in [ranks.best(nodes)]
+    ]
 
 
 def throughput(config: TrainMedusa, progress: Progress, hidden: HiddenStates) -> dict[str, float] | None:

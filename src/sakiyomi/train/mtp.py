@@ -46,7 +46,7 @@ class _Mtp(UnrolledRecipe[TrainMtp]):
         self.begun = self._begin()
 
     def _begin(self) -> tuple[MtpForm, dict[str, Tensor], str] | None:
-        """The layer that training goes on with; None: a new one."""
+        """The layer that training continues; None: a new one."""
         config = self.config
         if config.init == NEW:
             return None

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
-from sakiyomi.train.acceptance import Continuations
-from sakiyomi.train.guesses import ranked
+from sakiyomi.train.acceptance import Continuations, ranked
 
 KEPT, LEAST_KEPT = 0.7, 0.2
 """Share of masks that is kept from one depth to the next, and the share that is kept of all at least."""

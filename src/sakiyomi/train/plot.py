@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture."""
+"""Curves of a run as pictures; without matplotlib there are none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from sakiyomi.train.progress import Progress
 STEP_COLOUR, MEAN_COLOUR = "#b8c4d6", "#1f4e8c"
 HELD_OUT_COLOURS = ("#c2452d", "#2d8c5a", "#8c5a2d", "#6a3d9a")
 WINDOW = 25
-
-
 COLOURS = (MEAN_COLOUR, *HELD_OUT_COLOURS, STEP_COLOUR)
-
 # Held-out measures: key, what the legend says before the file's name, label and limits of an axis beside the losses.
 # Of each file the first one that it has is drawn.
 MEASURES: tuple[tuple[str, str, str, tuple[float, float] | None], ...] = (
@@ -27,16 +24,18 @@ MEASURES: tuple[tuple[str, str, str, tuple[float, float] | None], ...] = (
 )
 
 
-def _figure() -> Any:
-    """An empty picture; None where matplotlib is not installed."""
+def _panels(*widths: int) -> tuple[Any, list[Any]]:
+    """A picture and its panels, side by side; no panels where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return None
+        return None, []
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    panels[0].grid(alpha=0.3)
+    return figure, list(panels)
 
 
 def plot_heads(
@@ -58,30 +57,28 @@ def plot_heads(
     Returns:
         False where matplotlib is not installed; nothing is written then.
     """
-    figure = _figure()
-    if figure is None:
+    figure, panels = _panels(*[1] * (3 if tops else 2))
+    if not panels:
         return False
-    left, *middle, right = figure.subplots(1, 3 if tops else 2)
-    for axes in middle:
+
+    def draw(axes: Any, curve: Sequence[tuple[int, Any]], head: int, style: str = "-") -> None:
+        axes.plot(*zip(*curve, strict=True), style, color=COLOURS[head % 6], linewidth=1.2)
+
+    for head in range(len(losses[0][1]) if losses else 0):
+        draw(panels[0], [(step, each[head]) for step, each in losses], head)
+    panels[0].set(xlabel="step", ylabel="loss (nats)", title=f"training loss of each {what}")
+    if tops:
         most = len(tops[0][1][0])
         for head in range(len(tops[0][1])):
             for at, style in ((0, "-"), (most - 1, ":")):
-                shares = [each[head][at] for _, each in tops]
-                axes.plot([step for step, _ in tops], shares, style, color=COLOURS[head % 6], linewidth=1.2)
-        axes.set(xlabel="step", ylim=(0, 1), title=f"training: first guess, first {most} (dots)")
-        axes.grid(alpha=0.3)
-    for head in range(len(losses[0][1]) if losses else 0):
-        curve = [each[head] for _, each in losses]
-        left.plot([step for step, _ in losses], curve, color=COLOURS[head % 6], linewidth=1.2)
-    left.set(xlabel="step", ylabel="loss (nats)", title=f"training loss of each {what}")
-    left.grid(alpha=0.3)
+                draw(panels[1], [(step, each[head][at]) for step, each in tops], head, style)
+        panels[1].set(xlabel="step", ylim=(0, 1), title=f"training: first guess, first {most} (dots)")
+    right = panels[-1]
     for style, (name, levels) in zip(("-", "--", ":", "-."), accuracies.items(), strict=False):
         for head, chances in enumerate(levels):
             held = [sum(chances[:top]) for top in range(1, 9)]
-            label = f"{what} {head + 1}, {name}"
-            right.plot(range(1, 9), held, style, color=COLOURS[head % 6], label=label, linewidth=1.4)
+            right.plot(range(1, 9), held, style, color=COLOURS[head % 6], label=f"{what} {head + 1}, {name}")
     right.set(xlabel="first guesses", ylabel="hold the token that came", ylim=(0, 1), title="held-out answers")
-    right.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
     return True
@@ -101,16 +98,15 @@ def plot_overlaps(
     Returns:
         False where matplotlib is not installed; nothing is written then.
     """
-    figure = _figure()
-    if figure is None:
-        return False
     shown = list(overlaps.items())[:most]
-    left, *others = figure.subplots(1, 1 + len(shown), width_ratios=[4, *[2] * len(shown)])
+    figure, panels = _panels(4, *[2] * len(shown))
+    if not panels:
+        return False
+    left, *others = panels
     for name, colour in zip(overlaps, (MEAN_COLOUR, *HELD_OUT_COLOURS * len(overlaps)), strict=False):
         points = [(entry["step"], entry["measures"][name]["overlap"]) for entry in progress.held_out]
         left.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, label=name)
     left.set(xlabel="step", ylabel="overlap of the top 10 %", ylim=(0, 1), title="held-out prompts")
-    left.grid(alpha=0.3)
     left.legend(frameon=False, fontsize=8)
     for axes, (name, layers) in zip(others, shown, strict=True):
         widest = max(map(len, layers))
@@ -129,32 +125,29 @@ def plot_losses(progress: Progress, path: Path, unit: str = "nats per token") ->
     Returns:
         False where matplotlib is not installed; nothing is written then.
     """
-    figure = _figure()
-    if figure is None:
+    figure, panels = _panels(1)
+    if not panels:
         return False
-    axes = figure.add_subplot()
-    tokens = [entry[1] / 1e6 for entry in progress.losses]
-    losses = [entry[3] for entry in progress.losses]
+    axes = panels[0]
+    tokens, losses = [entry[1] / 1e6 for entry in progress.losses], [entry[3] for entry in progress.losses]
     windows = [losses[max(0, end - WINDOW) : end] for end in range(1, len(losses) + 1)]
     means = [sum(window) / len(window) for window in windows]
     axes.plot(tokens, losses, color=STEP_COLOUR, linewidth=0.8, label="training, each step")
     axes.plot(tokens, means, color=MEAN_COLOUR, linewidth=1.6, label=f"training, mean of {WINDOW} steps")
     names = list(progress.held_out[-1]["measures"]) if progress.held_out else []
-    other = None
+    other: Any = None
     for name, colour in zip(names, HELD_OUT_COLOURS * len(names), strict=False):
         points = [(entry["tokens"] / 1e6, entry["measures"][name]) for entry in progress.held_out]
         key, label, ylabel, limits = next(measure for measure in MEASURES if measure[0] in points[0][1])
-        values = [measures[key] for _, measures in points]
-        if ylabel and other is None:
-            other = axes.twinx()
-        drawn: Any = other if ylabel else axes
-        drawn.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"{label} {name}")
+        other = other or (axes.twinx() if ylabel else None)
+        drawn = other if ylabel else axes
+        curve = [(x, measures[key]) for x, measures in points]
+        drawn.plot(*zip(*curve, strict=True), "o-", color=colour, markersize=3, label=f"{label} {name}")
         if ylabel:
             drawn.set(ylabel=ylabel)
         if limits:
             drawn.set(ylim=limits)
     axes.set(xlabel="training tokens (millions)", ylabel=f"loss ({unit})" if unit else "loss")
-    axes.grid(alpha=0.3)
     # Below the picture: inside it, a legend of two axes always lies on one of the curves.
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)

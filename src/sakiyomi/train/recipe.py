@@ -22,7 +22,7 @@ from sakiyomi.train.data import TextSpec, parse_texts, parse_valid, read_records
 from sakiyomi.train.export import Result, write_card
 from sakiyomi.train.loop import Loop
 from sakiyomi.train.optim import text_optimizers
-from sakiyomi.train.report import Reporter
+from sakiyomi.train.progress import Reporter
 from sakiyomi.train.rows import Batches
 from sakiyomi.train.workers import ALONE, Workers, started
 
@@ -229,12 +229,12 @@ def check_run(config: RunConfig, files: Iterable[Path]) -> None:
     elif held := checkpoints(out / "checkpoints"):
         raise InputError(
             f"{out / 'checkpoints'} holds checkpoints of an earlier run at step {int(held[-1].stem.split('-')[1])}; "
-            "go on with --resume, or choose another --out or delete the folder"
+            "continue with --resume, or choose another --out or delete the folder"
         )
 
 
 def _check_same(config: RunConfig) -> None:
-    """Compare the settings with those of the newest checkpoint: a run goes on as it began."""
+    """Compare the settings with those of the newest checkpoint: a run continues with the settings it began with."""
     state = load_checkpoint(Path(config.loop.out) / "checkpoints", peek=True)
     given, before = config.flat(), state.get("settings", {})
     if given.keys() != before.keys():

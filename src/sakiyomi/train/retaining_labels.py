@@ -100,7 +100,7 @@ def largest_logits(
         first: position of the first row; None: behind the tokens.
 
     Returns:
-        (kv_heads, tokens) float32; -inf where no row's window reaches.
+        (kv_heads, tokens) float32; -inf where no row's window includes the token.
     """
     return _maxima(queries, keys, keys.shape[1] if first is None else first, (), scaling, softcap, window)
 
@@ -120,7 +120,7 @@ def largest_chances(
         scaling, softcap, window: as in `largest_logits`.
 
     Returns:
-        (kv_heads, tokens) float32, at most 0; -inf where no row's window reaches.
+        (kv_heads, tokens) float32, at most 0; -inf where no row's window includes the token.
     """
     first, totals = keys.shape[1] - queries.shape[1], []
     for i, rows in enumerate(queries.split(ROWS, 1)):

@@ -25,8 +25,7 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.counted import LONGEST_PROMPT, token_ids
 from sakiyomi.train.data import Ids, TextSpec
-from sakiyomi.train.progress import LONGEST_STEP_SECONDS
-from sakiyomi.train.report import Reporter
+from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Reporter
 
 DIGEST_VALUES = 64
 
@@ -62,7 +61,7 @@ class Plan:
         batch: written at a time.
         temperatures: of the batches in turn.
         seed: of prompts and samples.
-        keep: take the file as it is: what was trained on it goes on.
+        keep: take the file as it is, because a run that was trained on it is resumed.
     """
 
     path: Path

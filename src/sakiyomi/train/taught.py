@@ -16,7 +16,7 @@ from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, continuations
 from sakiyomi.train.config import TaughtConfig
 from sakiyomi.train.counted import Library
 from sakiyomi.train.data import Ids, TextSpec, parse_texts
-from sakiyomi.train.labels import vocabulary
+from sakiyomi.train.hidden import vocabulary
 from sakiyomi.train.recipe import TextRecipe
 from sakiyomi.train.rows import FixedRows, mixture_of
 from sakiyomi.train.samples import Plan, Samples, by, prompt_of, weights_digest

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
-from sakiyomi.train.acceptance import Continuations
+from sakiyomi.train.acceptance import DEPTH, Continuations, ranked
 from sakiyomi.train.config import UnrolledConfig
-from sakiyomi.train.guesses import DEPTH, ranked
 from sakiyomi.train.head_recipe import HeadRecipe
 from sakiyomi.train.hidden import TargetStates
 from sakiyomi.train.losses import soft_loss

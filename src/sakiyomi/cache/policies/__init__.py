@@ -1,4 +1,4 @@
-"""What each pair of a cache is worth: policies, by the names that ``cache=`` takes, and what stands beside them.
+"""Eviction policies by the names that ``cache=`` takes, and what can be combined with them.
 
 A new policy is a file, a line in ``specs.POLICIES``, and its options in ``CACHE_FORMS`` (``core/cache_specs.py``).
 """

@@ -1,8 +1,8 @@
-"""What decides which keys and values stay: a score for every pair, and pairs that stay whatever their score.
+"""The interface of policies: a score for every pair of key and value, and pairs that stay regardless of their score.
 
-A policy says what is worth keeping and nothing else. Where pairs lie, when they are dropped and how the memory is
-freed is the same for all (``eviction.py``): only at eviction boundaries, which depend on the request alone, and from
-what rows of committed tokens left behind. So a drafted text keeps the same pairs as one that is written plainly.
+A policy only says which pairs stay. Storage, the time of eviction and freeing memory are the same for all policies
+(``eviction.py``). Pairs are evicted at boundaries that depend on the request alone, from observations of committed
+tokens, so a drafted text keeps the same pairs as a plainly decoded one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Merger", "Policy", "View"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class View:
-    """What a policy sees at an eviction boundary: heads of one layer of a request that hold equally many pairs.
+    """The input of a policy at an eviction boundary: heads of one layer of a request with equally many pairs.
 
     Attributes:
         layer: which.
         heads: which of its key heads, h of them.
         all_heads: key heads of the layer.
-        prompt: tokens of the prompt, without those that stay beside the budget (``Policy.beside``).
+        prompt: tokens of the prompt, without those that are kept in addition to the budget (``Policy.beside``).
         length: tokens in the cache, dropped ones included.
         budget: pairs of these heads that may stay.
         new_count: pairs, the last ones, that have come since the last boundary.
@@ -57,7 +57,7 @@ class View:
 
     @property
     def final(self) -> bool:
-        """Whether the prompt is through, as far as pairs are dropped of it."""
+        """Whether the part of the prompt whose pairs may be dropped has been read."""
         return self.length >= self.prompt
 
 
@@ -98,11 +98,11 @@ class Policy:
 
     name: ClassVar[str] = ""
     needs_queries: ClassVar[bool] = False
-    """Whether rows of passes leave something behind for the policy, see ``observe``."""
+    """Whether passes store observations for the policy, see ``observe``."""
     needs_log_probs: ClassVar[bool] = False
-    """Whether the probability of every token is wanted, so that logits of all rows are computed."""
+    """Whether it reads the probability of every token, so logits of all rows are computed."""
     recalls: ClassVar[bool] = False
-    """Whether all pairs stay in main memory, and those that attention reads are chosen anew at every boundary."""
+    """Whether all pairs stay in main memory, and those for attention are chosen again at every boundary."""
     interval: ClassVar[int] = 64
     """Generated tokens from boundary to boundary."""
     reread_tokens: ClassVar[int] = 0
@@ -130,8 +130,8 @@ class Policy:
     def listen(self, model: ModelHost) -> None:
         """Attach to modules of the model, where queries are not enough.
 
-        Called where ``needs_queries`` is set, before the model's first pass, and again when the model has taken other
-        kernels into use.
+        Called if ``needs_queries`` is set, before the model's first pass, and again after the model has changed its
+        kernels.
 
         Raises:
             LoadError, UnsupportedError: what belongs to the policy cannot be read, or not with this model.
@@ -148,7 +148,7 @@ class Policy:
         """Detach from the model's modules."""
 
     def observe(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
-        """What a pass leaves behind, (rows, width); traced into compiled graphs. Called where ``needs_queries`` is on.
+        """What a pass stores for the policy, (rows, width); recorded with the pass. Called if ``needs_queries`` is set.
 
         Args:
             layer: which.
@@ -158,7 +158,7 @@ class Policy:
         raise NotImplementedError
 
     def score(self, view: View) -> Tensor:
-        """What each pair is worth, (h, n) float32: it is ``View.previous_scores`` at the next boundary."""
+        """Score of each pair, (h, n) float32; at the next boundary it is ``View.previous_scores``."""
         raise NotImplementedError
 
     def rank(self, view: View, scores: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class Policy:
         return scores
 
     def pinned(self, view: View) -> Tensor:
-        """Pairs that stay whatever their score, (h, n) bool."""
+        """Pairs that stay regardless of their score, (h, n) bool."""
         end = int(self.ends / 2 * view.budget)
         first, last = view.places < max(self.sinks, end), view.places >= view.length - self.last_of(view.budget)
         if end:
@@ -186,7 +186,7 @@ class Policy:
         if scores.shape[1] <= view.budget or not drops:
             return None
         ranked = view.places if window else self.rank(view, scores).masked_fill(self.pinned(view), torch.inf)
-        # Of pairs that are worth the same the later ones stay: topk does not say which.
+        # Of pairs with equal scores the later ones stay; topk does not specify which.
         best = ranked.flip(1).argsort(dim=1, descending=True, stable=True)[:, : view.budget]
         return ranked.shape[1] - 1 - best
 

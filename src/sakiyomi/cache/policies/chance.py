@@ -1,4 +1,4 @@
-"""Pairs by chance: the floor that a score must beat."""
+"""Random pairs: the baseline that a score must beat."""
 
 from __future__ import annotations
 

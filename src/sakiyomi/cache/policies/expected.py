@@ -1,4 +1,4 @@
-"""Expected attention: what queries that are still to come will look at (Devoto et al. 2025, arXiv 2510.00636)."""
+"""Expected attention of future queries (Devoto et al. 2025, arXiv 2510.00636)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""InfLLM: nothing is lost, and blocks that matter now are fetched (Xiao et al. 2024, arXiv 2402.04617)."""
+"""InfLLM: all pairs stay in main memory, and relevant blocks are fetched (Xiao et al. 2024, arXiv 2402.04617)."""
 
 from __future__ import annotations
 

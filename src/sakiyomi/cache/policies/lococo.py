@@ -1,8 +1,8 @@
-"""LoCoCo: what is dropped leaves something behind (Cai et al. 2024, arXiv 2406.05317).
+"""LoCoCo: dropped pairs are merged into some that stay (Cai et al. 2024, arXiv 2406.05317).
 
-A merger stands beside a policy (``h2o+lococo:FOLDER``): the policy says which pairs stay, and its last choices, as many
-as the convolutions have been trained for, become mixtures of themselves and of what goes. So they count in the budget,
-and everything else is as it is without a merger: an anchor keeps its column and its place in the text.
+A merger is combined with a policy (``h2o+lococo:FOLDER``). The policy says which pairs stay. Its last choices, as many
+as the convolutions were trained for, become anchors: mixtures of themselves and of dropped pairs. They count in the
+budget and keep their column and place in the text.
 
 Keys are merged as they lie in the cache, rotated for the places of their own tokens, as in the paper: a mean of keys is
 what answers queries as the mean of their scores does, and turning them to the anchor's place first would have queries

@@ -1,8 +1,8 @@
 """Locret: heads trained to say how important a pair will be (Huang et al. 2024, arXiv 2410.01805).
 
-A pair's score is made once, from what its own layer projects for its token, and never changes. Between the chunks of
-a prompt the last tokens stay as they are (stabilizers): what is dropped there would tear the text that the next chunk
-goes on from. Dropping goes on while text is generated, with the same heads: the paper lets the cache grow there.
+A pair's score is computed once, from its layer's projections of its token, and never changes. Between the chunks of a
+prompt the last tokens always stay (stabilizers), since the next chunk continues their text. Pairs are also dropped
+while text is generated, with the same heads; the paper lets the cache grow there.
 """
 
 from __future__ import annotations

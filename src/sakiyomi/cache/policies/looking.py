@@ -1,4 +1,4 @@
-"""What policies share that judge pairs by how much the rows that came since the last boundary look at them."""
+"""Base of policies that score pairs by the attention of the rows since the last boundary."""
 
 from __future__ import annotations
 

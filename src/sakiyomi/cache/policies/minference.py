@@ -1,4 +1,4 @@
-"""MInference: prompts whose heads look along columns and diagonals (Jiang et al. 2024, arXiv 2407.02490)."""
+"""MInference: heads attend to some columns and diagonals of the prompt (Jiang et al. 2024, arXiv 2407.02490)."""
 
 from __future__ import annotations
 

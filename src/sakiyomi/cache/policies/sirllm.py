@@ -1,4 +1,4 @@
-"""SirLLM: tokens that surprised the model stay (Yao et al. 2024, arXiv 2405.12528)."""
+"""SirLLM: the least probable tokens stay (Yao et al. 2024, arXiv 2405.12528)."""
 
 from __future__ import annotations
 

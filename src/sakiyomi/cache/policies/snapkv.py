@@ -1,4 +1,4 @@
-"""SnapKV: what the last rows look at (Li et al. 2024, arXiv 2404.14469); PyramidKV: larger budgets for lower layers."""
+"""SnapKV: attention of the last rows (Li et al. 2024, arXiv 2404.14469); PyramidKV: larger budgets for lower layers."""
 
 from __future__ import annotations
 

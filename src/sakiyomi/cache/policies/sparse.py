@@ -1,8 +1,8 @@
-"""Attention of a prompt's rows over some of the columns, in plain torch: what is not looked at is not computed.
+"""Attention of a prompt's rows over some of the columns, in plain torch.
 
-Which columns these are is the matter of a ``Sparse`` (``policies/minference.py``). It is beside the policies of what
-stays in the cache, and goes with any of them. It chooses from one chunk of one prompt and the keys before it, so that
-what it says depends on the request alone; passes that write text see everything.
+A ``Sparse`` (``policies/minference.py``) chooses the columns. It can be combined with any eviction policy. It chooses
+from one chunk of one prompt and the keys before it, so its choice depends on the request alone. Passes that generate
+text attend to everything.
 """
 
 from __future__ import annotations

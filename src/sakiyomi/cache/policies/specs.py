@@ -1,5 +1,6 @@
-"""What ``cache=`` names: a policy, what merges beside it, how pairs are quantized, what prompts look at, or where all
-pairs lie. How it is written is in ``core/cache_specs.py``.
+"""Makes the parts that ``cache=`` names: policy, merger, quantization, sparse prompts, and where pairs are stored.
+
+``core/cache_specs.py`` reads the syntax.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ _ALL = (
     Random,
 )
 POLICIES: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in _ALL}
-"""Which pairs stay, by the name in ``cache=``."""
+"""Eviction policies, by the name in ``cache=``."""
 SPARSE: dict[str, Callable[..., Sparse]] = {MInference.name: MInference}
-"""What a prompt's rows look at, likewise."""
+"""Sparse attention of prompts, likewise."""
 MERGERS: dict[str, Callable[..., LoCoCo]] = {"lococo": LoCoCo}
-"""What becomes of pairs that go, likewise."""
+"""Mergers of dropped pairs, likewise."""
 PACKINGS: dict[str, type[Packing]] = {"quant": Packing, "kvquant": LeveledPacking}
-"""How pairs are quantized, likewise, before the bits."""
+"""Quantizations, likewise; bits follow the name."""
 PLACES: dict[str, Callable[..., MappedFiles]] = {"offload": MappedFiles}
-"""Where all pairs lie, likewise."""
+"""Storage of all pairs, likewise."""
 _MAKERS: Mapping[str, Any] = ChainMap[str, Any](POLICIES, SPARSE, MERGERS, PACKINGS, PLACES)
 
 
 class CacheSpec(NamedTuple):
-    """What a spec says; None: everything stays, as it is and in memory, and prompts look at everything."""
+    """The parts of a spec; None: the cache keeps all pairs in memory, unquantized, and prompts attend to all."""
 
     policy: Policy | None = None
     packing: Packing | None = None

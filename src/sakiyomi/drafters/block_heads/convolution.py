@@ -1,7 +1,7 @@
-"""DFlash2's convolutions: what goes into attention and MLP, and what comes out, is mixed with the rows before it.
+"""DFlash2's convolutions: inputs and outputs of attention and MLP are mixed with the rows before them.
 
-The weights are learnt ones and, by groups of numbers, some that a projection of the row itself adds. A block's first
-row has none before it.
+The weights are a learnt kernel plus, for each group of channels, a projection of the row itself. The first row of a
+block has no row before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ConvolvedLayer"]
 
 
 class Convolution(nn.Module):
-    """The convolutions in front of a part of a layer and behind it.
+    """The convolutions of the input and of the output of attention or MLP.
 
     Args:
         options: of the drafter.
@@ -59,7 +59,8 @@ class ConvolvedLayer(nn.Module):
         width: of its hidden states.
 
     Attributes:
-        live: whether they are computed; before, as when the layers are proven, rows do not know each other by them.
+        live: whether the convolutions are computed. They are off while the loader tests the layers, where rows must not
+            depend on each other.
     """
 
     live: Tensor

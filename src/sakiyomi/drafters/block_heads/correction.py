@@ -1,8 +1,8 @@
-"""What DSpark and DFlash2 add to a block's guesses: what follows from the token before, and how far to trust them.
+"""Heads of DSpark and DFlash2 that correct a block's guesses by the token before each, and rate their acceptance.
 
-DSpark: arXiv 2607.05147. Guesses of a block do not know each other; the Markov head adds to a slot's logits what
-follows from the token before it, by a table of low rank. DFlash2's selector ranks the likeliest tokens of a slot by the
-token before and the hidden state.
+The guesses of a block are independent of each other. DSpark's Markov head (arXiv 2607.05147) adds to a slot's logits a
+bias for the token before it, from a table of low rank; its confidence head estimates acceptance. DFlash2's selector
+ranks the likeliest tokens of a slot by the token before and the hidden state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ all candidates, to the slot's logits behind each, (places, V), and how likely it
 
 
 class Corrections:
-    """The weights of both heads.
+    """The Markov head and the confidence head of DSpark.
 
     Args:
         file: of the drafter.
@@ -98,7 +98,7 @@ class Corrections:
         return mixed @ self._after.T, states, embedded
 
     def sure(self, hidden: Tensor, embedded: Tensor) -> list[float] | None:
-        """How likely guesses of a slot are to be accepted behind several tokens; None: nothing says so."""
+        """Chances that guesses of a slot are accepted behind several tokens; None: there is no confidence head."""
         if self._confidence is None:
             return None
         read = hidden.expand(len(embedded), -1)
@@ -109,7 +109,7 @@ class Corrections:
 
 
 class Selector:
-    """Ranks the likeliest tokens of a slot, and leaves out the others.
+    """Ranks the likeliest tokens of a slot; all others get -inf.
 
     Args:
         file: of the drafter.

@@ -1,8 +1,8 @@
-"""Folders of block drafters as three tools have them: DFlash's authors', DeepSpec, and vLLM's speculators.
+"""Folders of block drafters in three formats: of DFlash's authors, of DeepSpec and of vLLM's speculators.
 
-The first two have transformers' configuration of the layers with further entries in it (``dflash_config``, or beside
-it), the third ``speculators_model_type`` and ``transformer_layer_config``. Numbers of the target's layers are those of
-outputs in ``target_layer_ids`` and of inputs in ``aux_hidden_state_layer_ids``.
+The first two extend transformers' configuration of the layers, in ``dflash_config`` or at the top level. The third has
+``speculators_model_type`` and ``transformer_layer_config``. ``target_layer_ids`` counts outputs of the target's layers,
+``aux_hidden_state_layer_ids`` inputs.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ BlockFile = DraftFile[BlockOptions]
 
 
 def usual_layers(count: int) -> tuple[int, ...]:
-    """Layers of a target that has so many whose outputs the method reads, unless told otherwise: five, evenly spaced
-    from the second one to three before the last.
+    """Layers whose outputs are read by default, of a target with `count`: five, evenly spaced from the second to three
+    before the last.
     """
     return tuple(sorted({1 + round(place * (count - 4) / 4) for place in range(5)}))
 
 
 def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
-    """Write a drafter: in the form of the method's authors, or, where its first row guesses, in that of DeepSpec.
+    """Write a drafter in the format of the method's authors, or in DeepSpec's if its first row guesses.
 
     Args:
         folder: is made.
@@ -109,7 +109,7 @@ def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
         layers: of the target.
     """
     options = file.options
-    assert not (options.confident or options.kernel or file.tokens is not None), "no recipe makes one"
+    assert not (options.confident or options.kernel or file.tokens is not None), "no recipe trains these"
     named: dict[str, Any] = {"mask_token_id": options.mask, "target_layer_ids": list(options.layers)}
     if options.causal:
         named["causal_head"] = True

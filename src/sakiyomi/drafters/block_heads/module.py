@@ -1,7 +1,7 @@
-"""A block drafter as a causal LM of transformers for its blocks, and a projection for what it reads of the target.
+"""A block drafter as a causal LM of transformers.
 
-Keys and values of the text come from the target's hidden states alone: a committed token passes through no layer of the
-drafter. So the layers are ordinary ones, which find those pairs in the cache.
+Keys and values of the text are projected from the target's hidden states, so committed tokens pass through no layer of
+the drafter. The layers are ordinary decoder layers that find these pairs in the cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A block drafter as it runs beside a packed target."""
+"""Runs a block drafter beside a packed target."""
 
 from __future__ import annotations
 

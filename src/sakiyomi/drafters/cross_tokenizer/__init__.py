@@ -1,1 +1,1 @@
-"""Draft models of another tokenizer: their text in tokens of the target."""
+"""Draft models with another tokenizer than the target's."""

@@ -1,21 +1,22 @@
-"""Two tokenizers over one growing text: what was written in tokens of the one, in tokens of the other.
+"""Converts a growing text between the tokens of two tokenizers.
 
-Both sides meet in bytes. `Lexicon` has the bytes of every token of a tokenizer, so that a token may end inside a
-character; `Mirror` holds a growing text in tokens of the other tokenizer, and tokenises only its tail again;
-`continuation` gives the tokens for a text that follows committed tokens. Nothing here knows a model.
+Both sides are compared as bytes. `Lexicon` holds the bytes of every token, so a token may end inside a character.
+`Mirror` holds a growing text in tokens of the other tokenizer and re-tokenises only its tail. `continuation` gives the
+tokens of a text that follows committed tokens.
 """
 
 from __future__ import annotations
 
 import codecs
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from sakiyomi.cache.prefix import alike
 from sakiyomi.core.text import profile
+from sakiyomi.core.tokens import TokenNames
 from sakiyomi.drafters.cross_tokenizer.borders import Borders, Cut
 
 __all__ = ["Continuation", "Lexicon", "Mirror", "continuation"]
@@ -24,9 +25,9 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _ANCHORS = ("a", "e", "の", ".", "1", "x")
 _SPACES = "\n\r\t\u00a0\u3000"
 _SKIP = 16
-"""Most bytes (characters that it does not know) that a tokenizer is expected to leave out before its next token."""
+"""Most bytes of unknown characters that a tokenizer may skip before its next token."""
 _BACK = 24
-"""Bytes at the end of a text that are tokenised again when it grows."""
+"""Bytes at the end of a text that are re-tokenised when it grows."""
 
 
 class Lexicon:
@@ -98,8 +99,8 @@ class Lexicon:
     def ends(self, tokens: Sequence[int], data: bytes) -> list[int]:
         """Where in ``data`` each of its tokens ends; -1 where that is unknown.
 
-        Tokenizers put a space before the first word, leave unknown characters out, or have one token for them: then the
-        next token shows where they end.
+        Tokenizers may add a space before the first word, skip unknown characters or have one token for all of them. The
+        next token then shows where these end.
         """
         found: list[int] = []
         place = 0
@@ -148,27 +149,23 @@ class Lexicon:
 
     def _read(self) -> list[bytes]:
         """Bytes of every token: what it adds to a token before it, since alone it may lose its first space."""
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
         size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         anchor = self._anchor()
         texts = self._decode([[anchor, i] for i in range(size)])
-        before = self._decode([[anchor]])[0]
-        table = {character: value for value, character in bytes_to_unicode().items()}
+        before, names = self._decode([[anchor]])[0], TokenNames(self._tokenizer)
         pieces: list[bytes] = []
         for i, text in enumerate(texts):
             if i in self.special or not text.startswith(before):
                 pieces.append(b"")
-            elif i in self._byte_of:
-                pieces.append(bytes([self._byte_of[i]]))
-            elif _UNKNOWN in text:
-                pieces.append(_byte_level(self._tokenizer.convert_ids_to_tokens(i), table))
+            elif i in self._byte_of or _UNKNOWN in text:  # part of a character, or an unknown one
+                named, piece = names(i)
+                pieces.append(b"" if _UNKNOWN in named and named.encode() == piece else piece)
             else:
                 pieces.append(text[len(before) :].encode())
         return pieces
 
     def _anchor(self) -> int:
-        """A token that ends a character, so that the token after it is decoded by itself."""
+        """A token that ends a character, so that the token behind it is decoded independently."""
         for text in _ANCHORS:
             ids = self.encode(text)
             if ids and self._decode([[ids[-1]]])[0].strip() not in ("", _UNKNOWN):
@@ -187,8 +184,8 @@ _lexicons: WeakKeyDictionary[Any, Lexicon] = WeakKeyDictionary()
 class Mirror:
     """A text that grows, in tokens of a tokenizer that did not write it.
 
-    ``tokens`` are ``start`` and then the tokens of the text. Growing tokenises the last characters again, from a place
-    before them at which a token ended before and ends still; what stands before that place is kept.
+    ``tokens`` are ``start`` and then the tokens of the text. When the text grows, its end is tokenised again from a
+    place where a token ended before and still ends. Tokens before that place are kept.
 
     Args:
         lexicon: of the tokenizer.
@@ -204,7 +201,7 @@ class Mirror:
         self.data = bytearray()
         """The text in UTF-8, whole characters only."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # A tokenizer without line breaks would leave them out, and join two words that its model has never seen so.
+        # A tokenizer without line breaks would drop them and join two words.
         self._spaces = {ord(c): " " for c in _SPACES if not lexicon.says(c)}
 
     @property
@@ -234,7 +231,7 @@ class Mirror:
             fresh = self._encode(place)
             if place == 0:
                 return self._replace(self.start, 0, fresh)
-            # Not from its very beginning on: a tokenizer takes that for the beginning of a word or a text.
+            # The first fresh tokens are not used: a tokenizer treats them as the beginning of a text.
             known = {end: i for i, end in enumerate(self.ends[first:], start=first) if end >= 0}
             for i, (_, end) in enumerate(zip(*fresh, strict=True)):
                 if end in known and end <= before - back // 2:
@@ -309,8 +306,8 @@ class Continuation:
     Attributes:
         tokens: of the text.
         ends: byte of the text at which each of them ends.
-        natural: whether the tokenizer, given the whole text at once, would have ended a token where the committed ones
-            end. A model hardly ever writes other tokens than its tokenizer makes.
+        natural: whether the tokenizer, given the whole text at once, would also end a token where the committed ones
+            end. Models rarely generate other tokens than their tokenizer makes.
     """
 
     tokens: list[int]
@@ -319,10 +316,10 @@ class Continuation:
 
 
 def continuation(lexicon: Lexicon, before: bytes, fresh: bytes) -> Continuation:
-    """Tokens for ``fresh`` after committed tokens, as the tokenizer would make them of both together.
+    """Tokens for ``fresh`` behind committed tokens, as the tokenizer would make them of the whole text.
 
-    Where the tokenizer would join the end of the committed text with what follows, the committed tokens stay as they
-    are, and the bytes up to the next token border are spelt by themselves.
+    Where the tokenizer would join the end of the committed text with what follows, the committed tokens stay, and the
+    bytes up to the next token border are spelt separately.
 
     Args:
         lexicon: of the tokenizer.
@@ -363,10 +360,3 @@ def whole_characters(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         return data[: error.start].decode()
-
-
-def _byte_level(piece: Any, table: Mapping[str, int]) -> bytes:
-    """Bytes of a byte-level piece (GPT-2's BPE) that is no whole text; none if it is something else."""
-    if not isinstance(piece, str) or any(character not in table for character in piece):
-        return b""
-    return bytes(table[character] for character in piece)

@@ -1,9 +1,8 @@
 """Borders at which a tokenizer always cuts a text, and a cache of the tokens of the parts between them.
 
 Two bytes that are neighbours in no token of the vocabulary are never joined: merges (BPE) and best paths (unigram) on
-one side of such a border do not depend on the other side. The part between two borders, mostly a word, is therefore
-tokenised by itself and only once: words come again, and a call of a tokenizer takes as long as many look-ups, most of
-all after a pass of a model, when nothing of the tokenizer is left in the processor's caches.
+one side of such a border do not depend on the other side. The part between two borders, usually a word, is therefore
+tokenised alone, and its tokens are cached: a call of the tokenizer is much slower than a look-up.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ Cut = tuple[list[int], list[int]]
 
 _SPACES = b" \t\n\r\v\f"
 _FAR = 64  # bytes that are searched for a border
-_LONGEST = 48  # bytes of the longest part in the cache: longer ones hardly come again
+_LONGEST = 48  # bytes of the longest part that is cached; longer ones rarely come again
 _MOST = 1 << 15  # parts in the cache
 _SAMPLE = "\"It's 12.5 (or 7), isn't it?\"  The fox-hunters went on;\n\nthe END. 山へ行った。 naïve 😀 x_y=z/2"
-"""Each tokenizer is tested on the characters of this text that it knows."""
+"""Every tokenizer is tested on those characters of this text that it has."""
 _ENOUGH = 12  # characters that it has to know
 
 

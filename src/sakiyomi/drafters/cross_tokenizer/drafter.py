@@ -1,8 +1,8 @@
-"""A draft model with a tokenizer of its own: it writes text, and the text is proposed in the target's tokens.
+"""Drafts with a model that has another tokenizer than the target: its text is proposed in the target's tokens.
 
-The draft model is used as it is. Beside each request stands its committed text in the draft's tokens, kept up to date
-by ``Mirror``; the draft reads some of its own tokens ahead of it, and ``continuation`` says them in tokens of the
-target. They are proposed as point masses, which are lossless under every acceptance rule: greedy and sampled.
+``Mirror`` keeps each request's committed text in the draft's tokens. The draft model generates some tokens behind it,
+and ``continuation`` converts them to tokens of the target. They are proposed as point masses, which are lossless under
+every acceptance rule.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from sakiyomi.model_executor.runner import ModelRunner
 __all__ = ["CrossDrafter"]
 
 TAIL = 8
-"""Last committed tokens that are tokenised again together with what follows them."""
+"""Last committed tokens that are re-tokenised together with what follows them."""
 SETTLING = 0.5
-"""Extra target tokens of text that the draft model writes: the token at a text's end depends on what follows it."""
+"""Extra target tokens of text that the draft generates: the last token of a text depends on what follows it."""
 WITHIN = 4
-"""Most draft tokens that are replaced because the text may end inside a longer token."""
+"""Most draft tokens that are replaced where the text may end inside a longer token."""
 TRIES = 2
-"""Other texts that are tried where the target's tokens contradict the first."""
+"""Other texts that are tried where the target's tokens do not fit the first."""
 BANNED = -math.inf
 WIDEST = 15
 """Most nodes of a tree whose size is chosen by costs."""
 RATIO_MEMORY = 64
 """Committed tokens over which the bytes of a token are averaged, for both tokenizers."""
 BROADER = 2.0
-"""A tree of the draft model has so many times the target's nodes: the rest makes chances more precise."""
+"""Nodes of the draft model's tree for each node of the target's: the others make chances more precise."""
 
 
 @dataclass(eq=False, slots=True)
@@ -110,30 +110,25 @@ def _joined(first: Draft, rest: Draft) -> Draft:
 class CrossDrafter(Drafter):
     """Drafts a chain or a tree with a small causal LM whose tokenizer is not the target's.
 
-    The draft model proposes its most probable text, also when the target samples: as a point mass it is accepted with
-    the target's probability of it, and two vocabularies cannot share noise.
+    The draft model proposes its most probable text, also when the target samples. As a point mass it is accepted with
+    the target's probability of it. Two vocabularies cannot share the coupled rule's noise.
 
     Args:
         inner: runs the draft model on its own tokens.
         tokenizer: of the draft.
         target_tokenizer: of the target.
         stop_ids: tokens with which the draft ends a text.
-        name: names the source in traces.
     """
 
+    name = "cross"
     kind: DraftKind = "point_mass"
     runs_model = True
     model: ModelRunner
 
     def __init__(
-        self,
-        inner: ModelDrafter,
-        tokenizer: Any,
-        target_tokenizer: Any,
-        stop_ids: Sequence[int] = (),
-        name: str = "cross",
+        self, inner: ModelDrafter, tokenizer: Any, target_tokenizer: Any, stop_ids: Sequence[int] = ()
     ) -> None:
-        self.name, self._asked = name, 0.0
+        self._asked = 0.0
         self.alignment_seconds = 0.0
         """Seconds spent on translating between the two tokenizers, without those of the draft model."""
         self._inner, self.members, self.model = inner, (inner,), inner.model
@@ -183,7 +178,7 @@ class CrossDrafter(Drafter):
         return _Round(context, gamma, nodes, side, steps, *self._start(side))
 
     def _translated(self, each: _Round) -> Translation:
-        """The draft in the target's tokens; another text's, if the target's tokens contradict the first."""
+        """The draft in the target's tokens, or that of another text if the target's tokens do not fit the first."""
         said = self._translate(each, each.owed, each.draft)
         return said if said.natural or each.first is not None else self._alternative(each) or said
 
@@ -223,13 +218,11 @@ class CrossDrafter(Drafter):
         return side.size * count / len(own) if own and side.size else 1.0
 
     def _start(self, side: _DraftSide) -> tuple[Context, bytes, Draft | None]:
-        """Where the draft model starts: before its last tokens, where a longer text would be tokenised otherwise.
+        """Where the draft model starts to generate: ``inner``, ``owed`` and ``first`` of ``_Round``.
 
-        Gives ``inner``, ``owed`` and ``first`` of ``_Round``.
-
-        The committed text may end inside a word or a character, where no token of the draft model ends. Then it chooses
-        among the tokens that begin with its last ones and are longer: after "the lit" it reads "the" and chooses
-        " little".
+        The committed text may end inside a word or a character, where no token of the draft model ends. The draft model
+        then starts before its last tokens and chooses among the longer tokens that begin with their text: for "the lit"
+        it reads "the" and may choose " little".
         """
         inner, owed = side.inner, side.mirror.pending
         for count, said in reversed(self._last(side)):
@@ -256,7 +249,7 @@ class CrossDrafter(Drafter):
         found = [(0, said)] if said else []
         for count in range(1, min(WITHIN, len(tokens) - side.mirror.start) + 1):
             piece = self._own.piece(tokens[-count])
-            # Mostly there is none, and no list of tokens has to be searched.
+            # Usually no token has both bytes, and no list has to be searched.
             if not piece or (said and self._own.borders.apart(piece[-1], said[0])):
                 break
             said = piece + said
@@ -271,10 +264,10 @@ class CrossDrafter(Drafter):
         return self._translator.translate(each.side.tail, owed, draft, each.depth, nodes, ends=ends, worth=worth)
 
     def _alternative(self, each: _Round) -> Translation | None:
-        """Another text, where the target's tokens contradict the first.
+        """Another text, where the target's tokens do not fit the first.
 
-        After the target's token "▁s" the text hardly goes on with "o", since there is a token "▁so". The draft model
-        knows the text alone, so that it is asked for its next best token, and goes on from there.
+        After the target's token "▁s" an "o" is unlikely, since there is a token "▁so". The draft model does not see the
+        target's tokens, so it is asked for its next best first token and continues from there.
         """
         side, inner = each.side, each.side.inner
         tried = [each.draft.tree.tokens[node] for node in each.draft.tree.children(-1)]

@@ -1,7 +1,6 @@
-"""Translates a draft from its own tokens into tokens of the target: one path, or a tree of them.
+"""Translates a draft, a path or a tree, from its own tokens into tokens of the target.
 
-Each path from the root to a leaf is a text, and each text is tokenised; texts with the same beginning share nodes.
-Knows bytes and tokens, no model.
+Each path from the root to a leaf is a text that is tokenised. Texts with the same beginning share nodes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Folders of EAGLE heads as two tools have them: the method's authors' (and SpecForge's), and vLLM's speculators.
+"""Folders of EAGLE heads in two formats: of the method's authors (and SpecForge), and of vLLM's speculators.
 
-EAGLE-3: the first has the architecture ``LlamaForCausalLMEagle3`` and calls its layer ``midlayer``; the second has
-``speculators_model_type`` and ``transformer_layer_config``, and calls it ``layers.0``. Both store ``d2t`` as offsets:
-the head's token i is the target's token i + d2t[i]. EAGLE-1 and 2 have the configuration of an ordinary model and are
-known by their tensors: a projection ``fc`` beside ``layers.0``, without the norm of EAGLE-3's features.
+EAGLE-3: the first format has the architecture ``LlamaForCausalLMEagle3`` and calls its layer ``midlayer``. The second
+has ``speculators_model_type`` and ``transformer_layer_config`` and calls it ``layers.0``. Both store ``d2t`` as
+offsets: the head's token i is the target's token i + d2t[i]. EAGLE-1 and 2 have the configuration of an ordinary model
+and are recognized by their tensors: a projection ``fc`` beside ``layers.0``, without the norm of EAGLE-3's features.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["FLAGS", "IDS", "EagleFile", "EagleOptions", "read_eagle", "usual_lay
 WHAT = "EAGLE head"
 IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Options that configurations name as they are named here."""
+"""Options that have the same names in configurations."""
 _KINDS = ("eagle3", "peagle")
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 _MASK_HIDDEN = "mask_hidden"
@@ -66,7 +66,7 @@ EagleFile = DraftFile[EagleOptions]
 
 
 def usual_layers(count: int) -> tuple[int, ...]:
-    """The layers of a target of so many whose outputs a head reads unless its file names others."""
+    """Layers whose outputs a head reads unless its file names others, of a target with `count`."""
     return (1, count // 2 - 1, count - 4)
 
 
@@ -112,7 +112,7 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
     if parallel and (mask is None or _MASK_HIDDEN not in tensors):
         missing = _MASK_HIDDEN if mask is not None else "mask_token_id"
         raise LoadError(f"{folder} guesses several tokens a pass and lacks {missing}; get it again")
-    # Ids of layers mean inputs to the authors and to speculators, and outputs in `eagle_config`.
+    # Layer ids count inputs for the authors and for speculators, and outputs in `eagle_config`.
     inputs, outputs = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
     named = tuple(i - 1 for i in inputs) if inputs else tuple(outputs or usual_layers(layers))
     check_layers(named, layers, WHAT, folder)
@@ -124,7 +124,7 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
 
 
 def write_eagle(folder: Path, file: EagleFile, base: str) -> None:
-    """Write a head in the form of the method's authors; its layers are named by what they read.
+    """Write a head in the format of the method's authors.
 
     Args:
         folder: is made.

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as a causal LM of transformers, so that whatever runs draft models runs it too."""
+"""An EAGLE head as a causal LM of transformers, which runs like any draft model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sakiyomi.model_executor.runner import ModelRunner
 __all__ = ["BESIDE", "EagleOptions", "FeatureLayer", "load_module", "make_module"]
 
 BESIDE = ("fc.", "fc_norm.", "input_norm.", "mask_hidden")
-"""Beginnings of the names of a head's tensors that are no part of its layers."""
+"""Prefixes of the names of tensors that do not belong to the head's layers."""
 
 
 class FeatureLayer(nn.Module):
@@ -37,7 +37,7 @@ class FeatureLayer(nn.Module):
         norm_before_residual: see ``EagleOptions``.
 
     Attributes:
-        given: features of a pass's rows, (ROWS, hidden), to be written before it.
+        given: features of a pass's rows, (ROWS, hidden); written before the pass.
     """
 
     given: Tensor

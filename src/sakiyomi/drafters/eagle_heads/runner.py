@@ -1,4 +1,4 @@
-"""EAGLE heads as they run beside a packed target: features of its hidden states, and logits behind them."""
+"""Runs EAGLE heads beside a packed target: features from its hidden states, and logits from features."""
 
 from __future__ import annotations
 

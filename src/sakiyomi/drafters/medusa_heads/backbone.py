@@ -1,4 +1,4 @@
-"""The hidden states that a target's own head over the vocabulary reads, of a model that is left as it is."""
+"""Computes the hidden states that a target's own head over the vocabulary reads; the model is not changed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PADDING = 1024
 
 
 class _Reached(Exception):
-    """The pass has come to the head: nothing behind it is wanted."""
+    """Ends a pass at the head."""
 
 
 class Backbone:
-    """A causal LM of any class, as far as its head over the vocabulary.
+    """A causal LM of any class without its head over the vocabulary.
 
-    The head's own input is taken, so that whatever a class does before it (a norm, a projection) has happened.
+    It returns the head's own input, which includes all norms and projections before the head.
 
     Args:
         model: a transformers causal LM.

@@ -1,10 +1,10 @@
-"""Files of Medusa heads as three tools have them; what one of them wrote, the others can be given.
+"""Reads and writes Medusa heads in the formats of three tools.
 
-"medusa" is FasterDecoding's and text-generation-inference's: a folder with ``config.json`` and
+"medusa" is the format of FasterDecoding and text-generation-inference: a folder with ``config.json`` and
 ``medusa_lm_head.safetensors``, tensors ``{head}.{layer}.linear.weight``. "merged" is a whole model whose checkpoint
-also holds these with ``medusa_head.`` in front (Medusa-2). "vllm" is vLLM's: ``model_type`` "medusa" and tensors
-``blocks.{head}.layers.{layer}.weight``. A configuration may be wrong about the number of heads, as published ones are:
-the tensors are believed.
+also holds these tensors with the prefix ``medusa_head.`` (Medusa-2). "vllm" is vLLM's: ``model_type`` "medusa" and
+tensors ``blocks.{head}.layers.{layer}.weight``. The number of heads is taken from the tensors, since published
+configurations may be wrong.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _assembled(folder: Path, blocks: dict[tuple[int, int, str], Tensor], own: dict[int, Tensor]) -> MedusaHeads:
-    """Heads of single tensors, all of which have to be there."""
+    """Heads made of single tensors; none may be missing."""
     import torch
 
     if not blocks:

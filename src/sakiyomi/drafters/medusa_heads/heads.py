@@ -1,7 +1,7 @@
-"""The heads: residual blocks on the hidden state that the target's own head reads, and a head over the vocabulary each.
+"""Medusa heads: residual blocks on the hidden state that the target's head reads, and heads over the vocabulary.
 
 Cai et al. 2024, arXiv 2401.10774, section 2.1. Head k, counted from 0, guesses the token k + 2 places behind the one
-whose hidden state it reads; the place next to it is the target's own. Knows nothing of files and of training.
+whose hidden state it reads; the next token is the target's own.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class HeadsShape:
 
 
 class MedusaHeads(nn.Module):
-    """All heads together, so that each layer of theirs is one batched multiplication.
+    """All heads together; each of their layers is one batched multiplication.
 
-    A fresh block adds nothing (its weights are zero), so that a head with the target's own head over the vocabulary
-    begins as a copy of the target's prediction.
+    A new block has zero weights and adds nothing, so a head with the target's own head over the vocabulary begins as a
+    copy of the target's prediction.
 
     Args:
         shape: how they are built.

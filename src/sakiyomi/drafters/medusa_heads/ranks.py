@@ -1,6 +1,6 @@
-"""Quality of heads: the rank that each gave to the token that followed, and what trees gain from that.
+"""Quality of heads: the rank that each gives to the token that followed, and the tokens per pass of trees.
 
-Ranks are measured along texts that the target wrote itself, so that the token that followed is the one it chooses.
+Ranks are measured on texts that the target generated, so the token that followed is the one that it chooses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sakiyomi.theory import best_tree
 __all__ = ["LISTED", "Ranks", "rank_texts"]
 
 LISTED = 16
-"""Guesses of this rank or a higher one do not count."""
+"""Ranks from this one on are not told apart."""
 
 PLACES = 128  # places whose logits are held at a time
 Paths = Sequence[tuple[int, ...]]
@@ -94,7 +94,7 @@ class Ranks:
             heads: levels at most; None: all.
             width: first guesses of each head that may be in it.
         """
-        # A later guess is not worth more than an earlier one, even if a few hundred positions suggest it.
+        # Chances must not increase with the rank; in a few hundred positions they may seem to.
         levels = [np.minimum.accumulate(chances[:width]).tolist() for chances in self.accuracies()]
         levels = levels[: heads or self.heads]
         return best_tree(levels, nodes, len(levels))
@@ -119,7 +119,7 @@ def rank_texts(
         if len(text) < 2:
             continue
         ids = [*prompt, *text]
-        # The first position is the prompt's end: the target chooses the text's first token, and heads guess the next.
+        # The first position is the prompt's end: the target chooses the first token, and the heads guess the next ones.
         hidden = hidden_of(ids)[len(prompt) - 1 : len(ids) - 2]
         pieces = [
             _ranked(guess(rows), ids, len(prompt) + 1 + at * PLACES) for at, rows in enumerate(hidden.split(PLACES))

@@ -1,4 +1,4 @@
-"""Medusa heads as they run beside a packed target: one pass over the hidden states of all requests."""
+"""Runs Medusa heads beside a packed target: one pass over the hidden states of all requests."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["MedusaRunner"]
 class MedusaRunner(Beside):
     """Computes the logits of the heads, with the target's kernels where possible.
 
-    The first block of all heads reads the same hidden state, so that it is one multiplication for all of them; so is
-    the target's head over the vocabulary. Further blocks have a different input for each head.
+    The first blocks of all heads read the same hidden state and are one multiplication; so is the target's head over
+    the vocabulary. Further blocks have a different input for each head.
 
     Args:
         heads: as they were read.

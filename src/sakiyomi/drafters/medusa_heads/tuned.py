@@ -1,4 +1,4 @@
-"""The result of `sakiyomi tune medusa`, stored beside the heads as ``tuned.json`` and used from then on."""
+"""The result of `sakiyomi tune medusa`, stored beside the heads as ``tuned.json`` and used when they are loaded."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from sakiyomi.theory import best_tree
 
 __all__ = ["BestFirst", "Chain", "Choices", "DDTree", "Dynamic", "Static"]
 
-LEVELS = 4  # of a best-first tree, most are narrow: rows for so many of the widest are more than a tree reads
+LEVELS = 4  # of a best-first tree that are counted at full width; most are narrow
 Path = tuple[int, ...]
 Chances = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
@@ -53,10 +53,10 @@ class Chain(Builder):
 class BestFirst(PickingBuilder):
     """Of all trees with so many nodes and levels the one with the most expected accepted tokens.
 
-    That are the nodes of largest value: values fall along a path, so that the best ones are a tree. A node of the final
-    tree is among the best of the candidates known at any time before, so that a level needs to be read only where its
-    candidates are among them: few passes, one a level, and the same tree as growing it node by node would give.
-    The idea of ranking by the draft's own confidence is that of EAGLE-2 (arXiv 2406.16858, section 4).
+    These are the nodes of largest value. Values fall along a path, so the best nodes are a tree. A node of the final
+    tree is among the best known candidates at any earlier time, so only these are read at each level. One pass a level
+    gives the same tree as growing it node by node. Ranking by the draft's own confidence follows EAGLE-2 (arXiv
+    2406.16858, section 4).
     """
 
     def expand(self, tree: CandidateTree) -> list[int]:
@@ -76,8 +76,8 @@ class DDTree(BestFirst):
     """Of all trees with so many nodes the one of largest products of the draft's own probabilities.
 
     Source: DDTree (arXiv 2604.12989, section 3), for drafts whose tokens come in one pass, where a heap finds it (see
-    ``slot_tree.py``). ``BestFirst`` takes chances that what was accepted so far has corrected, and lists a few
-    candidates of a place; here there may be as many as nodes.
+    ``slot_tree.py``). ``BestFirst`` uses chances that are corrected by the acceptance so far and lists few candidates
+    of a place; here a place may have as many as the tree has nodes.
     """
 
     calibrated: ClassVar[bool] = False
@@ -92,7 +92,7 @@ class DDTree(BestFirst):
 
 
 class Dynamic(PickingBuilder):
-    """The two steps of EAGLE-2 (arXiv 2406.16858, section 4.1): expand the best k of a level, then rank all.
+    """The two steps of EAGLE-2 (arXiv 2406.16858, section 4.1): expand the best k of a level, then rank all candidates.
 
     Args:
         width: k, the places read at each level: a draft pass never has more rows than this for a request.
@@ -129,8 +129,8 @@ class Choices(FixedBuilder):
 class Static(FixedBuilder):
     """Sequoia's trees (arXiv 2402.12374, section 3.1), which for one vector of chances are Medusa's greedy ones too.
 
-    The ratio rule needs them: a node that was drawn must not be dropped for its own value, so that the shape of a drawn
-    tree has to be known before.
+    The ratio rule needs them: a drawn node must not be dropped for its value, so the shape of a drawn tree has to be
+    known in advance.
 
     Args:
         ranks: chance that the first, second, ... candidate of a place is the one that the target chooses; a list of

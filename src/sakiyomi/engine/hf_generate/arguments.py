@@ -22,8 +22,6 @@ from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.model_executor.loading import has_encoder
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["check_settings", "end_tokens", "length_limit", "prompts", "sampling"]
-
 _WARPERS: dict[type, str] = {
     transformers.TemperatureLogitsWarper: "temperature",
     transformers.TopKLogitsWarper: "top_k",

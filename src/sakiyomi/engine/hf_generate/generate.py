@@ -25,8 +25,6 @@ from sakiyomi.engine.hf_generate.lockstep import Lockstep
 from sakiyomi.engine.request import Request
 from sakiyomi.model_executor.loading import has_encoder
 
-__all__ = ["CustomGenerate"]
-
 logger = logging.getLogger("sakiyomi")
 COLLECT = "_extract_generation_mode_kwargs"
 """The method of ``GenerationMixin`` that collects the arguments of a decoding loop."""
@@ -63,7 +61,7 @@ class CustomGenerate:
         self._engines = engines or Engines()
 
     def using(self, **settings: Any) -> CustomGenerate:
-        """The same with other settings; engines are shared.
+        """A copy with other settings, which shares the engines.
 
         Args:
             **settings: ``draft`` (text drafts, heads, a Drafter object: as in ``LLM``, besides ``assistant_model``);

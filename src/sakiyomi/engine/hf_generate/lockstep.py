@@ -18,8 +18,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from sakiyomi.engine.request import Request
 
-__all__ = ["Lockstep"]
-
 logger = logging.getLogger("sakiyomi")
 _OWN = (transformers.MaxLengthCriteria, transformers.EosTokenCriteria)
 """Criteria that requests apply by themselves."""

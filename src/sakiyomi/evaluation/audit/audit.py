@@ -2,7 +2,7 @@
 
 Under greedy search our tokens have to be those of transformers' ``generate``. Under the coupled rule sampled text
 depends on the seed alone, so that drafted and plain text have to be equal too. Where they are not, rounding explains
-the difference (see ``hf_reference``), or it is a defect. With ``exact=True`` our own texts have to be equal to the last
+the difference (see ``reference``), or it is a defect. With ``exact=True`` our own texts have to be equal to the last
 token, near-ties included. Under the ratio rule and its kin the text depends on the draft, and only its distribution is
 the target's: that is tested in ``distribution``. transformers has no model with our quantized weights: there the
 reference is the text that the same engine writes without a draft, judged by the engine's own passes. This module prints
@@ -12,8 +12,9 @@ nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from sakiyomi.core.dtypes import dtype_name
@@ -100,7 +101,7 @@ def put_together(
 ) -> AuditReport:
     """Have the parts of an audit done, and put them together.
 
-    Differences are judged by the noise of all texts, whoever measured it.
+    Differences are judged by the noise of all texts, whichever part measured it.
 
     Args:
         do: results of parts, in their order.
@@ -153,7 +154,6 @@ class Auditor:
         self.engine = LLM(target, draft=draft, **self._options)
         self._drafters = [one for one in (self.engine.draft, *map(self.engine.drafter, drafts)) if one is not None]
         self._target = target
-        self._judge: tuple[str, HFReference, Callable[[list[int]], list[int]]] | None = None
         self._tests: SampledTests | None = None
 
     def do(self, part: Part) -> Any:
@@ -174,7 +174,7 @@ class Auditor:
                 f"max_new_tokens is {config.max_new_tokens}; behind prompts of up to {longest} tokens the context of "
                 f"{engine.max_context} has room for {max(engine.max_context - longest, 0)}: ask for fewer"
             )
-        name, reference, write = self._judged_by()
+        name, reference, write = self._judge
         self._note("writing plainly" if name == "own plain" else f"writing with {name}")
         expected = [write(prompt) for prompt in ids]
         self._note("measuring the noise of other pass shapes")
@@ -197,7 +197,7 @@ class Auditor:
             first: place of the first prompt among all.
             noise: by which differences are judged.
         """
-        name, reference, _ = self._judged_by()
+        name, reference, _ = self._judge
         reference.noise = noise
         comparing = _Comparison(measured, first, name, reference, self._config, self._note)
         self._note("checking plain text")
@@ -210,8 +210,8 @@ class Auditor:
         """Test the distribution of sampled text under some rules."""
         if self._tests is None:
             every = _rules(self._config)[1]
-            reference = self._judged_by()[1]
-            self._tests = SampledTests(self._view, self._drafters, every, prompts, reference, self._config, self._note)
+            judge = self._judge[1]
+            self._tests = SampledTests(self._view, self._drafters, every, prompts, judge, self._config, self._note)
         return self._tests.run(rules)
 
     def words(self, tokens: Sequence[int]) -> dict[int, str]:
@@ -222,13 +222,9 @@ class Auditor:
     def _view(self, drafter: Drafter | None = None) -> EngineView:
         return EngineView(self.engine, drafter, strict=bool(self._options.get("strict")))
 
-    def _judged_by(self) -> tuple[str, HFReference, Callable[[list[int]], list[int]]]:
+    @cached_property
+    def _judge(self) -> tuple[str, HFReference, Callable[[list[int]], list[int]]]:
         """Whose texts and logits are right: its name, what judges by its logits, and what writes its greedy text."""
-        if self._judge is None:
-            self._judge = self._reference()
-        return self._judge
-
-    def _reference(self) -> tuple[str, HFReference, Callable[[list[int]], list[int]]]:
         own, options, greedy = self.engine.target, self._options, self._config.greedy()
         # torchao, on a GPU, reports nothing
         if own.weights.quantization is not None or options.get("quantize") or options.get("cache", "full") != "full":
@@ -241,72 +237,81 @@ class Auditor:
         return "transformers", HFReference(loaded.model), lambda ids: writer.generate(ids, greedy)
 
 
+@dataclass
 class _Comparison:
-    """Makes the checks of some texts."""
+    """Makes the checks of some texts.
 
-    def __init__(
-        self,
-        measured: Measured,
-        first: int,
-        name: str,
-        reference: HFReference,
-        config: AuditConfig,
-        note: Callable[[str], None],
-    ) -> None:
-        self.checks: list[Check] = []
-        self._prompts, self._expected, self._first = measured.prompts, measured.expected, first
-        self._exact: bool = measured.about["exact"]
-        self._name, self._reference, self._config, self._note = name, reference, config, note
-        self._coupled = _rules(config)[0]
+    Attributes:
+        measured: of the prompts.
+        first: place of the first prompt among all.
+        name: of the reference.
+        reference: judges.
+        config: how much is checked.
+        note: is told what is going on.
+        checks: that are made.
+    """
+
+    measured: Measured
+    first: int
+    name: str
+    reference: HFReference
+    config: AuditConfig
+    note: Callable[[str], None]
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def _seeded(self) -> Iterator[tuple[str, int]]:
+        """Rules and seeds of the sampled texts that are compared."""
+        return itertools.product(_rules(self.config)[0], self.config.seeds)
 
     def plain(self, llm: Any) -> dict[Key, Texts]:
         """Check plain text; it comes back by rule and seed, None for the greedy one."""
-        found: dict[Key, Texts] = {None: self._write(llm, self._config.greedy())}
-        self._compare("plain", self._name, self._expected, found[None])
-        together = self._write(llm, self._config.greedy(), batched=True)
+        found: dict[Key, Texts] = {None: self._write(llm, self.config.greedy())}
+        self._compare("plain", self.name, self.measured.expected, found[None])
+        together = self._write(llm, self.config.greedy(), batched=True)
         self._compare("plain", "plain", found[None], together, batch=len(together))
-        for key in itertools.product(self._coupled, self._config.seeds):
-            found[key] = self._write(llm, self._config.seeded(key[1], rule=key[0]))
+        for key in self._seeded:
+            found[key] = self._write(llm, self.config.seeded(key[1], rule=key[0]))
             self._follow(found[key], key)
         return found
 
     def drafted(self, llm: Any, drafter: Drafter, plain: Mapping[Key, Texts]) -> None:
         """Check text that was written with a draft."""
-        for shape in self._config.shapes():
-            self._note(f"checking {drafter.name}, {shape_name(shape)}")
+        for shape in self.config.shapes():
+            self.note(f"checking {drafter.name}, {shape_name(shape)}")
             where: dict[str, Any] = {"gamma": shape.get("gamma"), "drafter": drafter.name, "tree": "tree" in shape}
-            texts = self._write(llm, self._config.greedy(shape))
-            self._compare("drafted", self._name, self._expected, texts, **where)
-            if self._exact:
+            texts = self._write(llm, self.config.greedy(shape))
+            self._compare("drafted", self.name, self.measured.expected, texts, **where)
+            if self.measured.about["exact"]:
                 self._compare("drafted", "plain", plain[None], texts, **where)
-            together = self._write(llm, self._config.greedy(shape), batched=True)
+            together = self._write(llm, self.config.greedy(shape), batched=True)
             self._compare("drafted", "plain", plain[None], together, **where, batch=len(together))
-            for key in itertools.product(self._coupled, self._config.seeds):
-                params = self._config.seeded(key[1], shape, key[0])
+            for key in self._seeded:
+                params = self.config.seeded(key[1], shape, key[0])
                 if drafter.kind_for(params) in VERIFIERS[key[0]].takes:
                     self._compare("drafted", "plain", plain[key], self._write(llm, params), key=key, **where)
 
     def _write(self, llm: Any, params: SamplingParams, *, batched: bool = False) -> Texts:
-        prompts = self._prompts
+        prompts = self.measured.prompts
         if batched:
             return [list(done.token_ids) for done in llm.generate(prompts, params)]
         return [list(llm.generate([prompt], params)[0].token_ids) for prompt in prompts]
 
     def _scores(self, key: Key) -> tuple[Scores, float]:
         if key is None:
-            return greedy_scores, self._reference.limit()
+            return greedy_scores, self.reference.limit()
         # Each text was a list of one: its key is (seed, 0).
-        return coupled_scores(self._config.seeded(key[1]), 0), self._reference.limit(self._config.temperature)
+        return coupled_scores(self.config.seeded(key[1]), 0), self.reference.limit(self.config.temperature)
 
     def _compare(
         self, what: str, against: str, expected: Texts, got: Texts, *, key: Key = None, batch: int = 1, **where: Any
     ) -> None:
         scores, limit = self._scores(key)
-        if self._exact and against == "plain":
+        if self.measured.about["exact"] and against == "plain":
             limit = 0.0
         found = []
-        for i, (prompt, right, text) in enumerate(zip(self._prompts, expected, got, strict=True)):
-            divergence = self._reference.compare(self._first + i, prompt, right, text, scores=scores, limit=limit)
+        for i, (prompt, right, text) in enumerate(zip(self.measured.prompts, expected, got, strict=True)):
+            divergence = self.reference.compare(self.first + i, prompt, right, text, scores=scores, limit=limit)
             if divergence is None:
                 continue
             if limit == 0.0:
@@ -314,7 +319,7 @@ class _Comparison:
             elif not divergence.defect:
                 # The texts part at a near-tie; what follows is judged token by token.
                 divergence = (
-                    self._reference.follow(self._first + i, prompt, text, scores=scores, limit=limit) or divergence
+                    self.reference.follow(self.first + i, prompt, text, scores=scores, limit=limit) or divergence
                 )
             found.append(divergence)
         self._add(what, against, got, found, key, batch, **where)
@@ -322,8 +327,8 @@ class _Comparison:
     def _follow(self, texts: Texts, key: Key) -> None:
         scores, limit = self._scores(key)
         judged = (
-            self._reference.follow(self._first + i, prompt, text, scores=scores, limit=limit)
-            for i, (prompt, text) in enumerate(zip(self._prompts, texts, strict=True))
+            self.reference.follow(self.first + i, prompt, text, scores=scores, limit=limit)
+            for i, (prompt, text) in enumerate(zip(self.measured.prompts, texts, strict=True))
         )
         self._add("plain", "logits", texts, [found for found in judged if found is not None], key, 1)
 

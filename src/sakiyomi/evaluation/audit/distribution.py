@@ -105,7 +105,7 @@ class SampledTests:
         self._whole = [
             _Test(rule, drafter, shape)
             for drafter, rule, shape in itertools.product(self._drafters, rules, shapes)
-            if drafter is None or drafter.kind_for(self._params(rule, shape)) in VERIFIERS[rule].takes
+            if drafter is None or drafter.kind_for(config.seeded(SEED, shape, rule)) in VERIFIERS[rule].takes
         ]
         self._played = [
             _Test(rule, drafter, shape, kind)
@@ -122,20 +122,19 @@ class SampledTests:
             llm = self._make(drafter)
             mine = [test for test in self._whole + self._played if test.drafter is drafter and test.rule in rules]
             for test in mine:
-                if test.kind is None:
+                if test.kind is None or drafter is None:
                     found.append(self._run_whole(test, llm))
-                else:
-                    found += self._run_played(test, self._recorded(test.drafter))
+                    continue
+                if drafter.name not in self._recordings:
+                    self._recordings[drafter.name] = self._record(drafter)
+                found += self._run_played(test, test.kind, self._recordings[drafter.name])
         return found
-
-    def _params(self, rule: str, shape: dict[str, Any]) -> SamplingParams:
-        return self._config.seeded(SEED, shape, rule)
 
     # ------------------------------------------------------------ the pair itself
 
     def _run_whole(self, test: _Test, llm: EngineView) -> SampledCheck:
         what = f"{test.rule}, {test.name or 'no draft'}, {shape_name(test.shape)}"
-        counted, params = Frequencies(len(WHOLE) + 1, len(WHOLE) + 1), self._params(test.rule, test.shape)
+        counted, params = Frequencies(len(WHOLE) + 1, len(WHOLE) + 1), self._config.seeded(SEED, test.shape, test.rule)
         sampler = Sampler(params, llm.engine.target.vocab_size)
         drafted = accepted = 0
         for first in range(0, self._config.texts, SIDE_BY_SIDE):
@@ -163,17 +162,11 @@ class SampledTests:
 
     # ------------------------------------------------------------ rows that are played
 
-    def _recorded(self, drafter: Drafter | None) -> Recording:
-        assert drafter is not None
-        if drafter.name not in self._recordings:
-            self._recordings[drafter.name] = self._record(drafter)
-        return self._recordings[drafter.name]
-
     def _record(self, drafter: Drafter) -> Recording:
         """Rows of the pair; of a drafter that draws nothing what the target says at another place stands for its."""
         self._note(f"recording rows of {drafter.name}")
         listener = Listener(drafter)
-        params = self._params("ratio", {"gamma": 1, "tree": "chain"})
+        params = self._config.seeded(SEED, {"gamma": 1, "tree": "chain"}, "ratio")
         llm = self._make(as_drafter(listener))
         sampler = Sampler(params, llm.engine.target.vocab_size)
         every: list[Narrow] = []
@@ -187,19 +180,13 @@ class SampledTests:
             draft += drawn.values()
         return Recording.of(target, draft) if draft else Recording.of(every, every[1:] + every[:1])
 
-    def _run_played(self, test: _Test, recording: Recording) -> list[SampledCheck]:
-        assert test.kind is not None
-        what = f"{test.rule}, rows of {test.name}, {test.kind}"
+    def _run_played(self, test: _Test, kind: DraftKind, recording: Recording) -> list[SampledCheck]:
+        what = f"{test.rule}, rows of {test.name}, {kind}"
         level, most = self._level / len(LOOKS), self._config.samples
-        engine = _engine(recording, test.kind, self._tokenizer)
+        engine = _engine(recording, kind, self._tokenizer)
         single, beside = Frequencies(STATES, WIDTH), Frequencies(WIDTH, WIDTH)
-        params = SamplingParams(
-            max_new_tokens=PLAYED_TOKENS,
-            temperature=1.0,
-            top_k=WIDTH,
-            acceptance=test.rule,  # type: ignore[arg-type]
-            **test.shape,
-        )
+        usual = self._config.seeded(SEED, test.shape, test.rule)
+        params = replace(usual, max_new_tokens=PLAYED_TOKENS, temperature=1.0, top_k=WIDTH)
         looks = [share * most for share in LOOKS[:-1]]
         texts = drafted = accepted = 0
         while True:
@@ -224,7 +211,7 @@ class SampledTests:
                 break
             looks = looks[early:]
         return [
-            SampledCheck(how, test.rule, test.name, test.kind, texts, drafted, accepted, fit)
+            SampledCheck(how, test.rule, test.name, kind, texts, drafted, accepted, fit)
             for how, fit in zip(("played", "neighbours"), fits, strict=True)
         ]
 

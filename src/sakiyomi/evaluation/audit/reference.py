@@ -157,7 +157,7 @@ class HFReference:
         limit = self.limit() if limit is None else limit
         place = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), None)
         if place is None:
-            # One text goes on where the other has ended: no rounding does that.
+            # One text continues where the other has ended: rounding cannot explain that.
             place = min(len(expected), len(got))
             rest = (*expected[place : place + 1], _NO_TOKEN)[0], (*got[place : place + 1], _NO_TOKEN)[0]
             return Divergence(text, place, *rest, math.inf, math.inf, limit, defect=True)

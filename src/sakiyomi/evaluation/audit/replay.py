@@ -182,7 +182,7 @@ class _Columns:
         """It always fits."""
 
     def resumable(self, slot: int, length: int, multiple: int = 1) -> int:
-        """A text goes on from any length."""
+        """A text continues from any length."""
         return length
 
     resume = resumable

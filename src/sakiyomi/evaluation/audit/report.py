@@ -138,14 +138,8 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, without the prompts."""
-        return {
-            "ok": self.ok,
-            "defects": self.defects,
-            "noise": self.noise,
-            "dtype": self.dtype,
-            "exact": self.exact,
-            "drafter": self.drafter,
-            "reference": self.reference,
+        same = ("ok", "defects", "noise", "dtype", "exact", "drafter", "reference")
+        return {name: getattr(self, name) for name in same} | {
             "rounding": asdict(self.quantization) if self.quantization is not None else None,
             "checks": [check.to_dict() for check in self.checks],
             "sampled": [check.to_dict() for check in self.sampled],

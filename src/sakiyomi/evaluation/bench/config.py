@@ -7,19 +7,65 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sakiyomi.core.checks import at_least
-from sakiyomi.core.embedded import DEFAULT, DRAFTS, MEDUSA_HEADS
+from sakiyomi.core.embedded import DRAFTS, MEDUSA_HEADS
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
+from sakiyomi.evaluation.settings import TargetSettings
 
-__all__ = ["BenchConfig", "CardConfig", "Note", "silent"]
+__all__ = ["BenchConfig", "CardConfig", "Note", "PairSettings", "TextSettings", "silent"]
 
 Note = Callable[[str], None]
 """Receives lines of progress."""
 
 
-@dataclass(frozen=True)
-class BenchConfig:
+@dataclass(frozen=True, kw_only=True)
+class TextSettings(TargetSettings):
+    """On which prompts a target and its draft are measured, and how often.
+
+    Attributes:
+        draft: auto (tales-draft, for tales alone), or model:FOLDER.
+        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
+            stories.
+        count: most prompts that are used.
+        max_new_tokens: new tokens of each text.
+        repeats: measured runs of each contender; one run before them warms up.
+    """
+
+    draft: str = "auto"
+    prompts: str | None = None
+    count: int = 8
+    max_new_tokens: int = 128
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        at_least(self, count=1, max_new_tokens=1, repeats=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSettings(TextSettings):
+    """The same, with settings of drafts and passes.
+
+    Attributes:
+        heads: Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
+        gamma: draft tokens a round.
+        prompt_tokens: prompts are cut to this many tokens.
+        compile: record decoding passes before they are measured, as an LLM that was asked for nothing does while it
+            runs; otherwise everything is eager.
+    """
+
+    heads: str | None = None
+    gamma: int = 4
+    prompt_tokens: int = 64
+    compile: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, gamma=1, prompt_tokens=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(PairSettings):
     """What is measured, and how often.
 
     Attributes:
@@ -27,24 +73,15 @@ class BenchConfig:
             the draft. all: speculative, stories, batch, sweep, trees, oracle, offload, peers, cross, selfdraft,
             dropin, medusa, typical; and, if they are named, evicted, heads and learning (a draft that learns while it
             is used, beside the same without, over many prompts).
-        target: embedded name, folder or hub id.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS, of row minute
             any draft.
         heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales;
             for row heads a folder of any heads, measured beside what is known for the target.
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
-        dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
-        device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         quantize: int8 or int4: quantize the weights of our own target. Its drafted text is then compared with its plain
             text, not with that of other programs. Row dropin ignores it; row peers measures this kind beside the pair's
             dtype, and every kind without it.
         gamma: draft tokens a round, the same for every contender.
-        repeats: measured runs of each contender; one run before them warms up.
-        max_new_tokens: new tokens of each text.
-        prompt_tokens: prompts are cut to this many tokens.
-        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
-            stories.
-        count: most prompts that are used.
         contexts: context lengths of row evicted, in tokens of the joined prompts (again for each).
         batch_sizes: concurrent requests of row sweep (again for each), as far as memory suffices.
         quality: file of held-out text. Rows about a pair then show the perplexity of each contender's weights on its
@@ -52,33 +89,19 @@ class BenchConfig:
         peers: measure other programs too: transformers, and in row peers other engines.
         environments: folder of the environments of other engines, one each: openvino, vllm, llamacpp, onnxruntime; by
             default engines in the cache folder. Row peers says how to make those that are not there.
-        compile: record decoding passes before they are measured, as an LLM that was asked for nothing does while it
-            runs; otherwise everything is eager.
     """
 
     rows: tuple[str, ...] = ()
-    target: str = DEFAULT
-    draft: str = "auto"
-    heads: str | None = None
     cross: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
     quantize: str | None = None
-    gamma: int = 4
-    repeats: int = 5
-    max_new_tokens: int = 128
-    prompt_tokens: int = 64
-    prompts: str | None = None
-    count: int = 8
     contexts: tuple[int, ...] = (1024, 2048, 4096, 8192)
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     quality: str | None = None
     peers: bool = True
     environments: str | None = None
-    compile: bool = True
 
     def __post_init__(self) -> None:
-        at_least(self, gamma=1, repeats=1, max_new_tokens=1, prompt_tokens=1, count=1)
+        super().__post_init__()
         if self.quantize not in (None, *QUANTIZATIONS):
             raise InputError(f"quantize is {self.quantize!r}; expected {' or '.join(QUANTIZATIONS)}, or nothing")
         for name in ("batch_sizes", "contexts"):
@@ -153,40 +176,27 @@ class BenchConfig:
         return name
 
 
-@dataclass(frozen=True)
-class CardConfig:
+@dataclass(frozen=True, kw_only=True)
+class CardConfig(TextSettings):
     """A target to be measured for others to see.
 
     Attributes:
-        target: embedded name, folder or hub id.
         draft: what proposes draft tokens, as of `sakiyomi generate`.
         out: name of the two files to write: OUT.md, a page, and OUT.json.
-        dtype: auto (as stored), float32, bfloat16 or float16.
-        device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         quantize: int8 or int4: quantize the weights of our own target; its text is then compared with its own plain
             text.
-        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default beginnings of stories.
-        count: most prompts that are used.
-        max_new_tokens: new tokens of each text.
         repeats: measured runs of each contender; fewer where they take too long.
         environments: folder of the environments of other engines; llama.cpp is measured where its own is there (see
             `sakiyomi bench --rows peers`).
     """
 
     target: str = field(metadata={"argument": "TARGET"})
-    draft: str = "auto"
     out: str = "card"
-    dtype: str = "auto"
-    device: str = "auto"
     quantize: str | None = None
-    prompts: str | None = None
     count: int = 4
     max_new_tokens: int = 64
     repeats: int = 3
     environments: str | None = None
-
-    def __post_init__(self) -> None:
-        at_least(self, count=1, max_new_tokens=1, repeats=1)
 
 
 def silent(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,16 +11,16 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.audit.reference import HFReference
 from sakiyomi.evaluation.bench.engines.process import EngineProcess
 from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, converted_folder, environments
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, peer_lap
 from sakiyomi.evaluation.bench.models import WAYS, Pair
-from sakiyomi.evaluation.bench.quality import their_logits
+from sakiyomi.evaluation.bench.quality import perplexity
 from sakiyomi.evaluation.bench.runner import Contender, Outputs
 from sakiyomi.kernels.quantization import QUANTIZATIONS
 
@@ -107,16 +106,11 @@ class Texts:
             first = next(iter(self._seen), outputs)
             same = [one == other for one, other in zip(first, outputs, strict=True)]
             found = {"agreement": sum(same) / len(same)}
-            self._seen[outputs] = found if self.load.reads else found | {"text_perplexity": self._perplexity(outputs)}
+            if not self.load.reads:
+                texts = zip(self.load.prompts, outputs, strict=True)
+                found["text_perplexity"] = perplexity(HFReference(self.model).logits, texts)
+            self._seen[outputs] = found
         return self._seen[outputs]
-
-    @torch.no_grad()
-    def _perplexity(self, outputs: Outputs) -> float:
-        logits, loss = their_logits(self.model), 0.0
-        for prompt, text in zip(self.load.prompts, outputs, strict=True):
-            rows = logits([*prompt, *text])[len(prompt) - 1 : -1].float()
-            loss += float(F.cross_entropy(rows, torch.tensor(text, device=rows.device), reduction="sum"))
-        return math.exp(loss / sum(map(len, outputs)))
 
 
 @declared("greedy, tokens/s (of a prompt: its own)")

@@ -18,11 +18,11 @@ from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.outputs import Generation, Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
+from sakiyomi.evaluation.audit.reference import EngineReference, HFReference
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import Pair, rounding
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.quality import own_logits, their_logits
 from sakiyomi.evaluation.bench.report import Row, of_race
 from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, Run, Standing, race, timed
 
@@ -202,11 +202,11 @@ class PairRow:
         if theirs:
             judge = pair.judge(prompts=prompts)
             judged = [Contender(name, run, judge) for name, run in theirs.items()]
-            found = pair.quality.grade(judged, their_logits(pair.target.model))
+            found = pair.quality.grade(judged, HFReference(pair.target.model).logits)
         first = next(iter(ours)) if theirs and llm.target.weights.quantization is not None else None
         judge = pair.judge(llm, prompts)
         own = [Contender(name, run, judge, first) for name, run in ours.items()]
-        return found + pair.quality.grade(own, own_logits(llm.target))
+        return found + pair.quality.grade(own, EngineReference(llm.target).logits)
 
     def race(
         self,

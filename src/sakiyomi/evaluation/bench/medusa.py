@@ -17,9 +17,9 @@ from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.audit.reference import EngineReference
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared, our_lap
-from sakiyomi.evaluation.bench.quality import own_logits
 from sakiyomi.evaluation.bench.runner import Lap, figured
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.typical import threshold
@@ -108,8 +108,7 @@ def _distance(llm: LLM, prompt: Sequence[int], done: Generation, params: Samplin
     was drawn among the typical ones: the distance is the mass of the rest.
     """
     sampler = Sampler(params, llm.vocab_size)
-    ids = [*prompt, *done.token_ids[:-1]]
-    logits = own_logits(llm.target)(ids)[len(prompt) - 1 :]
+    logits = EngineReference(llm.target).logits(prompt, done.token_ids)
     total = 0.0
     for entry, probs in zip(done.trace, sampler.probs(logits).numpy(), strict=True):
         if entry.status == "accepted":

@@ -105,7 +105,7 @@ class Pair:
 
 
 class NearTies:
-    """Accepts outputs that are equal, or that part only where rounding decides (see ``hf_reference``).
+    """Accepts outputs that are equal, or that part only where rounding decides (see ``reference``).
 
     Args:
         model: a transformers model of the same weights, or a ``ModelRunner`` of quantized weights, which transformers

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.evaluation.bench.draw import NARROW, blank, bordered, curve, drawn
+from sakiyomi.evaluation.bench.draw import NARROW, WIDTH, blank, bordered, curve, drawn, foot, save
 from sakiyomi.evaluation.bench.report import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["DARK", "LIGHT", "THEMES", "Figures", "Lines", "Painter", "Panel", "Theme", "bars", "curves", "drawable"]
-__all__ += ["grouped", "heat", "legend_once", "picture", "stack", "themed", "ticks"]
+__all__ = ["DARK", "LIGHT", "MARKS", "THEMES", "Figures", "Lines", "Painter", "Panel", "Theme", "bars", "curves"]
+__all__ += ["drawable", "drawing", "grouped", "having", "heat", "legend_once", "picture", "stack", "themed", "ticks"]
 
 DPI = 180
 MARKS = "os^DvPX"
@@ -118,6 +120,42 @@ def stack(
     return paint
 
 
+def drawing(
+    path: str | Path,
+    parts: Sequence[tuple[Panel, Row, Height]],
+    conditions: Mapping[str, Any] | None = None,
+    *,
+    width: float = WIDTH,
+    legend: bool = False,
+) -> None:
+    """Write panels, each about a row of its own, into one light picture.
+
+    Args:
+        path: ends in .png or .svg.
+        parts: panel, row and inches, from top to bottom.
+        conditions: stand below; None: none do.
+        width: inches.
+        legend: one legend for all panels stands above them.
+
+    Raises:
+        LoadError: the file cannot be written.
+    """
+    panels = [partial(_on, panel, row) for panel, row, _ in parts]
+    inches = [height(row) if callable(height) else height for _, row, height in parts]
+    with themed(LIGHT, "plot"):
+        figure = stack(*panels, height=inches, width=width)(parts[0][1], LIGHT)
+        if legend:
+            legend_once(figure, figure.axes, loc="outside upper center", ncols=4)
+        if conditions is not None:
+            foot(figure, conditions)
+        save(figure, path)
+
+
+def _on(panel: Panel, row: Row, axes: Any, _: Row, theme: Theme) -> None:
+    """A panel about a row of its own."""
+    panel(axes, row, theme)
+
+
 def legend_once(figure: Figure, panels: Sequence[Any], *, below: bool = False, **look: Any) -> None:
     """One legend for all panels, each name once: in two columns below them, or at their right side."""
     found: dict[str, Any] = {}
@@ -187,19 +225,18 @@ def bars(
     Args:
         key: of the value.
         label: below the axis.
-        name: key of the name.
         colour: of the theme's; None: the first bar has the third one, the others the second.
-        of: chooses lines.
+        of: key of the names; lines that have none are left out.
         text: how a value is written.
     """
 
     def panel(axes: Any, row: Row, theme: Theme) -> None:
-        lines = row.lines if of is None else of(row.lines)
+        lines = having(row.lines, of)
         for at, line in enumerate(lines):
             value = line[key] or 0.0
             axes.barh(at, value, height=0.6, color=theme.colours[(2 if not at else 1) if colour is None else colour])
             axes.text(value, at, f" {value:{text}}", va="center", fontsize=9)
-        axes.set_yticks(range(len(lines)), [line[name].replace("+", "\n+ ") for line in lines], fontsize=8)
+        axes.set_yticks(range(len(lines)), [line[of].replace("+", "\n+ ") for line in lines], fontsize=8)
         axes.set(ylim=(len(lines) - 0.4, -0.6), xlabel=label)
         axes.margins(x=0.12)
         axes.grid(visible=False, axis="y")
@@ -249,6 +286,11 @@ def ticks(axes: Any, which: str, names: Iterable[str], *, shift: float = 0.0, **
     """Names along an axis in the place of numbers."""
     names = list(names)
     getattr(axes, f"set_{which}ticks")([at + shift for at in range(len(names))], names, **look)
+
+
+def having(lines: Lines, key: str, *, wanted: bool = True) -> list[Any]:
+    """Lines that have a figure, or those that have not: of a row whose lines are about two things."""
+    return [line for line in lines if (key in line) is wanted]
 
 
 def drawable(text: str) -> str:

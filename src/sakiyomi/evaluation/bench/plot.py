@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.evaluation.bench.draw import (
-    BAR,
-    BASELINE,
-    COLOURS,
-    FOOT,
-    MARK,
-    WIDTH,
-    blank,
-    bordered,
-    curve,
-    foot,
-    need_matplotlib,
-    save,
-    small,
-)
+from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, need_matplotlib, small
+from sakiyomi.evaluation.bench.pictures import Lines, Panel, Theme, curves, drawing
 from sakiyomi.evaluation.bench.report import Row
 
-__all__ = ["check", "draw"]
+__all__ = ["BY_BATCH", "ORACLE", "check", "draw"]
 
 SUFFIXES = (".png", ".svg")
 WHISKER = "#222222"
-WAYS = {"plain": COLOURS[1], "speculative": BAR}
+WAYS = ("plain", "speculative")
 
 
 def check(path: str) -> None:
@@ -48,7 +36,7 @@ def check(path: str) -> None:
 
 
 def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> bool:
-    """Draw the rows that have something to draw, one below the other; conditions of all of them stand at the top.
+    """Draw the rows that have something to draw, one below the other; conditions of all of them stand below.
 
     Returns:
         False where none has; nothing is written then.
@@ -56,37 +44,35 @@ def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> bool:
     Raises:
         LoadError: the file cannot be written.
     """
-    drawn = [(row, painter) for row in rows if (painter := _painter(row)) is not None]
-    if not drawn:
-        return False
-    heights = [_height(row) for row, _ in drawn]
-    figure = blank(WIDTH, sum(heights) + 0.3)
-    figure.suptitle(small(conditions), **FOOT)
-    parts = figure.subfigures(len(drawn), 1, height_ratios=heights, squeeze=False)
-    for part, (row, painter) in zip(parts[:, 0], drawn, strict=True):
-        part.suptitle(f"{row.name}: {row.title}", fontsize=11)
-        painter(part, row)
-        foot(part, row.conditions)
-    save(figure, path)
-    return True
+    parts = [
+        (panel if at else partial(_titled, panel), row, 0.7 + 0.42 * len(row.lines) if panel is _bars else 3.6)
+        for row in rows
+        for at, panel in enumerate(_panels(row))
+    ]
+    if parts:
+        drawing(path, parts, conditions)
+    return bool(parts)
 
 
-def _painter(row: Row) -> Callable[[Any, Row], None] | None:
-    if any(line.get("plain_tokens_per_second") for line in row.lines):
-        return _curves
-    if any(line.get("oracle_tokens_per_second") for line in row.lines):
-        return _points
-    return _bars if any(line.get("tokens_per_second") for line in row.lines) else None
+def _titled(panel: Panel, axes: Any, row: Row, theme: Theme) -> None:
+    """A row's first panel, below its title and conditions."""
+    axes.set_title(f"{row.name}: {row.title}\n{small(row.conditions)}", fontsize=9)
+    panel(axes, row, theme)
 
 
-def _height(row: Row) -> float:
-    """Inches."""
-    return 4.2 if _painter(row) in (_curves, _points) else 1.5 + 0.42 * len(row.lines)
+def _panels(row: Row) -> Sequence[Panel]:
+    """What there is to draw of a row, by what is in its lines."""
+    known = {name for line in row.lines for name, value in line.items() if value}
+    panels: dict[str, Sequence[Panel]] = {
+        "plain_latency_seconds": BY_BATCH,
+        "oracle_tokens_per_second": ORACLE,
+        "tokens_per_second": [_bars],
+    }
+    return next((found for name, found in panels.items() if name in known), [])
 
 
-def _bars(part: Any, row: Row) -> None:
-    """A bar for each contender, with the lowest and highest lap; the baseline is the first."""
-    axes = part.subplots()
+def _bars(axes: Any, row: Row, theme: Theme) -> None:
+    """A bar for each contender, with the lowest and highest run; the baseline is the first."""
     most = max(line["high"] or 0 for line in row.lines)
     for place, line in enumerate(row.lines):
         speed = line["tokens_per_second"]
@@ -102,9 +88,9 @@ def _bars(part: Any, row: Row) -> None:
     axes.set(
         ylim=(len(row.lines) - 0.5, -0.5),
         xlim=(0, 1.35 * most),
-        xlabel="tokens/s, median of laps; lines: lowest and highest lap",
+        xlabel="tokens/s, median of runs; lines: lowest and highest",
     )
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=False)
 
 
 def _label(line: Mapping[str, Any], *, first: bool) -> str:
@@ -112,45 +98,51 @@ def _label(line: Mapping[str, Any], *, first: bool) -> str:
     return f"{line['tokens_per_second']:.0f}, {place}" + (", other weights" if line.get("weights") else "")
 
 
-def _curves(part: Any, row: Row) -> None:
-    """Throughput and latency against requests at once, plain and speculative; where it does not pay is marked."""
-    throughput, latency = bordered(part.subplots(1, 2))
-    sizes = [line["batch"] for line in row.lines]
-    for way, colour in WAYS.items():
-        lines = [line for line in row.lines if line[f"{way}_tokens_per_second"] is not None]
-        look: dict[str, Any] = {"color": colour, "markersize": 4, "label": way}
-        curve(throughput, lines, "batch", f"{way}_tokens_per_second", **look)
-        xs, lows, highs = ([line[name] for line in lines] for name in ("batch", f"{way}_low", f"{way}_high"))
-        throughput.fill_between(xs, lows, highs, color=colour, alpha=0.15, linewidth=0)
-        curve(latency, lines, "batch", f"{way}_latency_seconds", **look)
-    for axes in (throughput, latency):
+def _by_batch(figure: str, label: str) -> Panel:
+    """Curves of plain and speculative generation by requests at once; a line where speculation is slower."""
+
+    def panel(axes: Any, row: Row, theme: Theme) -> None:
+        look: dict[str, Any] = {"xlabel": "requests at once", "ylabel": label}
+        curves("batch", {f"{way}_{figure}": way for way in WAYS}, legend="best", **look)(axes, row, theme)
+        for way, colour in zip(WAYS, theme.colours, strict=False):
+            lines = [line for line in row.lines if line[f"{way}_low"] is not None]
+            xs, lows, highs = ([line[name] for line in lines] for name in ("batch", f"{way}_low", f"{way}_high"))
+            if figure == "tokens_per_second":
+                axes.fill_between(xs, lows, highs, color=colour, alpha=0.15, linewidth=0)
+        sizes = [line["batch"] for line in row.lines]
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         for line in row.lines:
             if line["stops"]:
-                axes.axvline(line["batch"], color=MARK, linestyle="--", linewidth=1, label="speculative slower")
-    throughput.set(ylabel="tokens/s of all requests", xlabel="requests at once")
-    latency.set(ylabel="seconds a request, median", xlabel="requests at once")
-    throughput.legend(frameon=False, fontsize=9)
+                axes.axvline(line["batch"], color=MARK, linestyle="--", linewidth=1)
+
+    return panel
 
 
-def _points(part: Any, row: Row) -> None:
-    """Tokens a pass and speed-up by rate, beside the theory; at rate 1 passes by gamma, beside the fewest possible."""
-    tokens, speed, passes = bordered(part.subplots(1, 3))
-    rates = [line for line in row.lines if line["gamma"] == row.lines[0]["gamma"]]
-    curve(tokens, rates, "rate", "expected", "-", color=BASELINE, label="theory")
-    curve(tokens, rates, "rate", "tau", "o", color=BAR, markersize=5, label="measured")
-    curve(speed, rates, "rate", "expected", "-", color=BASELINE, label="passes cost alike")
-    curve(speed, rates, "rate", "predicted", "--", color=WAYS["plain"], label="with the passes' costs")
-    curve(speed, rates, "rate", "ratio", "o", color=BAR, label="measured")
-    sure = sorted((line for line in row.lines if line["rate"] == 1.0), key=lambda line: line["gamma"])
-    curve(passes, sure, "gamma", "least", "-", color=BASELINE, label="fewest possible")
-    curve(passes, sure, "gamma", "passes", "o", color=BAR, label="measured")
-    tokens.set(ylabel="tokens a pass", xlabel=f"rate, gamma {row.lines[0]['gamma']}")
-    speed.set(ylabel="speed-up over plain", xlabel="rate")
-    passes.set(ylabel="passes, rate 1", xlabel="gamma")
-    for axes in (tokens, speed, passes):
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, fontsize=8)
+BY_BATCH = (
+    _by_batch("tokens_per_second", "tokens/s of all; dashed: speculative slower"),
+    _by_batch("latency_seconds", "seconds a request, median"),
+)
+"""Speed and latency by requests at once."""
+
+
+def _rates(lines: Lines) -> Lines:
+    return [line for line in lines if line["gamma"] == lines[0]["gamma"]]
+
+
+def _sure(lines: Lines) -> Lines:
+    return sorted((line for line in lines if line["rate"] == 1.0), key=lambda line: int(line["gamma"]))
+
+
+_TOKENS = {"tau": ("measured", "o"), "expected": ("theory", "-")}
+_SPEEDS = {"ratio": ("measured", "o"), "expected": ("passes cost alike", "-"), "predicted": ("as passes cost", "--")}
+_PASSES = {"passes": ("measured", "o"), "least": ("fewest possible", "-")}
+_LOOK: dict[str, Any] = {"legend": "best", "ylim": (0, None)}
+ORACLE = (
+    curves("gamma", _PASSES, of=_sure, xlabel="draft tokens a round, all right", ylabel="passes, all texts", **_LOOK),
+    curves("rate", _SPEEDS, of=_rates, xlabel="share of draft tokens that are right", ylabel="speed-up", **_LOOK),
+    curves("rate", _TOKENS, of=_rates, xlabel="share of draft tokens that are right", ylabel="tokens a pass", **_LOOK),
+)
+"""Passes by gamma where all is right; at one gamma speed-up and tokens a pass by rate."""

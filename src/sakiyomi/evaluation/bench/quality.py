@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,8 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.prompts import read_text
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.runner import Contender
-from sakiyomi.kernels.batch import SequenceRows
-from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Logits", "Quality", "own_logits", "perplexity", "their_logits"]
+__all__ = ["Logits", "Quality", "perplexity"]
 
 TOKENS = 2048
 CHUNK = 256
@@ -27,38 +25,19 @@ CHUNK = 256
 CHARACTERS = 16
 """More of a text than this a token are not looked at: a large file is not tokenized to its end."""
 
-Logits = Callable[[Sequence[int]], Tensor]
-"""From T token ids to (T, V): row i predicts what follows token i."""
-
-
-def own_logits(model: ModelRunner) -> Logits:
-    """By passes of our own engine, as it runs the weights."""
-
-    def logits(tokens: Sequence[int]) -> Tensor:
-        with model.cache.lent(len(tokens)) as slot:
-            return model.score([SequenceRows(slot, 0, tokens, prompt=True)]).logits
-
-    return logits
-
-
-def their_logits(model: Any) -> Logits:
-    """By transformers' forward."""
-
-    def logits(tokens: Sequence[int]) -> Tensor:
-        found: Tensor = model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0]
-        return found
-
-    return logits
+Logits = Callable[[Sequence[int], Sequence[int]], Tensor]
+"""(prompt, tokens) -> (len(tokens), V): row i predicts ``tokens[i]``; see ``audit.reference``."""
 
 
 @torch.no_grad()
-def perplexity(logits: Logits, chunks: Sequence[Sequence[int]]) -> float:
-    """The exponential of the mean loss per token, over all tokens but the first one of each chunk."""
-    loss = 0.0
-    for chunk in chunks:
-        rows = logits(chunk)[:-1].float()
-        loss += float(F.cross_entropy(rows, torch.tensor(chunk[1:], device=rows.device), reduction="sum"))
-    return math.exp(loss / sum(len(chunk) - 1 for chunk in chunks))
+def perplexity(logits: Logits, texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> float:
+    """The exponential of the mean loss per token; each text is a prompt and the tokens behind it, which count."""
+    loss, count = 0.0, 0
+    for prompt, tokens in texts:
+        rows = logits(prompt, tokens).float()
+        loss += float(F.cross_entropy(rows, torch.tensor(list(tokens), device=rows.device), reduction="sum"))
+        count += len(tokens)
+    return math.exp(loss / count)
 
 
 class Quality:
@@ -89,7 +68,8 @@ class Quality:
 
     def grade(self, contenders: Sequence[Contender], logits: Logits) -> list[Contender]:
         """Contenders of one model's weights, with ``perplexity`` and ``match`` among the figures of their laps."""
-        constant = {"perplexity": perplexity(logits, self.chunks)} if self.chunks else {}
+        chunks = [(chunk[:1], chunk[1:]) for chunk in self.chunks]
+        constant = {"perplexity": perplexity(logits, chunks)} if chunks else {}
         return [contender.figured(lambda lap: constant | self.matches(lap.outputs)) for contender in contenders]
 
     def matches(self, outputs: Sequence[Sequence[int]]) -> dict[str, float]:

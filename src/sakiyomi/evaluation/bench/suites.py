@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from sakiyomi.core.embedded import MEDUSA_HEADS
-from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import peak_bytes
 from sakiyomi.evaluation.bench.card import minute
 from sakiyomi.evaluation.bench.config import BenchConfig, Note, silent
@@ -21,6 +22,7 @@ from sakiyomi.evaluation.bench.medusa import medusa, typical
 from sakiyomi.evaluation.bench.offload import offload
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.speed import batch, dropin, speculative, stories, sweep
+from sakiyomi.evaluation.bench.study import attempted
 
 __all__ = ["ROWS", "measure", "run"]
 
@@ -73,12 +75,9 @@ def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Iterator
 
     def measured() -> Iterator[Row]:
         for name in wanted:
-            try:
-                row = measure(name, config, note, rows)
-                # Of the whole process so far: transformers' copies and the rows before are in it.
-                yield replace(row, conditions={**row.conditions, "process_peak_bytes": peak_bytes()})
-            except SakiyomiError as error:
-                yield Row(name, "failed", [], error=str(error))
+            row = attempted(name, "failed", partial(measure, name, config, note, rows))
+            # Of the whole process so far: transformers' copies and the rows before are in it.
+            yield replace(row, conditions={**row.conditions, "process_peak_bytes": peak_bytes()})
 
     return measured()
 

@@ -41,7 +41,7 @@ Gamma = int | str
 
 @dataclass
 class Candidate:
-    """A drafter on the target, with what is known of it.
+    """A drafter on the target, with its measurements.
 
     Attributes:
         spec: how a user asks for it.
@@ -95,9 +95,9 @@ class Candidate:
 class Calibration:
     """Rounds of every drafter on the same texts.
 
-    A few texts are written one at a time, by everyone before the next one is begun and with plain decoding between,
-    since machines drift: they say what rounds take. Many are written in batches: they say how often drafts are right,
-    which no batch changes.
+    A few texts are written one at a time: all drafters write one, with plain decoding between them, before the next one
+    begins, since machines drift. These give the time of rounds. Many texts are written in batches, which give how often
+    drafts are right; that does not depend on the batch.
 
     Args:
         llm: the target, without a drafter.
@@ -120,19 +120,19 @@ class Calibration:
         self.texts = 0
 
     def warm(self, prompt: list[int]) -> None:
-        """What the first text on a way pays for is no cost of later ones."""
+        """Write a first text with every drafter, whose extra costs later ones do not have."""
         self._plain(prompt)
         short = replace(self.params, max_new_tokens=min(WARM, self.params.max_new_tokens))
         self._each(lambda candidate: [candidate.write([prompt], short, gamma) for gamma in (DEEP, "auto")])
         self.plain.clear()
 
     def time(self, prompt: list[int]) -> None:
-        """A text alone, by everyone."""
+        """Time one text at a time, with every drafter."""
         self._plain(prompt)
         self._each(functools.partial(self._time, prompt))
 
     def count(self, prompts: Prompts) -> None:
-        """Texts in a batch, by everyone."""
+        """Count accepted tokens of texts in a batch, with every drafter."""
         self._each(functools.partial(self._count, prompts))
         self.texts += len(prompts)
 
@@ -191,9 +191,7 @@ class Calibration:
         """
         for texts in (self.plain, *candidate.alone.values(), *candidate.many.values()):
             if not any(texts):
-                raise InputError(
-                    "all texts end with their first token, and no round is left to look at; give --prompts"
-                )
+                raise InputError(OVER)
         costs, plain, chains = self.costs(candidate), candidate.plain_seconds, Chains(candidate.many)
         found: dict[Gamma, Expected] = {gamma: chains.expect(gamma, costs, self.rows, plain) for gamma in GAMMAS}
         found["auto"] = weighed(candidate.alone["auto"], candidate.alone[DEEP], candidate.many[DEEP], plain)

@@ -10,6 +10,7 @@ from sakiyomi.core.drops import Tau, change, fallen
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.loading import load
+from sakiyomi.evaluation.tuning.calibrate import OVER
 from sakiyomi.evaluation.tuning.config import PairConfig
 
 __all__ = ["watch"]
@@ -50,7 +51,7 @@ def watch(config: PairConfig, note: Callable[[str], None] = lambda text: None) -
         if stats.rounds:
             found.append((stats.committed, stats.rounds))
     if not found:
-        raise InputError("all texts end with their first token, so that there is no round to look at; give others")
+        raise InputError(OVER)
     now, then = Tau.of(found), profile.chosen
     return {
         "target": config.target,

@@ -45,7 +45,7 @@ PROMPT_TOKENS = 64
 Way = TypeVar("Way")
 WIDTHS = (1, 2, 3, 4, 6, 8)
 LAPS = 5
-ROUNDS = 48  # tokens of a lap that times rounds
+ROUNDS = 48  # tokens of a text that times rounds
 
 
 def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -185,17 +185,17 @@ def _rounds(
     nodes = [rows - 1 for rows in SIZES if rows - 1 <= most]
     ways = {count: _way(llm, drafter, ranks.best(count)) for count in nodes}
     laps = [prompts[lap % len(prompts)] for lap in range(LAPS + 1)]
-    found = _by_turns(ways, laps, max_new_tokens=ROUNDS, ignore_eos=True)
+    found = _interleaved(ways, laps, max_new_tokens=ROUNDS, ignore_eos=True)
     return {
         count: statistics.median((one.seconds - one.prefill_seconds) / max(one.rounds, 1) for one in _counted(texts))
         for count, texts in found.items()
     }
 
 
-def _by_turns(
+def _interleaved(
     ways: Mapping[Way, tuple[EngineView, SamplingParams]], prompts: Sequence[list[int]], **more: Any
 ) -> dict[Way, list[Generation]]:
-    """What each way makes of each prompt, everyone by turns."""
+    """What each way makes of each prompt: all ways write one before the next one begins."""
     found: dict[Way, list[Generation]] = {way: [] for way in ways}
     for prompt in prompts:
         for way, (engine, params) in ways.items():
@@ -228,10 +228,10 @@ def _heads_seconds(llm: LLM, drafter: MedusaDrafter) -> float:
 def _measured(
     llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], paths: Sequence[tuple[int, ...]], new_tokens: int
 ) -> dict[str, Any]:
-    """Plain decoding, the best fixed tree and what is used by default, by turns on some of the prompts."""
+    """Plain decoding, the best fixed tree and what is used by default, interleaved on some of the prompts."""
     plain, fixed = _way(llm, drafter, []), _way(llm, drafter, paths)
     ways = {"plain": plain, "fixed": fixed, "default": (fixed[0], SamplingParams())}
-    done = _by_turns(ways, prompts[: LAPS + 1], max_new_tokens=new_tokens)
+    done = _interleaved(ways, prompts[: LAPS + 1], max_new_tokens=new_tokens)
     equal = [len({tuple(text.token_ids) for text in texts}) == 1 for texts in zip(*done.values(), strict=True)]
     measured: dict[str, Any] = {"texts": len(equal), "equal": sum(equal)}
     found = {name: _counted(texts) for name, texts in done.items()}

@@ -15,7 +15,7 @@ from typing import Any
 from sakiyomi import theory
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
-from sakiyomi.evaluation.tuning.predict import between
+from sakiyomi.evaluation.tuning.lines import between
 from sakiyomi.theory.checks import cost
 
 __all__ = ["PlanConfig", "draw", "plan"]
@@ -26,7 +26,7 @@ LONGEST = 1024
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is known of a pair and a machine.
+    """Numbers of a pair and a machine.
 
     Attributes:
         alpha: acceptance of the first draft token, again for the second, ...; the last holds for all behind it.
@@ -261,8 +261,7 @@ def draw(found: dict[str, Any], path: str) -> None:
     Raises:
         LoadError: the file cannot be written.
     """
-    from sakiyomi.evaluation.bench.draw import save
-    from sakiyomi.evaluation.bench.pictures import LIGHT, curves, stack, themed
+    from sakiyomi.evaluation.bench.pictures import curves, drawing
     from sakiyomi.evaluation.bench.report import Row
 
     alpha = ", ".join(f"{value:g}" for value in found["given"]["alpha"])
@@ -280,5 +279,5 @@ def draw(found: dict[str, Any], path: str) -> None:
         panels.append(curves("gamma", {"operations": ""}, ylabel="operations a token, plain is 1", **look))
     if "traffic_bytes" in found["lines"][0]:
         panels.append(curves("gamma", {"traffic_bytes": ""}, ylabel="bytes read a token", **look))
-    with themed(LIGHT, "plan"):
-        save(stack(*panels)(Row("plan", "", found["lines"]), LIGHT), path)
+    row = Row("plan", "", found["lines"])
+    drawing(path, [(panel, row, 3.2) for panel in panels], width=5.6)

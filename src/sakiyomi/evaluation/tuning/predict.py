@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sakiyomi.core.drops import ratio_error
+from sakiyomi.evaluation.tuning.lines import between
+from sakiyomi.evaluation.tuning.watch import Round
 from sakiyomi.theory import positional_acceptance, round_speedup
-
-if TYPE_CHECKING:
-    from sakiyomi.evaluation.tuning.watch import Round
 
 __all__ = [
     "Chains",
     "Curve",
     "Expected",
     "RoundCosts",
-    "between",
     "by_chance",
     "by_place",
     "by_rank",
@@ -35,26 +31,12 @@ __all__ = [
 ]
 
 
-def between(points: Sequence[tuple[int, float]], at: int) -> float:
-    """The value at a place: straight lines between the points, beyond the ends on as there.
-
-    Args:
-        points: (place, value), ascending, at least one.
-        at: a place.
-    """
-    if len(points) == 1:
-        return points[0][1]
-    index = min(max(bisect_left(points, (at,)), 1), len(points) - 1)
-    (low, a), (high, b) = points[index - 1], points[index]
-    return a + (b - a) * (at - low) / (high - low)
-
-
 SURE = 0.02  # share of the readings
 BUCKETS = (0.0, 0.5, 0.8, 0.95, 1.0)
 """Borders of the drafter's own confidence."""
 Rows = Callable[[int], int]
 """Rows that a pass over so many tokens really has."""
-Texts = Sequence[Sequence["Round"]]
+Texts = Sequence[Sequence[Round]]
 
 
 def calm(rounds: Sequence[Round]) -> list[Round]:

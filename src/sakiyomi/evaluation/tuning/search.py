@@ -106,7 +106,7 @@ def _learn_and_compare(
 ) -> None:
     """Texts of all kinds, in an order that lets a machine which drifts spoil as little as possible.
 
-    Where everything is run, what is timed and what is compared are written by turns.
+    Where everything is run, texts that are timed and texts that are compared alternate.
     """
 
     def late(share: float) -> bool:
@@ -166,7 +166,7 @@ class _Runs:
 
 
 class Comparison:
-    """Configurations by turns on prompts that nothing was learnt from.
+    """Configurations, interleaved, on prompts that did not calibrate.
 
     Args:
         calibration: what is learnt.
@@ -206,13 +206,13 @@ class Comparison:
         ]
 
     def run(self, prompt: list[int]) -> None:
-        """A prompt by everyone, with plain decoding before, between and behind."""
-        texts = [self._write(run, prompt) for run in self._by_turns()]
+        """Run a prompt with every configuration, with plain decoding before, between and behind."""
+        texts = [self._write(run, prompt) for run in self._order()]
         self.equal += sum(text == texts[0] for text in texts)
         self.written += len(texts)
         self.texts += 1
 
-    def _by_turns(self) -> list[_Runs]:
+    def _order(self) -> list[_Runs]:
         """Everyone, in another order for every prompt: what ran just before leaves the processor's caches behind."""
         order = [self._plain[0]]
         for number, run in enumerate(random.Random(self.texts).sample(self._runs, len(self._runs)), start=1):

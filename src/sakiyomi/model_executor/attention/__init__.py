@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from sakiyomi.model_executor.attention.cpu import CpuBackend
 from sakiyomi.model_executor.attention.cuda import CudaBackend
-from sakiyomi.model_executor.attention.hf_cache import HFCacheBackend
 from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.attention.triton import TritonBackend
 
 __all__ = ["BACKENDS", "AttentionBackend", "BackendNeeds", "choose_backend"]
 
-BACKENDS: list[type[AttentionBackend]] = [HFCacheBackend, TritonBackend, CudaBackend, CpuBackend, TorchBackend]
+BACKENDS: list[type[AttentionBackend]] = [TritonBackend, CudaBackend, CpuBackend, TorchBackend]
 """In order of preference; the last one serves everything that calls our operator."""
 
 

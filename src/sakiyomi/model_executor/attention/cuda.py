@@ -127,9 +127,7 @@ class CudaBackend(AttentionBackend):
     @classmethod
     def serves(cls, needs: BackendNeeds) -> bool:
         """Causal models that lie on one GPU as a whole, with all their pairs in the cache."""
-        apart = (
-            needs.own_attention or needs.exact or needs.evicts or needs.offloaded or needs.encoder or not needs.plain
-        )
+        apart = needs.exact or needs.evicts or needs.offloaded or needs.encoder or not needs.plain
         return needs.device.type == "cuda" and needs.one_device and not apart
 
     @staticmethod
@@ -316,7 +314,7 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(side)
         self._backend.count = 0  # of one forward the attention calls are counted
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on allocating on the device meanwhile.
+        # Other threads may allocate on the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
             given = work()
         return graph, given

@@ -25,7 +25,7 @@ __all__ = ["expand", "is_latent", "outputs", "pays", "prompt", "prompts_by", "qu
 LATENT, VALUES = "sakiyomi_latent", "sakiyomi_values"
 Expanded = Callable[[nn.Module, Tensor, Tensor, int, float, float, int], Tensor | None]
 """Attention with expanded keys: of a module, queries (1, H, N, plain + rotary), latents (1, 1, N, rank + rotary) and
-what ``AttentionBackend.attend`` is told to (1, N, H, value); None: it does not pay."""
+what ``AttentionBackend.attend`` is told to (1, N, H, value); None: expanding them would take longer."""
 _pass = threading.local()
 
 
@@ -67,7 +67,7 @@ def outputs(module: Any, found: Tensor) -> Tensor:
 
 
 def prompts_by(expanded: Expanded | None) -> None:
-    """Have this thread's next pass, one with a prompt, computed by this where it pays; None: it is no such pass."""
+    """Have this thread's next pass, one with a prompt, computed by this where that is faster; None: it has none."""
     _pass.expanded = expanded
 
 

@@ -195,7 +195,7 @@ def _noting_mask(**kwargs: Any) -> Tensor:
     from transformers.masking_utils import eager_mask
 
     mask: Tensor = eager_mask(**(kwargs | {"allow_is_bidirectional_skip": False}))
-    with suppress(UnsupportedError):  # one for cross-attention, too, which nobody may use; a layer that does is refused
+    with suppress(UnsupportedError):  # e.g. of cross-attention; a layer that uses it is refused
         _masks[mask.untyped_storage().data_ptr()] = mask, reach_of(kwargs["mask_function"])
     return mask
 
@@ -218,9 +218,8 @@ def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Te
     """Make an operator known to transformers, once a process; see ``AttentionBackend`` for what it computes."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    if name != "eager":  # a model's own
-        AttentionInterface.register(name, _attention_of(attend))
-        AttentionMaskInterface.register(name, _no_mask)
+    AttentionInterface.register(name, _attention_of(attend))
+    AttentionMaskInterface.register(name, _no_mask)
     CROSS[name] = cross
 
 
@@ -235,7 +234,8 @@ def note_calls(model: nn.Module, forward: Callable[[], object]) -> tuple[list[An
         ValueError: its class says that it has only its own attention.
         UnsupportedError: a layer asks for what is not known here.
     """
-    switch_to_probe(model)
+    _register_probe()
+    model.set_attn_implementation(PROBE)  # type: ignore[operator]
     dense.take_over(None)  # as the pass before may have been
     for noted in (_probed, _callers, _pairs, _masks):
         noted.clear()
@@ -246,16 +246,6 @@ def note_calls(model: nn.Module, forward: Callable[[], object]) -> tuple[list[An
         _callers.clear()
         _pairs.clear()
         _masks.clear()
-
-
-def switch_to_probe(model: nn.Module) -> None:
-    """Have a model call the probe.
-
-    Raises:
-        ValueError: its class says that it has only its own attention.
-    """
-    _register_probe()
-    model.set_attn_implementation(PROBE)  # type: ignore[operator]
 
 
 @functools.cache
@@ -280,10 +270,9 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int | 
             are numbered anew without them.
     """
     try:
-        switch_to_probe(model)
+        callers, shapes = note_calls(model, forward)
     except ValueError:  # the class says itself that it has only its own attention
         return None
-    callers, shapes = note_calls(model, forward)
     if layers is None:
         for number, module in enumerate(callers):
             module.layer_idx = number

@@ -1,8 +1,8 @@
 """Attention modules of classes that keep attention of their own, called as others are.
 
 Bloom, MPT and Falcon compute attention in their modules' own forward. In our structural copy another forward takes its
-place: the module's own projections, then the attention operator. Classes that are not known here run behind
-transformers' cache (``hf_cache.py``).
+place: the module's own projections, then the attention operator. Texts of classes that are not known here
+go through their own forward, one by one (``own_forward.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def serve_own(model: Any) -> None:
     for module in known:
         module.forward = functools.partial(OWN[type(module).__name__], module, attend)
     if known:  # transformers would not switch such a class
-        model.config._any_mask = True  # MPT converts it, before nobody reads it
+        model.config._any_mask = True  # MPT converts a mask before our operator ignores it
         model.set_attn_implementation = functools.partial(setattr, model.config, "_attn_implementation")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ class BackendNeeds:
         device: of the weights; layers may lie on several.
         one_device: all layers lie on it.
         packed: the model's linear layers in the compiled kernels; None: they are torch's own.
-        own_attention: the model's class keeps its own attention and cannot be switched to another.
         exact: rows must not depend on the other rows of a pass.
         evicts: pairs are dropped, quantized or observed (see ``cache/eviction.py``).
         offloaded: weights come and go by hooks between layers.
@@ -51,7 +50,6 @@ class BackendNeeds:
     device: torch.device
     one_device: bool = True
     packed: PackedWeights | None = None
-    own_attention: bool = False
     exact: bool = False
     evicts: bool = False
     offloaded: bool = False
@@ -137,8 +135,7 @@ class AttentionBackend(ABC):
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
         """What a layer calls: queries (1, H, N, D), keys and values (1, H_kv, N, D) of the pass's rows to (1, N, H, D).
 
-        Writes keys and values into the cache, as the plan of the pass says. Never called where the model's class keeps
-        its own attention.
+        Writes keys and values into the cache, as the plan of the pass says.
         """
         raise NotImplementedError
 
@@ -146,10 +143,6 @@ class AttentionBackend(ABC):
     def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
         """Cross-attention over the requests' sources: (1, H, N, D) to (1, N, H, D). Never called without an encoder."""
         raise NotImplementedError
-
-    def inputs(self, rows: int) -> dict[str, Any]:
-        """Further arguments of the model's forward, for the pass that `begin` described; none by default."""
-        return {}
 
     def recorder(self, forward: PassForward) -> PassRecorder | None:
         """What captures this backend's passes on its device; None: they are recorded by a trace, or eager."""

@@ -7,7 +7,6 @@ where a family derives a bias from columns, self-attention (ours has a table of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,24 +18,11 @@ from sakiyomi.kernels.pack import present
 from sakiyomi.model_executor.attention.op import CROSS
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 from sakiyomi.model_executor.encoder_decoder.judged import Judged
+from sakiyomi.model_executor.recorded_model import PlainConfig
 from sakiyomi.model_executor.structural_copy import structural_copy
 from sakiyomi.model_executor.widened import widened
 
-__all__ = ["Decoder", "DecoderConfig", "Encoder", "split"]
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Of the decoder, by the names that causal models have."""
-
-    model_type: str
-    vocab_size: int
-    num_hidden_layers: int
-    max_position_embeddings: int
-
-    def get_text_config(self, decoder: bool = True) -> DecoderConfig:
-        """Itself."""
-        return self
+__all__ = ["Decoder", "Encoder", "split"]
 
 
 class _Attention(nn.Module):
@@ -118,11 +104,11 @@ class Decoder(nn.Module):
         super().__init__()
         config, decoder = model.config, model.get_decoder()
         self.inner = model
-        self.config = DecoderConfig(
-            config.model_type,
-            int(getattr(config, family.vocabulary, None) or config.vocab_size),
-            int(getattr(config, family.count)),
-            int(getattr(config, family.limit)) if family.limit else 0,
+        self.config = PlainConfig(
+            model_type=config.model_type,
+            vocab_size=int(getattr(config, family.vocabulary, None) or config.vocab_size),
+            num_hidden_layers=int(getattr(config, family.count)),
+            max_position_embeddings=int(getattr(config, family.limit)) if family.limit else 0,
         )
         layers = getattr(decoder, family.layers)
         self.register_buffer("distances", None, persistent=False)

@@ -34,7 +34,7 @@ def facts_of(reader: Any) -> dict[str, Any]:
 
 
 def use_facts(config: Any, facts: dict[str, Any], path: Path) -> None:
-    """Give a configuration what transformers has left out of it, and name what nobody reads.
+    """Give a configuration what transformers has left out of it, and name what is not read.
 
     Raises:
         UnsupportedError: rotary positions that the model would not have.

@@ -73,7 +73,7 @@ class Loaded:
         name: what the user called it.
         folder: where it was read from; None for a pair that the user loaded.
         owned: True if we loaded it: then its weights may be repacked and freed. A user's model stays as it is.
-        prepared: where its linear layers are packed already, what is known of them.
+        prepared: metadata of linear layers that are packed already; None: there are none.
         save: writes the packed copy of a model that was loaded to be quantized; None where there is nothing to write.
         extractor: of a speech model: makes features of samples; None where there is none.
         record: keeps a recording of the model as it runs, for the next start; None where none is to be kept.

@@ -347,7 +347,7 @@ def packed_files(folder: Path) -> tuple[Checkpoint, int]:
 
 
 def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) -> tuple[Any, Prepared]:
-    """A packed model, and what is known of it.
+    """A packed model, and its metadata.
 
     Args:
         folder: of the packed copy.
@@ -377,7 +377,7 @@ def put_layers(model: Any, layers: Mapping[str, PackedLayer]) -> None:
 def read_layers(
     folder: Path, about: dict[str, Any], order: Sequence[str] | None = None
 ) -> tuple[dict[str, PackedLayer], Prepared]:
-    """The packed layers of a copy by name, and what is known of the model; all files are compared with their digests.
+    """The packed layers of a copy by name, and the metadata of the model; all files are compared with their digests.
 
     Args:
         folder: of the packed copy.

@@ -1,4 +1,4 @@
-"""``Prepared``: what a loader knows of a model whose linear layers are packed or quantized already."""
+"""``Prepared``: metadata of a model whose linear layers are packed or quantized already."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Prepared"]
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known of a model whose linear layers are packed or quantized already.
+    """Metadata of a model whose linear layers are packed or quantized already.
 
     Attributes:
         native: the kernels' tables with its weights; None: the model has weights of its own.

@@ -107,7 +107,7 @@ class Reader:
         return model
 
     def _check_unused(self, model: Any, names: list[str]) -> None:
-        """Refuse files with more layers than the configuration, and name other tensors that nobody reads.
+        """Refuse files with more layers than the configuration, and name other tensors that are not read.
 
         Raises:
             LoadError: the text would be that of a part of the model.

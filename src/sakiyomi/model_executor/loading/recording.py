@@ -48,7 +48,7 @@ from sakiyomi.model_executor.loading.packed import (
 )
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.recorded_tokenizer import RecordedTokenizer
-from sakiyomi.model_executor.recorded_model import RecordedConfig, RecordedModel
+from sakiyomi.model_executor.recorded_model import PlainConfig, RecordedModel
 
 __all__ = [
     "SCRIPT",
@@ -133,7 +133,7 @@ def read_recording(
     whole: Callable[[], Any],
     fits: Callable[[Any], object],
 ) -> tuple[RecordedModel, Prepared, Any] | None:
-    """A model from its recording, what is known of it, and its tokenizer; None where there is no recording of it now.
+    """A model from its recording, its metadata and its tokenizer; None where there is no recording of it now.
 
     Args:
         folder: of the model.
@@ -156,7 +156,7 @@ def read_recording(
         about["config"]["_name_or_path"] = about["tokenizer"]["name_or_path"] = str(folder)
         scripts = {name: tensor.numpy().tobytes() for name, tensor in load_tensors(place).items()}
         tokenizer = _tokenizer(folder, about["tokenizer"], scripts.pop(TOKENIZER, None))
-        fits(RecordedConfig(**about["config"]))
+        fits(PlainConfig(**about["config"]))
         layers, prepared, source = (_from_copy if about["copy"] else _from_checkpoint)(about, checkpoint)
     except (InputError, MemoryLimitError, UnsupportedError):  # of `fits`, or it does not fit
         raise
@@ -193,7 +193,7 @@ def _tokenizer(folder: Path, known: Mapping[str, Any], backend: bytes | None) ->
 def _from_checkpoint(
     about: Mapping[str, Any], checkpoint: Checkpoint
 ) -> tuple[dict[str, PackedLayer], Prepared, TensorSource]:
-    """The layers, packed; what is known of the model, and where its other weights are."""
+    """The packed layers, the model's metadata, and the source of its other weights."""
     dtype = getattr(torch, about["dtype"])
     size = checkpoint.bytes_as(dtype.itemsize)
     require_bytes(size, repr(checkpoint.files[0].parent.name), remedy="free memory, or choose a smaller model")
@@ -233,7 +233,7 @@ def assemble(
     layers: Mapping[str, PackedLayer],
     whole: Callable[[RecordedModel], Any],
 ) -> RecordedModel:
-    """The model from what is known of it, see ``RecordedModel``."""
+    """The model of a recording, see ``RecordedModel``."""
     with undeprecated():
         graph = torch.jit.load(io.BytesIO(script)).forward.graph
     return RecordedModel(about, graph, weights, layers, whole).eval()

@@ -176,7 +176,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write_packed(folder: Path, place: Path, renamed: Callable[[str], str | None], chosen: range) -> None:
-    """What the kernels read of a stage, and what is known of it."""
+    """What the kernels read of a stage, and its metadata."""
     from safetensors import safe_open
 
     about = read_json(folder / ABOUT)

@@ -47,7 +47,7 @@ _library.impl("border", _cross, "CompositeExplicitAutograd")
 
 
 class Border:
-    """What hidden states (1, rows, hidden) come to; the result goes on in this process.
+    """A place where hidden states (1, rows, hidden) leave or enter this process.
 
     Args:
         cross: what is done with them.
@@ -243,7 +243,7 @@ def lead(folder: Path, load: partial[Loaded], run: partial[ModelRunner]) -> tupl
 
     border = Border(cross)
     border.behind(_layers(runner)[-1])
-    # A pass that the kernels describe by themselves would be known here alone; it is not where somebody listens.
+    # The other stages need the plan of every pass; the kernels describe none by themselves while a watcher is there.
     runner.watchers.append(lambda plan, seconds, border=border: None)  # type: ignore[misc]
     return replace(loaded, name=str(folder)), runner
 

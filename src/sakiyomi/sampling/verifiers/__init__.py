@@ -25,11 +25,12 @@ AUTOMATIC: dict[DraftKind | None, str] = {"chain": "block", "point_mass": "ratio
 def choose_verifier(params: SamplingParams, kind: DraftKind | None, branches: bool = False) -> Verifier:
     """The rule for a request.
 
-    At temperature 0 it is the greedy rule, whatever ``acceptance`` is, since all rules agree there. Otherwise it is the
-    rule named by ``acceptance``. "auto" is the coupled rule where a seed is given (the text then depends on the seed
-    alone), and for trees and merged drafts, of which it accepts most; block verification for a single drawn chain, of
-    which it accepts most; and the ratio rule for point masses, which all rules accept equally often and it verifies at
-    the least cost.
+    At temperature 0 it is the greedy rule, since all rules agree there. Otherwise ``acceptance`` names it. "auto" is:
+
+    - the coupled rule if a seed is given (the text then depends on the seed alone), and for trees and merged drafts, of
+      which it accepts most;
+    - block verification for a single drawn chain, of which it accepts most;
+    - the ratio rule for point masses, which all rules accept equally often and which it verifies at the least cost.
 
     Args:
         params: of the request.

@@ -1,4 +1,4 @@
-"""The interface of verifiers, and the target's rows that they read, which become distributions when they are needed."""
+"""The interface of verifiers, and the target's rows, which become distributions when they are read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The coupled rule: a token is a function of (seed, request, position) and the target's distribution, of nothing else.
 
 The token at a position is the argmax of log p + g with the Gumbel noise g of that position: a draw from p. A drafter
-that proposes the top of log q + g with the same g is right when q is near p (arXiv 2408.07978, section 4), but whatever
-it proposes, the text is the same: for every drafter, gamma, tree, pruning and batch.
+that proposes the top of log q + g with the same g is right when q is near p (arXiv 2408.07978, section 4). The
+text does not depend on the proposal: it is the same for every drafter, gamma, tree, pruning and batch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Verdicts by the compiled kernels: the drafts of all requests of a round in one call, from rows of logits.
+"""Verifies the drafts of all requests of a round in one call of the compiled kernels, from rows of logits.
 
-`kernels/verify.h` does what the rules here do, with the same numbers and uniforms, so that every token is the same.
+`kernels/verify.h` applies the rules of this folder with the same numbers and uniforms, so every token is the same.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""LoCoCo: what a cache would drop is merged into a few pairs by a trained convolution.
+"""LoCoCo: pairs that a cache would drop are merged into a few by a trained convolution.
 
 Cai et al. 2024, arXiv 2406.05317. Of the pairs that are not among the best, the ``merged`` best ones are anchors. A
 convolution along the text over keys and values side by side gives each anchor a weight for every one of those pairs;
 the weights go through a softmax over the pairs, and each anchor becomes a mixture of itself and of their mean::
 
     W' = (1 - norm) * onehot(anchors) + norm * softmax(conv([K; V])),  K' = W' K,  V' = W' V
-
-Knows nothing of scores, of files, and of training.
 """
 
 from __future__ import annotations

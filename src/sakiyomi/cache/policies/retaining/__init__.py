@@ -1,1 +1,1 @@
-"""Retaining heads: how much a pair of key and value will be needed, told from the layer's own projections."""
+"""Retaining heads: predict from a layer's projections how much a pair of key and value will be needed."""

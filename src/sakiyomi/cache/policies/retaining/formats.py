@@ -1,8 +1,8 @@
 """Files of retaining heads: a folder with ``config.json`` and ``heads.safetensors``, and the paper's own checkpoints.
 
 Tensors have the names of Locret's checkpoints (github.com/huangyuxiang03/Locret),
-``model.layers.{i}.self_attn.fc1.weight`` and ``fc2``: its loader takes what has ``fc`` in its name, so that it can read
-our files, and its files are read here, whatever else is in them.
+``model.layers.{i}.self_attn.fc1.weight`` and ``fc2``. Its loader takes every tensor with ``fc`` in its name, so it can
+read our files. Its files are read here; other tensors in them are ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Retaining heads: one score for each token and KV head of a layer, from what the layer projects.
 
 Huang et al. 2024, Locret, arXiv 2410.01805, section 3: ``[Q, K, V] W1``, an activation, ``W2``. The score (causal
-importance score, CIS) of a token never changes: it is computed once, from that token alone. Knows nothing of files, of
-training, and of what is done with scores.
+importance score, CIS) of a token never changes: it is computed once, from that token alone.
 """
 
 from __future__ import annotations

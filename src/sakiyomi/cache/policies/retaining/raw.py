@@ -1,4 +1,4 @@
-"""What the attention layers of a model project: queries, keys and values before norms and rotary embedding.
+"""Records the projections of a model's attention layers: queries, keys and values before norms and rotary embedding.
 
 The modules that project are found by the names that transformers' models use, or by a small pass. Listening works on a
 model as transformers runs it and on one whose layers are packed.
@@ -40,9 +40,7 @@ def find_projections(model: Any) -> list[tuple[str, ...]]:
     """
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"{type(model).__name__} has an encoder; retaining heads are for models that go on with their prompt"
-        )
+        raise UnsupportedError(f"{type(model).__name__} has an encoder; retaining heads need a decoder-only model")
     layers = int(config.num_hidden_layers)
     found = _named(model) or _watched(model)
     widths = [tuple(out_features(model.get_submodule(name)) for name in names) for names in found]
@@ -125,7 +123,7 @@ class Raw:
 
     Args:
         model: a causal LM, as transformers has it or with packed layers.
-        then: told of every layer's projections when they are there; nothing is kept then.
+        then: called with each layer's projections; they are not kept in ``read`` then.
         names: what `find_projections` gave for it; None: they are looked for.
 
     Attributes:

@@ -15,7 +15,7 @@ from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.trees import laid_out
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.medusa import EPSILONS, WARM, typical
-from sakiyomi.evaluation.bench.pictures import Figures, Lines, Theme, curves, grouped, stack
+from sakiyomi.evaluation.bench.pictures import Figures, Theme, curves, grouped, having, stack
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.tuning.medusa_search import ranks_of
 from sakiyomi.kernels.batch import SequenceRows
@@ -97,16 +97,8 @@ def heads(work: Work) -> Row:
     return Row("heads", title, lines, conditions)
 
 
-def _trees(lines: Lines) -> Lines:
-    return [line for line in lines if "nodes" in line]
-
-
-def _heads(lines: Lines) -> Lines:
-    return [line for line in lines if "nodes" not in line]
-
-
 def _panel_tops(axes: Any, row: Row, theme: Theme) -> None:
-    for line in _heads(row.lines):
+    for line in having(row.lines, "top 1"):
         axes.plot(range(len(TOPS)), [100 * line[f"top {top}"] for top in TOPS], "o-", markersize=4, label=line["name"])
     axes.set_xticks(range(len(TOPS)), [f"top {top}" for top in TOPS])
     axes.set(ylabel="places, percent", ylim=(0, 102))
@@ -114,7 +106,7 @@ def _panel_tops(axes: Any, row: Row, theme: Theme) -> None:
 
 
 def _panel_trees(axes: Any, row: Row, theme: Theme) -> None:
-    trees = _trees(row.lines)
+    trees = having(row.lines, "nodes")
     curve(axes, trees, "nodes", "tau", color=theme.colours[0])
     for line in trees:
         where: dict[str, Any] = {"textcoords": "offset points", "ha": "center"}

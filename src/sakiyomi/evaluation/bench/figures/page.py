@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
-import html
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup, escape
 
 from sakiyomi.evaluation.bench.figures.config import words
 from sakiyomi.evaluation.bench.pictures import Painter
@@ -87,6 +89,21 @@ class Shown:
     pictures: Mapping[str, bytes]
     kind: str = "png"
 
+    def images(self) -> dict[str, str]:
+        """The pictures as addresses."""
+        kind = {"png": "png", "svg": "svg+xml"}[self.kind]
+        return {
+            name: f"data:image/{kind};base64,{base64.b64encode(own).decode()}" for name, own in self.pictures.items()
+        }
+
+    def articles(self) -> list[str]:
+        """Names of the articles that have this figure."""
+        return [name for name, one in words()["article"].items() if self.name in one["sections"]]
+
+    def conditions(self) -> str:
+        """Under which it was measured."""
+        return condition_line({**self.row.conditions, **self.machine})
+
 
 def page(title: str, sections: Iterable[Shown]) -> str:
     """The whole page.
@@ -95,48 +112,10 @@ def page(title: str, sections: Iterable[Shown]) -> str:
         title: plain text.
         sections: in order.
     """
-    sections = list(sections)
-    links = "\n".join(f'<li><a href="#{part.name}">{html.escape(part.section.title)}</a></li>' for part in sections)
-    frame = string.Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return frame.substitute(title=html.escape(title), links=links, body="\n".join(map(_section, sections)))
-
-
-def _section(part: Shown) -> str:
-    lines = [f'<section id="{part.name}">', f"<h2>{html.escape(part.section.title)}</h2>"]
-    lines.append(f"<p>{_prose(part.section.text)}</p>")
-    if part.row.error is not None:
-        lines.append(f'<p class="skipped">Not measured: {html.escape(part.row.error)}</p>')
-    if part.pictures:
-        alt = html.escape(part.section.seen(part.row))
-        images = {theme: _data(content, part.kind) for theme, content in part.pictures.items()}
-        dark = f'<source srcset="{images["dark"]}" media="(prefers-color-scheme: dark)">'
-        light = f'<img src="{images["light"]}" alt="{alt}">'
-        lines.append(f"<figure><picture>{dark}{light}</picture><figcaption>{alt}</figcaption></figure>")
-    notes = "\n".join(f"<li>{html.escape(note)}</li>" for note in part.row.notes)
-    lines.append(f'<ul class="small">\n{notes}\n</ul>' if notes else "")
-    if part.row.lines:
-        lines.append(f'<details><summary>Numbers</summary><div class="wide">{_table(part.row)}</div></details>')
-    lines.append(f'<p class="small">Command: <code>{html.escape(part.command)}</code></p>')
-    pages = ", ".join(f"<code>docs/articles/{name}.md</code>" for name in _articles(part.name))
-    lines.append(f'<p class="small">A figure of {pages}</p>' if pages else "")
-    known = condition_line({**part.row.conditions, **part.machine})
-    lines.append(f'<p class="small">Conditions: {html.escape(known)}</p>' if known else "")
-    return "\n".join([*filter(None, lines), "</section>"])
-
-
-def _articles(section: str) -> list[str]:
-    """Names of the articles that have this figure."""
-    return [name for name, one in words()["article"].items() if section in one["sections"]]
-
-
-def _table(row: Row) -> str:
-    table = row.table()
-    heads = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in table[0])
-    body = "\n".join(
-        "<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in line.values()) + "</tr>" for line in table
-    )
-    caption = f'<caption class="small">{html.escape(row.title)}</caption>'
-    return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>\n{body}\n</tbody></table>"
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"cell": _cell, "prose": _prose}
+    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    return template.render(title=title, sections=list(sections))
 
 
 def _cell(value: Any) -> str:
@@ -146,16 +125,9 @@ def _cell(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, list | tuple):
-        return html.escape(" ".join(map(str, value)))
-    return html.escape(str(value))
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _prose(text: str) -> str:
+def _prose(text: str) -> Markup:
     """Words between backticks are code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
-
-
-def _data(content: bytes, kind: str) -> str:
-    name = {"png": "png", "svg": "svg+xml"}[kind]
-    return f"data:image/{name};base64," + base64.b64encode(content).decode()
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))

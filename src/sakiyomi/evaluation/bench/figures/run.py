@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.drafters.medusa_heads.backbone import check_heads
 from sakiyomi.drafters.medusa_heads.formats import read_heads
@@ -26,6 +26,7 @@ from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.plot import check
 from sakiyomi.evaluation.bench.pictures import THEMES, Figures, picture
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.study import attempted
 from sakiyomi.model_executor.loading.families import read_config, text_config
 
 __all__ = ["SECTIONS", "run"]
@@ -114,15 +115,12 @@ def _numbered(note: Note, place: str, text: str) -> None:
 
 
 def _measured(name: str, work: Work) -> dict[str, Any]:
-    """Everything that has to be known of a section later, as JSON values."""
+    """A section's numbers with its settings, command and machine, as JSON values."""
     section, config = SECTIONS[name], work.config
     work.note(f"{name}: {section.title}")
     if config.again:
         work.forget(name)
-    try:
-        row = section.measure(work)
-    except SakiyomiError as error:
-        row = Row(name, section.title, [], error=error.message)
+    row = attempted(name, section.title, lambda: section.measure(work))
     return {
         "asked": config.asked(section.reads),
         "command": config.command(name, section.reads),

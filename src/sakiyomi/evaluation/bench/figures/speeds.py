@@ -92,14 +92,14 @@ def _panel_sizes(axes: Any, row: Row, theme: Theme) -> None:
         own = [line for line in row.lines if line["name"] == way and line["ms_per_token"]]
         style = "--" if way.startswith("transformers") else ":" if way == "plain" else "-"
         look: dict[str, Any] = {"color": theme.colours[at % len(theme.colours)]}
-        # A little beside each other, so that no bar of laps hides another.
+        # A little beside each other, so that no bar hides another.
         own = [{**line, "x": line["parameters"] * 1.015 ** (at - 3)} for line in own]
         curve(axes, own, "x", "ms_per_token", f"o{style}", markersize=5, label=way, **look)
         ends = ([1000 / line[end] for line in own] for end in ("high", "low"))
         axes.vlines([line["x"] for line in own], *ends, **look)
     places = dict.fromkeys((line["parameters"], line["size"]) for line in row.lines)
     # Ways differ by a factor of ten and more: on a straight scale the faster ones are one line.
-    axes.set(xscale="log", yscale="log", xlabel="parameters of the target", ylabel="ms a token; bars: all laps")
+    axes.set(xscale="log", yscale="log", xlabel="parameters of the target", ylabel="ms a token; bars: all runs")
     axes.set_xticks([at for at, _ in places], [name for _, name in places])
     plain_numbers(axes)
 
@@ -137,7 +137,7 @@ def _panel_medusa(axes: Any, row: Row, theme: Theme) -> None:
             axes.errorbar(x, speed, [[speed - line["low"]], [line["high"] - speed]], ecolor=theme.ink, capsize=3)
             text = f"{speed:.0f}" + (f"\n{line['ratio']:.2f}x" if at else "")
             axes.text(x, line["high"] + 0.02 * most, text, ha="center", va="bottom", fontsize=9)
-    axes.set(xlabel="parameters of the target", ylabel="tokens/s; whiskers: all laps", ylim=(0, 1.2 * most))
+    axes.set(xlabel="parameters of the target", ylabel="tokens/s; whiskers: all runs", ylim=(0, 1.2 * most))
 
 
 class GreedyDraft:
@@ -229,7 +229,7 @@ def temperature(work: Work) -> Row:
 
     found = work.pieces("temperature", "temperature", sorted(config.temperatures), measured, notes)
     slower = [f"{one['lines'][0]['temperature']:g}" for one in found if one["slower"]]
-    if config.repeats > 1:  # one lap does not tell how far apart two equal things are
+    if config.repeats > 1:  # one run does not tell how far apart two equal things are
         where = f"at temperature {', '.join(slower)}" if slower else "at no temperature"
         ratio, least = min((one["ratio"], one["lines"][0]["temperature"]) for one in found)
         verdict = f"sakiyomi is slower than plain {where}, by more than two equal things differ; its least is "

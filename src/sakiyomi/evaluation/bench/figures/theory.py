@@ -12,7 +12,7 @@ from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.alphas import minima
 from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of
 from sakiyomi.evaluation.bench.meter import Meter
-from sakiyomi.evaluation.bench.pictures import Figures, Lines, Theme, bars, curves, drawable, stack
+from sakiyomi.evaluation.bench.pictures import Figures, Theme, bars, curves, drawable, having, stack
 from sakiyomi.evaluation.bench.report import Row, race_notes
 from sakiyomi.evaluation.bench.runner import Lap, Spread
 from sakiyomi.sampling.verifiers.ratio import residual
@@ -134,17 +134,20 @@ def formulas(work: Work) -> Row:
     return Row("formulas", "each formula, predicted and measured", lines, conditions, race_notes([slow, fast]))
 
 
-def _metered(work: Work, engine: Any, params: Any) -> Lap:
-    """A lap with the target's rows, its passes and the draft's, each by committed token, as they were counted."""
+def _counted(work: Work, engine: Any, params: Any) -> tuple[Lap, list[dict[str, float]]]:
+    """A lap; of target and draft the decoding passes, rows and bytes of keys and values, each by committed token."""
     with Meter(engine.engine) as meter:
         found = lap(engine, work.prompts, params)
-    target, draft = meter.passes()
-    committed = found.figures["tau"] * target["passes"]
-    return found.more(
-        operations=target["rows"] / committed,
-        passes=target["passes"] / committed,
-        draft_steps=draft["rows"] / committed if draft else 0.0,
-    )
+    known = meter.passes()
+    committed = found.figures["tau"] * known[0]["passes"]
+    return found, [{name: value / committed for name, value in part.items()} for part in known]
+
+
+def _metered(work: Work, engine: Any, params: Any) -> Lap:
+    """A lap with the target's rows, its passes and the draft's, each by committed token."""
+    found, (target, *draft) = _counted(work, engine, params)
+    steps = draft[0]["rows"] if draft else 0.0
+    return found.more(operations=target["rows"], passes=target["passes"], draft_steps=steps)
 
 
 def _panel_formulas(axes: Any, row: Row, theme: Theme) -> None:
@@ -178,15 +181,11 @@ def traffic_of(work: Work) -> Row:
     for gamma in (0, *GAMMAS):  # 0: plain
         work.note(f"traffic: gamma {gamma}")
         engine = work.engine(work.draft if gamma else None)
-        with Meter(engine.engine) as meter:
-            found = lap(engine, work.prompts, work.params(gamma=gamma or "auto", tree="chain"))
-        known = meter.passes()
-        committed = found.figures["tau"] * known[0]["passes"]
+        found, known = _counted(work, engine, work.params(gamma=gamma or "auto", tree="chain"))
         counted = dict.fromkeys(PARTS, 0.0)
         for part, model, before in zip(known, (target, draft), ("", "draft_"), strict=False):
-            if part:
-                counted[f"{before}weights"] = part["passes"] * (model.weights.bytes or 0) / committed
-                counted[f"{before}kv"] = part["kv"] / committed
+            counted[f"{before}weights"] = part["passes"] * (model.weights.bytes or 0)
+            counted[f"{before}kv"] = part["kv"]
         predicted = traffic(expected_tokens(alpha, gamma), gamma, **sizes)
         line: dict[str, Any] = {"gamma": gamma, "tau": found.figures["tau"]}
         for kind in PARTS:
@@ -262,21 +261,9 @@ def lossless(work: Work) -> Row:
     return Row("lossless", "distance between the output's distribution and the target's", lines, conditions)
 
 
-def _having(key: str) -> Any:
-    def of(lines: Lines) -> Lines:
-        return [line for line in lines if key in line]
-
-    return of
-
-
-DISTANCE = "largest distance from the target's distribution"
-TOKENS, NAMES = _having("token"), _having("name")
-"""The lines about one place, and those about the rules."""
-
-
 def _panel_parts(axes: Any, row: Row, theme: Theme) -> None:
     """Of one place by token: q, and below it what was accepted and what was recovered, which end at p."""
-    lines = TOKENS(row.lines)
+    lines = having(row.lines, "token")
     at = range(len(lines))
     q, accepted, recovered, p = ([line[key] for line in lines] for key in ("q", "accepted", "recovered", "p"))
     beside = [place + 0.2 for place in at]
@@ -322,8 +309,10 @@ FIGURES: Figures = {
         lossless,
         stack(
             _panel_parts,
-            bars("largest distance from p", label=DISTANCE, colour=None, of=NAMES, text=".2g"),
-            height=(lambda row: 1.2 + 0.42 * len(TOKENS(row.lines)), 1.8),
+            bars(
+                "largest distance from p", label="largest distance from the target", colour=None, of="name", text=".2g"
+            ),
+            height=(lambda row: 1.2 + 0.42 * len(having(row.lines, "token")), 1.8),
         ),
     ),
 }

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.outputs import RoundTrace
-from sakiyomi.evaluation.bench.draw import NARROW, save
+from sakiyomi.evaluation.bench.draw import NARROW
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.pictures import (
-    LIGHT,
     Figures,
     Lines,
     Panel,
     Theme,
     drawable,
+    drawing,
     grouped,
     heat,
     stack,
-    themed,
 )
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.predictions import Prediction, predictions
@@ -170,21 +168,12 @@ def draw(path: str | Path, places: Lines, rounds: Sequence[Lines]) -> None:
     Raises:
         LoadError: the file cannot be written.
     """
-    parts = [(paint_places, Row("places", "", places), places_height)] if places else []
+    parts: list[tuple[Panel, Row, Any]] = [(paint_places, Row("places", "", places), places_height)] if places else []
     for lines in rounds:
         row = Row("round", "", lines)
         parts += [(paint_tree, row, tree_height), (paint_mask, row, mask_height)]
     deepest = max((x for lines in rounds for x, _ in laid_out(lines).values()), default=0)
-    panels = [partial(_on, paint, row) for paint, row, _ in parts]
-    width = max(NARROW, COLUMN * (deepest + 2))
-    with themed(LIGHT, "tree"):
-        paint = stack(*panels, height=[height(row) for _, row, height in parts], width=width)
-        save(paint(Row("tree", "", ()), LIGHT), path)
-
-
-def _on(paint: Panel, row: Row, axes: Any, _: Row, theme: Theme) -> None:
-    """A panel about a row of its own."""
-    paint(axes, row, theme)
+    drawing(path, parts, width=max(NARROW, COLUMN * (deepest + 2)))
 
 
 def _between(paper: str, faint: str) -> str:

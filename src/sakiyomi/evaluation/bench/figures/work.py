@@ -1,11 +1,11 @@
-"""What the sections of a report share: the pair, loaded once, drafters beside the target, laps, and kept pieces."""
+"""What the sections of a report share: the pair, drafters beside the target, timed runs, and pieces that are kept."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from sakiyomi.core.embedded import MEDUSA_HEADS
-from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tokens import TokenNames
@@ -26,11 +26,12 @@ from sakiyomi.evaluation.bench.frame import PairRow, generated
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import race_notes
 from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
+from sakiyomi.evaluation.bench.study import append
 from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Logits", "Work", "lap", "line_of", "race_piece", "runner_rows"]
 
-COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters; anything else names a checkpoint
+COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters
 Logits = Callable[[Sequence[int], Sequence[int]], Tensor]
 """(prompt, text) -> (tokens of the text, V): what a model expects at each token of the text, before it came."""
 
@@ -117,7 +118,7 @@ class Work:
         return PairRow(what, config, self.note, None if changed else self.pair)
 
     def conditions(self, **more: Any) -> dict[str, Any]:
-        """What has to be known of a section about the pair, after its laps."""
+        """Conditions of a section about the pair, after its runs."""
         found = {**self.pair.names, **self.pair.dtypes, "graphs": self.llm.target.mode}
         return found | self.laps() | more
 
@@ -138,9 +139,10 @@ class Work:
         """
         if not size:
             return self.row(what), self.config.heads or MEDUSA_HEADS.get(self.config.target)
-        if COUNT.fullmatch(size):
+        if COUNT.fullmatch(size) and not Path(size).is_dir():
             raise InputError(
-                f"sizes is {size!r}; give the folder of a model (benchmarks/inflate.py writes larger ones)"
+                f"size {size!r} is a number of parameters; expected a checkpoint. python benchmarks/inflate.py FOLDER "
+                f"--params {size} in the source repository writes a model of that size; give its FOLDER"
             )
         row, heads = self.row(what, target=size, draft=self.draft), Path(size).expanduser() / "medusa"
         if row.pair.target.tokenizer.get_vocab() != self.pair.draft.tokenizer.get_vocab():
@@ -186,30 +188,15 @@ class Work:
         return Path(self.config.out) / "data" / f"{section}.jsonl"
 
     def _piece(self, path: Path, asked: Mapping[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A piece as it was measured before, or measured now; a line that was not written to its end does not count."""
-        try:
-            content = path.read_bytes() if path.is_file() else b""
-            for line in content.splitlines():
-                if (before := _line(line)) is not None and before["asked"] == asked:
+        """A piece as it was measured before, or measured now; lines that are damaged do not count."""
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+            with suppress(ValueError, KeyError, TypeError):
+                before = json.loads(line)
+                if before["asked"] == asked:
                     return dict(before["found"])
-            found = measure()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:
-                file.write(b"\n" if content and not content.endswith(b"\n") else b"")
-                file.write(json.dumps({"asked": asked, "found": found}).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise LoadError(f"cannot keep what was measured in {path}: {error.strerror or error}") from None
+        found = measure()
+        append(path, [{"asked": asked, "found": found}], "give another folder")
         return found
-
-
-def _line(text: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(text)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and {"asked", "found"} <= record.keys() else None
 
 
 def runner_rows(model: ModelRunner) -> Logits:

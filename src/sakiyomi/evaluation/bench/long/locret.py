@@ -48,8 +48,13 @@ def run(config: LocretConfig, note: Note = silent, *, pictures: str | None = Non
         yield whole
         if whole.error is None:
             lines = _named(config, whole.lines)
-            yield _systems(lines)
-            yield _speed(lines)
+            title = "figure 1: memory and score by system"
+            held = ("kv_bytes", "far_bytes", "peak_bytes")
+            yield _systems("systems", title, lines, "length", "accuracy", "of_full", *held, "state")
+            # Tokens of prompt and answer by the seconds of both, as the article counts them.
+            title = "tokens of the prompt a second, context and right answers; a star: the longest that fits"
+            keys = ("decode_tokens_per_second", "length", "accuracy", "state")
+            yield _systems("speed", title, lines, *keys, tokens_per_second="prefill_tokens_per_second")
             yield _quantized(lines)
             yield _combined(lines)
         yield from measured
@@ -83,37 +88,11 @@ def _named(config: LocretConfig, lines: Sequence[Mapping[str, Any]]) -> list[dic
     return [{**line, "system": names[line["spec"]] + "*" * line["starred"]} for line in lines]
 
 
-def _systems(lines: Sequence[Mapping[str, Any]]) -> Row:
-    shown = [
-        {
-            "name": line["system"],
-            "length": line["length"],
-            **{key: line.get(key) for key in ("accuracy", "of_full", "kv_bytes", "far_bytes", "peak_bytes")},
-            "state": line["state"],
-        }
-        for line in lines
-        if line["system"].rstrip("*") in SYSTEMS
-    ]
-    return Row("systems", "figure 1: memory and score by system", shown)
-
-
-def _speed(lines: Sequence[Mapping[str, Any]]) -> Row:
-    """Tokens of prompt and answer by the seconds of both, as the article counts them."""
-    shown = [
-        {
-            "name": line["system"],
-            "tokens_per_second": line.get("prefill_tokens_per_second"),
-            "decode_tokens_per_second": line.get("decode_tokens_per_second"),
-            "length": line["length"],
-            "accuracy": line.get("accuracy"),
-            "state": line["state"],
-        }
-        for line in lines
-        if line["system"].rstrip("*") in SYSTEMS
-    ]
-    return Row(
-        "speed", "tokens of the prompt a second, context and right answers; a star: the longest that fits", shown
-    )
+def _systems(name: str, title: str, lines: Sequence[Mapping[str, Any]], *keys: str, **renamed: str) -> Row:
+    """A table of the article's own systems with these figures, those first that have another name here."""
+    own = [line for line in lines if line["system"].rstrip("*") in SYSTEMS]
+    known = {"name": "system", **renamed, **dict(zip(keys, keys, strict=True))}
+    return Row(name, title, [{head: line.get(key) for head, key in known.items()} for line in own])
 
 
 def _quantized(lines: Sequence[Mapping[str, Any]]) -> Row:

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.evaluation.bench.draw import COLOURS, MARK, NARROW, WIDTH, foot, need_matplotlib, panels, save
-from sakiyomi.evaluation.bench.pictures import drawable, legend_once
+from sakiyomi.evaluation.bench.draw import MARK, WIDTH, need_matplotlib
+from sakiyomi.evaluation.bench.pictures import MARKS, Lines, Panel, Theme, drawable, drawing
 from sakiyomi.evaluation.bench.report import Row
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["accuracy", "check", "draw", "kept_map"]
 
-MARKS = "os^vDPX*"
 HEIGHT = 4.6
 CELLS = 400
 """Columns of the map of kept tokens: of a longer text each is the mean over several tokens."""
 WORDS = 16  # of the text, below that map
-ASIDE = "(side by side where alike)"
+ASIDE = "keys and values, MB (side by side where alike)"
 CLASSES = {
     "one-shot": "full, in one pass",
     "full": "full, in chunks",
@@ -66,191 +63,134 @@ def draw(rows: Sequence[Row], folder: str, conditions: Mapping[str, Any]) -> lis
     Raises:
         LoadError: one cannot be written.
     """
-    painters = {"long": (accuracy, "accuracy"), "turns": (_turns, "turns"), "books": (_books, "books")}
-    written = []
-    by_name = {row.name: row for row in rows}
-    for name, (painter, file) in painters.items():
-        if name in by_name and (figure := painter(by_name[name])) is not None:
-            written.append(_save(figure, Path(folder) / f"{file}.png", by_name[name], conditions))
-    if "memory" in by_name:
-        figure = _memory(by_name["long"], by_name["memory"])
-        written.append(_save(figure, Path(folder) / "memory.png", by_name["long"], conditions))
+    painters = {"long": ("accuracy", accuracy), "memory": ("memory", _memory), "books": ("books", _books)}
+    painters["turns"] = ("turns", _turns)
+    by_name, written = {row.name: row for row in rows}, []
+    for name, (file, panels_of) in painters.items():
+        # Growth is told beside the lines that it is of.
+        row = by_name.get("long" if name == "memory" else name)
+        panels = panels_of(by_name[name]) if name in by_name else []
+        if row is not None and panels:
+            path = Path(folder) / f"{file}.png"
+            drawing(path, [(panel, row, HEIGHT) for panel in panels], {**row.conditions, **conditions}, legend=True)
+            written.append(path)
     return written
 
 
-def _figure(count: int = 1, height: float = HEIGHT, *, stacked: bool = False) -> tuple[Figure, list[Any]]:
-    return panels(count, 1, NARROW, 0.75 * count * height) if stacked else panels(1, count, WIDTH, height)
-
-
-def _save(figure: Figure, path: Path, row: Row, conditions: Mapping[str, Any]) -> Path:
-    foot(figure, {**row.conditions, **conditions})
-    save(figure, path)
-    return path
-
-
-def _groups(lines: Sequence[Mapping[str, Any]], *needs: str) -> dict[str, list[Mapping[str, Any]]]:
+def _groups(lines: Lines, *needs: str) -> dict[str, list[Mapping[str, Any]]]:
     """Lines with these figures by system and budget, in order."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         if all(line.get(key) is not None for key in needs):
-            name = str(line["name"]).removesuffix(" *")
-            groups.setdefault(f"{name} {line['budget']}" if line["budget"] else name, []).append(line)
+            groups.setdefault(_name(line), []).append(line)
     return groups
 
 
-def _styles(
-    groups: Mapping[str, Sequence[Mapping[str, Any]]], colours: Sequence[str] = COLOURS
-) -> dict[str, dict[str, Any]]:
-    """A colour a system and a mark a budget; of more systems than colours the marks go on."""
+def _name(line: Mapping[str, Any]) -> str:
+    """System and budget; the star of the longest context that fits is left out."""
+    return " ".join(filter(None, (str(line["name"]).removesuffix(" *"), line["budget"])))
+
+
+def _styles(groups: Mapping[str, Lines], theme: Theme) -> dict[str, dict[str, Any]]:
+    """A colour a system and a mark a budget; of more systems than colours the marks continue."""
     heads = {name: (str(group[0]["name"]).removesuffix(" *"), group[0]["budget"]) for name, group in groups.items()}
     systems = list(dict.fromkeys(system for system, _ in heads.values()))
-    budgets = list(dict.fromkeys(budget for _, budget in heads.values() if budget is not None))
+    budgets = [None, *dict.fromkeys(budget for _, budget in heads.values() if budget is not None)]
     found = {}
     for name, (system, budget) in heads.items():
-        place = systems.index(system)
-        mark = place // len(colours) * max(len(budgets), 1) + (budgets.index(budget) if budget is not None else 0)
-        found[name] = {"color": colours[place % len(colours)], "marker": MARKS[mark % len(MARKS)], "markersize": 5}
+        lap, place = divmod(systems.index(system), len(theme.colours))
+        mark = lap * len(budgets) + budgets.index(budget)
+        found[name] = {"color": theme.colours[place], "marker": MARKS[mark % len(MARKS)], "markersize": 5}
     return found
 
 
-def accuracy(row: Row, colours: Sequence[str] = COLOURS, *, stacked: bool = False) -> Figure | None:
-    """Right answers against bytes of keys and values, one panel a length that was asked for.
-
-    Args:
-        row: of `bench long`.
-        colours: of the systems.
-        stacked: panels stand one below the other, and the legend below them: for narrow pages.
-    """
+def accuracy(row: Row) -> list[Panel]:
+    """Right answers against bytes of keys and values, a panel each length that was asked for."""
     groups = _groups(row.lines, "accuracy", "kv_bytes")
     lengths = sorted({line["length"] for group in groups.values() for line in group if not line["starred"]})
-    if not lengths:
-        return None
-    figure, parts = _figure(len(lengths), stacked=stacked)
-    styles = _styles(groups, colours)
-    for axes, length in zip(parts, lengths, strict=True):
-        shown = [(name, line) for name, group in groups.items() for line in group if line["length"] == length]
-        for name, line in shown:
-            right, spread = 100 * line["accuracy"], 100 * (line["accuracy_spread"] or 0.0)
-            _point(axes, name, line, shown, right, [[min(spread, right)], [min(spread, 100 - right)]], styles)
-        axes.set(xscale="log", ylim=(-4, 104), title=f"{length} tokens", xlabel=f"keys and values, MB {ASIDE}")
-        _plain_ticks(axes.xaxis)
-    for axes in parts if stacked else parts[:1]:
-        axes.set_ylabel("right answers, percent")
-    legend_once(figure, parts, below=stacked)
-    return figure
+    return [partial(_panel_points, groups, length, "accuracy", 100.0, "right answers, percent") for length in lengths]
 
 
-def _memory(table: Row, growth: Row) -> Figure:
+def _books(row: Row) -> list[Panel]:
+    """Perplexity and agreement against bytes of keys and values, for the longest context."""
+    groups = _groups(row.lines, "perplexity", "kv_bytes", "agreement")
+    longest = max((line["length"] for group in groups.values() for line in group), default=0)
+    kinds = [("perplexity", 1.0, "perplexity"), ("agreement", 100.0, "tokens that full expects too, percent")]
+    return [partial(_panel_points, groups, longest, *kind) for kind in kinds if groups]
+
+
+def _panel_points(
+    groups: Mapping[str, Lines], length: int, key: str, scale: float, label: str, axes: Any, row: Row, theme: Theme
+) -> None:
+    """A point a system, with its spread, at the bytes that it holds.
+
+    Systems of one budget hold the same bytes, and one would hide the others: they stand side by side.
+    """
+    styles = _styles(groups, theme)
+    shown = [(name, line) for name, group in groups.items() for line in group if line["length"] == length]
+    for name, line in shown:
+        size, value, spread = line["kv_bytes"], scale * line[key], scale * (line[f"{key}_spread"] or 0.0)
+        alike = [id(other) for _, other in shown if abs(other["kv_bytes"] - size) <= 0.01 * size]
+        place = size / 1e6 * (1.0 + 0.02 * (alike.index(id(line)) - (len(alike) - 1) / 2))
+        reach = [[min(spread, value)], [min(spread, 100 - value) if scale == 100 else spread]]
+        axes.errorbar(place, value, yerr=reach, linestyle="none", capsize=3, label=name, **styles[name])
+    axes.set(xscale="log", title=f"{length} tokens", xlabel=ASIDE, ylabel=label)
+    if key == "accuracy":
+        axes.set_ylim(-4, 104)
+    _plain_ticks(axes.xaxis)
+
+
+def _memory(growth: Row) -> list[Panel]:
     """Keys and values, and what the process grew by, against the length: of each class of systems its first one.
 
     Both axes go by powers, so that the exponent is the slope. A budget that is a share of the context is a class of its
     own.
     """
-    groups = list(_groups(table.lines, "kv_bytes").values())
     classes: dict[tuple[str, float], Any] = {}
     for fit in growth.lines:
         classes.setdefault((fit["class"], fit["on_paper"]), fit)
-    measured = any(line["grown_bytes"] is not None for group in groups for line in group)
-    figure, parts = _figure(2 if measured else 1)
     kinds = [("kv_bytes", "kv_slope", "keys and values, MB"), ("grown_bytes", "process_slope", "process grown by, MB")]
-    for axes, (size, exponent, label) in zip(parts, kinds, strict=False):
-        for place, fit in enumerate(classes.values()):
-            lines = [line for line in table.lines if (line["name"].removesuffix(" *"), line["budget"]) == _key(fit)]
-            points = sorted((line["length"], line[size] / 1e6) for line in lines if (line.get(size) or 0) > 0)
-            if not points:
-                continue
+    measured = any(fit.get("process_slope") is not None for fit in growth.lines)
+    return [partial(_panel_growth, list(classes.values()), *kind) for kind in kinds[: 1 + measured]]
+
+
+def _panel_growth(fits: Lines, size: str, exponent: str, label: str, axes: Any, table: Row, theme: Theme) -> None:
+    for fit, colour in zip(fits, theme.colours, strict=False):
+        lines = [line for line in table.lines if _name(line) == _name(fit)]
+        points = sorted((line["length"], line[size] / 1e6) for line in lines if (line.get(size) or 0) > 0)
+        if points:
             slope = "" if fit.get(exponent) is None else f": slope {fit[exponent]:.2f}"
-            name = " ".join(filter(None, _key(fit)))
-            shown = CLASSES[fit["class"]] + ("" if name == fit["class"] else f" ({name})") + slope
-            axes.plot(*zip(*points, strict=True), label=shown, color=COLOURS[place], marker=MARKS[0], markersize=5)
-        axes.set(xscale="log", yscale="log", xlabel="tokens of the context", ylabel=label)
-        lengths = sorted({line["length"] for group in groups for line in group if not line["starred"]})
-        axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.xaxis.set_minor_locator(_nothing())
-        _plain_ticks(axes.yaxis)
-        axes.legend(frameon=False, fontsize=8)
-    return figure
+            shown = CLASSES[fit["class"]] + ("" if _name(fit) == fit["class"] else f" ({_name(fit)})") + slope
+            axes.plot(*zip(*points, strict=True), label=shown, color=colour, marker=MARKS[0], markersize=5)
+    lengths = sorted({line["length"] for line in table.lines if line.get("kv_bytes") and not line["starred"]})
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the context", ylabel=label)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    _plain_ticks(axes.yaxis)
 
 
-def _key(line: Mapping[str, Any]) -> tuple[str, Any]:
-    return line["name"], line["budget"]
+def _turns(row: Row) -> list[Panel]:
+    """Bytes of keys and values after each turn."""
+    groups = _groups(row.lines, "series")
+    return [partial(_panel_turns, groups)] if groups else []
 
 
-def _nothing() -> Any:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()
+def _panel_turns(groups: Mapping[str, Lines], axes: Any, row: Row, theme: Theme) -> None:
+    styles = _styles(groups, theme)
+    for name, (line, *_) in groups.items():
+        sizes = [size / 1e6 for size in line["series"]["kv"]]
+        share = f"{name}, {100 * line['accuracy']:.0f} % right"
+        axes.plot(line["series"]["tokens"], sizes, label=share, **styles[name])
+    axes.set(xlabel="tokens of the conversation", ylabel="keys and values, MB", yscale="log")
+    _plain_ticks(axes.yaxis)
 
 
 def _plain_ticks(axis: Any) -> None:
     """1, 2 and 5 of each power of ten, as plain numbers: ranges here are often within one power."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    from matplotlib.ticker import LogLocator
 
     axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(_nothing())
-
-
-def _beside(line: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float:
-    """Where a point stands, in MB: systems of one budget hold the same bytes, and one would hide the others.
-
-    Those that hold as many bytes as others stand side by side around them; all others stand at their own.
-    """
-    size = line["kv_bytes"]
-    alike = [other for other in lines if abs(other["kv_bytes"] - size) <= 0.01 * size]
-    place = next(at for at, other in enumerate(alike) if other is line)
-    return float(size / 1e6 * (1.0 + 0.02 * (place - (len(alike) - 1) / 2)))
-
-
-def _point(
-    axes: Any,
-    name: str,
-    line: Mapping[str, Any],
-    shown: Sequence[tuple[str, Mapping[str, Any]]],
-    value: float,
-    reach: Any,
-    styles: Mapping[str, dict[str, Any]],
-) -> None:
-    """Plot a system's figure against the bytes that it holds, beside systems that hold as many."""
-    place = _beside(line, [other for _, other in shown])
-    axes.errorbar(place, value, yerr=reach, linestyle="none", capsize=3, label=name, **styles[name])
-
-
-def _turns(row: Row) -> Figure | None:
-    """Bytes of keys and values after each turn."""
-    groups = _groups(row.lines, "series")
-    if not groups:
-        return None
-    figure, (axes,) = _figure()
-    styles = _styles(groups)
-    for name, (line, *_) in groups.items():
-        series = line["series"]
-        share = f", {100 * line['accuracy']:.0f} % right"
-        axes.plot(series["tokens"], [size / 1e6 for size in series["kv"]], label=name + share, **styles[name])
-    axes.set(xlabel="tokens of the conversation", ylabel="keys and values, MB", yscale="log")
-    _plain_ticks(axes.yaxis)
-    legend_once(figure, [axes])
-    return figure
-
-
-def _books(row: Row) -> Figure | None:
-    """Perplexity and agreement against bytes of keys and values, for the longest context."""
-    groups = _groups(row.lines, "perplexity", "kv_bytes", "agreement")
-    if not groups:
-        return None
-    longest = max(line["length"] for group in groups.values() for line in group)
-    figure, parts = _figure(2)
-    styles = _styles(groups)
-    kinds = [("perplexity", 1.0, "perplexity"), ("agreement", 100.0, "tokens that full expects too, percent")]
-    for axes, (key, scale, label) in zip(parts, kinds, strict=True):
-        shown = [(name, line) for name, group in groups.items() for line in group if line["length"] == longest]
-        for name, line in shown:
-            spread = line[f"{key}_spread"]
-            _point(axes, name, line, shown, scale * line[key], scale * spread if spread else None, styles)
-        axes.set(xscale="log", xlabel=f"keys and values, MB {ASIDE}", ylabel=label, title=f"{longest} tokens")
-        _plain_ticks(axes.xaxis)
-    legend_once(figure, parts)
-    return figure
+    axis.set_major_formatter("{x:g}")
+    axis.axes.minorticks_off()
 
 
 def kept_map(
@@ -280,31 +220,41 @@ def kept_map(
     """
     if not kept or not tokens:
         raise InputError(f"kept has {len(kept)} layers and the text {len(tokens)} tokens; give at least one of each")
-    shares = np.concatenate([_shares(np.asarray(layer), len(tokens), i) for i, layer in enumerate(kept)])
-    figure, (axes,) = _figure(height=1.9 + 0.16 * len(shares))
+    layers = [_shares(np.asarray(layer), len(tokens), i) for i, layer in enumerate(kept)]
+    title = title or "pairs kept by layer and head; right: share of the text"
+    panel = partial(_panel_map, layers, tokens, spans, title)
+    drawing(path, [(panel, Row("kept", title, ()), 1.9 + 0.16 * sum(map(len, layers)))], width=WIDTH)
+
+
+def _panel_map(
+    layers: Sequence[np.ndarray[Any, Any]],
+    tokens: Sequence[str],
+    spans: Sequence[tuple[int, int]],
+    title: str,
+    axes: Any,
+    _: Row,
+    theme: Theme,
+) -> None:
+    shares, count = np.concatenate(layers), len(tokens)
     axes.grid(visible=False)
-    axes.imshow(
-        shares, cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest", extent=_extent(tokens, shares)
-    )
+    look = {"cmap": "Blues", "vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
+    axes.imshow(shares, extent=(0, count, len(shares), 0), **look)  # columns in tokens, rows in heads, the first on top
     row = 0
-    for layer, places in enumerate(kept):
-        heads = len(places)
-        axes.axhline(row, color="#888888", linewidth=0.5)
-        share = shares[row : row + heads].mean()
-        axes.text(1.005 * len(tokens), row + heads / 2, f"{100 * share:.0f} %", va="center", fontsize=7)
-        axes.text(-0.005 * len(tokens), row + heads / 2, f"layer {layer}", va="center", ha="right", fontsize=7)
-        row += heads
+    for layer, own in enumerate(layers):
+        axes.axhline(row, color=theme.faint, linewidth=0.5)
+        middle = row + len(own) / 2
+        axes.text(1.005 * count, middle, f"{100 * own.mean():.0f} %", va="center", fontsize=7)
+        axes.text(-0.005 * count, middle, f"layer {layer}", va="center", ha="right", fontsize=7)
+        row += len(own)
     for begin, end in spans:
         axes.axvspan(begin, max(end, begin + 1), color=MARK, alpha=0.25, linewidth=0)
         # A few tokens of thousands are thinner than a line.
         axes.plot((begin + end) / 2, 0, "v", color=MARK, markersize=6, clip_on=False)
-    places = np.unique(np.linspace(0, len(tokens) - 1, WORDS).astype(int))
-    axes.set_xticks(
-        places + 0.5, [_word(tokens[place], place) for place in places], rotation=60, ha="right", fontsize=7
-    )
+    places = np.unique(np.linspace(0, count - 1, WORDS).astype(int))
+    words = [f"{drawable(tokens[place].strip()[:12]) or '·'} {place}" for place in places]
+    axes.set_xticks(places + 0.5, words, rotation=60, ha="right", fontsize=7)
     axes.set_yticks([])
-    axes.set_title(title or "pairs kept by layer and head; right: share of the text", fontsize=10)
-    save(figure, path, "place")
+    axes.set_title(title, fontsize=10)
 
 
 def _shares(places: np.ndarray[Any, Any], length: int, layer: int) -> np.ndarray[Any, Any]:
@@ -319,13 +269,3 @@ def _shares(places: np.ndarray[Any, Any], length: int, layer: int) -> np.ndarray
         marks[head, own[own >= 0]] = 1.0
     edges = np.linspace(0, length, min(length, CELLS) + 1).astype(int)
     return np.add.reduceat(marks, edges[:-1], axis=1) / np.diff(edges)
-
-
-def _extent(tokens: Sequence[str], shares: np.ndarray[Any, Any]) -> tuple[float, float, float, float]:
-    """Columns in tokens, rows in heads, the first on top."""
-    return (0, len(tokens), len(shares), 0)
-
-
-def _word(token: str, place: int) -> str:
-    """A token for an axis, with where it stands."""
-    return f"{drawable(token.strip()[:12]) or '·'} {place}"

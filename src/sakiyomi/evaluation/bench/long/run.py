@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.tokens import TokenNames
 from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.long.books import compared, passages, read_books
@@ -24,6 +24,7 @@ from sakiyomi.evaluation.bench.long.questions import Question, made, source, tas
 from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, Loader, System, systems
 from sakiyomi.evaluation.bench.long.table import Perform, growth, reasons, table
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.study import attempted
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
 
 __all__ = ["run"]
@@ -62,11 +63,7 @@ def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures
 
     def rows() -> Iterator[Row]:
         for name, make in made_rows.items():
-            try:
-                row = make()
-            except SakiyomiError as error:
-                row = Row(name, "failed", [], error=error.message)
-            yield row
+            yield (row := attempted(name, "failed", make))
             if name == "long" and (memory := growth(row)) is not None:
                 yield memory
 

@@ -252,31 +252,18 @@ def growth(row: Row) -> Row | None:
         if line.get("kv_bytes") is not None:
             groups.setdefault((line["spec"], line["budget"]), []).append(line)
     for group in groups.values():
-        group = sorted(group, key=lambda line: int(line["length"]))
+        group.sort(key=lambda line: int(line["length"]))
         first, last = group[0], group[-1]
         if first["length"] == last["length"]:
             continue
-        lengths = [line["length"] for line in group]
-        grown = [line["grown_bytes"] for line in group]
-        lines.append(
-            {
-                "name": first["name"],
-                "budget": first["budget"],
-                "class": first["kind"],
-                "from": first["length"],
-                "to": last["length"],
-                "kv_slope": slope(lengths, [line["kv_bytes"] for line in group]),
-                "process_slope": None if None in grown else slope(lengths, grown),
-                "on_paper": _on_paper(first),
-                "kv_from_bytes": first["kv_bytes"],
-                "kv_to_bytes": last["kv_bytes"],
-                "grown_from_bytes": first["grown_bytes"],
-                "grown_to_bytes": last["grown_bytes"],
-            }
-        )
-    if not any(line["grown_to_bytes"] is not None for line in lines):  # systems shared one process
-        unknown = {"process_slope", "grown_from_bytes", "grown_to_bytes"}
-        lines = [{key: value for key, value in line.items() if key not in unknown} for line in lines]
+        lengths, sizes, grown = ([line[key] for line in group] for key in ("length", "kv_bytes", "grown_bytes"))
+        slopes, ends = {"kv_slope": slope(lengths, sizes)}, {"kv_from_bytes": sizes[0], "kv_to_bytes": sizes[-1]}
+        if None not in grown:  # the system had a process of its own
+            slopes["process_slope"] = slope(lengths, grown)
+            ends |= {"grown_from_bytes": grown[0], "grown_to_bytes": grown[-1]}
+        head = {"name": first["name"], "budget": first["budget"], "class": first["kind"]}
+        span = {"from": first["length"], "to": last["length"]}
+        lines.append({**head, **span, **slopes, "on_paper": _on_paper(first), **ends})
     title = "exponent of memory by length: 2 quadratic, 1 linear, 0 flat; grown: of the process since it was ready"
     return Row("memory", title, lines, dict(row.conditions)) if lines else None
 

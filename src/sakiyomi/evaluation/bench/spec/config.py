@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sakiyomi.core.checks import at_least
 from sakiyomi.evaluation.settings import TargetSettings
 
-__all__ = ["CompareConfig", "MergeConfig", "SpecConfig"]
+__all__ = ["SpecConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class SpecConfig(TargetSettings):
         max_new_tokens: of each answer; Spec-Bench has 1024.
         prompt_tokens: longest prompt; longer ones are cut in the middle. By default as long as the context allows.
         gamma: draft tokens a round, or auto.
-        repeats: laps over each question; medians are reported. Spec-Bench has 3.
+        repeats: runs over each question; medians are reported. Spec-Bench has 3.
         template: auto (the tokenizer's chat template, or plain text where it has none), none (plain text), or a Jinja
             file.
         system: system message, before everything else.
@@ -55,27 +55,3 @@ class SpecConfig(TargetSettings):
 
     def __post_init__(self) -> None:
         at_least(self, count=1, max_new_tokens=2, repeats=1, prompt_tokens=2)
-
-
-@dataclass(frozen=True)
-class CompareConfig:
-    """Result files side by side.
-
-    Attributes:
-        files: results of bench spec; the others are compared with the first one.
-    """
-
-    files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE..."})
-
-
-@dataclass(frozen=True)
-class MergeConfig:
-    """Result files as one.
-
-    Attributes:
-        files: results of bench spec with the same settings; where several hold a result, the last one counts.
-        out: file for all of them together.
-    """
-
-    files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE..."})
-    out: str | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.evaluation.bench.long.config import split_list
 from sakiyomi.evaluation.bench.long.readers import read_rows, require
+from sakiyomi.evaluation.bench.study import append, line, whole_lines
 
 __all__ = ["PLAIN", "Question", "Record", "Results", "chosen", "digest", "join", "own_questions", "read_questions"]
 
@@ -178,10 +179,9 @@ class Results:
         """
         path = Path(path).expanduser()
         try:
-            text = path.read_text(encoding="utf-8")
+            head, *lines = [*whole_lines(path)] or [""]
         except (OSError, UnicodeDecodeError) as error:
             raise LoadError(f"{str(path)!r} cannot be read ({error}); expected results of bench spec") from None
-        head, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]
         try:
             first = json.loads(head)
             if first["format"] != FORMAT:
@@ -189,9 +189,9 @@ class Results:
             found = cls(dict(first["settings"]), dict(first["conditions"]), path=path)
         except (ValueError, TypeError, KeyError):
             raise LoadError(f"{str(path)!r} holds no results of bench spec; name another file") from None
-        for number, line in enumerate(lines, start=2):
+        for number, text in enumerate(lines, start=2):
             try:
-                record = Record.of(json.loads(line))
+                record = Record.of(json.loads(text))
             except (ValueError, TypeError, KeyError):
                 raise LoadError(
                     f"line {number} of {str(path)!r} is no result of bench spec; delete that line"
@@ -250,13 +250,8 @@ class Results:
             LoadError: they cannot be written.
         """
         self.records |= {(record.question, record.draft): record for record in records}
-        if self.path is None:
-            return
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_lines(records))
-        except OSError as error:
-            raise LoadError(f"cannot write {self.path}: {error.strerror}; choose another --out") from None
+        if self.path is not None:
+            append(self.path, [record.to_dict() for record in records], "choose another --out")
 
     def write(self) -> None:
         """Write the whole file anew: there may be hours of work in it.
@@ -267,12 +262,8 @@ class Results:
         assert self.path is not None
         head = {"format": FORMAT, "settings": dict(self.settings), "conditions": dict(self.conditions)}
         with whole_file(self.path, "choose another --out") as fresh:
-            fresh.write_text(_lines(self.records.values(), head), encoding="utf-8")
-
-
-def _lines(records: Iterable[Record], *before: Mapping[str, Any]) -> str:
-    values = [*before, *(record.to_dict() for record in records)]
-    return "".join(json.dumps(value, ensure_ascii=False, default=str) + "\n" for value in values)
+            lines = [head, *(record.to_dict() for record in self.records.values())]
+            fresh.write_text("".join(map(line, lines)), encoding="utf-8")
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

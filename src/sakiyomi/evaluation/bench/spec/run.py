@@ -1,8 +1,8 @@
-"""``sakiyomi bench spec``: questions one after the other, plain decoding and every drafter by turns on each.
+"""``sakiyomi bench spec``: questions one after the other, plain decoding and every drafter interleaved on each.
 
 The protocol of Spec-Bench (Xia et al. 2024, arXiv 2401.07851): one request at a time, greedy, wall clock with the
-prompt's pass, plain decoding in the same run. Two things are stricter here. Everyone answers a question before the next
-one is asked, so that a machine that slows down slows everybody; and the plain answer to a turn stands in everyone's
+prompt's pass, plain decoding in the same run. Two things are stricter here. All drafters answer a question before the
+next one is asked, so that a machine that slows down slows all of them; the plain answer to a turn stands in every
 next prompt, so that texts that part at a near-tie do not make other work of the turns behind.
 """
 
@@ -159,13 +159,13 @@ class Spec:
             llm.wait()
         self._settings, self._conditions = _settings(config, llm, template, file), machine.conditions()
         self._ways = {PLAIN: EngineView(llm), **drafted}
-        for way in self._ways.values():  # the first text on a way pays for what later ones find ready
+        for way in self._ways.values():  # the first text has costs that later ones do not have
             way.generate(
                 [llm.tokenizer(STORIES[0]).input_ids[:room]], SamplingParams(max_new_tokens=16, gamma=config.gamma)
             )
 
     def answer(self, question: Question, known: Collection[str], note: Note = silent) -> Answered:
-        """Have everyone answer whose answer is not known."""
+        """Have all drafters answer whose answer is not kept yet."""
         missing = [name for name in self._ways if name not in known]
         asked = {name: self._ways[name] for name in dict.fromkeys((PLAIN, *missing))} if missing else {}
         return self.answered(_ask(self._config, self._llm, self._talk(question), asked, note) if asked else [])
@@ -190,7 +190,7 @@ def _check(config: SpecConfig) -> None:
             kind, _, argument = str(part).partition(":")
             if kind == "suffix" and argument and config.repeats > 1:
                 raise InputError(
-                    f"draft {spec!r} remembers the texts of a lap and knows them in the next one; give --repeats 1"
+                    f"draft {spec!r} remembers the texts of one run and knows them in the next one; give --repeats 1"
                 )
             if kind == "self-evicted":
                 raise UnsupportedError(
@@ -242,7 +242,7 @@ class Talk:
         most: tokens that a prompt may have; of longer ones the middle is left out, so that a template's words and the
             last message stay.
         question: what is asked.
-        prompts: token ids of the turns so far, the same for everyone.
+        prompts: token ids of the turns so far, the same for all drafters.
         answers: plain ones.
     """
 
@@ -258,7 +258,7 @@ class Talk:
         for turn, said in enumerate(self.question.turns):
             if turn == len(self.prompts):
                 before = list(zip(self.question.turns, self.answers, strict=False))
-                self.prompts.append(self._cut(self.dialogue.prompt(said, before)))
+                self.prompts.append(self._cut(self.dialogue.read(self.dialogue.messages_with(said, before))))
             done += way.generate([self.prompts[turn]], params)
             if turn == len(self.answers):
                 self.answers.append(done[-1].text)

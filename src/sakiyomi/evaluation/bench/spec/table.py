@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import statistics
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.drops import Tau, change, fallen
 from sakiyomi.core.errors import InputError
-from sakiyomi.evaluation.bench.draw import COLOURS, WIDTH, foot, panels, save
+from sakiyomi.evaluation.bench.draw import WIDTH
+from sakiyomi.evaluation.bench.pictures import Theme, drawing, grouped
 from sakiyomi.evaluation.bench.report import Row, unclaimed
 from sakiyomi.evaluation.bench.runner import Agreement, Lap, Spread, Standing
 from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results, differences
@@ -30,17 +31,15 @@ OWN = {ALL, "name", "decode", "tau", "tokens_per_second", "equal", "near_ties", 
 def figures(records: Sequence[Record]) -> dict[str, Any]:
     """Of one drafter on some questions; no speed where an answer is not the plain one, and nothing explains that."""
     defects = sum(not record.explained for record in records)
-    ours, plain = ([_speed(laps) for laps in each] for each in _sides(records))
-    behind, plain_behind = ([_decoding(laps) for laps in each] for each in _sides(records))
+    ours, plain = (statistics.fmean(map(_speed, laps)) for laps in _sides(records))
+    behind, plain_behind = (statistics.fmean(map(_decoding, laps)) for laps in _sides(records))
     passes = [lap for record in records for lap in record.laps]
     found: dict[str, Any] = {
-        "speedup": statistics.fmean(ours) / statistics.fmean(plain),
-        "decode": statistics.fmean(behind) / statistics.fmean(plain_behind),
-        "tokens_per_second": statistics.fmean(ours),
+        "speedup": ours / plain,
+        "decode": behind / plain_behind,
+        "tokens_per_second": ours,
     }
-    if defects:
-        found = dict.fromkeys(found)
-    return found | {
+    return (dict.fromkeys(found) if defects else found) | {
         "tau": sum(lap["committed"] for lap in passes) / max(sum(lap["rounds"] for lap in passes), 1),
         "questions": len(records),
         "equal": sum(record.equal for record in records),
@@ -154,15 +153,10 @@ def compared(several: Sequence[Results]) -> Row:
     common = [key for key in several[0].records if all(key in results.records for results in several)]
     if not common:
         raise InputError(f"{' and '.join(names)} have no question and drafter in common; nothing can be compared")
-    drafts = list(dict.fromkeys(draft for _, draft in common))
     lines = []
-    for draft in sorted(drafts, key=lambda name: name != PLAIN):
-        keys = [key for key in common if key[1] == draft]
-        categories = list(dict.fromkeys(several[0].records[key].category for key in keys))
-        for category in [*categories, ALL]:
-            wanted = [key for key in keys if category in (ALL, several[0].records[key].category)]
-            each = [figures([results.records[key] for key in wanted]) for results in several]
-            lines.append(_side_by_side(draft, category, names, each))
+    for draft, category, keys in _cells(several[0], sorted(common, key=lambda key: key[1] != PLAIN)):
+        each = [figures([results.records[key] for key in keys]) for results in several]
+        lines.append(_side_by_side(draft, category, names, each))
     notes = []
     for name, results in zip(names[1:], several[1:], strict=True):
         apart = differences(several[0].settings, results.settings)
@@ -180,22 +174,25 @@ def since(now: Results, before: Results) -> Row:
     if not common:
         raise InputError(f"{str(before.path)!r} has no question and drafter that were measured now; give another file")
     lines, notes = [], []
-    for draft in dict.fromkeys(draft for _, draft in common):
-        keys = [key for key in common if key[1] == draft]
-        for category in [*dict.fromkeys(now.records[key].category for key in keys), ALL]:
-            wanted = [key for key in keys if category in (ALL, now.records[key].category)]
-            new, old = (Tau.of([_passes(results.records[key]) for key in wanted]) for results in (now, before))
-            fell = fallen(new, old)
-            line = {"name": draft, "category": category, "questions": len(wanted), "tau then": old.value}
-            lines.append(line | {"tau": new.value, "change": change(new, old), "fell": "yes" if fell else None})
-            if fell:
-                notes.append(
-                    f"{draft}, {category}: acceptance has fallen, tau {old.value:.2f} -> {new.value:.2f} "
-                    f"({change(new, old):+.0%})"
-                )
+    for draft, category, keys in _cells(now, common):
+        new, old = (Tau.of([_passes(results.records[key]) for key in keys]) for results in (now, before))
+        fell = fallen(new, old)
+        line = {"name": draft, "category": category, "questions": len(keys), "tau then": old.value}
+        lines.append(line | {"tau": new.value, "change": change(new, old), "fell": "yes" if fell else None})
+        if fell:
+            fall = f"tau {old.value:.2f} -> {new.value:.2f} ({change(new, old):+.0%})"
+            notes.append(f"{draft}, {category}: acceptance has fallen, {fall}")
     apart = differences(before.settings, now.settings)
     notes += [f"{key}: then {old!r:.80}, now {new!r:.80}" for key, (old, new) in apart.items()]
     return Row("against", f"tokens a pass, then ({before.path}) and now", lines, {}, notes)
+
+
+def _cells(results: Results, keys: Sequence[Any]) -> Iterator[tuple[str, str, list[Any]]]:
+    """Drafter, category and keys of records: each drafter by category, then all of its questions."""
+    for draft in dict.fromkeys(draft for _, draft in keys):
+        own = [key for key in keys if key[1] == draft]
+        for category in [*dict.fromkeys(results.records[key].category for key in own), ALL]:
+            yield draft, category, [key for key in own if category in (ALL, results.records[key].category)]
 
 
 def _passes(record: Record) -> tuple[float, float]:
@@ -221,31 +218,29 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> None:
-    """Draw the speed-ups of the first row, ``spec``, those of all questions last; of a drafter without one a gap stays.
+    """Draw the speed-ups of the first row, ``spec``; of a drafter without one a gap stays.
 
     Raises:
         LoadError: the file cannot be written.
     """
     row = rows[0]
+    # Wide enough that each bar is seen.
+    width = max(WIDTH, 0.13 * len(row.lines) * (1 + len(row.lines[0]["by_category"])) + 2)
+    drawing(path, [(_panel, row, 4.4)], {**row.conditions, **conditions}, width=width, legend=True)
+
+
+def _panel(axes: Any, row: Row, theme: Theme) -> None:
+    """Bars by category, one a drafter; those of all questions last."""
     lines = [line for line in row.lines if line["name"] != PLAIN]
     categories = list(dict.fromkeys(name for line in lines for name in line["by_category"]))
-    places, width = [*categories, ALL], 0.84 / max(len(lines), 1)
-    # Wide enough that each bar is seen.
-    figure, (axes,) = panels(1, 1, max(WIDTH, 0.13 * len(lines) * len(places) + 2), 4.4)
-    for number, line in enumerate(lines):
-        found = {name: own["speedup"] for name, own in line["by_category"].items()} | {ALL: line[ALL]}
-        heights = [found.get(name) or 0.0 for name in places]
-        left = [place + (number - (len(lines) - 1) / 2) * width for place in range(len(places))]
-        repeated = number // len(COLOURS)
-        label = f"{line['name']} ({line[ALL]:.2f}x)" if line[ALL] else f"{line['name']} (other text than plain)"
-        axes.bar(left, heights, 0.92 * width, color=COLOURS[number % len(COLOURS)], alpha=1 - 0.4 * min(repeated, 1),
-                 label=label)  # fmt: skip
-    axes.axhline(1.0, color="#222222", linewidth=1)
-    axes.axvline(len(categories) - 0.5, color="#999999", linewidth=0.8, linestyle=":")
-    tilt: dict[str, Any] = {"rotation": 20, "ha": "right"} if len(places) > 8 else {}
-    axes.set_xticks(range(len(places)), places, **tilt)
+    series = {
+        f"{line['name']} ({line[ALL]:.2f}x)" if line[ALL] else f"{line['name']} (other text than plain)": [
+            line["by_category"].get(name, {}).get("speedup") for name in categories
+        ]
+        + [line[ALL]]
+        for line in lines
+    }
+    grouped(axes, [*categories, ALL], series, theme.colours)
+    axes.axhline(1.0, color=theme.ink, linewidth=1)
+    axes.axvline(len(categories) - 0.5, color=theme.faint, linewidth=0.8, linestyle=":")
     axes.set(ylabel="speed-up over plain decoding", title=textwrap.fill(row.title, 100))
-    axes.grid(visible=False, axis="x")
-    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
-    foot(figure, {**row.conditions, **conditions})
-    save(figure, path)

@@ -39,7 +39,7 @@ class TasksConfig:
         language: of the sounds, by name or code; the model detects it if it is not given.
         device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         gamma: draft tokens a round of every contender but the one that chooses by itself.
-        repeats: measured laps; one lap before them warms up.
+        repeats: measured runs; one run before them warms up.
         max_new_tokens: new tokens of an answer, or of a part of a sound.
         count: most questions of each file.
         peers: measure transformers too.

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.audio import Audio
-from sakiyomi.core.errors import LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note, silent
-from sakiyomi.evaluation.bench.draw import BASELINE, COLOURS, WIDTH, foot, panels, save
+from sakiyomi.evaluation.bench.pictures import Theme, drawing, grouped
 from sakiyomi.evaluation.bench.report import Row, race_notes
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race, timed
+from sakiyomi.evaluation.bench.study import attempted
 from sakiyomi.evaluation.bench.tasks.config import WAYS, TasksConfig
 from sakiyomi.evaluation.bench.tasks.data import Question, Score, read_questions, scorer
 from sakiyomi.evaluation.bench.tasks.peer import Peer, judged
 from sakiyomi.model_executor.loading import Loaded, load_model, stop_tokens
 from sakiyomi.model_executor.runner import first_logits
 
-__all__ = ["bars", "draw", "run"]
+__all__ = ["draw", "run", "seconds"]
 
+Write = Callable[[Any, SamplingParams], tuple[Sequence[int], Stats | None]]
+"""Answers a prompt: its tokens, and what our engine counted."""
 TITLE = "seconds an answer and tokens/s, one at a time; answers of equal weights compared"
 SEED = 0
 HEARD = 30.0  # seconds at once, where the model is not known yet and questions are only looked at
@@ -47,14 +50,10 @@ def run(config: TasksConfig, note: Note = silent) -> Iterator[Row]:
         read_questions(kind, path, config.names(), config.count, language=config.language, seconds=HEARD)
     pairs = {way: _Pair(config, draft, way) for way in config.ways}
 
-    def rows() -> Iterator[Row]:
-        for kind, path in config.files().items():
-            try:
-                yield _Task(config, note, kind, path, scores[kind], pairs).row()
-            except SakiyomiError as error:
-                yield Row(kind, TITLE, [], error=error.message)
-
-    return rows()
+    return (
+        attempted(kind, TITLE, _Task(config, note, kind, path, scores[kind], pairs).row)
+        for kind, path in config.files().items()
+    )
 
 
 class _Pair:
@@ -118,7 +117,7 @@ class _Task:
     pairs: Mapping[str, _Pair]
 
     def row(self) -> Row:
-        """Every way at every temperature, and what has to be known of them."""
+        """Every way at every temperature, with their conditions."""
         lines: list[dict[str, Any]] = []
         notes: list[str] = []
         for way, pair in self.pairs.items():
@@ -173,25 +172,25 @@ class _Task:
             return first_logits(llm.target, source, [*begins[number], *answer])
 
         judge = judged(row, llm.target.dtype, end) if heat == 0 else None
+
+        def lap(write: Write, own: SamplingParams) -> Callable[[], Lap]:
+            return partial(self._lap, write, prompts, questions, own, llm)
+
         contenders = []
         if config.peers:
-            ways = {"plain": peer, "assisted": Peer(pair.target, pair.assistant, config.gamma)}
+            theirs = {"plain": peer, "assisted": Peer(pair.target, pair.assistant, config.gamma)}
             contenders = [
-                Contender(f"transformers {name}", partial(self._theirs, way, prompts, questions, params, llm), judge)
-                for name, way in ways.items()
+                Contender(f"transformers {name}", lap(partial(_theirs, way), params), judge)
+                for name, way in theirs.items()
             ]
         ours: dict[str, tuple[Any, SamplingParams]] = {
             "plain": (EngineView(llm), params),
             f"draft, gamma {config.gamma}": (llm, params),
             "draft, auto": (llm, replace(params, gamma="auto")),
         }
+        against = "sakiyomi plain" if quantized and heat == 0 else None
         contenders += [
-            Contender(
-                f"sakiyomi {name}",
-                partial(self._ours, view, prompts, questions, own, llm),
-                judge,
-                against="sakiyomi plain" if quantized and heat == 0 else None,
-            )
+            Contender(f"sakiyomi {name}", lap(partial(_ours, view, llm), own), judge, against)
             for name, (view, own) in ours.items()
         ]
 
@@ -208,31 +207,19 @@ class _Task:
         found = llm.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=True)
         return list(found["input_ids"])
 
-    def _ours(
-        self, view: Any, prompts: Sequence[Any], questions: Sequence[Question], params: SamplingParams, llm: LLM
+    def _lap(
+        self, write: Write, prompts: Sequence[Any], questions: Sequence[Question], params: SamplingParams, llm: LLM
     ) -> Lap:
-        done: list[Any] = []
+        """All prompts, one after the other, with the score of the answers; those to the parts of a sound are joined."""
+        done: list[tuple[Sequence[int], Stats | None]] = []
 
         def work() -> list[list[int]]:
-            for number, prompt in enumerate(prompts):
-                own = replace(params, seed=SEED + number)
-                done.extend(view.generate([llm.engine.process(prompt, own)], own))
-            return [_plain(one.token_ids, llm.tokenizer) for one in done]
+            done.extend(write(prompt, replace(params, seed=SEED + number)) for number, prompt in enumerate(prompts))
+            return [_plain(tokens, llm.tokenizer) for tokens, _ in done]
 
         lap = timed(work)
-        return self._scored(lap.more(tau=Stats.total(one.stats for one in done).tau), questions, llm)
-
-    def _theirs(
-        self, peer: Peer, prompts: Sequence[Any], questions: Sequence[Question], params: SamplingParams, llm: LLM
-    ) -> Lap:
-        def work() -> list[list[int]]:
-            found = [peer(prompt, replace(params, seed=SEED + number)) for number, prompt in enumerate(prompts)]
-            return [_plain(tokens, llm.tokenizer) for tokens in found]
-
-        return self._scored(timed(work), questions, llm)
-
-    def _scored(self, lap: Lap, questions: Sequence[Question], llm: LLM) -> Lap:
-        """With the score of its answers, those to the parts of a sound joined."""
+        if counted := [stats for _, stats in done if stats is not None]:
+            lap = lap.more(tau=Stats.total(counted).tau)
         if self.score is None:
             return lap
         texts = iter(llm.tokenizer.batch_decode([list(tokens) for tokens in lap.outputs], skip_special_tokens=True))
@@ -256,6 +243,15 @@ class _Task:
             "over_assisted": standing.ratio_to(assisted) if assisted is not None and speed else None,
             **{name: shown.get(name) for name in names},
         }
+
+
+def _ours(view: Any, llm: LLM, prompt: Any, params: SamplingParams) -> tuple[Sequence[int], Stats]:
+    (done,) = view.generate([llm.engine.process(prompt, params)], params)
+    return done.token_ids, done.stats
+
+
+def _theirs(peer: Peer, prompt: Any, params: SamplingParams) -> tuple[Sequence[int], None]:
+    return peer(prompt, params), None
 
 
 def _on_disk(model: Any) -> dict[str, str]:
@@ -286,30 +282,17 @@ def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> None:
     Raises:
         LoadError: the file cannot be written.
     """
-    shown = [row for row in rows if row.lines]
-    if not shown:
-        return
-    figure, axes = panels(len(shown), 1, WIDTH, 3.2 * len(shown))
-    for place, row in zip(axes, shown, strict=True):
-        bars(place, row, (BASELINE, *COLOURS))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False, fontsize=8)
-    foot(figure, {**shown[0].conditions, **conditions})
-    save(figure, path)
+    if shown := [row for row in rows if row.lines]:
+        drawing(path, [(seconds, row, 3.2) for row in shown], {**shown[0].conditions, **conditions}, legend=True)
 
 
-def bars(axes: Any, row: Row, colours: Sequence[str]) -> None:
-    """Seconds an answer by how the weights lie and by temperature, a bar a contender; its score stands in the table."""
-    places = list(dict.fromkeys(_place(line) for line in row.lines))
-    names = list(dict.fromkeys(line["name"] for line in row.lines))
-    width = 0.84 / len(names)
-    for number, name in enumerate(names):
-        found = {_place(line): line["seconds_per_answer"] or 0.0 for line in row.lines if line["name"] == name}
-        left = [place + (number - (len(names) - 1) / 2) * width for place in range(len(places))]
-        colour = colours[number % len(colours)]
-        axes.bar(left, [found.get(place, 0.0) for place in places], 0.92 * width, color=colour, label=name)
-    axes.set_xticks(range(len(places)), places)
+def seconds(axes: Any, row: Row, theme: Theme) -> None:
+    """A panel: seconds an answer by how the weights lie and by temperature; its score stands in the table."""
+    places = list(dict.fromkeys(map(_place, row.lines)))
+    found = {(line["name"], _place(line)): line["seconds_per_answer"] for line in row.lines}
+    names = dict.fromkeys(line["name"] for line in row.lines)
+    grouped(axes, places, {name: [found.get((name, place)) for place in places] for name in names}, theme.colours)
     axes.set(ylabel="seconds an answer", title=row.name)
-    axes.grid(visible=False, axis="x")
 
 
 def _place(line: Mapping[str, Any]) -> str:
