@@ -23,7 +23,8 @@ class InfLLM(Looking):
     A block's representatives are those of its keys at which the rows of its own chunk looked most. Its relevance is the
     most that one of the last rows, in one head, would look at it among all representatives; all heads of a layer read
     the same blocks. The paper takes the product of mean query and mean representative, where a question's one row that
-    looks for something far away is lost among those that look at their neighbours (``docs/policies.md``, "Measured").
+    looks for something far away is lost among those that look at their neighbours
+    (``benchmarks/log/policies-measured.md``).
 
     Blocks are chosen at boundaries: after every chunk, and every 16 generated tokens, where the paper chooses at each.
     What is asked at the end of a prompt is to be answered with the blocks that it asks for: its last 16 tokens choose,
