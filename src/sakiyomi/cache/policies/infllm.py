@@ -23,7 +23,7 @@ class InfLLM(Looking):
     A block's representatives are the keys with the most attention from the rows of its own chunk. Its relevance is the
     largest attention that one of the last rows, in one head, would give it among all representatives; all heads of a
     layer read the same blocks. The paper takes the product of mean query and mean representative, which hides a single
-    row that needs something far away (``docs/policies.md``, "Measured").
+    row that needs something far away (``benchmarks/log/policies-measured.md``).
 
     Blocks are chosen at boundaries: after every chunk, and every 16 generated tokens, where the paper chooses at each
     token. A prompt's last 16 tokens choose blocks and are read again with them, so a question at the end is answered
