@@ -51,7 +51,7 @@ def blank(width: float, height: float) -> Figure:
 
 
 def bordered(some: Iterable[Any]) -> list[Any]:
-    """Axes with a faint grid behind what is drawn, and without the frame's upper and right side."""
+    """Axes with a faint grid, and without the upper and right side of the frame."""
     found = list(some)
     for axes in found:
         axes.grid(alpha=0.3)

@@ -61,7 +61,7 @@ def _titled(panel: Panel, axes: Any, row: Row, theme: Theme) -> None:
 
 
 def _panels(row: Row) -> Sequence[Panel]:
-    """What there is to draw of a row, by what is in its lines."""
+    """Panels of a row, chosen by the figures in its lines; none if there is nothing to draw."""
     known = {name for line in row.lines for name, value in line.items() if value}
     panels: dict[str, Sequence[Panel]] = {
         "plain_latency_seconds": BY_BATCH,
@@ -84,7 +84,7 @@ def _bars(axes: Any, row: Row, theme: Theme) -> None:
         axes.barh(place, speed, height=0.6, color=colour, xerr=reach, ecolor=WHISKER, capsize=3)
         axes.text(line["high"] + 0.015 * most, place, _label(line, first=not place), va="center", fontsize=9)
     axes.set_yticks(range(len(row.lines)), [line["name"] for line in row.lines])
-    # From top to bottom, also where the last one has no bar; room for the labels behind the longest.
+    # From top to bottom, also where the last one has no bar; room for the labels after the longest.
     axes.set(
         ylim=(len(row.lines) - 0.5, -0.5),
         xlim=(0, 1.35 * most),

@@ -51,17 +51,17 @@ MOVED |= {"useless"}
 
 
 def measure(name: str, config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Row:
-    """One row alone."""
+    """Measure one row."""
     return rows[name](PairRow(name, config, note))
 
 
 def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Iterator[Row]:
-    """Run the rows that were asked for and give each when it is done; one that fails says so, and the others run.
+    """Run the requested rows and yield each when it is measured. A row that fails has an error; the others still run.
 
     Args:
         config: names the rows; none: the one-minute table.
-        note: is told what is going on.
-        rows: those that there are.
+        note: receives lines of progress.
+        rows: the known rows, by name.
 
     Raises:
         InputError, LoadError: a row is not known, or what rows of a pair need is not there; before any work.
@@ -83,7 +83,7 @@ def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Iterator
 
 
 def _wanted(config: BenchConfig, rows: Rows) -> Sequence[str]:
-    """Names of the rows to run; with ``all`` those alone whose heads or drafts are given or known."""
+    """Names of the rows to run; ``all`` leaves out rows whose heads or drafts are not known."""
     for name in config.rows:
         if name in MOVED and name not in rows:
             raise InputError(f"row {name!r} is now in the source repository: python benchmarks/rows.py --rows {name}")

@@ -32,8 +32,6 @@ from sakiyomi.evaluation.bench.tasks.run import seconds
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.search import tune
 
-__all__ = ["FIGURES"]
-
 SHORT = 48  # new tokens where up to 64 texts are written at once, or by twenty ways, so that the figures take minutes
 TEXTS = 4  # prompts for each of the others': half of them compare, and texts differ more than laps
 CELLS = 64

@@ -13,8 +13,6 @@ from typing import Any
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig, PairSettings
 
-__all__ = ["COMMON", "ReportConfig", "article", "words"]
-
 PICTURES = ("png", "svg")
 
 
