@@ -68,6 +68,7 @@ def test_models_are_loaded_by_name_and_the_oldest_is_given_up(monkeypatch: pytes
                 assert await said(client, name) == right.text, params
             # None is a: so c takes the place of b, and b later that of c.
             assert found.events == ["a", "b", "c", "b"]
+            assert "/models/load" in (await client.get("/docs")).text
             cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
             assert {name: card["loaded"] for name, card in cards.items()} == {"a": True, "b": True, "c": False}
             assert cards["c"]["max_model_len"] == cards["a"]["max_model_len"]  # known from when it was loaded

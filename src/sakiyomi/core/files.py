@@ -108,11 +108,12 @@ def alone(folder: Path, busy: str = "") -> Iterator[None]:
     Raises:
         InputError: another process holds the lock.
     """
-    try:
+    handle: int | None = None
+    with suppress(ImportError, OSError):
         import fcntl
 
         handle = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):
+    if handle is None:
         yield
         return
     try:

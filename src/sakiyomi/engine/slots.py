@@ -89,7 +89,7 @@ class SlotManager:
         else:
             request.slot = self._cache.take()
             self._eviction.begin(request.slot)
-            self._go_on(request)
+            self._restore_prefix(request)
         if lender is not None and lender.slot is not None and not self._eviction.chunked:
             self._copy(request, lender.slot, self._lendable(lender.slot, self._held(lender, request)))
         self._share(request)
@@ -115,16 +115,16 @@ class SlotManager:
         request.base = place.base if read else 0
         if not read:
             self._eviction.begin(request.slot)
-            self._go_on(request)
+            self._restore_prefix(request)
         if same:
             tell_inherit(self._drafter, request.context, place.context)
         tell_end(self._drafter, place.context)
 
-    def _go_on(self, request: Request) -> None:
+    def _restore_prefix(self, request: Request) -> None:
         """Fill the slot from the request's prefix, if it has one and begins with all of it."""
         prefix = request.place.prefix if request.place is not None else None
         if prefix is None or (self._exact and len(prefix.tokens) % self._chunk_size):
-            return  # the rows of its last chunk round otherwise than in a chunk that is longer
+            return  # the rows of its shorter last chunk were rounded differently
         count = len(prefix.tokens)
         if count < request.prompt_tokens and request.tokens[:count] == prefix.tokens:
             self._eviction.restore(request.seat, count, prefix.tensors)
@@ -133,9 +133,9 @@ class SlotManager:
 
     def _held(self, place: RetainedSlot, request: Request) -> int:
         """How many first tokens of a request's prompt a retained slot holds that can be reused."""
-        return self._reusable(request, place.shared(request.tokens), place.whole, place.base)
+        return self._usable(request, place.shared(request.tokens), place.whole, place.base)
 
-    def _reusable(self, request: Request, count: int, whole: int, base: int = 0) -> int:
+    def _usable(self, request: Request, count: int, whole: int, base: int = 0) -> int:
         """How many of a prompt's first tokens can be reused from another slot that holds `count` of them.
 
         With `exact`, rows of decoding passes and of chunks of another length were rounded differently. With eviction,
@@ -222,7 +222,7 @@ class SlotManager:
     def _lent(self, request: Request, other: Request, count: int, read: int) -> int:
         """How many of `count` common tokens can be reused when the other request has read `read` tokens."""
         held = min(count, read + self._eviction.needs_log_probs)
-        return 0 if other.base else self._reusable(request, held, other.prompt_tokens - self._eviction.tail)
+        return 0 if other.base else self._usable(request, held, other.prompt_tokens - self._eviction.tail)
 
     def _copy(self, request: Request, slot: int, count: int) -> None:
         """Copy the first tokens of another slot to a request, if they are enough and there is storage."""
@@ -264,8 +264,8 @@ class SlotManager:
             self.share()  # no request waits for it any more
         place, slot, request.slot = request.place, request.slot, None
         if slot is not None and place is not None and request.error is None:
-            # Of a round's path more may be in the cache than was committed: a stop cut it. The last token counts as
-            # not read even so, as where nothing was drafted: what is read next begins at the same place.
+            # A stop may have cut the round's path, so that the cache holds more than was committed. The last token
+            # counts as unread, as without drafts: the next request then reads from the same place.
             place.held = request.tokens[:-1][: request.cached]
             place.prompt = min(request.prompt_tokens, len(place.held))
             place.base = request.base
@@ -292,11 +292,12 @@ class SlotManager:
         tell_end(self._drafter, place.context)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
-        """Refuse the last of these requests if all of them would not fit at their longest; kept places make way when a
-        slot is wanted.
+        """Refuse the last of these requests if all of them would not fit at full length.
+
+        Slots that conversations keep do not count: they are freed when a request needs a slot.
 
         Raises:
-            MemoryLimitError: they would not fit though nothing else were kept.
+            MemoryLimitError: they would not fit.
         """
         most, now = self._cache.max_slots, time.monotonic()
         count, longest, when = self._fitted  # no other request but the last is longer

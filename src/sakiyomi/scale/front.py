@@ -6,9 +6,8 @@ continues the stream of one that died, with the same text.
 
 from __future__ import annotations
 
-import html
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any, Protocol
 
@@ -21,13 +20,15 @@ from sakiyomi.scale.in_process import Asked, Part
 from sakiyomi.scale.routing import affinity_key
 from sakiyomi.server.app import IMAGES_BYTES
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.errors import ApiError, is_anthropic
+from sakiyomi.server.errors import ApiError, busy, is_anthropic
+from sakiyomi.server.page import rendered
 from sakiyomi.server.paths import make_app
 from sakiyomi.server.relay import Relay
 from sakiyomi.server.stream import event, unless_gone
 
 __all__ = ["Replicas", "follow", "make_front", "merged_metrics"]
 
+COLUMNS = ("replica", "machine", "pid", "running", "waiting", "slots", "requests", "tokens", "tau", "cache")
 TRIES = 3  # replicas that may die during one request, so that a request that kills replicas does not kill all
 SESSION = "x-session-id"
 """Header with the name of a conversation; by default its first messages identify it."""
@@ -74,9 +75,7 @@ async def follow(replicas: Replicas, asked: Asked) -> AsyncGenerator[Part]:
             if begun and over:  # all was said
                 return
         except replicas.busy:
-            raise ApiError(
-                429, "all replicas are busy; try again soon", code="queue_full", headers={"retry-after": "2"}
-            ) from None
+            raise busy("all replicas are busy; try again soon", 2) from None
     raise ApiError(502, f"{TRIES} replicas died while they answered this request", code="replica_died")
 
 
@@ -125,7 +124,8 @@ def make_front(replicas: Replicas, config: ServerConfig, lifespan: Lifespan | No
     @app.get("/replicas", response_class=HTMLResponse)
     async def shown() -> Response:
         """The replicas, for a reader."""
-        return HTMLResponse(_table(await replicas.figures()), headers={"content-security-policy": "default-src 'none'"})
+        html = rendered("replicas.html", replicas=await replicas.figures(), columns=COLUMNS)
+        return HTMLResponse(html, headers={"content-security-policy": "default-src 'none'"})
 
     return app
 
@@ -171,16 +171,3 @@ def merged_metrics(pages: Mapping[str, str]) -> bytes:
             elif line not in lines:
                 lines.append(line)
     return "\n".join([line for lines in families.values() for line in lines] + [""]).encode()
-
-
-COLUMNS = ("replica", "machine", "pid", "running", "waiting", "slots", "requests", "tokens", "tau", "cache")
-
-
-def _table(found: Sequence[Mapping[str, Any]]) -> str:
-    """A page that shows the replicas, and reloads itself."""
-    head = "".join(f"<th>{name}" for name in COLUMNS)
-    rows = "".join("<tr>" + "".join(f"<td>{html.escape(str(one[name]))}" for name in COLUMNS) for one in found)
-    return (
-        '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>sakiyomi: replicas</title>'
-        f"<h1>{len(found)} replicas</h1><table border cellpadding=4><tr>{head}{rows}</table>"
-    )

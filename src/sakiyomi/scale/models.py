@@ -26,7 +26,7 @@ from sakiyomi.scale.in_process import Asked, Part
 from sakiyomi.scale.model_options import likely_bytes
 from sakiyomi.scale.model_process import ModelDied, ModelProcess
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.errors import ApiError
+from sakiyomi.server.errors import ApiError, no_model, stopping
 from sakiyomi.server.fields import Strict
 from sakiyomi.server.transcriptions import read_form
 
@@ -215,24 +215,18 @@ class ModelTable:
 
     def _find(self, name: str | None) -> _Model:
         if self._draining:
-            raise _stopping()
+            raise stopping()
         if name is None:
             return next(iter(self._models.values()))
         if name not in self._models:
-            known = ", ".join(map(repr, self._models))
-            raise ApiError(
-                404,
-                f"there is no model {name!r:.80}; this server has {known}",
-                param="model",
-                code="model_not_found",
-            )
+            raise no_model(name, ", ".join(map(repr, self._models)))
         return self._models[name]
 
     async def _ready(self, model: _Model) -> None:
         while not model.loaded or model.leaving:
             async with self._door:
                 if self._over:
-                    raise _stopping()
+                    raise stopping()
                 if not model.loaded:
                     await self._make_room(model)
                     await self._load(model)
@@ -265,7 +259,7 @@ class ModelTable:
             raise ApiError(503, f"model {model.name!r} cannot be loaded: {error}", code="model_not_loaded") from error
         except asyncio.CancelledError:
             if self._over:
-                raise _stopping() from None
+                raise stopping() from None
             raise
         finally:
             self._loading = None
@@ -360,10 +354,6 @@ def _named(asked: Asked) -> str | None:
         names = read_form(asked.body, asked.kind).get("model")
         return names[-1].decode("utf-8", "replace") if names else None
     return None
-
-
-def _stopping() -> ApiError:
-    return ApiError(503, "the server is stopping", code="stopping")
 
 
 def _gauges(model: _Model) -> str:

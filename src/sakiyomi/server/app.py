@@ -187,9 +187,7 @@ class Server:
     async def _transcribe(self, request: Request, body: bytes) -> Response:
         """The text of a sound."""
         if not self.bodies.hears:
-            raise errors.bad_request(
-                f"{self.name!r} is no speech model; it writes at /v1/completions", code="unsupported_value"
-            )
+            raise errors.unsupported(f"{self.name!r} is no speech model; it writes at /v1/completions")
         task = "translate" if request.url.path.endswith("translations") else "transcribe"
         asked = read_transcription(body, request.headers.get("content-type", ""), task)
         loop = asyncio.get_running_loop()

@@ -15,12 +15,12 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tokens import token_places
-from sakiyomi.engine.chat_template import Dialogue, Ending, read_template
+from sakiyomi.engine.chat_template import Dialogue, Ending, Rendering, read_template
 from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.conversations import as_template_takes, ending_of, read_images, text_of
-from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.errors import ApiError, bad_request, no_model, unsupported
 from sakiyomi.server.escapes import Matcher
 from sakiyomi.server.grammar import Constraint, Grammars, Penalties
 from sakiyomi.server.jobs import Echo, Job, Reply
@@ -227,12 +227,12 @@ class BodyReader:
         self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest, ending: Ending
     ) -> tuple[list[int], Source | None]:
         """Tokens of a conversation, and the model's inputs for its images."""
-        options = body.chat_template_kwargs or {}
+        how = Rendering(tools, body.chat_template_kwargs or {}, ending)
         images = read_images(body.messages, self._config, self.blind)
         with _blaming("messages", {"options": "chat_template_kwargs"}):
             if not images:
-                return self._tokens(self._dialogue.read(messages, tools, options, ending), "messages"), None
-            text = self._dialogue.text(messages, tools, options, ending)
+                return self._tokens(self._dialogue.read(messages, how), "messages"), None
+            text = self._dialogue.text(messages, how)
             self._room.check(text, "messages")
             params = SamplingParams(prompt_logprobs=_of_prompt(body))
             made = self._llm.engine.process(ImagePrompt(text, images), params)
@@ -254,7 +254,7 @@ class BodyReader:
                 raise bad_request("an image is no text; leave it out to have the rest tokenized", "messages")
             with _blaming("messages"):
                 messages = as_template_takes(body.messages, self.template)
-                return self._dialogue.read(messages, ending=ending_of(body, messages))
+                return self._dialogue.read(messages, Rendering(ending=ending_of(body, messages)))
         if body.continue_final_message or not body.add_generation_prompt:
             field = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
             raise bad_request(f"{field} is about messages, and this is a prompt; leave it out", field)
@@ -288,20 +288,13 @@ class BodyReader:
 
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model."""
-        if name not in (None, self.name):
-            raise ApiError(
-                404,
-                f"there is no model {name!r:.80}; this server has {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        if name is not None and name != self.name:
+            raise no_model(name, repr(self.name))
 
     def _check(self, body: Ask) -> None:
         self.check_model(body.model)
         if self.hears:
-            raise bad_request(
-                f"{self.name!r} is a speech model; send sounds to /v1/audio/transcriptions", code="unsupported_value"
-            )
+            raise unsupported(f"{self.name!r} is a speech model; send sounds to /v1/audio/transcriptions")
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
         if wrong := [token for token in body.stop_token_ids if token >= self._llm.vocab_size]:
@@ -310,11 +303,10 @@ class BodyReader:
                 "stop_token_ids",
             )
         if body.kv_budget is not None and str(body.kv_budget) != self._budget:
-            raise bad_request(
+            raise unsupported(
                 f"kv_budget is {body.kv_budget!r:.40}; it is fixed when the model is loaded, and here "
                 + ("there is none" if self._budget == "None" else self._budget),
                 "kv_budget",
-                code="unsupported_value",
             )
 
     def _check_count(self, count: int, field: str) -> None:
@@ -425,10 +417,8 @@ def _drafting(wanted: Speculation, own: str | None, parts: tuple[str, ...]) -> t
         return True, (wanted.drafter,)
     if wanted.drafter not in ("auto", own):
         known = ", ".join(['"off", "auto"', *map(repr, () if own is None else (own, *parts))])
-        raise bad_request(
-            f"speculation.drafter is {wanted.drafter!r:.60}; this server knows {known}",
-            "speculation.drafter",
-            code="unsupported_value",
+        raise unsupported(
+            f"speculation.drafter is {wanted.drafter!r:.60}; this server knows {known}", "speculation.drafter"
         )
     return own is not None, None
 

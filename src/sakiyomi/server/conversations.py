@@ -17,7 +17,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.images import decode_image
 from sakiyomi.engine.chat_template import Ending
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.errors import bad_request
+from sakiyomi.server.errors import bad_request, unsupported
 from sakiyomi.server.schema import ChatRequest, ImagePart, Message, TextPart, TokenizeRequest, ToolCall
 from sakiyomi.server.tools import takes_texts
 
@@ -60,11 +60,10 @@ def ending_of(
             f"{place}.tool_calls",
         )
     if in_channels:
-        raise bad_request(
+        raise unsupported(
             "continue_final_message cannot be combined with tools or response_format here: replies of this model are "
             "messages in channels, and the grammar begins with one",
             "continue_final_message",
-            code="unsupported_value",
         )
     return "begun"
 
@@ -131,9 +130,7 @@ def read_images(messages: Sequence[Message], config: ServerConfig, blind: str | 
         if isinstance(part, ImagePart)
     ]
     if found and blind is not None:
-        raise bad_request(
-            f"this server reads no images: {blind}; send text alone", found[0][2], code="unsupported_value"
-        )
+        raise unsupported(f"this server reads no images: {blind}; send text alone", found[0][2])
     if len(found) > config.max_images:
         raise bad_request(f"{len(found)} images in one request; this server allows {config.max_images}", "messages")
     images, left = [], config.max_image_pixels
@@ -158,11 +155,10 @@ def _read(url: str, most_bytes: int, most_pixels: int, field: str) -> Image:
     """
     head, comma, data = url.partition(",")
     if not comma or not head.startswith("data:"):
-        raise bad_request(
+        raise unsupported(
             f"the image is given as {url!r:.60}; this server fetches nothing: send the image itself, as "
             "data:image/png;base64,...",
             field,
-            code="unsupported_value",
         )
     if not head.startswith("data:image/") or not head.endswith(";base64"):
         raise bad_request(f"the image begins with {head!r:.60}; expected data:image/TYPE;base64,", field)

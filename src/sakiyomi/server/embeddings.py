@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.server.bodies import BodyReader
-from sakiyomi.server.errors import bad_request
+from sakiyomi.server.errors import unsupported
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.replies import Piece, Style
 from sakiyomi.server.schema import CompletionRequest, EmbeddingsRequest, Speculation, read_as
@@ -43,17 +43,13 @@ def embedding_jobs(llm: LLM, bodies: BodyReader, body: EmbeddingsRequest, reques
         ApiError: the cache evicts, or the model has another number of dimensions.
     """
     if llm.target.eviction.chunked:
-        raise bad_request(
-            "the server's cache evicts, so that texts have no embeddings; start it with --cache full",
-            code="unsupported_value",
-        )
+        raise unsupported("the server's cache evicts, so that texts have no embeddings; start it with --cache full")
     width = int(llm.target.config.hidden_size)
     if body.dimensions not in (None, width):
-        raise bad_request(
+        raise unsupported(
             f"dimensions is {body.dimensions}, and this model's embeddings have {width}, which are not made to be cut; "
             "leave it out",
             "dimensions",
-            code="unsupported_value",
         )
     jobs = bodies.completion(request, counted=False)
     for job in jobs:

@@ -21,8 +21,8 @@ from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, Un
 from sakiyomi.server.fields import KINDS
 
 __all__ = [
-    "AnthropicErrorReply", "ApiError", "ErrorReply", "api_error", "bad_request", "install", "is_anthropic", "reply_to",
-    "wrong_body",
+    "AnthropicErrorReply", "ApiError", "ErrorReply", "api_error", "bad_request", "busy", "install", "is_anthropic",
+    "no_model", "reply_to", "stopping", "unsupported", "wrong_body",
 ]  # fmt: skip
 
 logger = logging.getLogger("sakiyomi.server")
@@ -137,6 +137,27 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None, *, code: str | None = "invalid_value") -> ApiError:
     """A 400 that names the field to blame."""
     return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(message: str, param: str | None = None) -> ApiError:
+    """A 400 for what this server, or its model, cannot do."""
+    return bad_request(message, param, code="unsupported_value")
+
+
+def busy(message: str, wait: int) -> ApiError:
+    """A 429 that says after how many seconds to try again."""
+    return ApiError(429, message, code="queue_full", headers={"retry-after": str(wait)})
+
+
+def no_model(name: str, known: str) -> ApiError:
+    """A 404 for a model that the server does not have."""
+    message = f"there is no model {name!r:.80}; this server has {known}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def stopping() -> ApiError:
+    """A 503 for requests that come during the shutdown."""
+    return ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "10"})
 
 
 def api_error(error: BaseException) -> ApiError:

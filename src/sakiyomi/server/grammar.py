@@ -14,7 +14,7 @@ from llguidance import LLTokenizer
 from torch import Tensor
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.errors import ApiError, bad_request, unsupported
 from sakiyomi.server.escapes import JSON_OUTLINE, Matcher, Vocabulary
 from sakiyomi.server.pair_rules import GAP, PairRules
 from sakiyomi.server.schema import FunctionTool
@@ -246,11 +246,10 @@ class _Lark:
             ApiError: the tokenizer has no special tokens for the marks.
         """
         if missing := [mark for mark in MARKS if mark not in self._marks]:
-            raise bad_request(
+            raise unsupported(
                 f"the template writes replies in channels, and the tokenizer has no token {missing[0]}; leave tools "
                 "and response_format out",
                 "tools" if tools else "response_format",
-                code="unsupported_value",
             )
         start, end, body, channel, data, call, _ = (f"<[{self._marks[mark]}]>" for mark in MARKS)
         said = "TEXT" if schema is None else self._value(schema)

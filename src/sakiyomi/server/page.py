@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 from starlette.responses import Response
 
-__all__ = ["page", "policy", "reference"]
+__all__ = ["page", "policy", "reference", "rendered"]
 
 SCRIPTS = "base", "markdown", "lanes", "tree", "chats", "talk"
 """Parts of the one script, in this order."""
@@ -108,20 +108,22 @@ def reference(document: Mapping[str, Any], url: str, *, keyed: bool) -> Response
             bodies |= {name} & schemas.keys()
             words = ["curl", url + path] + (["-H", "authorization: Bearer KEY"] if keyed else [])
             if taken:
-                words += ["-H", "content-type: application/json", "-d", json.dumps(taken["example"])]
+                example = taken.get("example", dict.fromkeys(schemas[name].get("required", ()), "..."))
+                words += ["-H", "content-type: application/json", "-d", json.dumps(example)]
             elif content:
                 words += ["--data-binary", "@FILE"]
             about = {"path": path, "verb": verb, "about": what.get("description", ""), "body": schemas.get(name)}
             operations.append(about | {"example": shlex.join(words)})
+    title = f"{document['info']['title']} {document['info']['version']}"
+    parts = [(name, schemas[name]) for name in sorted(_parts(bodies, schemas))]
+    return _as_page(rendered("reference.html", title=title, operations=operations, parts=parts))
+
+
+def rendered(name: str, **values: Any) -> str:
+    """A Jinja template of ``web/`` with these values."""
     environment = jinja2.Environment(autoescape=True)
     environment.filters["json"] = json.dumps
-    return _as_page(
-        environment.from_string(_web_file("reference.html")).render(
-            title=f"{document['info']['title']} {document['info']['version']}",
-            operations=operations,
-            parts=[(name, schemas[name]) for name in sorted(_parts(bodies, schemas))],
-        )
-    )
+    return environment.from_string(_web_file(name)).render(**values)
 
 
 def _parts(bodies: set[str], schemas: Mapping[str, Any]) -> set[str]:

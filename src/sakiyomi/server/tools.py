@@ -1,6 +1,6 @@
 """Tool calls: the formats in which models write them, and a reader that finds them in a stream of text.
 
-A new format is one entry of ``FORMATS``.
+A new format is one entry of ``tool_formats.toml``.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from sakiyomi.core.text import profile
-from sakiyomi.server.errors import bad_request
+from sakiyomi.server.errors import unsupported
 from sakiyomi.server.fields import value_of
 from sakiyomi.server.schema import function
 
@@ -160,60 +162,17 @@ class ToolFormat:
 _MARK = re.compile("<[^<>]+>")
 _decode = json.JSONDecoder().raw_decode
 
-FORMATS = (
-    # mistral-common, tokens/tokenizers/instruct.py: since version 11 of its tokenizers the name stands by itself.
-    # Version 11 has [CALL_ID] and an id behind the name; ids are the server's own here, so the grammar leaves it out.
-    ToolFormat(
-        "Mistral since 2025", ("[TOOL_CALLS]", "[ARGS]"), opening="[TOOL_CALLS]", divider="[ARGS]"
-    ),
-    # vLLM, examples/tool_chat_template_mistral*.jinja.
-    ToolFormat("Mistral", ("[TOOL_CALLS]",), opening="[TOOL_CALLS]", pad=" ", listed=True),
-    # vLLM, examples/tool_chat_template_llama3.1_json.jinja; one call a reply, as its template says. Meta's models put
-    # <|python_tag|> before it at times (vLLM, tool_parsers/llama_tool_parser.py).
-    ToolFormat(
-        "Llama 3 and 4", ('"parameters": dictionary of argument name',), arguments="parameters", lead="<|python_tag|>"
-    ),
-    # vLLM, tool_parsers/granite_tool_parser.py.
-    ToolFormat("Granite 3", ("<|tool_call|>",), opening="<|tool_call|>", listed=True, foreign=("<|/tool_call|>",)),
-    # llama.cpp, models/templates/llama-cpp-microsoft-Phi-4-mini-instruct.jinja.
-    ToolFormat("Phi 4 mini", ("<|tool_call|>", "<|/tool_call|>"), opening="<|tool_call|>", closing="<|/tool_call|>"),
-    # vLLM, examples/tool_chat_template_phi4_mini.jinja.
-    ToolFormat("Phi 4 mini by vLLM's template", ("functools[",), opening="functools", listed=True),
-    # vLLM, examples/tool_chat_template_nemotron_nano_v2.jinja.
-    ToolFormat("Nemotron", ("<TOOLCALL>",), opening="<TOOLCALL>", closing="</TOOLCALL>", listed=True),
-    # The templates of the models' own repositories. Until V3.1 arguments stand in a block of Markdown.
-    ToolFormat(
-        "DeepSeek V3, R1", ("<｜tool▁calls▁begin｜>", "```json"), opening="<｜tool▁calls▁begin｜>",
-        closing="<｜tool▁calls▁end｜>", each=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-        before="function<｜tool▁sep｜>", divider="\n```json\n", after="\n```", texts=True,
-    ),
-    ToolFormat(
-        "DeepSeek V3.1", ("<｜tool▁calls▁begin｜>",), opening="<｜tool▁calls▁begin｜>", closing="<｜tool▁calls▁end｜>",
-        each=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), divider="<｜tool▁sep｜>", texts=True,
-    ),
-    ToolFormat(
-        "Kimi K2", ("<|tool_calls_section_begin|>",), opening="<|tool_calls_section_begin|>",
-        closing="<|tool_calls_section_end|>", each=("<|tool_call_begin|>", "<|tool_call_end|>"), before="functions.",
-        numbered=True, divider="<|tool_call_argument_begin|>",
-    ),
-    # The templates of the models' own repositories; Qwen 3.5 writes as Qwen3-Coder does, GLM 4.7 without line feeds.
-    ToolFormat(
-        "Qwen3-Coder", ("<tool_call>", "<function=", "<parameter="), opening="<tool_call>", closing="</tool_call>",
-        pad="\n", before="<function=", divider=">", after="</function>",
-        pairs=Pairs("<parameter=", ">", "</parameter>", pad="\n"),
-    ),
-    ToolFormat(
-        "GLM 4.5 to 4.7", ("<tool_call>", "<arg_key>", "<arg_value>"), opening="<tool_call>", closing="</tool_call>",
-        pairs=Pairs("<arg_key>", "</arg_key>", "</arg_value>", opened="<arg_value>"),
-    ),
-    ToolFormat("gpt-oss", ("<|channel|>", "<|message|>", "functions"), channels=True),
-    # vLLM, examples/tool_chat_template_hermes.jinja; Qwen's own. Hunyuan and others have the same mark and something
-    # else than an object behind it.
-    ToolFormat(
-        "Hermes, Qwen", ("<tool_call>",), opening="<tool_call>", closing="</tool_call>", pad="\n",
-        foreign=("<function=", "<arg_key>", "<tool_calls>"),
-    ),
-)  # fmt: skip
+
+def _formats() -> Iterator[ToolFormat]:
+    entries = tomllib.loads(files("sakiyomi.server").joinpath("tool_formats.toml").read_text(encoding="utf-8"))
+    for entry in entries["format"]:
+        values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in entry.items()}
+        if "pairs" in entry:
+            values["pairs"] = Pairs(**entry["pairs"])
+        yield ToolFormat(**values)
+
+
+FORMATS = tuple(_formats())
 """All formats; the first one that fits a chat template is used."""
 
 
@@ -243,17 +202,12 @@ def tool_format(template: str) -> ToolFormat:
     if (form := _fitting(template)) is not None:
         return form
     if not template:
-        raise bad_request(
-            "the model has no chat template that could describe tools to it; leave tools out",
-            "tools",
-            code="unsupported_value",
-        )
-    raise bad_request(
+        raise unsupported("the model has no chat template that could describe tools to it; leave tools out", "tools")
+    raise unsupported(
         "the model's chat template uses a format of tool calls that this server does not know; it knows those of "
         f"{', '.join(form.models for form in FORMATS)}. Leave tools out, or start the server with a --chat-template of "
         "one of these",
         "tools",
-        code="unsupported_value",
     )
 
 

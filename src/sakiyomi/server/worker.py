@@ -21,7 +21,7 @@ from sakiyomi.core.outputs import Step
 from sakiyomi.core.process import release_workers
 from sakiyomi.engine.inputs import TokenizedPrompt
 from sakiyomi.engine.request import RetainedSlot
-from sakiyomi.server.errors import ApiError
+from sakiyomi.server.errors import ApiError, busy, stopping
 from sakiyomi.server.jobs import Call, Event, Job
 from sakiyomi.server.metrics import Metrics
 
@@ -102,16 +102,13 @@ class Worker:
             ApiError: there is no room for them now (429), or the server is about to stop (503).
         """
         if self._draining or not self._thread.is_alive():
-            raise ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "10"})
+            raise stopping()
         calls = {job.call for job in self._open if job.call is not None}
         if len(calls) >= self._most and not self._shed(calls, jobs[0].client):
             self.metrics.refused.inc()
             wait = math.ceil(min(60.0, max(1.0, self._seconds * (self.load - self.slots + 1) / self.slots)))
-            raise ApiError(
-                429,
-                f"{len(calls)} requests run or wait, as many as this server takes; try again in about {wait} s",
-                code="queue_full",
-                headers={"retry-after": str(wait)},
+            raise busy(
+                f"{len(calls)} requests run or wait, as many as this server takes; try again in about {wait} s", wait
             )
         call = Call(jobs, self.cancel)
         for job in jobs:
@@ -133,12 +130,7 @@ class Worker:
         ]
         if held[client] + 1 >= most or not waiting:
             return False
-        error = ApiError(
-            429,
-            "another client, who has less, needed the place of this request; try again",
-            code="queue_full",
-            headers={"retry-after": "1"},
-        )
+        error = busy("another client, who has less, needed the place of this request; try again", 1)
         newest = max(waiting, key=lambda call: call.jobs[0].arrived)
         self.metrics.refused.inc()
         for job in newest.jobs:
