@@ -298,8 +298,8 @@ def test_templates() -> None:
         ('{"messages": [3]}', "message 1"),
         ('[{"role": "user"}]', "message 1"),
         (r'[{"role": "user", "content": "a\ud83d"}]', r"message 1.*ud83d"),
-        ('[{"role": "user", "content": "a"}]', "by turns"),
-        ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "by turns"),
+        ('[{"role": "user", "content": "a"}]', "alternately"),
+        ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "alternately"),
     ],
 )
 def test_files_that_hold_something_else(text: str, message: str, tmp_path: Path) -> None:
