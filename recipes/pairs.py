@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import GenerationConfig
 
 from held_out import Example, write_examples
@@ -23,7 +23,7 @@ from sakiyomi.train.checkpoint import checkpoints, writing
 from sakiyomi.train.config import LoopOptions, TextRunConfig, check_sizes
 from sakiyomi.train.data import Ids
 from sakiyomi.train.export import Result, model_folder, write_card
-from sakiyomi.train.loop import BatchLoss, Loop, compiled_loss, on_device
+from sakiyomi.train.loop import Learner, Loop, compiled_loss, on_device
 from sakiyomi.train.losses import distillation_loss, next_token_loss
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.recipe import check_run
@@ -175,15 +175,7 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
         part = _part(config, name)
         folder = model_folder(part)
         if not (config.loop.resume and (folder / "card.json").exists()):
-            loop = Loop(
-                part,
-                _new(config, task, name),
-                _loss(config, target),
-                task.rows,
-                lambda m: _losses(m, task, None),
-                optimizers=partial(text_optimizers, part),
-                precision=part.text.passes,
-            )
+            loop = Loop(_Learner(part, task, target), _new(config, task, name))
             if not loop.run():
                 progress = loop.progress
                 stopped = {"finished": False, "out": config.loop.out, "part": name}
@@ -248,20 +240,32 @@ def _head(model: Any) -> Tensor:
     return weight
 
 
-def _loss(config: PairConfig, target: Any) -> BatchLoss:
-    """Of the target: the right answers; of the draft: the target's probabilities for them."""
-    if target is None:
-        plain = compiled_loss(next_token_loss, config.loop.compile)
-        return lambda model, batch: plain(states(model, batch), _head(model), _labels(batch))
-    distilled = compiled_loss(distillation_loss, config.loop.compile)
+class _Learner(Learner):
+    """The target learns the right answers, the draft the target's probabilities for them."""
 
-    def loss(model: Any, batch: Batch) -> Tensor:
+    config: PairConfig
+
+    def __init__(self, config: PairConfig, task: Task, target: Any) -> None:
+        self.config, self.mixture, self.passes = config, task.rows, config.text.passes
+        self._top, self._greedy_weight, self._task, self._target = config.top, config.greedy_weight, task, target
+        self._nats = compiled_loss(next_token_loss if target is None else distillation_loss, config.loop.compile)
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        """See `Learner`."""
+        if self._target is None:
+            return self._nats(states(model, batch), _head(model), _labels(batch))
         with torch.no_grad():
-            wanted = torch.softmax((states(target, batch) @ _head(target).T).float(), dim=-1)
-        probs, ids = wanted.topk(min(config.top, wanted.shape[-1]))
-        return distilled(states(model, batch), _head(model), ids, probs, config.greedy_weight)
+            wanted = torch.softmax((states(self._target, batch) @ _head(self._target).T).float(), dim=-1)
+        probs, ids = wanted.topk(min(self._top, wanted.shape[-1]))
+        return self._nats(states(model, batch), _head(model), ids, probs, self._greedy_weight)
 
-    return loss
+    def optimizers(self, model: Any) -> list[Optimizer]:
+        """See `Learner`."""
+        return text_optimizers(self.config, model)
+
+    def measures(self, model: Any) -> dict[str, dict[str, float]]:
+        """See `Learner`."""
+        return _losses(model, self._task, None)
 
 
 # ---------------------------------------------------------------- measures

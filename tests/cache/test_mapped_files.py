@@ -229,7 +229,7 @@ def test_models_whose_cache_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UnsupportedError, match=r"has an encoder.*cache='full'"):
         LLM((seq2seq_toys.model_of("t5"), TOKENIZER), "none", cache="offload", compile=False)
     shapes = [LayerShape(2, 8, 8, torch.device("meta"))]  # in the place of a GPU
-    monkeypatch.setattr("sakiyomi.model_executor.weights.probe", lambda *_: Probed(shapes, [], set(), False))
+    monkeypatch.setattr("sakiyomi.model_executor.weights.probe", lambda *_: Probed(shapes, [], set()))
     with pytest.raises(UnsupportedError, match=r"cache='offload' on meta.*cache='quant-4'"):
         make("offload")
 

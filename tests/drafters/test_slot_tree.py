@@ -15,6 +15,7 @@ from sakiyomi import InputError, SamplingParams
 from sakiyomi.drafters.base import Context, Rule
 from sakiyomi.drafters.draft_tree_state import drafts_of
 from sakiyomi.drafters.slot_tree import Slots, SlotTree
+from sakiyomi.drafters.tree_reader import kind_of
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 
@@ -72,7 +73,7 @@ def test_best_first_is_the_same_level_by_level(rule: Rule) -> None:
 
 def test_a_tree_that_is_deeper_than_there_are_slots() -> None:
     with pytest.raises(InputError, match="tree has 3 levels, and this draft guesses 2"):
-        Slots(2).kind_for(SamplingParams(tree=[1, 2, 2, 2]))
+        kind_of(SamplingParams(tree=[1, 2, 2, 2]), 2)
 
 
 def test_claimed_chances_bound_a_tree() -> None:

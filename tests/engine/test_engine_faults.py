@@ -384,7 +384,7 @@ def test_strict_ends_the_request(fault: str, caplog: pytest.LogCaptureFixture) -
     assert failed == [True, fault == "throws", fault == "throws"]
     assert message in str(last[ids[0]].error) and "Odd" not in caplog.text
     assert llm.target.cache.free == llm.target.cache.max_slots
-    with pytest.raises(DraftError, match="without strict"):
+    with pytest.raises(DraftError, match="strict=False continues without drafts"):
         llm.generate(PROMPTS[0:1], params(**values))
 
 

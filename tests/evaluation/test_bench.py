@@ -288,7 +288,7 @@ def test_near_ties_tell_noise_from_error() -> None:
     wrong = (texts[0], (*texts[1][:3], (texts[1][3] + 1) % 320, *texts[1][4:]))
     found = judge(texts, wrong)
     assert not found.accepted
-    assert "1 of 2 texts part (no near-tie): text 1 at token 3" in found.note
+    assert "1 of 2 texts differ (no near-tie): text 1 at token 3" in found.note
 
 
 # ---------------------------------------------------------------- peers and engine
@@ -588,10 +588,10 @@ def test_sweep_ends_where_memory_does(pair: BenchConfig, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("pays", "stops", "note"),
     [
-        (("yes", "yes", "no"), 4, "speculation pays up to a batch of 2 and is slower at 4 (ratio 0.90)"),
-        (("yes", "even", "no"), 4, "speculation pays up to a batch of 1 and is slower at 4 (ratio 0.90)"),
+        (("yes", "yes", "no"), 4, "speculation is faster up to a batch of 2 and slower at 4 (ratio 0.90)"),
+        (("yes", "even", "no"), 4, "speculation is faster up to a batch of 1 and slower at 4 (ratio 0.90)"),
         (("no", "no", "yes"), 1, "speculation is slower at 1 (ratio 0.90)"),
-        (("yes", None, "yes"), None, "speculation pays up to a batch of 4 and is slower at no size"),
+        (("yes", None, "yes"), None, "speculation is faster up to a batch of 4 and slower at no size"),
         ((None, "even", None), None, "speculation is slower at no size"),
     ],
 )

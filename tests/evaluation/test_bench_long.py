@@ -25,13 +25,15 @@ from sakiyomi.core.memory import parse_bytes, peak_bytes, resident_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.config import silent
+from sakiyomi.evaluation.bench.long import table as tables
 from sakiyomi.evaluation.bench.long.books import Passage, compared, followed, passages
 from sakiyomi.evaluation.bench.long.config import LongConfig, budget_pairs
 from sakiyomi.evaluation.bench.long.jobs import Watch, answers, apart
 from sakiyomi.evaluation.bench.long.questions import Question, middle_cut, source
 from sakiyomi.evaluation.bench.long.run import run
 from sakiyomi.evaluation.bench.long.systems import Loader, System, caught, systems
-from sakiyomi.evaluation.bench.long.table import growth, longest, slope, table
+from sakiyomi.evaluation.bench.long.table import Bench, growth, longest, slope
+from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.train.long_tasks import TASKS
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -80,6 +82,10 @@ def toy_config(**changed: Any) -> LongConfig:
         "memory": False,
     }
     return LongConfig(**(values | {"target": "toy"} | changed))
+
+
+def table(*given: Any) -> Row:
+    return tables.table(Bench(*given))
 
 
 # ---------------------------------------------------------------- what is asked for

@@ -26,6 +26,7 @@ from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.ngram import NgramReader
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.bench.draw import NARROW
 from sakiyomi.evaluation.bench.figures import run as running
 from sakiyomi.evaluation.bench.figures.alphas import ORDERS, minima, model_rows, ngram_rows, tables_of
 from sakiyomi.evaluation.bench.figures.config import ReportConfig, words
@@ -35,7 +36,7 @@ from sakiyomi.evaluation.bench.figures.run import SECTIONS, run
 from sakiyomi.evaluation.bench.figures.speeds import OURS, GreedyDraft
 from sakiyomi.evaluation.bench.figures.work import runner_rows
 from sakiyomi.evaluation.bench.frame import PairRow
-from sakiyomi.evaluation.bench.pictures import THEMES, picture
+from sakiyomi.evaluation.bench.pictures import LIGHT, THEMES, bars, curves, grouped, having, picture, stack
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.sampling.verifiers import VERIFIERS
@@ -382,6 +383,25 @@ def test_accuracy_by_memory_is_drawn() -> None:
     pictures = [picture(SECTIONS["memory"].paint, row, theme) for theme in THEMES]
     assert pictures[0] != pictures[1]
     assert "full 50% with 2 MB" in SECTIONS["memory"].seen(row)
+
+
+def test_panels_draw_what_the_lines_hold() -> None:
+    lines = [{"name": "a", "tau": 1.0, "ratio": None, "n": 1}, {"name": "b+c", "tau": 2.0, "ratio": 3.0, "n": 2}]
+    row = Row("x", "", [*lines, {"of another thing": 1}])
+    ys: dict[str, str | tuple[str, str]] = {"tau": "tokens", "ratio": ("speed", "--")}
+    own = curves("n", ys, of=lambda lines: having(lines, "n"), level=1.0, legend="best")
+    figure = stack(bars("tau", label="tokens"), own, height=[2.0, lambda row: 1.0 * len(row.lines)])(row, LIGHT)
+    upper, lower = figure.axes
+    assert [bar.get_width() for bar in upper.patches] == [1.0, 2.0]
+    assert [label.get_text() for label in upper.get_yticklabels()] == ["a", "b\n+ c"]
+    assert [list(curve.get_ydata()) for curve in lower.lines[:2]] == [[1.0, 2.0], [3.0]]
+    assert [text.get_text() for text in lower.get_legend().get_texts()] == ["tokens", "speed"]
+    assert list(figure.get_size_inches()) == [NARROW, 5.0]
+    by_name = stack(curves("n", {"tau": ""}, by="name", of=lambda lines: lines[:2], stroke=""), below=True)(row, LIGHT)
+    assert [text.get_text() for text in by_name.legends[0].get_texts()] == ["a", "b+c"]
+    places = grouped(upper, ["one", "two"], {"x": [1.0, None], "y": [2.0, 3.0]}, LIGHT.colours)
+    assert [round(place, 2) for place in places[0]] == [-0.21, 0.79]
+    assert [bar.get_height() for bar in upper.patches[2:]] == [1.0, 0.0, 2.0, 3.0]
 
 
 # ---------------------------------------------------------------- the rival

@@ -155,8 +155,8 @@ def test_memory_counts_what_the_class_keeps() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"exact": True}, "sliding window"),
-        ({"cache": "streaming", "kv_budget": 64}, "sliding window"),
+        ({"exact": True}, "keeps its own attention"),
+        ({"cache": "streaming", "kv_budget": 64}, "keeps its own attention"),
         ({"draft": "early-exit:1"}, "early exit"),
     ],
 )

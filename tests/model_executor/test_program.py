@@ -157,7 +157,7 @@ def told(numbers: Tensor) -> Tensor:
     return numbers.masked_fill(numbers.abs() < torch.finfo(numbers.dtype).tiny, 0.0).nan_to_num(7.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CALLED)
 def test_operators_of_torch(case: str, dtype: torch.dtype) -> None:
     """Called from C++ they give what they give to Python, of whatever numbers there are."""

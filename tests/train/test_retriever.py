@@ -275,15 +275,8 @@ def test_the_embedded_model_answers() -> None:
 
 def test_stages_follow_each_other(tmp_path: Path) -> None:
     settings = config(tmp_path, tokens=1000 * 512)
-    loop = Loop(
-        settings,
-        torch.nn.Linear(1, 1),
-        None,
-        None,
-        None,
-        optimizers=lambda model: [],
-        stages=(0.25, 0.75),  # type: ignore[arg-type]
-    )
+    values = {"optimizers": lambda model: [], "stages": (0.25, 0.75), "warmup_share": 0.0, "device": "cpu"}
+    loop = Loop(SimpleNamespace(config=settings, passes="bf16", **values), torch.nn.Linear(1, 1))
     for share, length in ((0, 128), (0.24, 128), (0.25, 256), (0.99, 256), (1.0, 256)):
         loop.progress.tokens = round(share * settings.loop.tokens)
         assert loop.row_tokens == (length,)

@@ -19,8 +19,7 @@ from sakiyomi.cache.observations import RowObservations
 from sakiyomi.cache.policies import Policy, View
 from sakiyomi.cache.policies.sparse import Sparse
 from sakiyomi.cache.recall import MainMemory
-from sakiyomi.cache.repositioning import Positions, Repositioner
-from sakiyomi.cache.rotary import make_turn
+from sakiyomi.cache.rotary import Positions, Repositioner, make_turn
 from sakiyomi.cache.slot_record import SlotRecord
 from sakiyomi.cache.slots import SlotCache
 

@@ -15,6 +15,9 @@ from torch import Tensor
 
 __all__ = ["Alibi", "KVCache", "LayerShape", "Part"]
 
+_STORED = ("heads", "key_dim", "value_dim", "window", "chunk", "sinks", "alibi", "tied", "source")
+"""Fields of a ``LayerShape`` in files, in this order."""
+
 
 class Alibi(NamedTuple):
     """What ALiBi adds to scores: (position of the key) * slope * unit.
@@ -75,31 +78,20 @@ class LayerShape:
 
     def as_json(self) -> list[Any]:
         """All but the device, for a file."""
-        sinks = None if self.sinks is None else self.sinks.tolist()
-        alibi = None if self.alibi is None else [self.alibi.slopes.tolist(), *self.alibi[1:]]
-        return [
-            self.heads, self.key_dim, self.value_dim, self.window, self.chunk, sinks, alibi, self.tied, self.source,
-        ]  # fmt: skip
+        known = {name: getattr(self, name) for name in _STORED}
+        known["sinks"] = None if self.sinks is None else self.sinks.tolist()
+        known["alibi"] = None if self.alibi is None else [self.alibi.slopes.tolist(), *self.alibi[1:]]
+        return [*known.values()]
 
     @classmethod
     def from_json(cls, about: Sequence[Any]) -> LayerShape:
         """What ``as_json`` gave, on the CPU; in older files the last ones are missing."""
-        heads, key_dim, value_dim, window, chunk = (*about, 0)[:5]
-        later: list[Any] = [None, None, False, None]
-        later[: len(about[5:])] = about[5:]
-        sinks, alibi, tied, source = later
-        return cls(
-            heads,
-            key_dim,
-            value_dim,
-            torch.device("cpu"),
-            window,
-            chunk,
-            sinks=None if sinks is None else torch.tensor(sinks),
-            alibi=None if alibi is None else Alibi(torch.tensor(alibi[0]), *alibi[1:]),
-            tied=tied,
-            source=source,
-        )
+        known = dict(zip(_STORED, about, strict=False))
+        if known.get("sinks") is not None:
+            known["sinks"] = torch.tensor(known["sinks"])
+        if (alibi := known.get("alibi")) is not None:
+            known["alibi"] = Alibi(torch.tensor(alibi[0]), *alibi[1:])
+        return cls(**known)
 
     @property
     def stored(self) -> tuple[str, ...]:

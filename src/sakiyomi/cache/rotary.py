@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from sakiyomi.cache.host import CacheHost
 
-__all__ = ["GROUP", "Rotation", "Turn", "make_turn"]
+__all__ = ["GROUP", "Positions", "Repositioner", "Rotation", "Turn", "make_turn"]
 
 Turn = Callable[[int, Tensor, Tensor], Tensor]
 """From layer, keys (heads, n, dim) and by how many positions each moves, (heads, n), to the keys turned."""
+
+Positions = list[list[Tensor]]
+"""By layer and head, (n,) int64."""
 
 FAR = 37  # positions, of the proof
 GROUP = 32  # positions that share a row of the far table
@@ -142,3 +146,44 @@ class Rotation:
         turned[..., self.pairs[:, 0].long()] = a * cos - b * sin
         turned[..., self.pairs[:, 1].long()] = a * sin + b * cos
         return turned
+
+
+class Repositioner:
+    """Rotates keys of a cache to the positions that they have after an eviction.
+
+    Args:
+        cache: whose keys.
+        turn: of the model.
+    """
+
+    def __init__(self, cache: SlotCache, turn: Turn) -> None:
+        self._cache, self._turn = cache, turn
+
+    def positions(self, slot: int, length: int) -> Positions:
+        """The position that each column's key was rotated for: of a layer's heads the last ones are the same."""
+        end = length - self._cache.least(slot)
+        found: Positions = []
+        for layer in range(len(self._cache.shapes)):
+            heads: list[Tensor] = []
+            for part in self._cache.parts(layer, slot):
+                own = torch.arange(end - length + part.dropped, end, device=part.keys.device)
+                heads += [own] * (part.heads.stop - part.heads.start)
+            found.append(heads)
+        return found
+
+    def move(self, slot: int, length: int, kept: Sequence[Sequence[Tensor]], before: Positions) -> None:
+        """Rotate what is left.
+
+        Args:
+            slot: after the eviction.
+            length: tokens of its text.
+            kept: by layer and head, the columns that stayed.
+            before: positions of the columns that they were taken from.
+        """
+        for layer, new in enumerate(self.positions(slot, length)):
+            for part in self._cache.parts(layer, slot):
+                heads = range(part.heads.start, part.heads.stop)
+                old = torch.stack([before[layer][head].gather(0, kept[layer][head]) for head in heads])
+                by = torch.stack([new[head] for head in heads]) - old.to(part.keys.device)
+                n = by.shape[1]
+                part.keys[:, :n] = self._turn(layer, part.keys[:, :n], by)

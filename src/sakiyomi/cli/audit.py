@@ -18,7 +18,7 @@ from sakiyomi.evaluation.audit.config import AuditConfig
 from sakiyomi.scale.cluster import WorkersOption
 
 if TYPE_CHECKING:
-    from sakiyomi.evaluation.audit.audit import AuditReport
+    from sakiyomi.evaluation.audit.report import AuditReport
 
 DEFECT = 1
 

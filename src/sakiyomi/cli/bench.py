@@ -93,10 +93,10 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
 def spec(config: SpecConfig, shared: WorkersOption, picture: PlotOption, output: JsonOption) -> None:
     """Compare drafters on questions of several kinds, as Spec-Bench does.
 
-    Greedy, one request at a time, everyone by turns on each question; every answer is compared with the plain one.
-    Speed-ups are over plain decoding beside it, the prompt's pass included; decode is the speed-up behind the prompt,
-    tau the mean accepted tokens. Workers share the questions, each of which one of them has everyone answer; they must
-    be equal machines, one worker each.
+    Greedy, one request at a time. All drafters run interleaved on each question, and every answer is compared with the
+    plain one. Speed-ups include the prompt's pass; decode is the speed-up after the prompt; tau is the mean number of
+    accepted tokens. Workers share the questions, and all drafters answer a question on the same worker. Workers must be
+    equal machines, one worker each.
 
     Example: sakiyomi bench spec --model FOLDER --draft suffix
     """
@@ -193,7 +193,7 @@ def report(config: ReportConfig, output: JsonOption) -> None:
 
     Time by model size and temperature, ranks, alpha by draft, trees, rounds, the formulas beside measured points,
     Medusa, accuracy by memory, predictions: one HTML page that needs no other file, and pictures. Numbers are kept; a
-    run that was broken off goes on.
+    run that was stopped continues.
 
     Example: sakiyomi bench report OUT_FOLDER --model FOLDER
     """
@@ -208,7 +208,7 @@ def report(config: ReportConfig, output: JsonOption) -> None:
         measured(start, output, page=page)
     except KeyboardInterrupt:
         if Path(page).is_file():
-            note(f"what was measured until now is on {page}; the same command goes on with the rest")
+            note(f"what was measured until now is on {page}; the same command measures the rest")
         raise
 
 

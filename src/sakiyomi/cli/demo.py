@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 TARGET, DRAFT = DEFAULT, f"model:{DRAFTS[DEFAULT]}"
 PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"
 STORY_UNTIL, KERNELS_UNTIL, TABLE_UNTIL = 20.0, 24.0, 46.0
-"""Seconds after the start: the story is cut, kernels are waited for, and laps are added to the table, at the latest."""
+"""Seconds after the start at which the story is cut, waiting for kernels ends, and the table gets no further runs."""
 STORY_LEAST = 6.0
-"""Seconds that the story has all the same, once it has begun."""
+"""Seconds that the story has in any case, once it has begun."""
 LAP_COST = 34.0
-"""Time of a warm-up and a lap of all four ways, a token of text, in that of a token of the story; a rough guess."""
+"""Cost of a warm-up and a run of all four ways, per token of text, in tokens of the story; a rough guess."""
 SHORTEST, LONGEST = 8, 64
 
 
@@ -68,15 +68,8 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
         seed=options.seed if options.temperature else None,
         gamma=options.gamma,
     )
-    config = BenchConfig(
-        target=options.target,
-        draft=options.draft,
-        dtype=options.dtype,
-        gamma=options.gamma,
-        repeats=3,
-        max_new_tokens=64,
-        count=2,
-    )
+    shared = {name: getattr(options, name) for name in ("target", "draft", "dtype", "gamma")}
+    config = BenchConfig(**shared, repeats=3, max_new_tokens=64, count=2)
     config.draft_model  # noqa: B018  refuses a draft that is no model, before any work
 
     began = time.time()  # not the process's own start: a shell that ends in this command has lived before it

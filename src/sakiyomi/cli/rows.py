@@ -17,7 +17,7 @@ __all__ = ["PlotFolderOption", "PlotOption", "Started", "measured", "show"]
 
 Draw = Callable[[Sequence[Row], str, Mapping[str, Any]], object]
 Started = tuple[Iterable[Row], Draw | None]
-"""Rows that are being measured, and what draws them into a place under these conditions."""
+"""Rows, which are measured one after the other, and a function that draws them."""
 
 
 @dataclass(frozen=True)

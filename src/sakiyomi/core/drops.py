@@ -63,7 +63,7 @@ class TauWatch:
         window: number of last rounds that count.
 
     Attributes:
-        fell: whether tau has fallen; looked at once every half window.
+        fell: whether tau has fallen; updated every half window.
     """
 
     def __init__(self, chosen: Tau, window: int = WINDOW) -> None:

@@ -41,8 +41,8 @@ def embedded(name: str) -> Path:
         name: one of ``EMBEDDED``, or of ``HEADS``.
 
     Returns:
-        The folder: config.json, model.safetensors, the tokenizer, a card; of heads their weights in the place of model
-        and tokenizer.
+        The folder: config.json, model.safetensors, the tokenizer, a card; of heads their weights instead of model and
+        tokenizer.
 
     Raises:
         InputError: the name is not known.

@@ -102,17 +102,18 @@ def alone(folder: Path, busy: str = "") -> Iterator[None]:
     """Lock a folder against other processes that write there, where the system has such locks (Windows has none).
 
     Args:
-        folder: that is there.
+        folder: an existing one.
         busy: the error where another process holds the lock; "": wait for it.
 
     Raises:
         InputError: another process holds the lock.
     """
-    try:
+    handle: int | None = None
+    with suppress(ImportError, OSError):
         import fcntl
 
         handle = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):
+    if handle is None:
         yield
         return
     try:

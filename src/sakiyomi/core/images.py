@@ -63,7 +63,7 @@ def decode_image(content: bytes, most: int) -> Image:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_large("far too many", most) from None
-    except Exception as error:  # decoders raise whatever they like
+    except Exception as error:  # decoders raise errors of any kind
         raise InputError(f"the image cannot be read ({one_line(error):.120}); expected {', '.join(FORMATS)}") from None
 
 

@@ -46,7 +46,7 @@ def available_bytes(device: str = "cpu") -> int:
 
 
 def peak_bytes() -> int:
-    """The most resident memory that this process has held at once so far."""
+    """The peak of this process's resident memory so far."""
     if sys.platform == "win32":
         import psutil
 
@@ -149,7 +149,7 @@ def parse_bytes(text: str, name: str = "the size") -> int:
 
 @contextmanager
 def returned_when_freed() -> Iterator[None]:
-    """Blocks of 1 MB and more that are freed inside go back to the system at once (glibc; nothing changes elsewhere).
+    """Inside, freed blocks of 1 MB and more go back to the system immediately (with glibc; elsewhere nothing changes).
 
     By default glibc keeps them for the next ones of their size. A model that is packed layer by layer then leaves holes
     between what stays: 1.2 GB of packed weights took 3.9 GB.

@@ -34,7 +34,7 @@ _DRAFTERS = {
     MTP_ARCHITECTURE: ("an MTP layer", "draft='mtp"),
     **dict.fromkeys(BLOCK_ARCHITECTURES, ("a block drafter", "draft='block")),
 }
-"""The same for models that only run beside another one, by their architecture."""
+"""Models that only run beside another one, by their architecture: what each is, and how it is passed."""
 
 
 def looks_like_hub_id(name: str) -> bool:
@@ -63,7 +63,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def _held(path: Path) -> tuple[str, str] | None:
-    """What a folder holds in the place of a model, and how that is passed."""
+    """What a folder holds instead of a model, and how that is passed; None: it holds a model."""
     if not any(path.glob("model*.safetensors")):
         return next((said for file, said in _HEADS.items() if (path / file).is_file()), None)
     with suppress(LoadError):  # which is raised where the model is read
@@ -111,7 +111,7 @@ def check_folder(folder: Path, *, allow_pickle: bool = False, remote_code: bool 
     """Refuse a folder that is no whole model.
 
     Args:
-        folder: that is there.
+        folder: an existing one.
         allow_pickle: weights may be stored as pickle.
         remote_code: Python code in it may make its tokenizer.
 

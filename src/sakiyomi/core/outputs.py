@@ -43,7 +43,7 @@ class TokenTrace(NamedTuple):
         round: the target pass that committed it; 0 is the prefill, which gives the first token.
         target_prob: probability that the target gave it, after temperature and truncation; at temperature 0 that of
             temperature 1; None if not recorded.
-        draft_prob: the same of the drafter; None for the target's own tokens and where the drafter knows none.
+        draft_prob: probability that the drafter gave it; None for the target's own tokens, and if the drafter has none.
         top_logprobs: (token id, log probability) of the most probable tokens at this place, best first, when
             ``SamplingParams.logprobs`` asked for them.
         logprob: this token's, at temperature 1 and without truncation as theirs are, when they were asked for.

@@ -31,7 +31,7 @@ def read_pdf(data: bytes) -> dict[str, Any]:
                 return {"error": f"it has more than {CHARACTERS} characters"}
     except MemoryError:
         raise
-    except Exception as error:  # pypdf raises what it likes
+    except Exception as error:  # pypdf raises errors of any kind
         return {"error": f"{type(error).__name__}: {error}"[:200]}
     text = "\n\n".join(texts)
     return {"text": text, "pages": len(texts)} if text.strip() else {"error": "it has no text, only pictures"}

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from sakiyomi.core.errors import SakiyomiError, WorkerError
 
 PATIENCE = timedelta(days=2)
-"""Longest wait for another process: one that ends is noticed at once, one that measures or reads takes its time."""
+"""Longest wait for another process. One that ends is noticed immediately; one that measures or reads may take long."""
 JOINING = timedelta(minutes=1)
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -87,7 +87,7 @@ class Peers:
         return WorkerError(f"{what}; {advice}")
 
     def end(self, seconds: float = 5.0) -> None:
-        """End the processes that this one has started; those that are done get so many seconds."""
+        """End the processes that this one has started; those that are done get `seconds` to exit."""
         for child, _ in self.children:
             child.join(seconds)
             child.kill()

@@ -76,7 +76,7 @@ class Pieces:
         """Keep other runs away from the pieces.
 
         Raises:
-            InputError: one is there.
+            InputError: another run holds the lock.
             LoadError: nothing can be written there.
         """
         self.remove_leftovers()

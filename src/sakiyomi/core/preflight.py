@@ -20,7 +20,7 @@ from sakiyomi.core.model_folder import check_folder, gguf_file, local_folder
 from sakiyomi.core.params import QUANTIZATIONS
 
 PUBLISHED = "official"
-"""Heads that were published for a target, in the place of a folder."""
+"""A word for the heads that were published for a target, instead of a folder."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 

@@ -9,9 +9,10 @@ import sys
 import threading
 
 TORCH_STATE = threading.RLock()
-"""Held while something changes torch's default dtype, as transformers does while it builds a model.
+"""Held while something changes torch's default dtype or puts it back.
 
-A model that another thread loads meanwhile would get parameters of the wrong dtype.
+transformers sets the default dtype while it builds a model. Two models that are built at once would otherwise get
+parameters of each other's dtype.
 """
 
 _SOFT = 1  # omp_pause_soft: what the program has set stays

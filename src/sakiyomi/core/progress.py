@@ -28,7 +28,7 @@ def progress(text: str, *, size: int = _LONG) -> Iterator[Any]:
     """
     # The stream is asked and not rich, which takes a pipe for a terminal under FORCE_COLOR.
     if size < _LONG:
-        yield _Silent()
+        yield _Lines(text)  # not entered: silent
     elif _shown:
         before = _shown[-1].status
         _shown[-1].update(text)
@@ -51,21 +51,8 @@ def _spinner(text: str) -> Any:
     return Console(file=sys.stderr, highlight=False, markup=False).status(text)
 
 
-class _Silent:
-    """Shows nothing."""
-
-    def update(self, text: str) -> None:
-        """As rich's."""
-
-    def stop(self) -> None:
-        """As rich's."""
-
-    def start(self) -> None:
-        """As rich's."""
-
-
-class _Lines(_Silent):
-    """Prints a line every 20 seconds."""
+class _Lines:
+    """Prints a line every 20 seconds while it is entered; has the methods of rich's spinner."""
 
     def __init__(self, text: str) -> None:
         self.status, self._over = text, threading.Event()
@@ -80,6 +67,11 @@ class _Lines(_Silent):
     def update(self, text: str) -> None:
         """As rich's."""
         self.status = text
+
+    def stop(self) -> None:
+        """As rich's; nothing is to be cleared from the screen."""
+
+    start = stop
 
     def _run(self) -> None:
         while not self._over.wait(_EVERY):

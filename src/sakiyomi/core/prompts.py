@@ -49,7 +49,7 @@ def read_prompts(path: str | Path, count: int | None = None) -> list[str]:
     Args:
         path: text, one prompt a line; or .jsonl, each line with ``text``, ``prompt`` or ``turns`` (the first is taken).
             Either may end in .gz.
-        count: only the first so many.
+        count: how many prompts to read, from the first on; None: all.
 
     Raises:
         LoadError: the file cannot be read, or a line is not what it should be.
@@ -76,7 +76,7 @@ def read_references(path: str | Path, count: int | None = None) -> list[str | No
 
 
 def read_text(path: str | Path) -> str:
-    """A text file, or the texts of a .jsonl one after the other (see ``read_prompts``).
+    """A text file, or the texts of a .jsonl, joined by blank lines (see ``read_prompts``).
 
     Raises:
         LoadError, InputError: it cannot be read.

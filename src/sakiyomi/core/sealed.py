@@ -60,7 +60,7 @@ class SealedKind:
         return header, body
 
     def write(self, path: Path, header: dict[str, Any], body: bytes) -> None:
-        """Write a file in the place of the one that is there."""
+        """Write or replace a file."""
         rest = json.dumps(header).encode() + b"\n" + body
         with whole_file(path, "name another file", private=True) as fresh:
             fresh.write_bytes(self.magic + f"{self.version} {zlib.crc32(rest):08x}\n".encode() + rest)

@@ -160,7 +160,7 @@ class _Pieces:
         return text[same:]
 
     def _context(self, before: Sequence[int]) -> list[int]:
-        """The last tokens of ``before``: so many that there is text in them, and runs of bytes whole."""
+        """The last tokens of ``before``, enough of them that they have text, with whole runs of bytes."""
         found: list[int] = []
         least = _CONTEXT
         for token in reversed(before):
@@ -265,7 +265,7 @@ class TextStream:
     ) -> None:
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stop:
-            raise InputError("a stop string is empty: it would end every text at once; leave it out")
+            raise InputError("a stop string is empty: it would end every text immediately; leave it out")
         self._pieces = _Pieces(tokenizer, shown, before)
         names = profile(tokenizer).special if stop else {}
         self._stops = StopStrings(stop, {i: name for i, name in names.items() if i in self._pieces.special})

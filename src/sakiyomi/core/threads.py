@@ -25,7 +25,7 @@ class ThreadGovernor:
     """Sets the number of threads of the thread that calls it.
 
     Args:
-        trial: seconds of some parallel pieces by so many threads.
+        trial: seconds that some parallel pieces take on a number of threads.
         clock: seconds.
     """
 
@@ -65,7 +65,7 @@ class ThreadGovernor:
         self._widen_at = self._clock() + self._pause
 
     def _crowded(self, good: int) -> bool:
-        """Whether two trials are long, before so many are not."""
+        """Whether two trials are long, before `good` more trials are short than long."""
         long = short = 0
         while long < 2 and short < good + long:
             if self._trial(self._now) > LONG:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sakiyomi")
 BASE = "base_model_name_or_path"
-"""Key of a configuration for the name of the target, as other tools have it."""
+"""Key of a configuration for the name of the target; other tools use the same one."""
 CONFIG = "config"
 """Key of the configuration in the metadata of a tensor file."""
 PICKLES = (".bin", ".pt", ".pth")
@@ -189,7 +189,7 @@ def _pickled(path: Path, what: str, wanted: Callable[[str], object] | None) -> d
 
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged in whatever way
+    except Exception as error:  # damage shows as errors of any kind
         raise LoadError(f"{path} cannot be read ({error}); download it again") from error
     tensors = {
         name: value

@@ -24,7 +24,7 @@ SUM_ERROR = 1e-3  # of a row of probabilities: a sum of 256000 float32 numbers s
 
 @cache
 def chain_parents(count: int) -> tuple[int, ...]:
-    """-1, 0, 1, ...: the parents of so many nodes of a chain."""
+    """-1, 0, 1, ...: the parents of the nodes of a chain."""
     return tuple(range(-1, count - 1))
 
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from sakiyomi.core.draft_specs import ASSISTANTS
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.core.messages import one_line
 from sakiyomi.drafters.head_files import head_config
-from sakiyomi.model_executor.loading.reader import quiet
+from sakiyomi.drafters.head_model import read_model
 from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["AssistantModel"]
@@ -63,18 +62,8 @@ class AssistantModel:
             )
         target.weights.unfold()
         target.settle()
-        kind: Any = AutoModelForCausalLM
-        module: Any
-        try:
-            with quiet():
-                module, report = kind.from_pretrained(
-                    folder, dtype=target.dtype, local_files_only=True, output_loading_info=True
-                )
-        except Exception as error:  # code of the model's class may raise anything
-            raise LoadError(f"the {WHAT} in {folder} cannot be read ({one_line(error)}); get it again") from error
-        wrong = sorted([*report["missing_keys"], *report["unexpected_keys"]])
-        if wrong:
-            raise LoadError(f"{folder} and its config.json do not belong together: tensor {wrong[0]}; get it again")
+        what = f"the {WHAT} in {folder}"
+        module = read_model(AutoModelForCausalLM, what, folder, dtype=target.dtype, local_files_only=True)
         layers = _fit(module.config, target, folder)
         return cls(module.to(target.device).eval().requires_grad_(False), target, layers)
 

@@ -81,11 +81,6 @@ class DraftTreeState:
         """Columns of the slot that are in use after the next pass."""
         return self.first - self.lead + len(self.rows) + len(self.unread)
 
-    @property
-    def missing(self) -> Sequence[int]:
-        """Committed tokens that the model has not read."""
-        return self.context.tokens[self.held :]
-
     def drew(self, probs: Sequence[float], table: Tensor | None) -> None:
         """Set the draft's probabilities of all candidates, and a distribution for each place."""
         self._probs, self._table = list(probs), table
@@ -96,7 +91,7 @@ class DraftTreeState:
         """The rows of the next pass: in the first pass the committed tokens that are missing, then one level each."""
         candidates, done = self.candidates, len(self.rows)
         if not candidates.levels:
-            return SequenceRows(self.slot, self.held - self.lead, self.missing)
+            return SequenceRows(self.slot, self.held - self.lead, self.context.tokens[self.held :])
         rows = {candidate: row for row, candidate in enumerate((*self.rows, *self.unread))}
         parents = tuple(rows.get(candidates.parents[candidate], -1) for candidate in rows)
         tokens = [candidates.tokens[candidate] for candidate in self.unread]

@@ -23,8 +23,8 @@ from sakiyomi.drafters.eagle_heads.formats import read_eagle
 from sakiyomi.drafters.eagle_heads.module import load_module
 from sakiyomi.drafters.eagle_heads.runner import EagleHead, FeatureHead, SharedHead
 from sakiyomi.drafters.model import CHUNK, LONG
-from sakiyomi.drafters.parallel_reader import ParallelReader
 from sakiyomi.drafters.seats import Seat, SeatDrafter
+from sakiyomi.drafters.slot_tree import ParallelReader
 from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.loading.model import Loaded

@@ -29,7 +29,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class DraftFile(Generic[Options]):
-    """A head or drafter as it was found.
+    """The contents of a folder with a head or drafter.
 
     Attributes:
         config: of its decoder layers, as transformers has it; `vocab_size` is the target's.

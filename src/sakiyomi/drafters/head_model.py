@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.messages import one_line
 from sakiyomi.drafters.head_files import OTHER, DraftFile
+from sakiyomi.model_executor.loading.reader import quiet
 from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = [
     "HEAD_WEIGHT", "ROWS", "FusedEmbedding", "HiddenOutput", "check_tokens", "decoder_config", "fill", "last_norm",
-    "make_decoder", "over_vocabulary", "token_embedding", "with_context",
+    "make_decoder", "over_vocabulary", "read_model", "token_embedding", "with_context",
 ]  # fmt: skip
 
 HEAD_WEIGHT = "lm_head.weight"
@@ -152,6 +153,29 @@ def make_decoder(config: Mapping[str, Any], embedding: Tensor, head: nn.Module) 
     module.lm_head = head
     module.config.vocab_size = len(embedding)
     return module.eval()
+
+
+def read_model(kind: Any, what: str, *place: Any, **how: Any) -> Any:
+    """A model by transformers' ``from_pretrained``, of which no tensor is missing or left.
+
+    Args:
+        kind: class, or auto class.
+        what: it is and where, for messages.
+        place, how: arguments of ``from_pretrained``.
+
+    Raises:
+        LoadError: it cannot be read, or its tensors are not those of the class.
+    """
+    try:
+        with quiet():
+            module, report = kind.from_pretrained(*place, output_loading_info=True, **how)
+    except Exception as error:  # code of the model's class may raise anything
+        raise LoadError(f"{what} cannot be read ({one_line(error)}); get it again") from error
+    wrong = sorted([*report["missing_keys"], *report["unexpected_keys"]])
+    if wrong:
+        kind_of = type(module).__name__
+        raise LoadError(f"{what} does not have the tensors of {kind_of}: {wrong[0]} does not fit; get it again")
+    return module
 
 
 def with_context(config: Mapping[str, Any], context: int) -> dict[str, Any]:

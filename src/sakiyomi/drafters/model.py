@@ -13,7 +13,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.learning import MOST, HeadLearner
-from sakiyomi.drafters.parallel_reader import ParallelReader
+from sakiyomi.drafters.slot_tree import ParallelReader
 from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
@@ -107,8 +107,7 @@ class ModelDrafter(TreeDrafter):
         if seat is not None:
             sampler = self._sampler(destination)
             self._sit(
-                destination,
-                Seat(seat.slot, seat.held, sampler, seat.sure, source=destination.source, began=seat.began),
+                destination, Seat(seat.slot, seat.held, sampler, seat.sure, source=destination.source, began=seat.began)
             )
             self.rewind(destination, length)
 

@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from sakiyomi.core.checkpoint import read_checkpoint, read_header
 from sakiyomi.core.draft_specs import MTP_ARCHITECTURE
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.core.messages import one_line
 from sakiyomi.core.trained import read_tensors, trained_config, write_trained
-from sakiyomi.drafters.head_model import FusedEmbedding, HiddenOutput, last_norm
-from sakiyomi.model_executor.loading.reader import quiet
+from sakiyomi.drafters.head_model import FusedEmbedding, HiddenOutput, last_norm, read_model
 
 __all__ = ["FORMS", "MtpForm", "make_mtp", "new_mtp", "read_mtp", "write_mtp"]
 
@@ -227,13 +225,5 @@ def _class_of(target: Any, config: Any) -> Any:
 def _decoder(target: Any, state: Mapping[str, Tensor], name: str) -> Any:
     """A model of the target's class with one layer of full attention, with these weights."""
     config = _config(target, sparse=any(".experts." in key for key in state))
-    kind = _class_of(target, config)
-    try:
-        with quiet():
-            module, report = kind.from_pretrained(None, config=config, state_dict=dict(state), output_loading_info=True)
-    except Exception as error:  # code of the model's class may raise anything
-        raise LoadError(f"the MTP layer in {name} cannot be made ({one_line(error)}); get the model again") from error
-    wrong = sorted([*report["missing_keys"], *report["unexpected_keys"]])
-    if wrong:
-        raise LoadError(f"the MTP layer in {name} is none of {kind.__name__}: tensor {wrong[0]}; get the model again")
-    return module
+    kind, what = _class_of(target, config), f"the MTP layer in {name}"
+    return read_model(kind, what, None, config=config, state_dict=dict(state))

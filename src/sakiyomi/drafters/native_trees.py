@@ -92,7 +92,7 @@ class NativeTrees:
         tokens: list[int] = []
         drawn = zip(states, shapes, strict=True)
         tables = [self._table(i, shape.rows + 1) if state.drawn else None for i, (state, shape) in enumerate(drawn)]
-        children = [place_children(shape) for shape in shapes]  # held while the kernels read them
+        children = [place_children(shape) for shape in shapes]  # kept alive while the kernels read them
         asks = [pack_ask(*each, tokens) for each in zip(states, shapes, children, tables, strict=True)]
         seconds = level_seconds(self._model, widest, besides) if weighed else None
         given = len(tokens), struct.pack(f"={len(tokens)}q", *tokens)
@@ -154,12 +154,12 @@ class NativeTrees:
 
 
 def place_children(shape: Shape) -> Any:
-    """Where the kernels find the children of a fixed shape, as long as it is held; None for other shapes."""
+    """Array of the children of a fixed shape for the kernels, which must be kept alive; None for other shapes."""
     return (ctypes.c_int64 * len(shape.children))(*shape.children) if shape.children else None
 
 
 def level_seconds(model: ModelRunner, rows: int, besides: float) -> ctypes.Array[ctypes.c_double]:
-    """Seconds of a pass by its rows, and of what comes with it."""
+    """Seconds of a pass by its rows, with the seconds of a level outside the model added."""
     found: list[float] = [besides]
     while len(found) <= rows:
         size = model.padded(len(found))

@@ -8,23 +8,25 @@ best path first, then its next sibling and its first child, and so on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from torch import Tensor
 
-from sakiyomi.core.errors import InputError
-from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.tree import DraftKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.beside import Beside
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
-from sakiyomi.drafters.tree_reader import SHARPNESS, GrowingDrafter, begin_tree, is_drawn, kind_of
+from sakiyomi.drafters.head_model import over_vocabulary
+from sakiyomi.drafters.tree_reader import SHARPNESS, GrowingDrafter, TreeReader, begin_tree, is_drawn
 from sakiyomi.drafters.trees import BestFirst
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["OnePassDrafter", "SlotLogits", "SlotTree", "Slots"]
+__all__ = ["MASKS", "OnePassDrafter", "ParallelReader", "SlotLogits", "SlotTree", "Slots"]
+
+MASKS = 16
+"""Most tokens of a pass of ``ParallelReader``; published drafts were trained for 8."""
 
 SlotLogits = Callable[[int, Sequence[int]], tuple[Tensor, Sequence[float] | None]]
 """From a slot and the candidates before it to logits, (places, V), and how likely guesses are to be accepted there."""
@@ -160,23 +162,8 @@ class Slots:
             for rule, sharpness in SHARPNESS.items()
         }
 
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``tree_reader.kind_of``.
-
-        Raises:
-            InputError: a tree was asked for that is deeper than there are slots.
-        """
-        if (levels := max(map(len, params.choices), default=0)) > self.count:
-            raise InputError(f"tree has {levels} levels, and this draft guesses {self.count} tokens")
-        return kind_of(params)
-
     def begin(
-        self,
-        context: Context,
-        name: str,
-        sampler: Sampler,
-        gamma: int,
-        most: tuple[int, int, int] | None = None,
+        self, context: Context, name: str, sampler: Sampler, gamma: int, most: tuple[int, int, int] | None = None
     ) -> SlotTree:
         """A tree without a level.
 
@@ -211,11 +198,7 @@ class OnePassDrafter(GrowingDrafter):
     one_pass = True
 
     def __init__(self, runner: Beside, slots: Slots) -> None:
-        self._runner, self._slots = runner, slots
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``Slots.kind_for``."""
-        return self._slots.kind_for(params)
+        self._runner, self._slots, self.levels = runner, slots, slots.count
 
     @property
     def passes(self) -> int:
@@ -226,3 +209,50 @@ class OnePassDrafter(GrowingDrafter):
     def forward_seconds(self) -> float:
         """See ``Drafter.forward_seconds``."""
         return self._runner.seconds
+
+
+class ParallelReader(TreeReader):
+    """Grows trees and chains of draft models that guess several tokens in one pass, at masks behind the text.
+
+    PARD (arXiv 2504.18583): a model trained for it reads the missing tokens and some masks. The last token gives the
+    first guess, the first mask the second, and so on. Masks leave nothing in the cache.
+
+    Args:
+        model: the draft model.
+        vocab_size: of the target.
+        mask: token that stands for one to be guessed.
+    """
+
+    one_pass = True
+    levels = MASKS
+
+    def __init__(self, model: ModelRunner, vocab_size: int, mask: int) -> None:
+        super().__init__(model, vocab_size)
+        self._mask, self._slots = mask, Slots(MASKS)
+
+    def begin(
+        self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
+    ) -> DraftTreeState | None:
+        """See ``TreeReader.begin``."""
+        room = self.model.max_context - len(context.tokens)
+        if room < 1:
+            return None
+        tree = self._slots.begin(context, name, sampler, min(gamma, room))
+        tree.candidates.depth = min(tree.candidates.depth, room)
+        tree.slot, tree.held = slot, held
+        return tree
+
+    def read(self, states: Sequence[DraftTreeState]) -> None:
+        """See ``TreeReader.read``: afterwards the cache holds all committed tokens."""
+        trees = [state for state in states if isinstance(state, SlotTree) and self._has_room(state)]
+        if not trees:
+            return
+        rows = [tree.segment() for tree in trees]
+        segments = [
+            replace(part, tokens=[*part.tokens, *[self._mask] * (tree.candidates.depth - 1)])
+            for tree, part in zip(trees, rows, strict=True)
+        ]
+        logits = over_vocabulary(self._score(trees, segments), None, self._vocab_size)
+        self.passes += 1
+        for tree, own in zip(trees, logits.split([len(segment.tokens) for segment in segments]), strict=True):
+            tree.grow(own[-tree.candidates.depth :])

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind
@@ -33,8 +34,18 @@ DRAWN: dict[str, DraftKind] = {"chain": "chain", "static": "without_replacement"
 SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
 
 
-def kind_of(params: SamplingParams) -> DraftKind:
-    """The kind of draft for a request that is sampled by the ratio rule, by the shape that it asked for."""
+def kind_of(params: SamplingParams, levels: int | None = None) -> DraftKind:
+    """The kind of draft for a request that is sampled by the ratio rule, by the shape that it asked for.
+
+    Args:
+        params: of the request.
+        levels: most levels of a tree; None: any number.
+
+    Raises:
+        InputError: a deeper tree was asked for.
+    """
+    if levels is not None and (deepest := max(map(len, params.choices), default=0)) > levels:
+        raise InputError(f"tree has {deepest} levels, and this draft guesses {levels} tokens")
     return DRAWN.get(params.builder, "point_mass")
 
 
@@ -74,6 +85,7 @@ class TreeReader:
     Attributes:
         state: what a tree is while it grows.
         one_pass: all levels come in one pass.
+        levels: most levels of a tree; None: any number.
         passes: passes so far.
         confidence: by rule, how often the model is right where it gives such probabilities.
         besides: seconds of a level outside the model.
@@ -81,6 +93,7 @@ class TreeReader:
 
     state: type[DraftTreeState] = DraftTreeState
     one_pass = False
+    levels: int | None = None
 
     def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self.model = model
@@ -89,10 +102,6 @@ class TreeReader:
         self._vocab_size = vocab_size
         self._native = NativeTrees(model, vocab_size)
         self.besides = 1e-4
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``kind_of``."""
-        return kind_of(params)
 
     def begin(
         self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
@@ -126,7 +135,7 @@ class TreeReader:
         tree for which memory runs out stays as it is.
         """
         began, inside, passes = time.perf_counter(), self.model.forward_seconds, self.passes
-        grown = self._grow_natively(states)
+        grown = self._native.grow(states, self.besides)
         self.passes += grown or 0
         active = [state for state in states if self._has_room(state)] if grown is None else []
         while active:
@@ -146,10 +155,6 @@ class TreeReader:
     def took(self, passes: int, besides: float) -> None:
         """So many passes took so many seconds outside the model."""
         self.besides = running_mean(self.besides, besides / passes)
-
-    def _grow_natively(self, states: Sequence[DraftTreeState]) -> int | None:
-        """See ``NativeTrees.grow``."""
-        return self._native.grow(states, self.besides)
 
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
         """Logits (rows, V of the model) of a pass over these segments of the trees."""
@@ -183,10 +188,19 @@ class TreeReader:
 
 
 class GrowingDrafter(Drafter):
-    """Grows a tree for each request. Subclasses decide where trees begin and how they grow."""
+    """Grows a tree for each request. Subclasses decide where trees begin and how they grow.
+
+    Attributes:
+        levels: most levels of a tree; None: any number.
+    """
 
     kind: DraftKind = "chain"
     runs_model = prefers_coupled = True
+    levels: int | None = None
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``kind_of``."""
+        return kind_of(params, self.levels)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; the trees of all requests grow together."""
@@ -225,11 +239,7 @@ class TreeDrafter(GrowingDrafter):
     model: ModelRunner
 
     def __init__(self, reader: TreeReader) -> None:
-        self.reader, self.model = reader, reader.model
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``TreeReader.kind_for``."""
-        return self.reader.kind_for(params)
+        self.reader, self.model, self.levels = reader, reader.model, reader.levels
 
     @property
     def forward_seconds(self) -> float:

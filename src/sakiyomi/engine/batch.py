@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,15 +50,12 @@ def cases(parts: Sequence[Part]) -> list[Case]:
     return found
 
 
-def make_room(
-    parts: Sequence[Part], cache: SlotCache, check: Callable[[Request], None], steps: list[Step]
-) -> list[Part]:
-    """Reserve cache columns for a round; a request without room, or with a wrong draft, ends.
+def make_room(parts: Sequence[Part], cache: SlotCache, steps: list[Step]) -> list[Part]:
+    """Reserve cache columns for a round; a request without room, or whose drafter failed with ``strict``, ends.
 
     Args:
         parts: of the round.
         cache: of the target.
-        check: raises what was wrong with a request's draft, where that ends it.
         steps: get the last steps of requests that end.
 
     Returns:
@@ -66,7 +63,8 @@ def make_room(
     """
     for request, draft, _ in parts:
         try:
-            check(request)
+            if request.fault is not None:
+                raise request.fault
             cache.reserve(request.seat, request.cached + len(draft.tree.tokens) + 1)
         except (DraftError, MemoryLimitError) as error:
             steps.append(request.fail(error))

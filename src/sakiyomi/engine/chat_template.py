@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
@@ -25,6 +25,23 @@ Ending = Literal["new", "begun", "none"]
 Exchange = tuple[Content, str]
 """A message and the reply to it."""
 _OPENING = '"(“'
+
+
+class Rendering(NamedTuple):
+    """How a template writes messages.
+
+    Attributes:
+        tools: JSON schemas of tools.
+        options: further values for the template, by name.
+        ending: where the prompt ends.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = MappingProxyType({})
+    ending: Ending = "new"
+
+
+_NEW_REPLY = Rendering()
 
 
 def read_template(name: str) -> str:
@@ -105,28 +122,20 @@ class Dialogue:
         """All messages up to one behind these exchanges, with their roles."""
         return _messages(self._system, before, message)
 
-    def read(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] = MappingProxyType({}),
-        ending: Ending = "new",
-    ) -> list[int]:
+    def read(self, messages: Sequence[Mapping[str, Any]], how: Rendering = _NEW_REPLY) -> list[int]:
         """Token ids of any messages, by default up to where the next reply begins.
 
         Args:
             messages: what the template takes; without one, texts of users and assistants.
-            tools: JSON schemas of tools for the template.
-            options: further values for the template, by name.
-            ending: where they end.
+            how: see there.
 
         Raises:
             InputError: the template does not take them.
         """
         if self.plain:
-            if options:
+            if how.options:
                 raise InputError("options need a chat template, and the model has none; leave them out")
-            if tools:
+            if how.tools:
                 raise InputError("the model has no chat template that could describe tools to it; leave tools out")
             text = ""
             for message in messages:
@@ -140,15 +149,9 @@ class Dialogue:
                 text += (_joint(text, said) if role == "user" else "") + said
             return list(self._tokenizer(_as_text(text))["input_ids"])
         # The template writes the begin token itself.
-        return list(self._tokenizer(self.text(messages, tools, options, ending), add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(self.text(messages, how), add_special_tokens=False)["input_ids"])
 
-    def text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] = MappingProxyType({}),
-        ending: Ending = "new",
-    ) -> str:
+    def text(self, messages: Sequence[Mapping[str, Any]], how: Rendering = _NEW_REPLY) -> str:
         """What the template makes of messages, whose contents may be lists of parts, with images; see ``read``.
 
         Raises:
@@ -156,10 +159,11 @@ class Dialogue:
         """
         if self.plain:
             raise InputError("the model has no chat template that could give images a place; give one, or send text")
-        if wrong := [name for name in options if name in signature(self._tokenizer.apply_chat_template).parameters]:
+        taken = signature(self._tokenizer.apply_chat_template).parameters
+        if wrong := [name for name in how.options if name in taken]:
             raise InputError(f"options has {wrong[0]!r}, which is no name that a template has of its own; leave it out")
-        text = self._rendered(messages, tools, options, ending)
-        if tools and text == self._rendered(messages, None, options, ending):
+        text = self._rendered(messages, how)
+        if how.tools and text == self._rendered(messages, how._replace(tools=())):
             raise InputError("the chat template does not tell the model of tools; leave them out, or give another one")
         return _as_text(text)
 
@@ -173,7 +177,7 @@ class Dialogue:
             try:
                 _parse(path)
             except LoadError:
-                raise LoadError(f"{str(path)!r} is there and holds no messages; choose another name") from None
+                raise LoadError(f"{str(path)!r} exists and holds no messages; choose another name") from None
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
         if not path.parent.is_dir():
             raise LoadError(f"the messages cannot be written to {str(path)!r}: there is no folder {str(path.parent)!r}")
@@ -193,20 +197,14 @@ class Dialogue:
         self.system = system
         self.exchanges = exchanges
 
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] = MappingProxyType({}),
-        ending: Ending = "new",
-    ) -> str:
-        how = {**options, "chat_template": self._template, "tokenize": False}
-        how |= {"add_generation_prompt": ending == "new", "continue_final_message": ending == "begun"}
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], how: Rendering = _NEW_REPLY) -> str:
+        ends = {"add_generation_prompt": how.ending == "new", "continue_final_message": how.ending == "begun"}
+        given = {**how.options, "tools": how.tools or None, "chat_template": self._template, "tokenize": False}
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tools=tools or None, **how))
+            return str(self._tokenizer.apply_chat_template(messages, **given, **ends))
         except Exception as error:  # a template is a program that may raise anything
-            if ending == "begun":
-                self._rendered(messages, tools, options)  # if that works, it is the continuation that does not
+            if how.ending == "begun":
+                self._rendered(messages, how._replace(ending="new"))  # if that works, only the continuation does not
                 raise InputError(
                     f"the chat template cannot continue the last message ({one_line(error)}); let a new reply begin"
                 ) from None

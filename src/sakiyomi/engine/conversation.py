@@ -45,7 +45,7 @@ class Conversation:
 
         Args:
             prompt: text or token ids: all of the conversation so far and what is new. Where the target has an encoder,
-                its source, of which nothing is used again.
+                its source, which is read anew every time.
             params: None for the defaults.
             index: with a seed the text is that which ``generate`` gives the prompt in this place of a list.
 

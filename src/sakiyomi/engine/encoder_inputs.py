@@ -85,7 +85,9 @@ class SourceInputProcessor:
     def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
         """See ``InputProcessor``."""
         source = self._source(prompt)
-        tokens = self._prompt(prompt, source)
+        tokens = [self._begin]
+        if self._family.takes_audio:  # a tensor of features has neither
+            tokens = self._whisper(source, getattr(prompt, "language", None), getattr(prompt, "task", None))
         if len(tokens) >= self._max_context:
             raise InputError(
                 f"the decoder begins with {len(tokens)} tokens, and its context holds {self._max_context} with at "
@@ -106,24 +108,24 @@ class SourceInputProcessor:
             source: (1, n) the encoder's tokens; None: it has none.
             no_end: end tokens do not end the text, so that none is forced or suppressed.
         """
-        settings = copy.deepcopy(self._settings)
-        settings.update(do_sample=False, guidance_scale=None, renormalize_logits=False, watermarking_config=None)
-        settings.max_length = last
-        end, unused = settings.eos_token_id, []
-        settings._eos_token_tensor = torch.tensor(end if isinstance(end, list) else [end]) if end is not None else None
+        settings, end = copy.copy(self._settings), self._settings.eos_token_id
+        left_out = ["guidance_scale", "watermarking_config", "renormalize_logits"]
         if source is None:
-            unused += ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"]
+            left_out += ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"]
         if no_end:
-            unused += ["min_length", "min_new_tokens", "forced_eos_token_id"]
+            left_out += ["min_length", "min_new_tokens", "forced_eos_token_id"]
         if end is None:
-            unused.append("exponential_decay_length_penalty")
-        settings.update(**dict.fromkeys(unused))
+            left_out.append("exponential_decay_length_penalty")
+        else:
+            end = torch.tensor(end if isinstance(end, list) else [end])
+        # Not by `update`, which would warn of settings that go together in sampling or beam search only.
+        vars(settings).update(dict.fromkeys(left_out), do_sample=False, max_length=last, _eos_token_tensor=end)
         return [*self._model._get_logits_processor(settings, begin, source)]
 
     # ------------------------------------------------------------ sources
 
     def _source(self, prompt: Any) -> Source:
-        # Several samples of one prompt come one after the other: they share the encoder's output.
+        # Samples of one prompt come in succession; they share the encoder's output.
         key = tuple(prompt) if isinstance(prompt, list) else prompt
         if self._last is not None:
             known, source = self._last
@@ -180,13 +182,6 @@ class SourceInputProcessor:
             "the model does not say with which token its decoder begins; set decoder_start_token_id in its "
             "generation_config.json"
         )
-
-    def _prompt(self, prompt: Any, source: Source) -> list[int]:
-        if not self._family.takes_audio:
-            return [self._begin]
-        if isinstance(prompt, Audio | Heard):
-            return self._whisper(source, prompt.language, prompt.task)
-        return self._whisper(source, None, None)
 
     def _whisper(self, source: Source, language: str | None, task: str | None) -> list[int]:
         """The tokens for start, language, task and no timestamps, in the order of transformers' whisper."""

@@ -174,10 +174,8 @@ class Engine:
             self.settle()
             steps = self._admit()
             reading = any(r.cached < r.prompt_tokens for r in self._running)
-            if reading and (chunk := self._prefill.next_chunk(self._running, steps)):
-                began, last = self.target.forward_seconds, not self._prefill.needs_all_rows(chunk)
-                chunk, output = score(self.target, chunk, steps, last=last)
-                complete, output = self._prefill.take(chunk, output, self._running, steps, began, whole=not last)
+            if reading:
+                complete, output = self._prefill.run(self._running, steps)
                 steps += self._decide(complete, output)
 
             going = [r for r in self._running if r.finish_reason is None and r.error is None]
@@ -195,7 +193,7 @@ class Engine:
                 drafted = self._speculation.propose(requests, depths)  # draft
                 drawn = zip(requests, drafted.drafts, strict=True)
                 parts = [drafted_part(request, draft) for request, draft in drawn]
-                parts = make_room(parts, self.target.cache, self._speculation.check, steps)
+                parts = make_room(parts, self.target.cache, steps)
                 parts, output = score(self.target, parts, steps)  # score
                 requests = [part.request for part in parts]
                 clock.scored(requests, drafted)
@@ -204,7 +202,7 @@ class Engine:
                 kept = [len(r.tokens) - n - 1 for r, n in zip(requests, lengths, strict=True)]
                 depths = [part.draft.tree.depth for part in parts]
                 rows = sum([len(part.rows.tokens) for part in parts])
-                self._speculation.observe(requests, depths, kept, rows, drafted, clock)
+                self._speculation.observe(requests, depths, kept, rows, clock)
 
             self._retire()
             return steps
@@ -229,7 +227,7 @@ class Engine:
         return [request.generation() for request in taken]
 
     def remove(self, request: int) -> Request | None:
-        """End a request, whatever its state, and free its place at once; None if it is not known (any more)."""
+        """End a waiting or running request and free its slot; None if there is no such request (any more)."""
         with self._lock:
             found = self.find(request)
             if found is not None:

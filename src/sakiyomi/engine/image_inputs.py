@@ -46,7 +46,7 @@ class ImageInputProcessor(TextInputProcessor):
         plain = {"add_special_tokens": False} if begin and prompt.text.startswith(begin) else {}
         try:
             made = dict(processor(text=[prompt.text], images=list(prompt.images), return_tensors="pt", **plain))
-        except Exception as error:  # processors raise whatever they like
+        except Exception as error:  # processors raise errors of any kind
             raise InputError(f"{prompt!r}: the model's processor does not take it ({one_line(error)})") from error
         tokens = prompt_tokens(
             made["input_ids"][0].tolist(), self._tokenizer, self._vocab_size, self._max_context, self._note

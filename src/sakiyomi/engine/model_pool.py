@@ -58,32 +58,18 @@ class ModelPool:
         self._max_context: int | None = options.get("max_context")
         self._unrecorded: list[tuple[ModelRunner, Callable[[ModelRunner], bool]]] = []
         if is_cut(target):
-            self.loaded, self.target = self._lead(Path(str(target)), quantize, offload, **options)
+            if quantize or offload or any(options[name] for name in ("eviction", "exact", "offloaded")):
+                raise UnsupportedError(
+                    f"{target} is a model in stages, which runs with cache='full', without exact, and as it was cut: "
+                    "leave quantize and offload out; cut the packed copy of a quantized model"
+                )
+            from sakiyomi.model_executor.stages.pipeline import lead
+
+            self.loaded, self.target = lead(Path(str(target)), load, run)  # its context is fixed
         else:
             self.loaded = load(target, quantize=quantize, offload=offload)
             self.target = self._pack(self.loaded, quantize, **options)
         self.models = [self.target]
-
-    def _lead(
-        self,
-        folder: Path,
-        quantize: str | None,
-        offload: object,
-        *,
-        eviction: object,
-        exact: bool,
-        offloaded: object,
-        max_context: int | None,
-    ) -> tuple[Loaded, ModelRunner]:
-        """The first stage of a model in stages, whose context is fixed."""
-        if quantize or offload or eviction or exact or offloaded:
-            raise UnsupportedError(
-                f"{folder} is a model in stages, which runs with cache='full', without exact, and as it was cut: leave "
-                "quantize and offload out; cut the packed copy of a quantized model"
-            )
-        from sakiyomi.model_executor.stages.pipeline import lead
-
-        return lead(folder, self._load, self._run)
 
     def context(self, answer: Callable[[Context], object], *, allow_pickle: bool) -> DrafterContext:
         """What drafters are made from.

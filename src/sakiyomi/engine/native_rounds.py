@@ -75,7 +75,6 @@ class NativeRounds:
 
     def end(self, request: int) -> None:
         """A request is over."""
-        self._speculation.forget(request)
         self._leave(request)
 
     def _leave(self, request: int) -> None:
@@ -134,7 +133,7 @@ class NativeRounds:
             rows += 1 + whole[began + 2]
             levels.append(whole[began + 3])
             kept.append(len(step.token_ids) - 1)
-        self._speculation.observe(requests, levels, kept, rows, drafted, clock)
+        self._speculation.observe(requests, levels, kept, rows, clock)
         return steps
 
     # ------------------------------------------------------------ before the passes

@@ -13,11 +13,11 @@ from sakiyomi.drafters.draft_length import LOSS, Throughput
 
 SETTLED, FEWEST = 16, 6  # rounds of one request with drafts, after which they are compared; least of many requests
 LOOK_EVERY = 128  # rounds with drafts, after which one is plain, to be measured
-NEAR, NEAR_EVERY = 1.5, 24  # the same where drafting brings no more than so many times what plain decoding does
+NEAR, NEAR_EVERY = 1.5, 24  # the same where drafting is less than NEAR times as fast as plain decoding
 FIRST_LOOKS, READINGS = 3, 5  # plain rounds of the first look; readings whose median counts
 REST, REST_LATEST = 128, 2048  # rounds of the first rest and of the longest: each trial in vain doubles it
 TRIAL = 3  # rounds with drafts behind a rest, after which they are compared again
-CLOSE, DOUBTS = 0.9, 3  # a loss no larger than this may be one of few rounds: so many more are looked at
+CLOSE, DOUBTS = 0.9, 3  # a loss no larger than this may be due to few rounds: DOUBTS more are waited for
 
 
 class Pace:
@@ -59,7 +59,7 @@ class Pace:
         return self._left > 0 or self._since >= self._look
 
     def add_plain(self, seconds: float) -> None:
-        """A round without drafts took so long."""
+        """Add a round without drafts."""
         self._readings.append(seconds)
         self.plain = median(self._readings)
         if len(self._readings) >= FIRST_LOOKS:
@@ -74,7 +74,7 @@ class Pace:
                 self._enough = self.drafted.rounds + TRIAL
 
     def add_drafted(self, tokens: float, seconds: float) -> None:
-        """A round with drafts brought each request so many tokens on average."""
+        """Add a round with drafts: mean tokens of a request, and its seconds."""
         self.drafted.add(tokens, seconds)
         self._since += 1
         self._idle = 0

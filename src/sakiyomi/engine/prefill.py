@@ -11,7 +11,7 @@ from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.memory import no_memory
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.tree import Draft
-from sakiyomi.engine.batch import Part
+from sakiyomi.engine.batch import Part, score
 from sakiyomi.engine.request import Request
 from sakiyomi.engine.slots import SlotManager
 from sakiyomi.kernels.batch import SequenceRows
@@ -40,76 +40,25 @@ class Prefill:
     give_states: Callable[[Request, PassOutput, int, slice], None]
     exact: bool
 
-    def next_chunk(self, running: Sequence[Request], steps: list[Step]) -> list[Part]:
-        """The next chunks of prompts that share a pass.
+    def run(self, running: list[Request], steps: list[Step]) -> tuple[list[Part], PassOutput]:
+        """Read the next chunks of prompts in one pass.
 
         Args:
-            running: requests with a slot, in the order of their turns.
+            running: requests with a slot, the next one first; one with more of its prompt to read moves to the end.
             steps: get the last steps of requests for which there is no memory.
+
+        Returns:
+            The prompts that are read to their end, and the logits behind them.
         """
-        parts: list[Part] = []
-        budget = self.chunk_size
-        for request in running:
-            if request.prefilled or request.over or self.slots.waits(request):
-                continue
-            if not (request.cached or self._read_images(request, steps)):
-                continue
-            unread = min(request.prompt_tokens, request.boundary) - request.cached
-            count = min(self.chunk_size, unread)
-            if parts and (count > budget or self.exact):
-                break
-            try:
-                self.target.make_room(request.seat, request.cached + count, request.context.source)
-            except MemoryLimitError as error:
-                steps.append(request.fail(error))
-                continue
-            tokens = request.tokens[request.cached : request.cached + count]
-            rows = SequenceRows(request.seat, request.cached, tokens, prompt=True)
-            parts.append(Part(request, Draft.empty(), rows))
-            budget -= count
-        return parts
-
-    def _read_images(self, request: Request, steps: list[Step]) -> bool:
-        """Read a prompt's images, if it has any, and all tokens but the last; whether there was memory for them."""
-        source = request.context.source
-        if source is not None and self.target.weights.encoder is None:
-            try:
-                request.cached = read_images(self.target, request.seat, source.inputs)
-            except MemoryLimitError as error:
-                steps.append(request.fail(error))
-                return False
-        return True
-
-    def needs_all_rows(self, parts: Sequence[Part]) -> bool:
-        """Whether logits of all rows of these chunks are wanted, and not of the last ones alone."""
-        requests = [part.request for part in parts]
-        wanted = any(r.wants_prompt_logprobs or r.states is not None for r in requests)
-        return wanted or self.target.eviction.needs_log_probs
-
-    def take(
-        self,
-        parts: Sequence[Part],
-        output: PassOutput,
-        running: list[Request],
-        steps: list[Step],
-        began: float,
-        *,
-        whole: bool,
-    ) -> tuple[list[Part], PassOutput]:
-        """Count what was read, and give the prompts that are read to their end, with the logits behind them.
-
-        Args:
-            parts: what was read.
-            output: of the pass, of the last row of each request or of all.
-            running: all requests; one with more of its prompt to read moves behind the others.
-            steps: get the last steps of requests for which there is no memory.
-            began: seconds that the target had spent before.
-            whole: the output is of all rows.
-        """
+        chunk, began, eviction = self._next_chunk(running, steps), self.target.forward_seconds, self.target.eviction
+        asking = any(part.request.wants_prompt_logprobs or part.request.states is not None for part in chunk)
+        whole = asking or eviction.needs_log_probs  # logits of all rows are wanted, not of the last ones alone
+        parts, output = score(self.target, chunk, steps, last=not whole)
+        if not chunk:
+            return parts, output
         spent = self.target.forward_seconds - began
         for request in running:  # the others wait meanwhile
             request.stats.prefill_seconds += spent
-        eviction = self.target.eviction
         if whole:
             output = self._learn(parts, output, steps)
         complete, ends, last, row = [], [], [], 0
@@ -135,6 +84,31 @@ class Prefill:
         self.slots.share()
         features = {layer: states[ends if layer == HEAD else last] for layer, states in output.features.items()}
         return complete, PassOutput(output.logits[ends], features)
+
+    def _next_chunk(self, running: Sequence[Request], steps: list[Step]) -> list[Part]:
+        """The next chunks of prompts that share a pass; arguments as of ``run``."""
+        parts: list[Part] = []
+        budget = self.chunk_size
+        for request in running:
+            if request.prefilled or request.over or self.slots.waits(request):
+                continue
+            source = request.context.source
+            try:
+                if source is not None and self.target.weights.encoder is None and not request.cached:
+                    # The images, and all tokens but the last.
+                    request.cached = read_images(self.target, request.seat, source.inputs)
+                count = min(self.chunk_size, min(request.prompt_tokens, request.boundary) - request.cached)
+                if parts and (count > budget or self.exact):
+                    break
+                self.target.make_room(request.seat, request.cached + count, source)
+            except MemoryLimitError as error:
+                steps.append(request.fail(error))
+                continue
+            tokens = request.tokens[request.cached : request.cached + count]
+            rows = SequenceRows(request.seat, request.cached, tokens, prompt=True)
+            parts.append(Part(request, Draft.empty(), rows))
+            budget -= count
+        return parts
 
     def _learn(self, parts: Sequence[Part], output: PassOutput, steps: list[Step]) -> PassOutput:
         """Tell requests and eviction policy how likely the prompts' tokens were; what is left are the last rows."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.cache.prefix import Prefix, alike
-from sakiyomi.core.errors import DivergedError
+from sakiyomi.core.errors import DivergedError, DraftError
 from sakiyomi.core.outputs import FinishReason, Generation, PromptToken, RoundTrace, Stats, Status, Step, TokenTrace
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft, Draw, Verdict, VerdictKind
@@ -126,6 +126,9 @@ class Request:
         cached: tokens whose keys and values the target has computed.
         base: eviction boundaries are counted from here: the length of a prefix that had its own, else 0.
         boundary: where something of them may be dropped next, in tokens; no round goes beyond it.
+        followed: the drafter has read the request's text.
+        undrafted: the request runs without the drafter, which failed for it.
+        fault: the drafter's failure, if it ends the request (``strict``).
     """
 
     context: Context
@@ -146,6 +149,9 @@ class Request:
     cached: int = 0
     base: int = 0
     boundary: int = 0
+    followed: bool = False
+    undrafted: bool = False
+    fault: DraftError | None = None
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     stats: Stats = field(default_factory=Stats)
@@ -183,7 +189,7 @@ class Request:
 
     @property
     def decoding(self) -> bool:
-        """Whether the first new token is there, so that passes are rounds."""
+        """Whether the first new token is committed, so that passes are rounds."""
         return len(self.tokens) > self.prompt_tokens
 
     @property
@@ -249,7 +255,7 @@ class Request:
         return self._take(tokens, entries, text, reason)
 
     def commit_round(self, found: RoundVerdict, drafter: str) -> Step:
-        """The same of a round that the kernels have run, with a draft of `drafter`."""
+        """As ``commit``, for a round that the kernels ran with a draft of `drafter`."""
         tokens, used, reason, text = found.tokens, found.used, found.reason, ""
         if self.live:
             text, stopped = self.text.push(tokens[:used])

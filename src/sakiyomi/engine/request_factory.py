@@ -28,13 +28,13 @@ class SubmitOptions(RequestOptions, total=False):
 
     Attributes:
         key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
-        drafted: False: nothing is drafted for it, whatever is for others.
+        drafted: False: the request runs without drafts.
         asks: of several drafters that are merged, those that are asked for it, by name; None: all of them.
-        bounded: draft lengths that its parameters fix get shorter where others in the same round would wait for them.
+        bounded: draft lengths that its parameters fix may be shortened, so that others in the round need not wait.
         live: text is wanted with every step, not only with the last one.
         shares: what other requests have read of the same beginning is copied, and not computed again.
-        given: tokens that its text begins with, as another engine has written them: they are verified like a draft, and
-            not drawn again. Whatever the request has besides (eviction boundaries, seed, length limit) stays as it was.
+        given: the first tokens of its text, as another engine wrote them. They are verified like a draft and not drawn
+            again. Eviction boundaries, seed and length limit are as without them.
     """
 
     key: tuple[int, ...]

@@ -89,7 +89,7 @@ class SlotManager:
         else:
             request.slot = self._cache.take()
             self._eviction.begin(request.slot)
-            self._go_on(request)
+            self._restore_prefix(request)
         if lender is not None and lender.slot is not None and not self._eviction.chunked:
             self._copy(request, lender.slot, self._lendable(lender.slot, self._held(lender, request)))
         self._share(request)
@@ -115,16 +115,16 @@ class SlotManager:
         request.base = place.base if read else 0
         if not read:
             self._eviction.begin(request.slot)
-            self._go_on(request)
+            self._restore_prefix(request)
         if same:
             tell_inherit(self._drafter, request.context, place.context)
         tell_end(self._drafter, place.context)
 
-    def _go_on(self, request: Request) -> None:
+    def _restore_prefix(self, request: Request) -> None:
         """Fill the slot from the request's prefix, if it has one and begins with all of it."""
         prefix = request.place.prefix if request.place is not None else None
         if prefix is None or (self._exact and len(prefix.tokens) % self._chunk_size):
-            return  # the rows of its last chunk round otherwise than in a chunk that is longer
+            return  # the rows of its shorter last chunk were rounded differently
         count = len(prefix.tokens)
         if count < request.prompt_tokens and request.tokens[:count] == prefix.tokens:
             self._eviction.restore(request.seat, count, prefix.tensors)
@@ -133,18 +133,28 @@ class SlotManager:
 
     def _held(self, place: RetainedSlot, request: Request) -> int:
         """How many first tokens of a request's prompt a retained slot holds that can be reused."""
-        shared = place.shared(request.tokens) - self._eviction.needs_log_probs  # of the token behind them
-        shared = min(max(shared, 0), request.prompt_tokens - 1)  # the last one is wanted
-        if self._eviction.chunked:
-            shared = min(shared, request.prompt_tokens - self._eviction.tail)
-        if self._exact or self._eviction.chunked:
-            # Rows of decoding passes, and of a chunk of another length, round otherwise than those of a fresh request;
-            # and what is evicted depends on the boundaries, of which a fresh request has one at the end of each chunk.
-            shared = self._whole(min(shared, place.whole), place.base)
-        return shared
+        return self._usable(request, place.shared(request.tokens), place.whole, place.base)
+
+    def _usable(self, request: Request, count: int, whole: int, base: int = 0) -> int:
+        """How many of a prompt's first tokens can be reused from another slot that holds `count` of them.
+
+        With `exact`, rows of decoding passes and of chunks of another length were rounded differently. With eviction,
+        what was dropped depends on the boundaries, and a fresh request has one at the end of each chunk. Both reuse
+        whole chunks only.
+
+        Args:
+            request: with the prompt.
+            count: tokens that the slot holds, of which the last one may lack its log probability.
+            whole: how many of them were computed in whole chunks of a prompt.
+            base: where chunks are counted from.
+        """
+        eviction = self._eviction
+        # The last token of the prompt is always computed: its logits are needed.
+        count = min(max(count - eviction.needs_log_probs, 0), request.prompt_tokens - eviction.tail)
+        return self._whole(min(count, whole), base) if self._exact or eviction.chunked else count
 
     def _whole(self, count: int, base: int) -> int:
-        """The part of so many tokens that are whole chunks behind the first `base`."""
+        """`count`, rounded down to whole chunks behind the first `base` tokens."""
         return base + (count - base) // self._chunk_size * self._chunk_size if count > base else 0
 
     def _lender(self, request: Request) -> RetainedSlot | None:
@@ -210,12 +220,9 @@ class SlotManager:
         return reading and request.cached <= other.cached <= most - min(AWAITED, self._chunk_size)
 
     def _lent(self, request: Request, other: Request, count: int, read: int) -> int:
-        """How many of `count` common tokens can be reused when the other request has read so many."""
-        tail = self._eviction.tail
-        count = min(count - self._eviction.needs_log_probs, read, request.prompt_tokens - tail)
-        if not self._exact and not self._eviction.chunked:
-            return count
-        return min(count, other.prompt_tokens - tail) // self._chunk_size * self._chunk_size if not other.base else 0
+        """How many of `count` common tokens can be reused when the other request has read `read` tokens."""
+        held = min(count, read + self._eviction.needs_log_probs)
+        return 0 if other.base else self._usable(request, held, other.prompt_tokens - self._eviction.tail)
 
     def _copy(self, request: Request, slot: int, count: int) -> None:
         """Copy the first tokens of another slot to a request, if they are enough and there is storage."""
@@ -257,8 +264,8 @@ class SlotManager:
             self.share()  # no request waits for it any more
         place, slot, request.slot = request.place, request.slot, None
         if slot is not None and place is not None and request.error is None:
-            # Of a round's path more may be in the cache than was committed: a stop cut it. The last token counts as
-            # not read even so, as where nothing was drafted: what is read next begins at the same place.
+            # A stop may have cut the round's path, so that the cache holds more than was committed. The last token
+            # counts as unread, as without drafts: the next request then reads from the same place.
             place.held = request.tokens[:-1][: request.cached]
             place.prompt = min(request.prompt_tokens, len(place.held))
             place.base = request.base
@@ -285,11 +292,12 @@ class SlotManager:
         tell_end(self._drafter, place.context)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
-        """Refuse the last of these requests if all of them would not fit at their longest; kept places make way when a
-        slot is wanted.
+        """Refuse the last of these requests if all of them would not fit at full length.
+
+        Slots that conversations keep do not count: they are freed when a request needs a slot.
 
         Raises:
-            MemoryLimitError: they would not fit though nothing else were kept.
+            MemoryLimitError: they would not fit.
         """
         most, now = self._cache.max_slots, time.monotonic()
         count, longest, when = self._fitted  # no other request but the last is longer

@@ -16,7 +16,7 @@ from sakiyomi.core.errors import DraftError, InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft
-from sakiyomi.drafters.base import Context, Drafter, tell_states
+from sakiyomi.drafters.base import Drafter, tell_states
 from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs
 from sakiyomi.engine.pace import Pace
 from sakiyomi.engine.request import GIVEN, Request
@@ -56,27 +56,30 @@ class RoundClock:
 
     Attributes:
         scoring: seconds inside the target's forward.
+        drafted: the drafts that it scored.
     """
 
-    __slots__ = ("_before", "_began", "_target", "scoring")
+    __slots__ = ("_before", "_began", "_target", "drafted", "scoring")
 
     def __init__(self, target: ModelRunner) -> None:
         self._target = target
         self._began, self._before = time.perf_counter(), target.forward_seconds
-        self.scoring = 0.0
+        self.scoring, self.drafted = 0.0, DraftBatch([])
 
     def scored(self, requests: Sequence[Request], drafted: DraftBatch) -> None:
         """Add the seconds of drafting and scoring to each request's statistics."""
         self.scoring = scoring = self._target.forward_seconds - self._before
+        self.drafted = drafted
         for request in requests:
             stats = request.stats
             stats.prefill_seconds += drafted.catching_up
             stats.draft_seconds += drafted.seconds
             stats.score_seconds += scoring
 
-    def seconds(self, drafted: DraftBatch) -> float:
+    @property
+    def seconds(self) -> float:
         """Seconds of the round so far, without those that drafters spent on prompts."""
-        return time.perf_counter() - self._began - drafted.catching_up
+        return time.perf_counter() - self._began - self.drafted.catching_up
 
 
 class SpeculationController:
@@ -108,13 +111,10 @@ class SpeculationController:
         self.target, self.drafter = target, drafter
         self.broken = 0
         self._exact, self._strict = exact, strict
-        self._without: set[int] = set()
-        self._faults: dict[int, DraftError] = {}
         self._paces: dict[int, Pace] = {}  # by requests, the same for all that make a pass of the same rows
         self._timed: set[int] = set()
         self._overhead, self._step = 1e-4, 0.0
-        self._scores: tuple[int, Callable[[int], float]] | None = None  # as of which readings, and by rows
-        self._read: set[int] = set()  # requests whose text the drafter has
+        self._scores: tuple[int, Callable[[int], float]] | None = None  # version of the clock, and seconds by rows
         self._reading = 0.0  # seconds that it takes for a token of such a text
         self._made = sum(model.clock.made for model in self._models)
 
@@ -148,10 +148,10 @@ class SpeculationController:
         for request in requests:
             context, depth = request.context, 0
             room = _room(request)
-            if room > 0 and context.id not in self._without and not (context.given and request.repeats):
+            if room > 0 and not request.undrafted and not (context.given and request.repeats):
                 depth, nodes, worth = request.policy.next(costs)
                 left = request.last - len(request.tokens) - 1  # of the text; `room` ends at the next eviction
-                if depth and request.policy.adapts and not self._worth_reading(context, left, len(asking)):
+                if depth and request.policy.adapts and not self._worth_reading(request, left, len(asking)):
                     depth = 0
                 if depth:
                     context.slot, context.nodes = request.seat, nodes
@@ -159,17 +159,17 @@ class SpeculationController:
             depths.append(min(depth, room) if depth else 0)
         return depths
 
-    def _worth_reading(self, context: Context, room: int, batch: int) -> bool:
+    def _worth_reading(self, request: Request, room: int, batch: int) -> bool:
         """Whether drafts of `room` further tokens save more time than the drafter needs to read the text.
 
         All requests of the round wait for that.
         """
-        if context.id in self._read or not self._reading:
+        if request.followed or not self._reading:
             return True
         pace = self._pace(batch)
         if pace.rate * pace.plain <= 1:  # whether to draft at all is not decided here
             return True
-        return batch * len(context.tokens) * self._reading < room * (pace.plain - 1 / pace.rate)
+        return batch * len(request.tokens) * self._reading < room * (pace.plain - 1 / pace.rate)
 
     def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftBatch:
         """Drafts for a round.
@@ -178,7 +178,14 @@ class SpeculationController:
             requests: of the round.
             depths: see ``depths``. A request that repeats a given text has the next tokens of that text as its draft.
         """
-        drafted = self._draft(requests, depths)
+        drafter, drafted = self.drafter, DraftBatch([Draft.empty()] * len(requests))
+        if drafter is not None and any(depths):
+            seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
+            drafts = self._propose(drafter, requests, depths)
+            passes = drafter.passes - passes or max((draft.tree.depth for draft in drafts), default=0)
+            catching_up = drafter.prefill_seconds - catching_up
+            seconds = drafter.forward_seconds - seconds - catching_up
+            drafted = DraftBatch(drafts, seconds, catching_up, passes, asked=True)
         if not any(request.repeats for request in requests):
             return drafted
         found = zip(requests, drafted.drafts, strict=True)
@@ -190,27 +197,6 @@ class SpeculationController:
         begun = len(request.output)
         most = max(0, min(_room(request), self.target.sizes[-1] - 1))
         return Draft.chain(request.context.given[begun : begun + most], GIVEN)
-
-    def _draft(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftBatch:
-        """What the drafter proposes."""
-        drafter = self.drafter
-        if drafter is None or not any(depths):
-            return DraftBatch([Draft.empty()] * len(requests))
-        seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
-        drafts = self._propose(drafter, requests, depths)
-        passes = drafter.passes - passes or max((draft.tree.depth for draft in drafts), default=0)
-        catching_up = drafter.prefill_seconds - catching_up
-        return DraftBatch(drafts, drafter.forward_seconds - seconds - catching_up, catching_up, passes, asked=True)
-
-    def check(self, request: Request) -> None:
-        """With ``strict``, raise the drafter's error for this request.
-
-        Raises:
-            DraftError: once.
-        """
-        fault = self._faults.pop(request.id, None)
-        if fault is not None:
-            raise fault
 
     def give_states(self, request: Request, output: PassOutput, here: slice, path: Sequence[int]) -> None:
         """Give the drafter the hidden states that it asked for, of the tokens that a pass has committed.
@@ -236,20 +222,8 @@ class SpeculationController:
             states = {layer: output.features[layer][rows] for layer in self._wanted.layers}
             tell_states(self.drafter, request.context, first, states)
 
-    def forget(self, request: int) -> None:
-        """A request is over."""
-        self._without.discard(request)
-        self._read.discard(request)
-        self._faults.pop(request, None)
-
     def observe(
-        self,
-        requests: Sequence[Request],
-        depths: Sequence[int],
-        kept: Sequence[int],
-        rows: int,
-        drafted: DraftBatch,
-        clock: RoundClock,
+        self, requests: Sequence[Request], depths: Sequence[int], kept: Sequence[int], rows: int, clock: RoundClock
     ) -> None:
         """Learn from a round: update each request's policy, and the mean seconds of a draft pass and of the rest.
 
@@ -258,13 +232,13 @@ class SpeculationController:
             depths: of their drafts.
             kept: accepted draft tokens of each.
             rows: of the target's pass.
-            drafted: what was proposed.
             clock: of the round.
         """
         made, self._made = self._made, sum([model.clock.made for model in self._models])
+        drafted = clock.drafted
         if not kept or drafted.repeats:
             return
-        seconds, first = clock.seconds(drafted), self._made != made  # passes were recorded or compared on the way
+        seconds, first = clock.seconds, self._made != made  # passes were recorded or compared on the way
         overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
         pace = self._pace(len(kept))
         if first or seconds > SUDDEN * pace.last:
@@ -279,8 +253,8 @@ class SpeculationController:
         unread = 0
         for request, depth, accepted in zip(requests, depths, kept, strict=True):
             request.policy.observe(depth, accepted, seconds)
-            if (depth or drafted.catching_up) and request.id not in self._read:
-                self._read.add(request.id)
+            if (depth or drafted.catching_up) and not request.followed:
+                request.followed = True
                 unread += len(request.context.tokens)
         if unread:
             self._reading = running_mean(self._reading or None, drafted.catching_up / unread)
@@ -357,11 +331,11 @@ class SpeculationController:
         """Continue a request without the drafter, or end it with ``strict``. The first failure is logged."""
         text = f"drafter {drafter.name} failed: {type(error).__name__}: {error}"
         if self._strict:
-            fault = self._faults[request.id] = DraftError(f"{text}; strict=False continues without drafts")
-            fault.__cause__ = error
+            request.fault = DraftError(f"{text}; strict=False continues without drafts")
+            request.fault.__cause__ = error
         elif not self.broken:
             logger.warning("%s; the request continues without drafts; later failures are not logged", text)
-        self._without.add(request.id)
+        request.undrafted = True
         self.broken += 1
 
 

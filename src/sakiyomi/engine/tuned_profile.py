@@ -106,7 +106,7 @@ def read_profile(path: Path) -> Profile | None:
         if found.gamma != "auto" and not (type(found.gamma) is int and found.gamma > 0):
             raise ValueError(f"gamma {found.gamma!r}")
     except (OSError, TypeError, ValueError, AttributeError, RecursionError, SakiyomiError) as error:
-        raise LoadError(f"{path} is damaged ({error}); delete it, or have it made again: sakiyomi tune") from None
+        raise LoadError(f"{path} is damaged ({error}); delete it, or run sakiyomi tune again") from None
     return found
 
 
@@ -137,7 +137,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def lasting(spec: str) -> str:
-    """A spec that means the same from every folder: paths of what is there become absolute."""
+    """A spec that means the same in every working folder: existing paths become absolute."""
     parts = []
     for part in parse_drafters(spec):
         kind, colon, argument = str(part).partition(":")

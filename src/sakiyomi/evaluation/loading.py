@@ -6,8 +6,6 @@ from typing import Any
 
 from sakiyomi.engine.llm import LLM
 
-__all__ = ["load"]
-
 
 def load(config: Any, draft: Any, **options: Any) -> LLM:
     """The engine of a configuration.

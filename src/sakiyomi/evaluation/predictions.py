@@ -13,8 +13,6 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.probs import chance, leading
 
-__all__ = ["Prediction", "predictions"]
-
 _ROWS = 64  # logits of so many places at once
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from sakiyomi.core.embedded import DEFAULT
 
-__all__ = ["TargetSettings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSettings:

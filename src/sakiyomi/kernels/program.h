@@ -313,7 +313,8 @@ class Program {
   // Of whole numbers and a number torch makes another type than of whole numbers and a tensor without dimensions.
   void check_number(const std::vector<Operand>& given) const {
     const int32_t dtype = tensor(given[0]).dtype();
-    const bool whole = dtype != torch.aoti_torch_dtype_bfloat16 && dtype != torch.aoti_torch_dtype_float32 && dtype != torch.aoti_torch_dtype_float64;
+    const auto real = {torch.aoti_torch_dtype_float16, torch.aoti_torch_dtype_bfloat16, torch.aoti_torch_dtype_float32, torch.aoti_torch_dtype_float64};
+    const bool whole = std::find(real.begin(), real.end(), dtype) == real.end();
     check(given[1].kind != Operand::real || !whole, "whole numbers and another one");
   }
 

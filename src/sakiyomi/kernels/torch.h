@@ -61,6 +61,7 @@ constexpr uint64_t built_for = 2ull << 56 | 11ull << 48;  // torch 2.11: what a 
 #define TORCH_NUMBERS(F)         \
   F(aoti_torch_dtype_float32)    \
   F(aoti_torch_dtype_bfloat16)   \
+  F(aoti_torch_dtype_float16)    \
   F(aoti_torch_dtype_int64)      \
   F(aoti_torch_dtype_float64)    \
   F(aoti_torch_device_type_cpu)  \

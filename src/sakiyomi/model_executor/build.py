@@ -37,7 +37,7 @@ ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs 
 
 
 class RunnerOptions(TypedDict, total=False):
-    """What a session is to be; all of it may be left out.
+    """Options of a session; all may be left out.
 
     Attributes:
         max_slots: requests at once at most; 8.
@@ -63,7 +63,7 @@ class RunnerOptions(TypedDict, total=False):
 
 
 def build_runner(model: Any, *, compile: bool | str = "auto", **options: Unpack[RunnerOptions]) -> ModelRunner:
-    """A session of a model of its own.
+    """Make a session of a model.
 
     A model that cannot be served on our cache runs text by text through its own forward (``own_forward.py``).
 
@@ -120,7 +120,7 @@ def _build(
     max_context: int | None = None,
     make_cache: Callable[..., SlotCache] = SlotCache,
 ) -> ModelRunner:
-    """See ``build_runner``; in this way through the model's own forward, see ``ModelWeights``."""
+    """See ``build_runner``; ``way``: see ``ModelWeights``."""
     # Policies look at the keys of each head; products with latents are no sums row by row; layers that are to be
     # quantized are measured in the model's own forward, which has none.
     latents = eviction is None and not exact and quantize is None
@@ -205,7 +205,7 @@ def _check_context(config: Any, wanted: int | None) -> None:
 
 
 def _check_crossing(model: Any, wanted: int | None) -> None:
-    """Refuse classes whose ``generate`` keeps what it has read with other factors when a text crosses the limit.
+    """Refuse classes whose ``generate`` keeps its cache when a text grows beyond the limit, where factors change.
 
     Their texts depend on what of them was the prompt, which nothing here knows any more when it reads one anew.
     """
@@ -231,7 +231,7 @@ def _caches(
     spare: int,
     make_cache: Callable[..., SlotCache],
 ) -> tuple[SlotCache, SourceCache | None]:
-    """The cache of a session; and, where there is an encoder, that of what cross-attention reads."""
+    """The cache of a session, and, of a model with an encoder, the cache of its sources."""
     encoder, shapes = weights.encoder, weights.shapes
     extra = int(encoder is not None)
 

@@ -1,4 +1,4 @@
-"""The first layers of a model as a session of their own: the same weights, kernels and cache, an earlier exit."""
+"""A session that runs the first layers of a model, on the same weights, kernels and cache."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FirstLayers(ModelRunner):
         self.take_backend()
 
     def take_backend(self) -> None:
-        """That of the whole model, on its modules as they are now."""
+        """Use the whole model's backend, on its modules as they are now."""
         self.module = self._cut(self._whole.module)
         self._adopt(self._whole.backend)
 

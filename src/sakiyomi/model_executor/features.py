@@ -1,4 +1,4 @@
-"""Hidden states of a pass, taken on the way: what the head over the vocabulary reads, and what layers give."""
+"""Captured hidden states of a pass: the input of the head over the vocabulary, and outputs of layers."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ class HiddenStateCapture:
         self._states.clear()
 
     def begin(self) -> None:
-        """Forget what the pass before has left."""
+        """Forget the states of the pass before."""
         self._states.clear()
 
     def give(self, states: Sequence[Tensor]) -> None:
-        """Leave these as the pass's own, in the order of ``take``: it was made of several forwards."""
+        """Set the states of a pass that was made of several forwards, in the order of ``take``."""
         self._states = dict(zip(self.layers, states, strict=False))
 
     def take(self) -> tuple[Tensor, ...]:
-        """What the pass has left, (1, rows, hidden) each; layers that it did not reach are left out."""
+        """The states of the pass, (1, rows, hidden) each, without those of layers that did not run."""
         return tuple(self._states[layer] for layer in self.layers if layer in self._states)

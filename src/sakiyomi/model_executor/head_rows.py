@@ -34,7 +34,7 @@ class HeadRows:
         self.width = int(self._rows.shape[1] if self._rows.ndim == 2 else self._rows.shape[2] * self._rows.shape[3])
 
     def moved(self) -> bool:
-        """Whether the model has taken other modules since: then what was written is no longer there."""
+        """Whether the model has other modules now: then rows that were written are lost."""
         return self._generation != self._model.weights.generation and self._find()
 
     def _find(self) -> bool:

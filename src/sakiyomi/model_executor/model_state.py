@@ -63,8 +63,9 @@ class ModelState:
 
 
 class _Parts:
-    """The very objects that a model is made of. Where all are there still, a tenth of the time tells that nothing was
-    assigned; others may stand for the same model.
+    """The objects that a model consists of: a comparison of them takes a tenth of the time of the full one.
+
+    Where it finds a difference, the model may be the same all the same.
     """
 
     def __init__(self, model: nn.Module) -> None:

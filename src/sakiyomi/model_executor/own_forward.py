@@ -1,4 +1,4 @@
-"""Models that nothing here can take apart: each text goes through the class's own forward, as `generate` calls it.
+"""Models that do not run on our cache: each text goes through the class's own forward, as `generate` calls it.
 
 Their layers keep something that transformers alone knows (indexers, compressed blocks, states of kinds that no other
 class has), or nothing at all. So a slot holds the tokens of its text and what the class itself has returned of them. Of
@@ -42,7 +42,7 @@ TAIL = 16  # tokens that are read again at most, rather than that each pass copi
 
 
 class OwnForward(nn.Module):
-    """A model in the place of its structural copy: forwards of a pass's rows are those of their requests' texts.
+    """A model whose forward reads the rows of a pass as the texts of their requests.
 
     Args:
         inner: the structural copy, as it is.
@@ -204,7 +204,7 @@ class _Text:
 
 
 class TextState:
-    """The texts of a cache's slots: see ``ModuleState``. Every length can be gone on from, by reading the text anew.
+    """The texts of a cache's slots: see ``ModuleState``. A text can be resumed at every length, by reading it anew.
 
     Args:
         reader: of the model.

@@ -1,4 +1,4 @@
-"""What passes of each number of rows cost on this machine: running means of the clock, and trial passes."""
+"""The cost of passes by their number of rows: running means of measured seconds, and trial passes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PassClock:
             known.clear()
 
     def add(self, size: int, recorded: bool, seconds: float, *, fresh: bool = False) -> None:
-        """Take a reading; of eager passes the first one, and any that was recorded on the way, is only a warm-up."""
+        """Add a reading. The first eager pass, and a pass that was recorded first, are warm-ups and do not count."""
         key = (size, recorded)
         self.made += fresh
         self._total += seconds
@@ -77,7 +77,7 @@ class PassClock:
         return eager * self._gain() if eager is not None else None
 
     def _gain(self) -> float:
-        """What replaying makes of an eager pass's time, by the sizes of which both are known."""
+        """The factor from an eager pass's time to a replayed one's, from the sizes with both readings."""
         ratios = [
             seconds / self._seconds[size, False]
             for (size, recorded), seconds in self._seconds.items()
@@ -88,8 +88,8 @@ class PassClock:
     def seconds(self, size: int, sizes: Sequence[int], trial: Callable[[int], None]) -> float:
         """What a pass of this size costs.
 
-        Where none was made, of the smallest sizes by a trial, and of others by a guess until a trial is cheap beside
-        what passes have taken: tried out one by one before the first text, they would take longer than that.
+        The smallest sizes without a reading are tried out at once. Others are guessed until a trial costs little beside
+        the passes so far: to try all of them before the first text would take longer than the text.
 
         Args:
             size: one of `sizes`, or more than the largest.
@@ -130,9 +130,11 @@ class PassClock:
         return found
 
     def _guess(self, size: int, sizes: Sequence[int], few: Sequence[int], trial: Callable[[int], None]) -> float:
-        """From the readings of other sizes: between two of them; beyond them along their line, and no less than half
-        way, by factors, from what costs nothing more to what costs as much a row. Rows that are guessed too dear are
-        tried out before long, and ones that are guessed too cheap make a text wait.
+        """Estimate a size without a reading from those of other sizes.
+
+        Between two sizes it is interpolated. Beyond them it lies on their line, and is at least the largest reading
+        times the square root of the ratio of rows. A guess that is too high is soon corrected by a trial; one that is
+        too low makes a text wait.
         """
         for small in few:
             self.seconds(small, sizes, trial)

@@ -1,4 +1,4 @@
-"""Positions for model classes that count them otherwise than from 0, or by the columns of their cache; how far they go.
+"""Positions for model classes that do not count them from 0, or count columns of their cache; context limits.
 
 Ours holds the rows of several requests, and of trees, so that every row is given its own position. The forwards of bart
 and its kin take none; roberta and its kin begin behind the padding's when they count themselves.
@@ -109,7 +109,7 @@ def position_count(config: Any, wanted: int | None = None) -> int:
 
 
 def rope_limit(config: Any) -> int:
-    """Context up to which a position's rotary embedding depends on the position alone.
+    """The longest context in which a position's rotary embedding depends on the position alone.
 
     "longrope" takes other frequencies for all positions as soon as one lies beyond the original context: keys in the
     cache would be wrong from there on, and requests of one pass would change each other's numbers. "dynamic" does so
@@ -122,7 +122,7 @@ def rope_limit(config: Any) -> int:
 
 
 def context_note(config: Any, limit: int) -> str:
-    """Why a text has no more positions than this, for messages; "": these are all that the model has."""
+    """For messages: why a text has no more positions than this; "": the model has no more."""
     positions, kind = position_count(config), _rope(config).get("rope_type")
     if limit < positions and limit == rope_limit(config):
         return (

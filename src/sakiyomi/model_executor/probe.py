@@ -126,5 +126,5 @@ def expect(model: Any, vocab_size: int, device: torch.device, *, stateful: bool)
 
 
 def _shortened(name: str, value: Any) -> Any:
-    """A setting of the proof's: windows and chunks have ``SHORT`` positions."""
+    """A setting for the proof, where windows and chunks have ``SHORT`` positions."""
     return SHORT if name in REACHES and type(value) is int and value > SHORT else value

@@ -1,4 +1,4 @@
-"""The steps of a program: what becomes of each operator in a traced pass.
+"""Translates the operators of a traced pass into the steps of a program.
 
 Operators that the kernels have are theirs; all others are torch's, called by name (``torch_steps.py``).
 """
@@ -25,7 +25,7 @@ from sakiyomi.model_executor.torch_steps import (
     Operand,
     PythonFunction,
     each_of,
-    run_node,
+    node_function,
     torch_call,
 )
 
@@ -50,7 +50,7 @@ _ALIKE = (
 
 
 class _OfPositions:
-    """What follows from positions alone, which torch computes."""
+    """A value that follows from positions alone, which torch computes."""
 
 
 class _KeptRows:
@@ -190,7 +190,7 @@ class Builder:
             if not isinstance(held, _OfPositions):
                 return [find(part) for part in each.node().inputs()] if isinstance(held, list) else held
             if each.unique() not in known:
-                known[each.unique()] = run_node(each.node(), [find(part) for part in each.node().inputs()])
+                known[each.unique()] = node_function(each.node())([find(part) for part in each.node().inputs()])
             return known[each.unique()]
 
         with torch.no_grad():
@@ -222,7 +222,7 @@ class Builder:
         if not moving:
             if _aliases(node) == "written" and known[0].untyped_storage().data_ptr() in self._held:
                 raise UnsupportedError(f"{kind} of what other passes read")
-            return run_node(node, known)
+            return node_function(node)(known)
         if kind in _ALIKE and isinstance(known[0], Operand) and (kind != "aten::dropout" or not known[2]):
             return known[0]
         if kind == "aten::size" and len(known) == 2:
@@ -241,8 +241,11 @@ class Builder:
         if kind == "aten::neg" and _is_whole(known[0]):
             return self._counted("aten::sub", Operand(WHOLE, 0), self._operand(inputs[0], known[0]))
         if kind == "aten::pow" and isinstance(known[0], Operand) and len(moving) == 1 and known[1] in (2, 3):
-            square = self.emit("mul", known[0], known[0])  # as torch computes it
-            return square if known[1] == 2 else self.emit("mul", square, known[0])
+            square = self.emit("mul", known[0], known[0])  # as torch computes it, but for cubes in float16
+            if known[1] == 2:
+                return square
+            if inputs[0].type().scalarType() != "Half":
+                return self.emit("mul", square, known[0])
         if (found := self._step(kind, inputs, known)) is not None:
             return found
         made = self._called(node, inputs, known)
@@ -305,9 +308,10 @@ class Builder:
         """The same of any other operator."""
         arguments = [self._held_by_python(*pair) for pair in zip(inputs, known, strict=True)]
         moving = [each for each in _flat(arguments) if isinstance(each, Operand)]
+        compute = node_function(node)
 
         def run(*given: Any) -> Any:
-            return run_node(node, _filled(arguments, iter(given)))
+            return compute(_filled(arguments, iter(given)))
 
         outputs = list(node.outputs())
         returns = _list_size(node) if isinstance(outputs[0].type(), torch._C.ListType) else len(outputs)
@@ -429,13 +433,10 @@ def _flat(known: Any) -> Iterable[Any]:
 
 def _filled(arguments: list[Any], given: Iterator[Any]) -> list[Any]:
     """Arguments with what is given, one after the other, in the place of their operands."""
-    found: list[Any] = []
-    for each in arguments:
-        if isinstance(each, list):
-            found.append(_filled(each, given))
-        else:
-            found.append(next(given) if isinstance(each, Operand) else each)
-    return found
+    return [
+        _filled(each, given) if isinstance(each, list) else next(given) if isinstance(each, Operand) else each
+        for each in arguments
+    ]
 
 
 def _bits(number: float) -> int:

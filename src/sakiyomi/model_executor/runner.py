@@ -311,7 +311,7 @@ class ModelRunner(Session):
         return count, size
 
     def replayed(self, size: int) -> tuple[PassForward, Tensor, Tensor]:
-        """What replays a described pass of so many rows, and what it reads: token ids, and behind them positions."""
+        """The recording of a described pass of so many rows, and its inputs: token ids, and positions behind them."""
         assert self.recorder is not None
         buffer = self._buffers.get(size) or self._inputs(BatchPlan([]), size)
         return self.recorder.ready[size], *buffer[-2:]
@@ -319,7 +319,7 @@ class ModelRunner(Session):
     # ------------------------------------------------------------ what passes cost
 
     def pass_seconds(self, rows: int) -> float:
-        """What a decoding pass over so many rows costs now: a running mean, or a trial pass if none was made yet."""
+        """Seconds of a decoding pass over so many rows: a running mean, or a trial pass if none was made yet."""
         return self.clock.seconds(self.padded(rows), self.sizes, self._trial)
 
     def _trial(self, size: int) -> None:

@@ -42,7 +42,7 @@ ALL_SIZES = tuple(sorted({rows << twice for rows in range(1, 9) for twice in ran
 
 
 class Session:
-    """What passes of a model run on; `ModelRunner` (runner.py) runs them.
+    """The state that passes of a model need; `ModelRunner` (runner.py) runs them.
 
     Args:
         weights: of the model.
@@ -107,7 +107,7 @@ class Session:
 
     @property
     def config(self) -> Any:
-        """Of the model's text part."""
+        """The configuration of the model's text part."""
         return self.weights.config
 
     @property
@@ -117,12 +117,12 @@ class Session:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states, logits, keys and values."""
+        """The dtype of hidden states, logits, keys and values."""
         return self.weights.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where ids go in and logits come out."""
+        """The device of token ids and logits."""
         return self.weights.device
 
     @property
@@ -142,7 +142,7 @@ class Session:
 
     @property
     def offloaded(self) -> bool:
-        """Whether weights come from elsewhere in every pass, which then costs the same whatever its rows."""
+        """Whether every pass reads weights from disk or another device, at the same cost for any number of rows."""
         return self.weights.offloaded
 
     @property
@@ -187,14 +187,14 @@ class Session:
         self._adopt(kind(needs, self.cache, self.sources))
 
     def _adopt(self, backend: AttentionBackend, recorder: PassRecorder | None = None) -> None:
-        """Run on this backend from now on, with these recorded passes, or with new ones."""
+        """Switch to this backend, with these recorded passes or with new ones."""
         self.backend = backend
         self._generation = self.weights.generation
         self.clock = PassClock(self._replays, offloaded=self.weights.offloaded)
         self.recorder = recorder or self._make_recorder()
 
     def _listen(self) -> None:
-        """Have the model's modules note what the session wants of a pass: hidden states, queries, raw rows."""
+        """Put hooks on the model's modules for hidden states, queries and projections."""
         if self.weights.encoder is None:
             self.weights.capture.listen(self.weights.head)
         if self._observer is not None:
@@ -236,7 +236,7 @@ class Session:
         return self._replays(self.sizes[0] if rows is None else self.padded(rows))
 
     def padded(self, rows: int) -> int:
-        """Rows that a decoding pass over so many really has: passes come in few sizes."""
+        """The size of a decoding pass over so many rows: passes come in few sizes and are filled up."""
         most = self.sizes[-1]
         return self.sizes[bisect_left(self.sizes, rows)] if rows <= most else -(-rows // most) * most
 
@@ -251,7 +251,7 @@ class Session:
 
     @property
     def mode(self) -> str:
-        """How the passes that any request needs run now: eager, recorded or captured."""
+        """How decoding passes run now: "eager", "recorded" or "captured"."""
         return self.recorder.mode if self.recorder is not None and self.recorded() else "eager"
 
     def begin(self, plan: BatchPlan, size: int) -> None:
@@ -293,7 +293,7 @@ class Session:
     # ------------------------------------------------------------ what stays of the cache
 
     def evict_by(self, plan: EvictionPlan, eviction: ManagedCache) -> None:
-        """Have the cache managed by this from now on; what was tried out before saw everything."""
+        """Have this manage the cache from now on; self-tests before saw all pairs."""
         self.eviction = eviction
         self._reassigned = plan.reassigned
         if plan.sparse is not None:

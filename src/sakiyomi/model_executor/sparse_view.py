@@ -1,4 +1,4 @@
-"""A model on an excerpt of its cache: the same weights, kernels and recorded passes, few of the keys and values."""
+"""A session on an excerpt of a model's cache, with the same weights, kernels and recorded passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Excerpt"]
 
 
 class Excerpt(ModelRunner):
-    """The logits that a model gives where it sees part of what it has read.
+    """Gives a model's logits where it sees part of what it has read.
 
     ``SlotCache.excerpt`` fills its own cache; passes write behind that, as always.
     Positions are those of the whole text.

@@ -127,7 +127,7 @@ def one_of_each(model: nn.Module, chosen: Sequence[int], layers: int) -> Any:
 
 @contextmanager
 def settings_of(model: nn.Module, chosen: Sequence[int], layers: int) -> Iterator[None]:
-    """Settings by layer in a model's configurations are those of these layers for a time."""
+    """While it is open, settings by layer in a model's configurations are those of these layers."""
 
     def of_these(_: str, value: Any) -> Any:
         return [value[layer] for layer in chosen] if isinstance(value, list) and len(value) == layers else value
@@ -138,7 +138,7 @@ def settings_of(model: nn.Module, chosen: Sequence[int], layers: int) -> Iterato
 
 @contextmanager
 def changed_settings(model: nn.Module, change: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Settings in a model's configurations are for a time what `change` makes of their name and value."""
+    """While it is open, settings in a model's configurations are what `change` makes of their name and value."""
     found = [vars(part)["config"] for part in model.modules() if "config" in vars(part)]
     configs = {id(config): vars(config) for config in found}
     changed = [

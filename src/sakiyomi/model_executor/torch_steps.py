@@ -18,7 +18,7 @@ from sakiyomi.core.errors import UnsupportedError
 
 __all__ = [
     "DTYPES", "NUMBER", "REAL", "TENSOR", "TEXT", "WHOLE", "Operand", "PythonFunction", "TorchCall", "each_of",
-    "run_node", "torch_call",
+    "node_function", "torch_call",
 ]  # fmt: skip
 
 DTYPES = {
@@ -171,25 +171,32 @@ class PythonFunction:
         self._functions.pop(self.number, None)
 
 
-def run_node(node: Any, given: list[Any]) -> Any:
-    """What a node of a graph gives for these arguments.
+def node_function(node: Any) -> Callable[[list[Any]], Any]:
+    """What a node of a graph computes, from its arguments.
 
     Raises:
         UnsupportedError: it is no operator of torch or Python.
     """
     kind = node.kind()
     if kind == "prim::NumToTensor":
-        return torch.tensor(given[0])
+        return lambda given: torch.tensor(given[0])
     if kind == "aten::Int":
-        return int(given[0])
+        return lambda given: int(given[0])
     if kind == "prim::PythonOp":
-        constants, tensors = iter(node.scalar_args()), iter(given)
-        return node.pyobj()(*(next(constants if letter == "c" else tensors) for letter in node.cconv()))
+        function, constants, letters = node.pyobj(), node.scalar_args(), node.cconv()
+
+        def call(given: list[Any]) -> Any:
+            fixed, moving = iter(constants), iter(given)
+            return function(*(next(fixed if letter == "c" else moving) for letter in letters))
+
+        return call
     space, _, name = kind.partition("::")
     if space == "prim":
         raise UnsupportedError(kind)
     schema = torch._C.parse_schema(node.schema())
     operator = getattr(getattr(getattr(torch.ops, space), name), schema.overload_name or "default")
-    pairs = list(zip(schema.arguments, given, strict=True))
-    by_name = {argument.name: value for argument, value in pairs if argument.kwarg_only}
-    return operator(*[value for argument, value in pairs if not argument.kwarg_only], **by_name)
+    named = [argument.name for argument in schema.arguments if argument.kwarg_only]
+    count = len(schema.arguments) - len(named)  # which come last
+    if not named:
+        return lambda given: operator(*given)
+    return lambda given: operator(*given[:count], **dict(zip(named, given[count:], strict=True)))

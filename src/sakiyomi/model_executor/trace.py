@@ -49,7 +49,7 @@ def trace(forward: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> An
 
 
 class _Origins(TorchFunctionMode):
-    """Tells, while a model is traced, what the values are made of that the trace makes constants of.
+    """Finds out, while a model is traced, where the values come from that the trace turns into constants.
 
     Those that are made of settings, weights and sizes alone may be constants: whether another row count makes something
     else of them, a comparison with an eager pass finds out.

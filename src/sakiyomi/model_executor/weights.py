@@ -305,7 +305,7 @@ class ModelWeights:
         return _read_bytes(self.module, self.encoder.projections if self.encoder is not None else [])
 
     def needs(self, *, exact: bool, evicts: bool) -> BackendNeeds:
-        """What an attention backend of a session has to serve, see ``BackendNeeds``."""
+        """The requirements of a session's attention backend."""
         return BackendNeeds(
             device=self.device,
             one_device=self.one_device,
@@ -329,7 +329,7 @@ class ModelWeights:
         return not self.own_attention and here and self.dtype in (torch.float32, torch.bfloat16)
 
     def pack(self) -> None:
-        """Have kernels of the device compute what they serve; quantize linear layers on the CPU, if that was asked."""
+        """Switch to the device's kernels, where they serve; quantize linear layers on the CPU, if that was asked."""
         self.packed = self._given.prepared.native if self._given.prepared is not None else self._pack_own()
         if self.packed is not None and not isinstance(self.module, RecordedModel):
             _serve_elementwise(self.module)
@@ -420,7 +420,7 @@ def _expect(
 
 
 def _serve_elementwise(model: nn.Module) -> None:
-    """Have what stands between a model's packed layers call the kernels."""
+    """Have norms, gates and rotary embeddings between a model's packed layers call the kernels."""
     serve_norms(model)
     serve_gates(model)
     serve_rotary(model)

@@ -15,7 +15,7 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tokens import token_places
-from sakiyomi.engine.chat_template import Dialogue, Ending, read_template
+from sakiyomi.engine.chat_template import Dialogue, Ending, Rendering, read_template
 from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.server.config import ServerConfig
@@ -227,12 +227,12 @@ class BodyReader:
         self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest, ending: Ending
     ) -> tuple[list[int], Source | None]:
         """Tokens of a conversation, and the model's inputs for its images."""
-        options = body.chat_template_kwargs or {}
+        how = Rendering(tools, body.chat_template_kwargs or {}, ending)
         images = read_images(body.messages, self._config, self.blind)
         with _blaming("messages", {"options": "chat_template_kwargs"}):
             if not images:
-                return self._tokens(self._dialogue.read(messages, tools, options, ending), "messages"), None
-            text = self._dialogue.text(messages, tools, options, ending)
+                return self._tokens(self._dialogue.read(messages, how), "messages"), None
+            text = self._dialogue.text(messages, how)
             self._room.check(text, "messages")
             params = SamplingParams(prompt_logprobs=_of_prompt(body))
             made = self._llm.engine.process(ImagePrompt(text, images), params)
@@ -254,7 +254,7 @@ class BodyReader:
                 raise bad_request("an image is no text; leave it out to have the rest tokenized", "messages")
             with _blaming("messages"):
                 messages = as_template_takes(body.messages, self.template)
-                return self._dialogue.read(messages, ending=ending_of(body, messages))
+                return self._dialogue.read(messages, Rendering(ending=ending_of(body, messages)))
         if body.continue_final_message or not body.add_generation_prompt:
             field = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
             raise bad_request(f"{field} is about messages, and this is a prompt; leave it out", field)

@@ -1,4 +1,4 @@
-"""How well a draft foretells a target: alpha, greedy agreement and an exact count of greedy speculation."""
+"""How well a drafter foretells a target: alpha, greedy speculation along its text, ranks of its tokens, speed here."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _logits(
             yield logits[i, len(prompts[start + i]) - 1 : len(row) - 1].float()
 
 
-# ---------------------------------------------------------------- guesses
+# ---------------------------------------------------------------- ranks, trees and speed
 
 
 DEPTH = 7

@@ -1,4 +1,4 @@
-"""Prompts with their answers: from files of several forms, and from tasks that are made on the way."""
+"""Prompts with their answers: from files, and from tasks that are made during the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sakiyomi.train.chats import encoded, written_chat
 from sakiyomi.train.counted import marked, token_ids
 from sakiyomi.train.data import Ids, Record, TextSpec, excerpts, parse_text, read_records
 from sakiyomi.train.long_tasks import Filler, named
-from sakiyomi.train.rows import check_unchanged, shares_of
+from sakiyomi.train.rows import Mixture, Shuffled, check_unchanged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,8 +216,10 @@ def parse_tasks(tasks: str) -> list[TextSpec]:
 # ---------------------------------------------------------------- batches
 
 
-class Questions:
+class Questions(Mixture):
     """Rows of prompts with answers, drawn from files and tasks by share.
+
+    A batch has the rows behind one another: `ids`, the `ends` of the rows, and their `prompts`' tokens.
 
     Args:
         files: of each what was read of it.
@@ -243,21 +245,20 @@ class Questions:
         first: int | None,
         seed: int,
     ) -> None:
+        super().__init__([Shuffled(file, seed=seed, key=key) for key, file in enumerate(files)], specs, seed)
         self._files, self._tasks = files, tasks
-        self._shares = shares_of(specs)
-        self._answer_tokens, self._most, self._first, self._seed = answer_tokens, most, first, seed
-        self._taken = [0] * len(files)
+        self._answer_tokens, self._most, self._first = answer_tokens, most, first
         self.tokens = 0
 
-    def batch(self, step: int, rows: int, length: int, decaying: bool) -> dict[str, Ids]:
-        """Rows of step `step` behind one another: `ids`, the `ends` of the rows, and their `prompts`' tokens."""
-        rng = np.random.default_rng((self._seed, step))
-        found = []
-        for source in rng.choice(len(self._shares[0]), size=rows, p=self._shares[int(decaying)]):
-            task = int(source) - len(self._files)
-            one = self._tasks[task].make(rng, self.length(length)) if task >= 0 else self._next(int(source))
-            found.append(self.row(one, length))
-        batch = joined(found)
+    def take(self, source: int, length: int, rng: np.random.Generator) -> tuple[Ids, int]:
+        """See `Mixture`."""
+        task = source - len(self.streams)
+        one = self._tasks[task].make(rng, min(length, self._most)) if task >= 0 else self.streams[source].take(length)
+        return self.row(one, length)
+
+    def joined(self, rows: list[tuple[Ids, int]]) -> dict[str, Ids]:
+        """See `joined`."""
+        batch = joined(rows)
         self.tokens += len(batch["ids"])
         return batch
 
@@ -267,42 +268,28 @@ class Questions:
         pieces = np.split(batch["ids"], ends[:-1])
         return joined(list(zip(pieces[rows], prompts[rows].tolist(), strict=True)))
 
-    def length(self, wanted: int) -> int:
-        """Most tokens of a row: the wanted ones, or the target's positions."""
-        return min(wanted, self._most)
-
     def row(self, one: Answered, length: int) -> tuple[Ids, int]:
-        """One of at most `length` tokens, and how many are the prompt's."""
-        return one.row(self.length(length), self._answer_tokens, self._first)
-
-    def _next(self, file: int) -> Answered:
-        """The next of a file; every epoch is a permutation of its own."""
-        epoch, place = divmod(self._taken[file], len(self._files[file]))
-        order = np.random.default_rng((self._seed, file, epoch)).permutation(len(self._files[file]))
-        self._taken[file] += 1
-        found: Answered = self._files[file][int(order[place])]
-        return found
-
-    def epochs(self, files: Sequence[TextSpec]) -> dict[str, float]:
-        """How often each file was read, by name."""
-        read = zip(files, self._taken, self._files, strict=True)
-        return {spec.path.name: round(taken / len(rows), 2) for spec, taken, rows in read}
+        """One of at most `length` tokens, or the target's positions, and how many are the prompt's."""
+        return one.row(min(length, self._most), self._answer_tokens, self._first)
 
     def state(self) -> dict[str, Any]:
         """How much was taken, and the sizes of all files."""
-        return {"taken": list(self._taken), "sizes": self._sizes(), "tokens": self.tokens}
+        taken = [rows.epoch * rows.size + rows.offset for rows in self.streams]
+        return {"taken": taken, "sizes": self._sizes(), "tokens": self.tokens}
 
     def _sizes(self) -> list[int]:
         return [sum(len(one.prompt) + len(one.answer) for one in file) for file in self._files]
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave.
+        """Continue from what `state` gave.
 
         Raises:
             LoadError: the files are not those of the checkpoint.
         """
         check_unchanged("tokens", self._sizes(), state["sizes"])
-        self._taken, self.tokens = list(state["taken"]), int(state["tokens"])
+        for rows, taken in zip(self.streams, state["taken"], strict=True):
+            rows.restore(divmod(taken, rows.size))
+        self.tokens = int(state["tokens"])
 
 
 def joined(rows: Sequence[tuple[Ids, int]]) -> dict[str, Ids]:

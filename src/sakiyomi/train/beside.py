@@ -156,7 +156,7 @@ class BesideTarget(Recipe[Settings]):
         """What the run has made, for its card."""
         tasks = [str(spec.path) for spec in self.tasks]
         origin = {"tasks": tasks, "held_back": self.held_back, "base": self.config.target}
-        return Result(module, layers, measures, self.questions.epochs(self.specs), more | origin)
+        return Result(module, layers, measures, self.loop.epochs(self.specs), more | origin)
 
 
 @torch.no_grad()

@@ -105,7 +105,7 @@ class _Block(LayersRecipe[TrainBlock]):
         return about, kept
 
 
-# ---------------------------------------------------------------- block head
+# ---------------------------------------------------------------- the drafter while it learns
 
 
 class MarkovHead(nn.Module):

@@ -1,4 +1,4 @@
-"""Checkpoints: one file each, written whole or not at all, the last two kept."""
+"""Checkpoints: one file each, written whole or not at all, the last two kept; and errors of writing any file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def load_checkpoint(folder: Path, *, peek: bool = False) -> dict[str, Any]:
     return state
 
 
-# ---------------------------------------------------------------- writing
+# ---------------------------------------------------------------- errors of writing
 
 
 ADVICE = "make room there, or choose another --out. Where there is a checkpoint, --resume continues from it"

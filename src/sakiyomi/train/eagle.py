@@ -81,7 +81,7 @@ def _frequent(config: TrainEagle, texts: list[list[Any]], vocab: int) -> Tensor 
     return torch.from_numpy(np.sort(chosen))
 
 
-# ---------------------------------------------------------------- eagle unrolled
+# ---------------------------------------------------------------- the head while it learns
 
 
 class UnrolledHead(Unrolled):
@@ -151,7 +151,7 @@ class UnrolledHead(Unrolled):
 def new_head(target: Any, config: dict[str, Any], options: EagleOptions, tokens: Tensor | None) -> UnrolledHead:
     """A head with random weights, which begins with the target's embedding, last norm and head over the vocabulary.
 
-    A layer that begins as the target's last one learnt no faster (benchmarks/log/training.md).
+    A layer that begins as the target's last one learnt no faster (benchmarks/log/heads-eagle-block-mtp.md).
 
     Args:
         target: a causal LM.

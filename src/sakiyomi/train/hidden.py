@@ -1,4 +1,4 @@
-"""Hidden states of a frozen target for rows of token ids: computed without gradient, and kept on disk if wanted."""
+"""What a frozen target gives: hidden states, outputs of its layers, and likeliest tokens as labels of a draft."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class HiddenStates:
         return row.to(ids.device, dtype)
 
 
-# ---------------------------------------------------------------- target states
+# ---------------------------------------------------------------- outputs of layers
 
 
 class TargetStates:
@@ -201,7 +201,7 @@ def layer_config(target: Any, *, kv_heads: int = 0, intermediate: int = 0) -> di
     }
 
 
-# ---------------------------------------------------------------- labels
+# ---------------------------------------------------------------- labels of a draft
 
 
 # Rows of one pass of the target: always one shape, because a compiled model compiles anew for each other shape.

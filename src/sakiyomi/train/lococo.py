@@ -1,4 +1,4 @@
-"""`sakiyomi train lococo`: convolutions that merge what a cache drops, beside a frozen target.
+"""Train convolutions (LoCoCo) that merge what a cache drops, beside a frozen target.
 
 Cai et al. 2024, arXiv 2406.05317, section 4: the language model's own loss on what comes behind chunks whose keys and
 values were merged; nothing but the convolutions is trained.
@@ -55,7 +55,7 @@ class _Lococo(BesideTarget[TrainLococo]):
         self.convolutions = Convolutions(shape, norm=config.norm).to(self.device)
         self.merging_loss = MergingLoss(config, self.compressed, self.convolutions)
         self.beside = self._beside() if self.workers.leads else {}
-        self.loop_options = {"warmup_share": config.warmup_share}
+        self.warmup_share = config.warmup_share
         return self.convolutions
 
     def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ import dataclasses
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,70 +37,69 @@ from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Progress, Reporter, Sc
 from sakiyomi.train.rows import Batches, Mixture
 from sakiyomi.train.workers import ALONE, Workers
 
-BatchLoss = Callable[[Any, Any], Tensor]
-"""Loss of a model on a batch: what the source of batches gave, as tensors on the model's device."""
-Evaluate = Callable[[Any], dict[str, dict[str, float]]]
+
+class Learner(ABC):
+    """A loss, and what its loop needs to know; the module comes beside it.
+
+    Attributes:
+        config: settings of the run; its loop has budget, schedule and checkpoints.
+        mixture: where the batches come from.
+        device: where the model is.
+        passes: precision of the passes: "bf16", "fp16" or "no".
+        workers: the processes of the run, of which the first decides, measures and writes.
+        grow_to: layers that a shallower model is grown to; Llama models can be.
+        grow_at: share of the budget at which it is.
+        stages: shares of the budget in which the row lengths are used one after the other; none: in turn, step by step.
+        warmup_share: first share of the budget in which the learning rate rises.
+        clip_values: `clip` bounds each entry of the gradient, and not its norm.
+    """
+
+    config: RunConfig
+    mixture: Batches
+    device: torch.device = torch.device("cpu")
+    passes: str
+    workers: Workers = ALONE
+    grow_to: int = 0
+    grow_at: float = 0.0
+    stages: tuple[float, ...] = ()
+    warmup_share: float = 0.0
+    clip_values: bool = False
+
+    @abstractmethod
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """Loss of a model on a batch: what the mixture gave, as tensors on the device."""
+
+    @abstractmethod
+    def optimizers(self, model: nn.Module) -> list[Optimizer]:
+        """Those of the model."""
+
+    @abstractmethod
+    def measures(self, model: Any) -> dict[str, dict[str, float]]:
+        """Held-out measures by file, taken every `eval_minutes` and at the end."""
 
 
 class Loop:
     """One training run. What of the model needs no gradient is neither trained nor kept in checkpoints.
 
     Args:
-        settings: of the run; its loop has budget, schedule and checkpoints.
+        learner: what is done.
         model: trained in place (replaced when it grows: read `self.model` at the end).
-        batch_loss: loss of a batch.
-        mixture: where the batches come from.
-        evaluate: held-out measures, called every `eval_minutes` and at the end.
-        optimizers: makes them for the model.
-        grow_to: layers that a shallower model is grown to; Llama models can be.
-        grow_at: share of the budget at which it is.
-        stages: shares of the budget in which the row lengths are used one after the other; none: in turn, step by step.
-        device: where the model is, as accelerate takes it.
-        precision: of the passes: "bf16", "fp16" or "no".
-        warmup_share: first share of the budget in which the learning rate rises.
-        clip_values: `clip` bounds each entry of the gradient, and not its norm.
     """
 
-    def __init__(
-        self,
-        settings: RunConfig,
-        model: Any,
-        batch_loss: BatchLoss,
-        mixture: Batches,
-        evaluate: Evaluate,
-        *,
-        optimizers: Callable[[nn.Module], list[Optimizer]],
-        grow_to: int = 0,
-        grow_at: float = 0.0,
-        stages: Sequence[float] = (),
-        device: str = "cpu",
-        precision: str = "bf16",
-        warmup_share: float = 0.0,
-        clip_values: bool = False,
-    ) -> None:
-        self.config, self.model, self.mixture = settings.loop, model, mixture
-        self._settings, config = settings, settings.loop
-        self._batch_loss, self._evaluate = batch_loss, evaluate
-        self._grow_to, self._grow_at = grow_to, grow_at
-        self._stages = tuple(stages)
+    def __init__(self, learner: Learner, model: Any) -> None:
+        self.learner, self.model, self.config = learner, model, learner.config.loop
+        config = self.config
         self._out = Path(config.out)
-        self._budget = float(config.tokens or config.minutes * 60)
-        self.schedule = Schedule(
-            config.warmup_steps, self._budget * (1 - config.decay_share), self._budget, self._budget * warmup_share
-        )
-        self._clip_values = clip_values
+        self._budget = budget = float(config.tokens or config.minutes * 60)
+        decay_from, warm_from = budget * (1 - config.decay_share), budget * learner.warmup_share
+        self.schedule = Schedule(config.warmup_steps, decay_from, budget, warm_from)
         self.progress = Progress()
         self._stop_asked = self._finish_asked = False
-        self._new_optimizers = optimizers
-        self._workers = ALONE
-        self._accelerator = accelerator(device, precision)
+        self._accelerator = accelerator(str(learner.device), learner.passes)
         self._optimizers = self._made_optimizers()
 
-    def run(self, workers: Workers = ALONE) -> bool:
+    def run(self) -> bool:
         """Train to the end of the budget.
-
-        Args:
-            workers: the processes of the run, of which the first decides, measures and writes.
 
         Returns:
             True when the budget is spent, False when SIGINT or SIGTERM asked to stop; either way a checkpoint
@@ -108,7 +108,7 @@ class Loop:
         Raises:
             WorkerError: a process has ended.
         """
-        self._workers = workers
+        workers = self.learner.workers
         if workers.count > 1 and self._accelerator.device.type != "cpu":
             raise UnsupportedError(
                 f"{workers.count} workers train on CPUs in this version, and this run is on "
@@ -121,11 +121,10 @@ class Loop:
         self._warm()
         with Reporter(self.config.log_seconds, silent=not workers.leads) as reporter, self._signals():
             self._train(reporter)
-        self._workers = ALONE
         return not self._stop_asked
 
     def _train(self, reporter: Reporter) -> None:
-        leads = self._workers.leads
+        leads = self.learner.workers.leads
         saved = measured = self.progress.seconds
         self.model.train()
         while self._goes_on(reporter):
@@ -150,10 +149,10 @@ class Loop:
 
     def _goes_on(self, reporter: Reporter) -> bool:
         """Whether there is another step. The clock, and what signals have asked for, are the first process's."""
-        if self._workers.leads and self._clock() < self.schedule.end and not self._stop_asked:
+        if self.learner.workers.leads and self._clock() < self.schedule.end and not self._stop_asked:
             self._maybe_finish(reporter)
         progress, schedule = self.progress, self.schedule
-        progress.seconds, schedule.decay_from, schedule.end, stop = self._workers.told(
+        progress.seconds, schedule.decay_from, schedule.end, stop = self.learner.workers.told(
             progress.seconds, schedule.decay_from, schedule.end, float(self._stop_asked)
         )
         self._stop_asked = bool(stop)
@@ -167,15 +166,11 @@ class Loop:
         if not self.config.compile or not compiler_found():
             return
         with progress("compiling, which is no part of --minutes: a minute or more, several on a busy machine"):
-            state, random = self.mixture.state(), torch.get_rng_state()
+            state, random = self.learner.mixture.state(), torch.get_rng_state()
             for place in dict.fromkeys(self.config.row_tokens):
-                rows = self.config.step_tokens // place
-                batch = self.mixture.part(self.mixture.batch(0, rows, place, False), self._workers.part(rows))
-                self.mixture.restore(state)
-                with self._accelerator.autocast():
-                    loss = self._batch_loss(self.model, on_device(batch, self._accelerator.device))
-                if loss.requires_grad:
-                    self._accelerator.backward(loss)
+                batch = self._batch(0, place, False)
+                self.learner.mixture.restore(state)
+                self._gradient(batch)
                 for optimizer in self._optimizers:
                     optimizer.zero_grad(set_to_none=True)
             torch.set_rng_state(random)
@@ -188,19 +183,16 @@ class Loop:
     @property
     def row_tokens(self) -> tuple[int, ...]:
         """Row lengths that are used in turn now: all, or that of the stage."""
-        if not self._stages:
+        if not self.learner.stages:
             return self.config.row_tokens
-        ends = list(accumulate(self._stages))
+        ends = list(accumulate(self.learner.stages))
         stage = bisect_right(ends, min(self.share, 1.0) * ends[-1])
         return (self.config.row_tokens[min(stage, len(ends) - 1)],)
 
     def epochs(self, sources: Sequence[TextSpec]) -> dict[str, float]:
         """How often each file of the mixture was read, by name."""
-        assert isinstance(self.mixture, Mixture), "only streams have epochs"
-        return {
-            spec.path.name: round(rows.epoch + rows.offset / rows.size, 2)
-            for spec, rows in zip(sources, self.mixture.streams, strict=True)
-        }
+        assert isinstance(self.learner.mixture, Mixture), "other batches have no files"
+        return self.learner.mixture.epochs(sources)
 
     def save(self) -> None:
         """Write a checkpoint."""
@@ -208,11 +200,11 @@ class Loop:
             "model": _trained(self.model),
             "layers": _depth(self.model),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-            "mixture": self.mixture.state(),
+            "mixture": self.learner.mixture.state(),
             "progress": dataclasses.asdict(self.progress),
             "schedule": dataclasses.asdict(self.schedule),
             "torch_rng": torch.get_rng_state(),
-            "settings": self._settings.flat(),
+            "settings": self.learner.config.flat(),
         }
         save_checkpoint(self._out / "checkpoints", self.progress.step, state)
 
@@ -225,7 +217,7 @@ class Loop:
                 weight.copy_(state["model"][name])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.mixture.restore(state["mixture"])
+        self.learner.mixture.restore(state["mixture"])
         self.progress = Progress(**state["progress"])
         self.schedule = Schedule(**state["schedule"])
         torch.set_rng_state(state["torch_rng"])
@@ -238,9 +230,7 @@ class Loop:
         began = time.monotonic()
         config, progress = self.config, self.progress
         length = self.row_tokens[progress.step % len(self.row_tokens)]
-        rows = config.step_tokens // length
-        batch = self.mixture.batch(progress.step, rows, length, self.schedule.decaying(self._clock()))
-        batch = self.mixture.part(batch, self._workers.part(rows))
+        batch = self._batch(progress.step, length, self.schedule.decaying(self._clock()))
         scale = self.schedule.scale(progress.step, self._clock())
         set_scale(self._optimizers, scale)
         loss = self.learn(batch)
@@ -250,28 +240,37 @@ class Loop:
         progress.losses.append((progress.step, progress.tokens, progress.seconds, float(loss)))
         return scale
 
-    def learn(self, batch: Any) -> Tensor:
-        """Go one step of the optimizer towards a smaller loss of all processes' batches; the loss before it."""
+    def _batch(self, step: int, length: int, decaying: bool) -> Any:
+        """This process's rows of a step."""
+        mixture, rows = self.learner.mixture, self.config.step_tokens // length
+        return mixture.part(mixture.batch(step, rows, length, decaying), self.learner.workers.part(rows))
+
+    def _gradient(self, batch: Any) -> Tensor:
+        """The loss of a batch, whose gradient is added to that of the weights."""
         with self._accelerator.autocast():
-            loss = self._batch_loss(self.model, on_device(batch, self._accelerator.device))
+            loss = self.learner.loss(self.model, on_device(batch, self._accelerator.device))
         if loss.requires_grad:  # else its parts have been propagated one by one, so that they need not all be held
             self._accelerator.backward(loss)
-        weights = self._weights()
-        loss = self._workers.collect(weights, loss.detach())
-        if self._clip_values:
+        return loss
+
+    def learn(self, batch: Any) -> Tensor:
+        """Go one step of the optimizer towards a smaller loss of all processes' batches; the loss before it."""
+        loss, weights = self._gradient(batch), self._weights()
+        loss = self.learner.workers.collect(weights, loss.detach())
+        if self.learner.clip_values:
             self._accelerator.clip_grad_value_(weights, self.config.clip)
         else:
             self._accelerator.clip_grad_norm_(weights, self.config.clip)
         for optimizer in self._optimizers:
-            if self._workers.leads:
+            if self.learner.workers.leads:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self._workers.spread(weights)
+        self.learner.workers.spread(weights)
         return loss
 
     def _measure(self, reporter: Reporter) -> None:
         began = time.monotonic()
-        measures = self._evaluate(self.model)
+        measures = self.learner.measures(self.model)
         progress = self.progress
         progress.seconds += min(time.monotonic() - began, LONGEST_STEP_SECONDS)
         progress.held_out.append(
@@ -280,18 +279,18 @@ class Loop:
         reporter.measures(progress.step, measures)
 
     def _maybe_grow(self, reporter: Reporter) -> None:
-        if _depth(self.model) >= self._grow_to:
+        if _depth(self.model) >= self.learner.grow_to:
             return
         # An early finish grows at once: the finished model always has the depth that was asked for.
-        if self._clock() < self._grow_at * self._budget and not self.schedule.decaying(self._clock()):
+        if self._clock() < self.learner.grow_at * self._budget and not self.schedule.decaying(self._clock()):
             return
         old_model, old_optimizers = self.model, self._optimizers
-        self.model, source = grow(old_model, self._grow_to)
+        self.model, source = grow(old_model, self.learner.grow_to)
         self._optimizers = self._made_optimizers()
         copy_state(old_optimizers, old_model, self._optimizers, self.model, source)
         compile_layers(self.model, self.config.compile)
         self.model.train()
-        reporter.note(f"step {self.progress.step}: grown to {self._grow_to} layers")
+        reporter.note(f"step {self.progress.step}: grown to {self.learner.grow_to} layers")
 
     def _maybe_finish(self, reporter: Reporter) -> None:
         flag = self._out / "finish"
@@ -307,7 +306,7 @@ class Loop:
         reporter.note(f"step {self.progress.step}: early finish, decay ends in {minutes:g} minutes")
 
     def _made_optimizers(self) -> list[Optimizer]:
-        return [self._accelerator.prepare_optimizer(made) for made in self._new_optimizers(self.model)]
+        return [self._accelerator.prepare_optimizer(made) for made in self.learner.optimizers(self.model)]
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

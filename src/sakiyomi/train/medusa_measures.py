@@ -41,7 +41,7 @@ class HeadLog:
 
     Args:
         path: of the file.
-        resume: go on with it.
+        resume: continue it.
     """
 
     def __init__(self, path: Path, resume: bool) -> None:

@@ -89,7 +89,7 @@ class _Mtp(UnrolledRecipe[TrainMtp]):
         return f"A layer for predicting further tokens (MTP) for {self.config.target}", written
 
 
-# ---------------------------------------------------------------- mtp head
+# ---------------------------------------------------------------- the layer while it learns
 
 
 NAME = "sakiyomi_unrolled"

@@ -175,7 +175,7 @@ def _samples(config: TrainNgram, llm: Any, pool: list[Ids], reporter: Reporter) 
     return found
 
 
-# ---------------------------------------------------------------- ngram worth
+# ---------------------------------------------------------------- what the drafts are worth
 
 
 LONGEST = 256  # tokens of one held-out text

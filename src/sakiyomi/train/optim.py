@@ -67,7 +67,7 @@ def copy_state(
                 optimizer.state[parameter] = {key: value.clone() for key, value in state.items()}
 
 
-# ---------------------------------------------------------------- muon
+# ---------------------------------------------------------------- Muon
 
 
 STEPS = 5

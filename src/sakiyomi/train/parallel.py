@@ -102,7 +102,7 @@ def rank_parallel(draft: Any, mask: int, count: int, texts: Continuations) -> Ra
     return ranked(draft, texts, count, guess)
 
 
-# ---------------------------------------------------------------- masks
+# ---------------------------------------------------------------- the mask token
 
 
 def mask_token(wanted: int, tokenizer: Any, vocab: int) -> int:

@@ -1,4 +1,4 @@
-"""What a training run has done so far: kept by the loop, shown by the reporter, drawn and written by others."""
+"""What a training run has done so far, its learning rate, and what it shows of both on stderr."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Progress:
     held_out: list[dict[str, Any]] = field(default_factory=list)
 
 
-# ---------------------------------------------------------------- schedule
+# ---------------------------------------------------------------- learning rate
 
 
 # A process that is stopped for minutes (SIGSTOP, a sleeping laptop) is charged at most this much for its step.
@@ -70,7 +70,7 @@ class Schedule:
             self.decay_from, self.end = clock, clock + length
 
 
-# ---------------------------------------------------------------- report
+# ---------------------------------------------------------------- what is shown
 
 
 # The loss shown is a running mean: single steps differ by the rows they drew.

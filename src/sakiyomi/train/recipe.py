@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from sakiyomi.core.errors import InputError
@@ -20,17 +20,16 @@ from sakiyomi.train.checkpoint import checkpoints, load_checkpoint, writing
 from sakiyomi.train.config import RunConfig, TextRunConfig
 from sakiyomi.train.data import TextSpec, parse_texts, parse_valid, read_records
 from sakiyomi.train.export import Result, write_card
-from sakiyomi.train.loop import Loop
+from sakiyomi.train.loop import Learner, Loop
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.progress import Reporter
-from sakiyomi.train.rows import Batches
 from sakiyomi.train.workers import ALONE, Workers, started
 
 Settings = TypeVar("Settings", bound=RunConfig)
 TextSettings = TypeVar("TextSettings", bound=TextRunConfig)
 
 
-class Recipe(ABC, Generic[Settings]):
+class Recipe(Learner, Generic[Settings]):
     """One kind of training run; `train` calls its methods in their order here.
 
     Args:
@@ -39,25 +38,16 @@ class Recipe(ABC, Generic[Settings]):
     Attributes:
         specs: training files with their shares.
         valid: held-out files by name.
-        mixture: where the batches come from; `read` sets it.
-        device: where the model is.
-        passes: precision of the passes: "bf16", "fp16" or "no".
         reporter: takes lines about what happens beside the loop.
-        workers: the processes of the run. All but the first read what that has made, and do not measure.
-        loop: around the module, from `make` on.
-        loop_options: further arguments of `Loop`.
+        loop: around the module, from `make` on. All processes but the first read what that has made.
     """
 
-    mixture: Batches
-    passes: str
+    config: Settings
     loop: Loop
-    device: torch.device = torch.device("cpu")
-    workers: Workers = ALONE
 
     def __init__(self, config: Settings) -> None:
         self.config = config
         self.reporter = Reporter(config.loop.log_seconds)
-        self.loop_options: dict[str, Any] = {}
 
     @abstractmethod
     def files(self) -> list[TextSpec]:
@@ -83,18 +73,6 @@ class Recipe(ABC, Generic[Settings]):
     @abstractmethod
     def make(self) -> nn.Module:
         """The module that learns, with random weights from the seed that has just been set."""
-
-    @abstractmethod
-    def loss(self, model: Any, batch: Any) -> Tensor:
-        """Loss of a batch, of tensors on the device."""
-
-    @abstractmethod
-    def optimizers(self, model: nn.Module) -> list[Optimizer]:
-        """Those of the module."""
-
-    @abstractmethod
-    def measures(self, model: Any) -> dict[str, dict[str, float]]:
-        """Held-out measures, by file."""
 
     def hooks(self) -> AbstractContextManager[object]:
         """What is open while the loop runs: files, hooks on the target."""
@@ -164,19 +142,10 @@ def _run(recipe: Recipe[Any], workers: Workers) -> bool:
         workers.connect()
         recipe.read()
     torch.manual_seed(options.seed)
-    recipe.loop = Loop(
-        recipe.config,
-        recipe.make(),
-        recipe.loss,
-        recipe.mixture,
-        recipe.measures,
-        optimizers=recipe.optimizers,
-        device=str(recipe.device),
-        precision=recipe.passes,
-        **recipe.loop_options,
-    )
+    recipe.loop = Loop(recipe, recipe.make())
     with recipe.hooks():
-        finished = recipe.loop.run(workers)
+        finished = recipe.loop.run()
+    recipe.workers = ALONE  # the others have ended their work
     if not options.threads:
         torch.set_num_threads(threads)
     return finished
@@ -200,7 +169,7 @@ def _check_rows(config: RunConfig, workers: int) -> None:
             )
 
 
-# ---------------------------------------------------------------- preflight
+# ---------------------------------------------------------------- before a run
 
 
 def check_run(config: RunConfig, files: Iterable[Path]) -> None:

@@ -1,4 +1,4 @@
-"""`sakiyomi train retaining`: heads that score keys and values of a frozen target (see `heads_loss`)."""
+"""Train retaining heads (Locret): heads that score keys and values of a frozen target (see `heads_loss`)."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def train_retaining(config: TrainRetaining, command: str = "") -> dict[str, Any]
 class _Retaining(BesideTarget[TrainRetaining]):
     """Heads learn which keys and values the answers look at."""
 
+    clip_values = True
+
     def check_target(self) -> None:
         """See `BesideTarget`."""
         self.kv_heads, self.widths = kv_heads_of(self.target), Raw(self.target).widths
@@ -48,7 +50,7 @@ class _Retaining(BesideTarget[TrainRetaining]):
         width = config.width or default_width(int(text.hidden_size))
         self.heads = RetainingHeads(RetainingShape(self.widths, self.kv_heads, width, str(activation))).to(self.device)
         self.heads_loss = HeadsLoss(config, self.target, self.heads)
-        self.loop_options = {"warmup_share": config.warmup_share, "clip_values": True}
+        self.warmup_share = config.warmup_share
         return self.heads
 
     def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:

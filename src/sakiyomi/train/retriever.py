@@ -56,7 +56,7 @@ class _Retriever(TextRecipe[TrainRetriever]):
     def make(self) -> LlamaForCausalLM:
         """See `Recipe`."""
         config, sizes, tokenizer = self.config, self.config.sizes, self.tokenizer
-        self.loop_options = {"stages": config.stage_shares}
+        self.stages = config.stage_shares
         self._nats = compiled_loss(partial(answers_and_text, config.text_weight), config.loop.compile)
         model = new_llama(sizes, tokenizer, vocab=len(tokenizer), max_positions=sizes.max_positions)
         start_looking_back(model, config.loop.seed)
@@ -226,7 +226,7 @@ def retrieval_tokenizer(documents: Sequence[str], pieces: int, max_length: int) 
     )
 
 
-# ---------------------------------------------------------------- retrieval measures
+# ---------------------------------------------------------------- accuracy
 
 
 ASKED = ("passkey", "number", "kv", "kv-dense", "multikey")

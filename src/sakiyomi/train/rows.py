@@ -41,7 +41,7 @@ class Rows(ABC):
         """Put everything into the present epoch's order."""
 
     @abstractmethod
-    def take(self, count: int) -> Ids:
+    def take(self, count: int) -> Any:
         """The next row of `count` tokens."""
 
     def state(self) -> list[int]:
@@ -86,8 +86,32 @@ class Stream(Rows):
         return np.concatenate(parts)
 
 
-class FixedRows(Rows):
-    """Documents joined once and cut into rows of one length; epochs shuffle the rows, and a row comes back as it was.
+class Shuffled(Rows):
+    """Things in a fresh order every epoch; each comes back as it was.
+
+    Args:
+        things: rows, or prompts with answers.
+        seed, key: as of `Rows`.
+    """
+
+    def __init__(self, things: Sequence[Any], *, seed: int, key: int) -> None:
+        self.things = things
+        super().__init__(len(things), seed=seed, key=key)
+
+    def _begin_epoch(self) -> None:
+        self._numbers = self._order(self.size)
+
+    def take(self, count: int) -> Any:
+        """The next one; it has the length that it has."""
+        if self.offset == self.size:
+            self.epoch, self.offset = self.epoch + 1, 0
+            self._begin_epoch()
+        self.offset += 1
+        return self.things[self._numbers[self.offset - 1]]
+
+
+class FixedRows(Shuffled):
+    """Documents joined once and cut into rows of one length.
 
     Args:
         documents: token ids of each document, its leading separator included.
@@ -100,22 +124,8 @@ class FixedRows(Rows):
         tokens = np.concatenate([documents[index] for index in order])
         # Short text is repeated to fill one row rather than refused.
         tokens = np.resize(tokens, max(len(tokens), length + 1))
-        count = (len(tokens) - 1) // length
-        self._rows = np.stack([tokens[row * length : (row + 1) * length + 1] for row in range(count)])
-        super().__init__(count, seed=seed, key=key)
-
-    def _begin_epoch(self) -> None:
-        self._numbers = self._order(self.size)
-
-    def take(self, count: int) -> Ids:
-        """The next row; `count` must be the length of a row, targets included."""
-        if self.offset == self.size:
-            self.epoch, self.offset = self.epoch + 1, 0
-            self._begin_epoch()
-        row: Ids = self._rows[self._numbers[self.offset]]
-        assert len(row) == count, "one row length a run"
-        self.offset += 1
-        return row
+        starts = range(0, len(tokens) - length, length)
+        super().__init__([tokens[at : at + length + 1] for at in starts], seed=seed, key=key)
 
 
 class Batches(Protocol):
@@ -148,30 +158,42 @@ class Mixture:
 
     Args:
         streams: one per training file.
-        specs: with their shares, in the order of `streams`.
+        specs: with the shares of all sources, in the order of `streams`; further ones are made and not read.
         seed: of the choice of streams.
     """
 
     def __init__(self, streams: Sequence[Rows], specs: Sequence[TextSpec], seed: int) -> None:
         self.streams: list[Rows] = list(streams)
-        self._shares, self._seed = shares_of(specs), seed
+        shares = np.array([[spec.stable, spec.decay] for spec in specs], dtype=float).T
+        self._shares, self._seed = [some / sum(some) for some in shares], seed
 
-    def batch(self, step: int, rows: int, length: int, decaying: bool) -> Ids:
+    def batch(self, step: int, rows: int, length: int, decaying: bool) -> Any:
         """Rows of step `step`: (rows, length + 1) token ids, inputs and targets one apart."""
-        choice = np.random.default_rng((self._seed, step)).choice(
-            len(self.streams), size=rows, p=self._shares[int(decaying)]
-        )
-        return np.stack([self.streams[index].take(length + 1) for index in choice])
+        rng, shares = np.random.default_rng((self._seed, step)), self._shares[int(decaying)]
+        return self.joined([self.take(int(i), length, rng) for i in rng.choice(len(shares), size=rows, p=shares)])
 
-    def part(self, batch: Ids, rows: slice) -> Ids:
+    def take(self, source: int, length: int, rng: np.random.Generator) -> Any:
+        """The next row of a source; what is made and not read is drawn with the generator."""
+        return self.streams[source].take(length + 1)
+
+    def joined(self, rows: list[Any]) -> Any:
+        """Rows as a batch."""
+        return np.stack(rows)
+
+    def part(self, batch: Any, rows: slice) -> Any:
         """Some rows of a batch."""
         return batch[rows]
 
-    def state(self) -> list[list[int]]:
+    def epochs(self, files: Sequence[TextSpec]) -> dict[str, float]:
+        """How often each file was read, by name."""
+        read = zip(files, self.streams, strict=True)
+        return {spec.path.name: round(rows.epoch + rows.offset / rows.size, 2) for spec, rows in read}
+
+    def state(self) -> Any:
         """Positions and sizes of all streams."""
         return [[*stream.state(), stream.size] for stream in self.streams]
 
-    def restore(self, state: Sequence[Sequence[int]]) -> None:
+    def restore(self, state: Any) -> None:
         """Go to positions taken with `state`.
 
         Raises:
@@ -196,9 +218,3 @@ def mixture_of(
     """
     streams = [make(some, seed=seed, key=key) for key, some in enumerate(documents)]
     return Mixture(streams, specs, seed)
-
-
-def shares_of(specs: Sequence[TextSpec]) -> list[np.ndarray]:
-    """Shares of the rows before and during the decay, which sum to 1."""
-    found = np.array([[spec.stable, spec.decay] for spec in specs], dtype=float).T
-    return [shares / sum(shares) for shares in found]

@@ -51,7 +51,7 @@ class _Target(TextRecipe[TrainTarget]):
     def make(self) -> LlamaForCausalLM:
         """See `Recipe`; it may begin with fewer layers."""
         config, sizes = self.config, self.config.sizes
-        self.loop_options = {"grow_to": sizes.layers, "grow_at": config.grow_at}
+        self.grow_to, self.grow_at = sizes.layers, config.grow_at
         self._nats = compiled_loss(next_token_loss, config.loop.compile)
         return new_llama(
             sizes,
@@ -102,7 +102,7 @@ def _texts(specs: Sequence[TextSpec]) -> Iterator[str]:
             yield from texts
 
 
-# ---------------------------------------------------------------- evaluate
+# ---------------------------------------------------------------- held-out measures
 
 
 ROW_TOKENS = 512

@@ -62,17 +62,17 @@ class View:
 
 
 class Merger(Protocol):
-    """Makes the last of the pairs that stay mixtures of those that a policy drops."""
+    """Merges the pairs that a policy drops into the last of those that stay."""
 
     @property
     def merged(self) -> int:
-        """Mixtures of each head, among the pairs that stay."""
+        """Merged pairs of each head, among those that stay."""
 
     def prepare(self, model: CacheHost) -> None:
         """Check that it fits the model, before its first request."""
 
     def merge(self, view: View, scores: Tensor, best: Tensor) -> Tensor:
-        """Write the mixtures into the view's keys and values; the scores with theirs."""
+        """Write merged pairs into the view's keys and values; returns the scores with theirs."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -85,15 +85,15 @@ class Policy:
         recent: share of the budget for the last tokens, where that is more than ``local``.
         ends: share of the budget that is reserved for both ends of the prompt, half for each: most scorers lose the
             question or the instruction without it (arXiv 2605.18053).
-        positions: "kept": pairs keep the positions that they were computed for; "reassigned": at every boundary those
-            that are left move together, so that a text may be longer than the positions that the model knows.
-        pyramid: the last layer has so small a part of what the budget leaves beside the pairs that stay in any case,
-            1 / pyramid, and the layers before it evenly more (PyramidKV, arXiv 2406.02069); 0: all have the same.
-        where: "both": pairs are dropped between the chunks of a prompt and while text is generated; "prompt": not
-            behind the prompt.
-        beside: last tokens of a prompt that come on top of the budget: what is before them is brought down to it, and
-            nothing is dropped any more. Only with ``where="prompt"``.
-        merger: makes the last of the pairs that stay mixtures of what goes; None: what goes is lost.
+        positions: "kept": pairs keep their positions; "reassigned": at every boundary the remaining pairs move
+            together, so a text may be longer than the model's context.
+        pyramid: of the budget beside the pairs that always stay, the last layer has 1 / pyramid, and the layers before
+            it evenly more (PyramidKV, arXiv 2406.02069); 0: all layers have the same.
+        where: "both": pairs are dropped between the chunks of a prompt and while text is generated; "prompt": only in
+            the prompt.
+        beside: last tokens of a prompt that are kept in addition to the budget. Earlier pairs are reduced to the
+            budget, and nothing is dropped afterwards. Only with ``where="prompt"``.
+        merger: merges dropped pairs into the last of those that stay; None: they are lost.
     """
 
     name: ClassVar[str] = ""
@@ -104,13 +104,12 @@ class Policy:
     recalls: ClassVar[bool] = False
     """Whether all pairs stay in main memory, and those for attention are chosen again at every boundary."""
     interval: ClassVar[int] = 64
-    """Generated tokens from boundary to boundary."""
+    """Generated tokens between two boundaries."""
     reread_tokens: ClassVar[int] = 0
-    """Where pairs are recalled: so many of a prompt's last tokens, as far as they always stay, are read a second time,
-    on pairs that they have chosen themselves."""
+    """Where pairs are recalled: number of a prompt's last tokens that are read again, with pairs that they chose."""
 
     published: ClassVar[Mapping[str, Any]] = {}
-    """What the option ``paper`` sets: the method as its authors ran it, counts as shares of their budget."""
+    """Options that ``paper`` sets: the authors' own, with counts as shares of their budget."""
 
     sinks: int = 4
     local: int = 16

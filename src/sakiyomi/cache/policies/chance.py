@@ -15,7 +15,7 @@ __all__ = ["Random"]
 
 @dataclass(kw_only=True, eq=False)
 class Random(Policy):
-    """A number for every place, layer and head, always the same one."""
+    """A fixed random number for every place, layer and head."""
 
     name: ClassVar[str] = "random"
     seed: int = 0

@@ -16,12 +16,11 @@ __all__ = ["FastGen"]
 
 @dataclass(kw_only=True, eq=False)
 class FastGen(H2O):
-    """Heads that look at what is near keep the last pairs, the others their heavy hitters.
+    """Heads with local attention keep the last pairs, the others their heavy hitters.
 
     The paper gives every head the cheapest policy that recovers enough of its attention. Here all heads have the same
-    budget, and each has the policy that recovers more of what its rows looked at since the last boundary: a window and
-    the first tokens, or heavy hitters and a window of half the budget. The score that is kept until the next boundary
-    is the sum of attention, whichever was chosen.
+    budget, and each uses the policy that recovers more of its attention since the last boundary: a window and the first
+    tokens, or heavy hitters and a window of half the budget. The stored score is the sum of attention in both cases.
     """
 
     name: ClassVar[str] = "fastgen"

@@ -16,7 +16,7 @@ __all__ = ["H2O"]
 
 @dataclass(kw_only=True, eq=False)
 class H2O(Looking):
-    """Attention that a pair has had from all rows since it came, summed over the query heads of its head.
+    """Attention that a pair has received from all rows behind it, summed over the query heads of its head.
 
     The paper keeps as many recent tokens as heavy hitters; ``recent`` is their share of the budget.
     """

@@ -20,15 +20,15 @@ __all__ = ["InfLLM"]
 class InfLLM(Looking):
     """All pairs stay in main memory; attention reads the first ones, the last ones and the best blocks of the others.
 
-    A block's representatives are those of its keys at which the rows of its own chunk looked most. Its relevance is the
-    most that one of the last rows, in one head, would look at it among all representatives; all heads of a layer read
-    the same blocks. The paper takes the product of mean query and mean representative, where a question's one row that
-    looks for something far away is lost among those that look at their neighbours (``docs/policies.md``, "Measured").
+    A block's representatives are the keys with the most attention from the rows of its own chunk. Its relevance is the
+    largest attention that one of the last rows, in one head, would give it among all representatives; all heads of a
+    layer read the same blocks. The paper takes the product of mean query and mean representative, which hides a single
+    row that needs something far away (``benchmarks/log/policies-measured.md``).
 
-    Blocks are chosen at boundaries: after every chunk, and every 16 generated tokens, where the paper chooses at each.
-    What is asked at the end of a prompt is to be answered with the blocks that it asks for: its last 16 tokens choose,
-    and are read again. Pairs keep their own positions, or with ``positions="reassigned"`` move together; the paper
-    gives all that is far away one distance.
+    Blocks are chosen at boundaries: after every chunk, and every 16 generated tokens, where the paper chooses at each
+    token. A prompt's last 16 tokens choose blocks and are read again with them, so a question at the end is answered
+    with the blocks that it needs. Pairs keep their positions, or move together with ``positions="reassigned"``; the
+    paper gives all far pairs one distance.
 
     Attributes:
         block: tokens of one.

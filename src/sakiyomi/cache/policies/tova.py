@@ -1,4 +1,4 @@
-"""TOVA: what the last row looks at, one choice for all heads (Oren et al. 2024, arXiv 2401.06104)."""
+"""TOVA: attention of the last row, one choice for all heads (Oren et al. 2024, arXiv 2401.06104)."""
 
 from __future__ import annotations
 

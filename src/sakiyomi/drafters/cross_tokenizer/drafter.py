@@ -118,22 +118,17 @@ class CrossDrafter(Drafter):
         tokenizer: of the draft.
         target_tokenizer: of the target.
         stop_ids: tokens with which the draft ends a text.
-        name: names the source in traces.
     """
 
+    name = "cross"
     kind: DraftKind = "point_mass"
     runs_model = True
     model: ModelRunner
 
     def __init__(
-        self,
-        inner: ModelDrafter,
-        tokenizer: Any,
-        target_tokenizer: Any,
-        stop_ids: Sequence[int] = (),
-        name: str = "cross",
+        self, inner: ModelDrafter, tokenizer: Any, target_tokenizer: Any, stop_ids: Sequence[int] = ()
     ) -> None:
-        self.name, self._asked = name, 0.0
+        self._asked = 0.0
         self.alignment_seconds = 0.0
         """Seconds spent on translating between the two tokenizers, without those of the draft model."""
         self._inner, self.members, self.model = inner, (inner,), inner.model

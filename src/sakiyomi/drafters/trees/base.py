@@ -1,6 +1,6 @@
-"""A token tree while it grows, and the protocol of those who decide how.
+"""A token tree while it grows, and the interface of builders, which decide its shape.
 
-A builder sees chances only: it knows no model, no tokens and no acceptance rule.
+Builders only see chances; they do not depend on models, tokens or acceptance rules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sakiyomi.core.tree import best_nodes
 __all__ = ["LISTED", "Builder", "CandidateTree", "FixedBuilder", "PickingBuilder", "Shape", "native_shape"]
 
 LISTED = 8
-"""Candidates listed at a place: those behind them are accepted less than once in a hundred times."""
+"""Candidates listed at a place; further ones are accepted in less than 1 % of cases."""
 
 
 @dataclass(slots=True)
@@ -30,12 +30,12 @@ class CandidateTree:
         tokens: token of each candidate.
         parents: candidate that each continues, -1 for the last committed token.
         ranks: 0 for the first candidate of its place, 1 for the second, ...
-        chances: estimated chance that the target chooses it, if it comes to its place at all.
-        values: the same with all above it: product of the chances along its path. The expected number of accepted
-            tokens of a tree is the sum of the values of its nodes.
-        floor: a candidate of less value has no chance to become a node, and is not kept.
-        level: candidates offered last, which no draft pass has read yet.
-        levels: how many levels there are.
+        chances: estimated chance that the target chooses the candidate, if all above it are accepted.
+        values: product of the chances along the path. The expected number of accepted tokens of a tree is the sum of
+            the values of its nodes.
+        floor: candidates of less value cannot become nodes and are not kept.
+        level: candidates of the last level, which no draft pass has read yet.
+        levels: number of levels.
     """
 
     depth: int
@@ -50,12 +50,12 @@ class CandidateTree:
     levels: int = 0
 
     def begin_level(self) -> None:
-        """What is offered from now on is one level deeper."""
+        """Begin the next level."""
         self.level = []
         self.levels += 1
 
     def offer(self, place: int, tokens: Sequence[int], chances: Sequence[float]) -> int:
-        """Candidates of a place, the likeliest first; how many of them are kept.
+        """Add candidates of a place, the likeliest first; returns how many of them are kept.
 
         Args:
             place: the candidate that they continue, -1 for the last committed token.
@@ -88,12 +88,12 @@ class CandidateTree:
         return tuple(self.ranks[candidate] for candidate in self.path(place))
 
     def best(self, count: int) -> list[int]:
-        """The ``count`` candidates of largest value, best first; none stands there without those above it."""
+        """The ``count`` candidates of largest value, best first; a candidate comes behind those above it."""
         return best_nodes(self.values, count)
 
 
 class Shape(NamedTuple):
-    """What a builder does, as the compiled kernels know it (`kernels/growth.h`).
+    """What a builder does, for the compiled kernels (`kernels/growth.h`).
 
     Attributes:
         kind: which places of a level are read: that of the first candidate; those among the best of the whole tree, by
@@ -114,8 +114,8 @@ class Builder(ABC):
     """Decides the shape of a tree that a draft model reads level by level, one pass for each.
 
     Attributes:
-        picks: nodes are picked from what was read, by value: what is worth too little may be left out at any time.
-        calibrated: chances are corrected by what was accepted so far; False: they are the draft's own probabilities.
+        picks: nodes are picked by value from all candidates, so candidates of little value may be dropped at any time.
+        calibrated: chances are corrected by the acceptance so far; False: they are the draft's own probabilities.
     """
 
     picks: ClassVar[bool] = False
@@ -140,9 +140,9 @@ class Builder(ABC):
         return list(range(len(tree.tokens)))
 
     def shape(self, depth: int, nodes: int) -> Shape | None:
-        """The same for a tree of so many levels and nodes, where the kernels can grow it; None: they cannot.
+        """The shape of a tree of so many levels and nodes for the kernels; None: they cannot grow it.
 
-        A subclass that decides anything else has one of its own, or none: see ``native_shape``.
+        A subclass that changes other methods needs a ``shape`` of its own, see ``native_shape``.
         """
         return None
 
@@ -176,13 +176,13 @@ def _fixed(counts: tuple[tuple[tuple[int, ...], int], ...]) -> Shape:
 
 
 def native_shape(builder: Builder, depth: int, nodes: int) -> Shape | None:
-    """``Builder.shape``, where it tells all that the builder decides."""
+    """``Builder.shape``, if it describes everything that the builder decides; else None."""
     return builder.shape(depth, nodes) if _told(type(builder)) else None
 
 
 @cache
 def _told(kind: type[Builder]) -> bool:
-    """Whether no class decides anything that is more special than the one that says the shape."""
+    """Whether no subclass of the class that defines ``shape`` overrides another decision."""
     ways = ("shape", "expand", "chosen", "candidate_count", "calibrated")
     first = [next(i for i, each in enumerate(kind.__mro__) if way in vars(each)) for way in ways]
     return first[0] == min(first)

@@ -61,7 +61,7 @@ class CustomGenerate:
         self._engines = engines or Engines()
 
     def using(self, **settings: Any) -> CustomGenerate:
-        """The same with other settings; engines are shared.
+        """A copy with other settings, which shares the engines.
 
         Args:
             **settings: ``draft`` (text drafts, heads, a Drafter object: as in ``LLM``, besides ``assistant_model``);

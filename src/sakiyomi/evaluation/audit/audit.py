@@ -39,8 +39,6 @@ from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.sampling.verifiers import VERIFIERS
 
-__all__ = ["AuditConfig", "AuditReport", "Auditor", "Check", "Part", "SampledCheck", "audit", "put_together"]
-
 Key = tuple[str, int] | None
 """Rule and seed of a sampled text; None of a greedy one."""
 

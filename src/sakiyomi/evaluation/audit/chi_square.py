@@ -26,8 +26,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Fit", "Frequencies", "Ranked", "chance_to_see", "rank", "shift_to_see"]
-
 LEAST = 100.0
 """Cells that are expected less often are joined, for the test relies on sums being nearly normal: with this many the
 chance of what chi-square calls one in a million was measured as up to 2.2 times that (with 25 as 5 times)."""

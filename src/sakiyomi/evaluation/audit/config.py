@@ -9,8 +9,6 @@ from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import ACCEPTANCES, SamplingParams
 
-__all__ = ["AuditConfig", "Shape", "shape_name"]
-
 TREE = (1, 2, 1)
 """Counts of the tree that is checked beside the chains: siblings at two depths."""
 Shape = dict[str, Any]

@@ -34,8 +34,6 @@ from sakiyomi.evaluation.audit.report import AWAY, ODDS, POWER, SampledCheck, Te
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import VERIFIERS
 
-__all__ = ["SampledTests"]
-
 WHOLE = (1, 4, 16)
 """Ranks at which parts of a whole vocabulary end: the most probable token, the next three, the next twelve, the others.
 """

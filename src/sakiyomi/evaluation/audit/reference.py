@@ -27,8 +27,6 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["Divergence", "EngineReference", "HFReference", "Scores", "coupled_scores", "greedy_scores"]
-
 TOLERANCE = 4.0
 """A gap above this many times the measured noise is no near-tie."""
 _CHUNK = 5

@@ -23,8 +23,6 @@ from sakiyomi.evaluation.tuning.watch import Heard
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import PassOutput
 
-__all__ = ["STATES", "WIDTH", "Listener", "Narrow", "Recording", "TableModel", "narrow", "telling"]
-
 WIDTH = 4
 """Tokens that a row keeps: its most probable ones."""
 STATES = 1 + WIDTH

@@ -10,8 +10,6 @@ from sakiyomi.evaluation.audit.chi_square import Fit
 from sakiyomi.evaluation.audit.reference import Divergence
 from sakiyomi.kernels.quantization import QuantizationReport
 
-__all__ = ["AuditReport", "Check", "SampledCheck", "Texts"]
-
 Texts = list[list[int]]
 ODDS = 1e-6
 """Of a false alarm among all sampled checks of an audit together."""

@@ -1,4 +1,4 @@
-"""One target on one machine, in a minute: plain, drafted, transformers, llama.cpp; as a row, or a page to send back."""
+"""One target on this machine, in a minute: plain, drafted, transformers, llama.cpp; as a row, or as two files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SHOWN = ("name", "tokens_per_second", "low", "high", "ratio", "tau", "acceptanc
 
 @declared(f"the one-minute table: {TITLE}; --rows all for everything")
 def minute(row: PairRow) -> Races:
-    """Greedy, one prompt at a time: transformers, and ours plain and with the draft, whichever kind it is."""
+    """Greedy, one prompt at a time: transformers, and ours plain and with any kind of draft."""
     row.note(f"loading {row.config.target}")
     return (yield from _measured(row, row.pair.llm(row.config.draft)))
 
@@ -104,7 +104,7 @@ def _measured(row: PairRow, llm: LLM, engines: Sequence[OtherEngine] = ()) -> Ra
 
 
 def _has_draft_model(config: BenchConfig) -> bool:
-    """The draft is a model, which transformers can run too."""
+    """Whether the draft is a single model, which transformers can run too."""
     if config.draft == "auto":
         return config.target in DRAFTS
     return config.draft.startswith("model:") and len(split_spec(config.draft)) == 1
@@ -115,7 +115,7 @@ def _parameters(model: torch.nn.Module) -> int:
 
 
 def _draft(spec: str, llm: LLM) -> dict[str, Any]:
-    """What was asked for, which drafters that gave, and the size of their models; None: they have none."""
+    """The spec, the names of its drafters, and the parameters of their models (None: they have no models)."""
     found = [] if llm.draft is None else [*llm.draft.members] or [llm.draft]
     sizes = [_parameters(drafter.model.module) for drafter in found if drafter.model is not None]
     return {"spec": spec, "drafters": [drafter.name for drafter in found], "parameters": sum(sizes) or None}

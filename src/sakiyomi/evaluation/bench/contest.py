@@ -32,12 +32,12 @@ ALONE, TOGETHER, PROMPT = 4, (8, 32), 900
 
 @dataclass(frozen=True)
 class Load:
-    """What everybody is asked for: all texts have the same length, whatever the model says about their end.
+    """The work of every contender: texts of one length; end tokens are ignored.
 
     Attributes:
         name: as it is shown.
         prompts: token ids.
-        tokens: new ones of each; 1: it is about reading the prompts, and speeds are of their tokens.
+        tokens: new tokens of each; with 1 the prefill is measured, and speeds count the prompts' tokens.
         together: all prompts at once; otherwise one after the other.
     """
 
@@ -48,15 +48,15 @@ class Load:
 
     @property
     def reads(self) -> bool:
-        """It is about reading the prompts."""
+        """Whether it measures the prefill."""
         return self.tokens == 1
 
     def counted(self, run: Run) -> Run:
-        """Laps with the tokens that this load is about."""
+        """The run, with the number of tokens that this load is about."""
         return (lambda: replace(run(), tokens=sum(map(len, self.prompts)))) if self.reads else run
 
     def raced(self, others: Mapping[str, EngineProcess]) -> list[Contender]:
-        """Other engines that are there still, with this load."""
+        """Contenders of the other engines that still run, with this load."""
         batches = [self.prompts] if self.together else [[prompt] for prompt in self.prompts]
         return [
             Contender(name, partial(other.lap, batches, self.tokens), optional=True)
@@ -66,7 +66,7 @@ class Load:
 
 
 def loads(row: PairRow) -> Iterator[Load]:
-    """All that are measured."""
+    """The loads that row ``peers`` measures."""
     pair, tokens = row.pair, row.config.max_new_tokens
     yield Load("1 request", _different(pair.prompts, ALONE), tokens)
     for size in TOGETHER:
@@ -82,14 +82,14 @@ def loads(row: PairRow) -> Iterator[Load]:
 
 
 def _different(prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """So many prompts, turned by a token each time around: of a common beginning ours would read one."""
+    """So many prompts; repeated ones are rotated by a token, because our engine would prefill a shared prefix once."""
     turned = ((prompts[i % len(prompts)], i // len(prompts)) for i in range(count))
     return [prompt[turns % len(prompt) :] + prompt[: turns % len(prompt)] for prompt, turns in turned]
 
 
 @dataclass
 class Texts:
-    """What is to be said of texts: the share that is the baseline's own, and how likely the target finds them.
+    """Figures of texts: the share that equals the baseline's, and their perplexity under the target.
 
     Attributes:
         model: the target, as transformers runs it.
@@ -101,7 +101,7 @@ class Texts:
     _seen: dict[Outputs, dict[str, float]] = field(default_factory=dict)
 
     def figures(self, outputs: Outputs) -> dict[str, float]:
-        """``agreement`` with the first outputs that were ever asked about; ``text_perplexity``, if they are texts."""
+        """``agreement`` with the outputs of the first call; ``text_perplexity``, unless the prefill is measured."""
         if outputs not in self._seen:
             first = next(iter(self._seen), outputs)
             same = [one == other for one, other in zip(first, outputs, strict=True)]
@@ -115,7 +115,7 @@ class Texts:
 
 @declared("greedy, tokens/s (of a prompt: its own)")
 def peers(row: PairRow) -> Races:
-    """Greedy: every program that can run the pair, plain and with drafts, under every load, by the kind of weights.
+    """Greedy: every program that runs the pair, plain and with drafts, at every load, by the kind of weights.
 
     An engine that cannot run here, that dies or that is too slow is left out with a note.
     """
@@ -150,12 +150,12 @@ def opened(
     engines: Sequence[OtherEngine],
     ways: Sequence[str] = ("plain", "draft model"),
 ) -> dict[str, EngineProcess]:
-    """Those of these engines that run here with weights of a kind, each in a process of its own; a note on the others.
+    """Start the engines that run here with this kind of weights, each in a process of its own; a note on the others.
 
     Args:
         row: about the pair.
         kind: of weights: a name of torch's dtypes, int8 or int4.
-        several: what they will be asked for.
+        several: their loads.
         stack: closes them.
         engines: to be opened.
         ways: with the pair's draft model, or without.

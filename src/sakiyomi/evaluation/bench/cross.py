@@ -24,7 +24,7 @@ NODES = 15  # of a tree as deep as the chains
 def cross(row: PairRow) -> Races:
     """The same text drafted by both models, plain, and by transformers with the draft of another tokenizer.
 
-    transformers takes as many tokens of that draft a round as say ``gamma`` tokens of the target.
+    transformers drafts as many tokens a round as hold the text of ``gamma`` tokens of the target.
 
     Raises:
         InputError: neither draft has a tokenizer of its own.
@@ -49,7 +49,7 @@ def cross(row: PairRow) -> Races:
     steps = _steps(pair, config.gamma)
     sizes = {loaded.model.config.get_text_config().vocab_size for loaded in (pair.target, pair.draft)}
     theirs: dict[str, Run] = {}
-    # With vocabularies of one size transformers takes the tokenizers for the same, and refuses two.
+    # If both vocabularies have one size, transformers assumes one tokenizer and refuses two.
     if config.peers and llm.target.weights.quantization is None and len(sizes) == 2:
         both, calls = (pair.target.tokenizer, pair.draft.tokenizer), [(prompt, row.params()) for prompt in pair.prompts]
         peers = {
@@ -68,14 +68,14 @@ def cross(row: PairRow) -> Races:
 
 
 def _steps(pair: Pair, gamma: int) -> int:
-    """Tokens of the draft that say as much as ``gamma`` of the target, by the prompts."""
+    """Tokens of the draft for as much text as ``gamma`` tokens of the target, measured on the prompts."""
     texts = pair.config.texts()
     counts = [sum(len(loaded.tokenizer(text).input_ids) for text in texts) for loaded in (pair.draft, pair.target)]
     return math.ceil(gamma * counts[0] / counts[1])
 
 
 def _aligned(drafter: Any, run: Run, prompts: int) -> Lap:
-    """With the milliseconds a round that a drafter across tokenizers takes to bring both texts together."""
+    """With the milliseconds a round in which a drafter across tokenizers aligns the two tokenizations."""
     before = drafter.alignment_seconds
     lap = run()
     rounds = (lap.tokens - prompts) / lap.figures["tau"]

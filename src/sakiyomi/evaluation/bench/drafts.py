@@ -57,7 +57,7 @@ GAMMAS = (1, 2, 4, 8, 16)
 
 @declared("a draft of known rate at no cost: tokens a pass and speed-up")
 def oracle(row: PairRow) -> Races:
-    """Greedy text, one prompt at a time; the answers are known after the warm-up lap.
+    """Greedy text, one prompt at a time; the answers are known after the warm-up.
 
     Each line is a rate and a gamma. ``expected``: tokens a pass by theory, (1 - rate^(gamma + 1)) / (1 - rate), which
     would be the speed-up too if a pass over more rows cost no more; ``predicted``: the speed-up with what the passes

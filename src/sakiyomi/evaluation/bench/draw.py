@@ -15,27 +15,13 @@ from sakiyomi.evaluation.bench.report import condition_line
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "BAR",
-    "BASELINE",
-    "COLOURS",
-    "FOOT",
-    "MARK",
-    "NARROW",
-    "WIDTH",
-    "blank",
-    "bordered",
-    "curve",
-    "drawn",
-    "foot",
-]
-__all__ += ["need_matplotlib", "panels", "plain_numbers", "save", "small"]
+__all__ = ["BAR", "BASELINE", "FOOT", "MARK", "NARROW", "WIDTH", "blank", "bordered", "curve", "drawn", "foot"]
+__all__ += ["need_matplotlib", "plain_numbers", "save", "small"]
 
 WIDTH, NARROW = 9.0, 5.6
 """Inches; narrow pictures are for phones, where a point of the picture is about a pixel."""
 # Dark enough to be read when the picture is shown small; the baseline steps back.
 BAR, BASELINE, MARK = "#1f4e8c", "#9aa7b8", "#c2452d"
-COLOURS = (BAR, "#9a5a1f", "#3c7a3c", "#7a3c6e", "#b0892a", "#2a8a8a", MARK, "#555555")
 FOOT: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
 
 
@@ -64,14 +50,8 @@ def blank(width: float, height: float) -> Figure:
     return figure
 
 
-def panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[Any]]:
-    """A figure with so many axes, row by row."""
-    figure = blank(width, height)
-    return figure, bordered(figure.subplots(rows, columns, squeeze=False).flat)
-
-
 def bordered(some: Iterable[Any]) -> list[Any]:
-    """Axes with a faint grid behind what is drawn, and without the frame's upper and right side."""
+    """Axes with a faint grid, and without the upper and right side of the frame."""
     found = list(some)
     for axes in found:
         axes.grid(alpha=0.3)

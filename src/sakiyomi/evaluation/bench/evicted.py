@@ -20,7 +20,7 @@ from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
 __all__ = ["evicted"]
 
 
-@declared("tokens/s behind the prompt, by its tokens")
+@declared("tokens/s after the prompt, by its length")
 def evicted(row: PairRow) -> Races:
     """Greedy, by the length of the context: what a token costs where a pass reads mostly keys and values.
 
@@ -63,7 +63,7 @@ def _text(pair: Pair, tokens: int) -> list[int]:
 
 
 def _lap(talk: Conversation, prompt: Sequence[int], params: SamplingParams) -> Lap:
-    """Seconds behind the prompt, of which the first lap alone reads more than the last token."""
+    """Seconds after the prompt; only the first run reads more of it than the last token."""
     done = talk.generate(prompt, params)
     seconds = done.stats.seconds - done.stats.prefill_seconds
     return Lap(

@@ -1,4 +1,4 @@
-"""What the rows about a pair share: its models and prompts, laps over them, races between ways of running them.
+"""What the rows about a pair share: its models and prompts, runs over them, races between ways of running them.
 
 A row is a short declaration: a generator that yields one ``Race`` or several, gets the standings of each back, and
 returns the conditions. ``declared`` runs the races and makes the table, the notes and the rest of the conditions.
@@ -30,15 +30,15 @@ __all__ = ["PairRow", "Race", "Races", "Run", "counted_lap", "declared", "genera
 
 Prompts = Sequence[Sequence[int]]
 Calls = Iterable[tuple[Prompts, SamplingParams]]
-"""Prompts that are given to an engine at once, and their parameters."""
+"""Prompts of one call, and their parameters."""
 
 
 @dataclass(frozen=True)
 class Race:
-    """Contenders that run side by side, and the lines that they give to the row's table.
+    """Contenders that run side by side, and their lines in the row's table.
 
     Attributes:
-        contenders: the baseline first; or what does a lap, by name.
+        contenders: the baseline first; or a function for each name.
         judge: of those that are given by name; None: their outputs are not compared.
         where: names the race, if the row has several.
         lines: lines of the table; by default one for each contender.
@@ -57,7 +57,7 @@ Races = Generator[Race, list[Standing], dict[str, Any]]
 
 
 def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[PairRow], Row]]:
-    """Make a row of a generator of races; ``title`` says what is measured, with the unit."""
+    """Make a row from a generator of races; ``title`` says what is measured, with the unit."""
 
     def decorate(races: Callable[[PairRow], Races]) -> Callable[[PairRow], Row]:
         @wraps(races)
@@ -85,7 +85,7 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
 
 
 def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
-    """A lap of an ``LLM`` or an ``EngineView`` over these calls, one after the other, and what it generated."""
+    """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other: the lap, and the generations."""
     done: list[Generation] = []
 
     def work() -> list[list[int]]:
@@ -100,7 +100,7 @@ def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
 def our_lap(
     way: Any, prompts: Prompts, params: SamplingParams, *, together: bool = False, kept: list[Generation] | None = None
 ) -> Lap:
-    """Our engine over all prompts, one after the other or all at once, with what it counted and what its passes read.
+    """Run our engine on all prompts, one after the other or all at once, with its counts and what its passes read.
 
     Args:
         way: an ``LLM`` or an ``EngineView``.
@@ -123,7 +123,7 @@ def peer_lap(peer: Transformers, prompts: Prompts, params: SamplingParams, *, to
 
 
 def counted_lap(peer: Transformers, calls: Iterable[tuple[Sequence[int], SamplingParams]]) -> Lap:
-    """A lap of transformers over prompts with parameters of their own, with tau by a count of the target's forwards."""
+    """Run transformers on prompts with parameters of their own; tau is counted by the target's forwards."""
     calls = list(calls)
     forwards: list[None] = []
     hook = peer.model.register_forward_hook(lambda *_: forwards.append(None))
@@ -131,8 +131,8 @@ def counted_lap(peer: Transformers, calls: Iterable[tuple[Sequence[int], Samplin
         lap = timed(lambda: [peer.generate(prompt, params) for prompt, params in calls])
     finally:
         hook.remove()
-    # As with ours, the first pass and the first token of a text are the prompt's. But with a draft model the first
-    # forward over the prompt takes a draft along, so that no forward stands apart.
+    # As with ours, the first pass and the first token of a text belong to the prompt. But with a draft model the first
+    # forward over the prompt already verifies a draft.
     first = 0 if peer.assistant is not None else len(calls)
     return lap.more(tau=(lap.tokens - first) / max(len(forwards) - first, 1))
 
@@ -143,7 +143,7 @@ class PairRow:
     Args:
         name: of the row.
         config: what is measured, and how often.
-        note: is told what is going on.
+        note: receives lines of progress.
         pair: target and draft of this configuration, if they are loaded already.
 
     Attributes:
@@ -159,11 +159,11 @@ class PairRow:
         self.notes: list[str] = []
 
     def note(self, text: str) -> None:
-        """Tell what is going on."""
+        """Report progress."""
         self._note(f"{self.name}: {text}")
 
     def say(self, text: str) -> None:
-        """Say what was measured, in a line that stays: a row that is stopped has then shown it."""
+        """Log what was measured, so that it is not lost if the row is stopped."""
         logging.getLogger("sakiyomi").info("%s: %s", self.name, text)
 
     def changed(self, name: str | None = None, **settings: Any) -> PairRow:
@@ -179,7 +179,7 @@ class PairRow:
         return llm
 
     def params(self, **more: Any) -> SamplingParams:
-        """Parameters of the texts: the configured length and gamma if nothing else is said."""
+        """Sampling parameters: the configured length and gamma by default."""
         return SamplingParams(**{"max_new_tokens": self.config.max_new_tokens, "gamma": self.config.gamma} | more)
 
     def run(self, way: Any, *, prompts: Prompts | None = None, together: bool = False, **more: Any) -> Run:
@@ -194,8 +194,8 @@ class PairRow:
 
         Args:
             llm: runs ours. If its weights are quantized, ours are compared with the first of them.
-            ours: laps of our engine, by name.
-            theirs: laps of transformers, by name; they come first.
+            ours: runs of our engine, by name.
+            theirs: runs of transformers, by name; they come first.
             prompts: others than the pair's.
         """
         pair, found = self.pair, []
@@ -226,7 +226,7 @@ class PairRow:
         return race(contenders, repeats=self.config.repeats, note=tell, lost=self.notes, until=until)
 
     def warm(self, runs: Mapping[str, Run], llm: LLM) -> None:
-        """Run all of them once, so that passes of all sizes that they meet are recorded."""
+        """Run each once, so that passes of all sizes that they need are recorded."""
         for name, run in runs.items():
             self.note(f"warming up, {name}")
             run()
@@ -235,7 +235,7 @@ class PairRow:
     def conditions(
         self, llm: LLM, prompts: Prompts | None = None, *, alone: bool = False, **more: Any
     ) -> dict[str, Any]:
-        """What has to be known of the row, after its laps.
+        """The conditions of the row; called after its races.
 
         Args:
             llm: our engine.
@@ -254,7 +254,7 @@ class PairRow:
 
 
 def lengths(config: BenchConfig, prompts: Prompts) -> dict[str, Any]:
-    """How many prompts and how long, for the conditions."""
+    """For the conditions: how many prompts, and how long they are."""
     return {
         "prompts": len(prompts),
         "prompt_tokens": "-".join(str(n) for n in sorted({min(map(len, prompts)), max(map(len, prompts))})),

@@ -1,4 +1,4 @@
-"""Every drafter of a target on the same prompts: what a round brings, what it costs, and the speed that follows."""
+"""Every drafter of a target on the same prompts: tokens and milliseconds of a round, and speed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPERATURES = (0.0, 1.0)
 
 @declared("every drafter on the same prompts, one at a time, tokens/s")
 def heads(row: PairRow) -> Races:
-    """Plain and every drafter that is known or given, greedy and sampled; sizes as "auto" chooses them.
+    """Plain and every known or given drafter, greedy and sampled, with gamma "auto".
 
     ``tau_16``: tokens a pass with trees of 16 nodes, whatever they cost; None: the drafter makes none.
     """

@@ -1,4 +1,4 @@
-"""Medusa heads beside a draft model, alone and merged with drafts from the text; and what typical acceptance costs."""
+"""Medusa heads beside a draft model, alone and merged with drafts from the text; quality of typical acceptance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def medusa(row: PairRow) -> Races:
     model = llm.draft.model
 
     def own(lap: Lap) -> dict[str, float]:
-        """Megabytes beside the target: the weights of the draft model, and its keys and values."""
+        """Megabytes that the draft model takes: its weights, keys and values."""
         pairs = sum(part.nbytes for part in (*model.cache.keys, *model.cache.values))
         return {"draft_mb": ((model.weights.bytes or 0) + pairs) / 1e6}
 
@@ -93,7 +93,7 @@ def _conditions(config: BenchConfig, drafter: MedusaDrafter) -> dict[str, Any]:
 
 
 def _typical_lap(way: Any, params: SamplingParams, llm: LLM, prompts: Sequence[Sequence[int]]) -> Lap:
-    """With the distance of what was written; measured after the clock has stopped."""
+    """With the distance of the text, which is measured after the clock has stopped."""
     done: list[Generation] = []
     lap = our_lap(way, prompts, params, kept=done)
     lossy = params.acceptance == "typical"

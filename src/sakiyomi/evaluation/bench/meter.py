@@ -1,4 +1,4 @@
-"""What the passes of a lap read and hold, and the share of the memory's speed that they reach."""
+"""Bytes that passes read and hold, and their share of the memory's bandwidth."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Meter:
     def figures(self) -> dict[str, float]:
         """Bytes of keys and values in the largest pass, of target and draft; share of the memory's speed.
 
-        The share is what the target's decoding passes read, weights and keys and values, by their seconds, as a share
-        of what a plain read of a large block reaches (``machine.bandwidth``). It passes 1 where weights stay in a
-        processor's own caches, and is missing where it is not known which weights a pass reads.
+        The share is what the target's decoding passes read in a second (weights, keys and values), divided by the
+        speed of a plain read of a large block (``machine.bandwidth``). It exceeds 1 if weights stay in the processor's
+        caches. It is missing if it is not known which weights a pass reads.
         """
         held: dict[int, int] = {}  # by cache: the target's first layers have none of their own
         for model, seen in self._counts.items():

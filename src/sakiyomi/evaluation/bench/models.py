@@ -26,20 +26,20 @@ WAYS = ("plain", "assisted", "prompt lookup")
 
 
 def inflated(*configs: Any) -> str | None:
-    """Says which of these models were inflated (``benchmarks/inflate.py``); None if all are as they were trained."""
+    """Names the models among these that were inflated (``benchmarks/inflate.py``); None if none was."""
     notes = [note for config in configs if (note := getattr(config, "sakiyomi_inflated", None))]
     return ", ".join(f"{note['from']} at {note['params'] / 1e6:.0f}M parameters" for note in notes) or None
 
 
 def rounding(llm: LLM) -> str | None:
-    """What the quantization of the target changed, in words."""
+    """A summary of the target's quantization; None if it is not quantized."""
     report = llm.target.weights.quantization
     return None if report is None else str(report)
 
 
 @dataclass
 class Pair:
-    """Target and draft of a benchmark, and what is made from them."""
+    """Target and draft of a benchmark, loaded when they are needed."""
 
     config: BenchConfig
 
@@ -76,12 +76,12 @@ class Pair:
 
     @cached_property
     def quality(self) -> Quality:
-        """Measures what the configuration gave to measure with."""
+        """Measures the quality of contenders, if the configuration asks for it."""
         limit = getattr(self.target.model.config.get_text_config(), "max_position_embeddings", None)
         return Quality(self.config, self.target.tokenizer, *([limit] if limit else []))
 
     def judge(self, llm: LLM | None = None, prompts: Sequence[Sequence[int]] | None = None) -> NearTies:
-        """Compares outputs for these prompts: by transformers' logits, or by an engine's own if it rounds its weights.
+        """Compares outputs for these prompts: by transformers' logits, or by the engine's if its weights are quantized.
 
         Args:
             llm: the engine; None: outputs are transformers'.
@@ -105,12 +105,12 @@ class Pair:
 
 
 class NearTies:
-    """Accepts outputs that are equal, or that part only where rounding decides (see ``reference``).
+    """Accepts outputs that are equal, or that differ only at a near-tie (see ``audit.reference``).
 
     Args:
         model: a transformers model of the same weights, or a ``ModelRunner`` of quantized weights, which transformers
             does not have.
-        prompts: of the texts, in order; those behind the last text are not looked at.
+        prompts: of the texts, in order; prompts after the last text are ignored.
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
@@ -136,7 +136,7 @@ class NearTies:
         worst = max(defects or apart, key=lambda divergence: divergence.gap)
         what = "no near-tie" if defects else "near-ties"
         note = (
-            f"{len(apart)} of {len(found)} texts part ({what}): text {worst.text} at token {worst.position}, gap "
+            f"{len(apart)} of {len(found)} texts differ ({what}): text {worst.text} at token {worst.position}, gap "
             f"{worst.gap:.2g} (top-2 gap {worst.top2_gap:.2g}), explained up to {worst.limit:.2g}"
         )
         return Agreement(False, not defects, note)

@@ -86,7 +86,7 @@ def _line(standing: Standing) -> dict[str, Any]:
 
 
 def _peer(pair: Pair, params: SamplingParams) -> Any:
-    """Transformers on the same files, by accelerate's own hooks; they are dropped before each of its passes."""
+    """Transformers on the same files, offloaded by accelerate; they leave the page cache before each pass."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -105,7 +105,7 @@ def _drop(files: list[Path]) -> None:
 
 
 def _disk_speed(files: list[Path], most: int = 1 << 30) -> float:
-    """Bytes a second of one reader, block after block; the median of three times."""
+    """Bytes a second of a sequential read; the median of three."""
     speeds = []
     block = bytearray(_BLOCK)
     for _ in range(3):

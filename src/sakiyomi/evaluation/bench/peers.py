@@ -1,4 +1,4 @@
-"""transformers' own ``generate``, plain and with drafts, as the reference of tokens and of speed."""
+"""transformers' own ``generate``, plain and with drafts: the reference for tokens and speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Transformers", "generation_settings", "stop_tokens"]
 
 
 class Transformers:
-    """One way of calling ``generate``. The model's own generation settings come back after each call.
+    """One way of calling ``generate``. The model's own generation settings are restored after each call.
 
     Args:
         model: a transformers causal language model.
@@ -110,13 +110,13 @@ class Transformers:
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    """Without the padding behind an end token."""
+    """Without the padding after an end token."""
     return tokens[: next((i for i, token in enumerate(tokens, start=1) if token in ends), len(tokens))]
 
 
 @contextmanager
 def generation_settings(model: Any, config: Any) -> Iterator[None]:
-    """The model generates with these settings while the block runs; its own come back."""
+    """The model generates with these settings while the block runs; then its own are restored."""
     before = model.generation_config
     # A copy: the heuristic schedule writes into it.
     model.generation_config = copy.deepcopy(config)

@@ -18,8 +18,6 @@ from sakiyomi.evaluation.bench.report import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["DARK", "LIGHT", "MARKS", "THEMES", "Figures", "Lines", "Painter", "Panel", "Theme", "bars", "curves"]
-__all__ += ["drawable", "drawing", "grouped", "having", "heat", "legend_once", "picture", "stack", "themed", "ticks"]
 
 DPI = 180
 MARKS = "os^DvPX"
@@ -114,7 +112,7 @@ def stack(
         for axes, panel in zip(found, panels, strict=True):
             panel(axes, row, theme)
         if below:
-            legend_once(figure, found, below=True)
+            legend_once(figure, found, "lower", 2)
         return figure
 
     return paint
@@ -145,7 +143,7 @@ def drawing(
     with themed(LIGHT, "plot"):
         figure = stack(*panels, height=inches, width=width)(parts[0][1], LIGHT)
         if legend:
-            legend_once(figure, figure.axes, loc="outside upper center", ncols=4)
+            legend_once(figure, figure.axes, "upper", 4)
         if conditions is not None:
             foot(figure, conditions)
         save(figure, path)
@@ -156,14 +154,14 @@ def _on(panel: Panel, row: Row, axes: Any, _: Row, theme: Theme) -> None:
     panel(axes, row, theme)
 
 
-def legend_once(figure: Figure, panels: Sequence[Any], *, below: bool = False, **look: Any) -> None:
-    """One legend for all panels, each name once: in two columns below them, or at their right side."""
+def legend_once(figure: Figure, panels: Sequence[Any], place: str, columns: int) -> None:
+    """One legend for all panels, each name once."""
     found: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    place = {"loc": "outside lower center", "ncols": 2} if below else {"loc": "outside right center"}
-    figure.legend(list(found.values()), list(found), frameon=False, fontsize=8, **place | look)
+    look: dict[str, Any] = {"loc": f"outside {place} center", "ncols": columns, "frameon": False, "fontsize": 8}
+    figure.legend(list(found.values()), list(found), **look)
 
 
 def curves(
@@ -217,9 +215,7 @@ def curves(
     return panel
 
 
-def bars(
-    key: str, *, label: str, name: str = "name", colour: int | None = 0, of: Any = None, text: str = ".2f"
-) -> Panel:
+def bars(key: str, *, label: str, colour: int | None = 0, of: str = "name", text: str = ".2f") -> Panel:
     """A panel of horizontal bars, one a line, the first on top, each with its value behind it.
 
     Args:
@@ -245,7 +241,7 @@ def bars(
 
 
 def grouped(
-    axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], colours: Sequence[str], **look: Any
+    axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], colours: Sequence[str]
 ) -> list[list[float]]:
     """Draw vertical bars in groups, side by side: a group a name, a bar a series.
 
@@ -254,7 +250,6 @@ def grouped(
         names: of the groups.
         series: a value each group; None: no bar.
         colours: of the series; of more series than colours they are repeated, paler.
-        look: more of ``axes.bar``; a list has an entry for each series.
 
     Returns:
         Where the bars of each series stand.
@@ -263,10 +258,9 @@ def grouped(
     found = []
     for at, (label, values) in enumerate(series.items()):
         xs = [place + (at - (len(series) - 1) / 2) * width for place in range(len(names))]
-        own = {key: value[at] if isinstance(value, list) else value for key, value in look.items()}
         alpha = 1 - 0.4 * min(at // len(colours), 1)
         heights = [value or 0.0 for value in values]
-        axes.bar(xs, heights, 0.92 * width, color=colours[at % len(colours)], alpha=alpha, label=label or None, **own)
+        axes.bar(xs, heights, 0.92 * width, color=colours[at % len(colours)], alpha=alpha, label=label or None)
         found.append(xs)
     ticks(axes, "x", names, rotation=20 if len(names) > 8 else 0)
     axes.grid(visible=False, axis="x")
@@ -288,9 +282,9 @@ def ticks(axes: Any, which: str, names: Iterable[str], *, shift: float = 0.0, **
     getattr(axes, f"set_{which}ticks")([at + shift for at in range(len(names))], names, **look)
 
 
-def having(lines: Lines, key: str, *, wanted: bool = True) -> list[Any]:
-    """Lines that have a figure, or those that have not: of a row whose lines are about two things."""
-    return [line for line in lines if (key in line) is wanted]
+def having(lines: Lines, key: str) -> list[Any]:
+    """Lines that have a figure, of a row whose lines are about two things."""
+    return [line for line in lines if key in line]
 
 
 def drawable(text: str) -> str:

@@ -13,7 +13,7 @@ from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, need_matplotlib,
 from sakiyomi.evaluation.bench.pictures import Lines, Panel, Theme, curves, drawing
 from sakiyomi.evaluation.bench.report import Row
 
-__all__ = ["check", "draw"]
+__all__ = ["BY_BATCH", "ORACLE", "check", "draw"]
 
 SUFFIXES = (".png", ".svg")
 WHISKER = "#222222"
@@ -61,7 +61,7 @@ def _titled(panel: Panel, axes: Any, row: Row, theme: Theme) -> None:
 
 
 def _panels(row: Row) -> Sequence[Panel]:
-    """What there is to draw of a row, by what is in its lines."""
+    """Panels of a row, chosen by the figures in its lines; none if there is nothing to draw."""
     known = {name for line in row.lines for name, value in line.items() if value}
     panels: dict[str, Sequence[Panel]] = {
         "plain_latency_seconds": BY_BATCH,
@@ -84,7 +84,7 @@ def _bars(axes: Any, row: Row, theme: Theme) -> None:
         axes.barh(place, speed, height=0.6, color=colour, xerr=reach, ecolor=WHISKER, capsize=3)
         axes.text(line["high"] + 0.015 * most, place, _label(line, first=not place), va="center", fontsize=9)
     axes.set_yticks(range(len(row.lines)), [line["name"] for line in row.lines])
-    # From top to bottom, also where the last one has no bar; room for the labels behind the longest.
+    # From top to bottom, also where the last one has no bar; room for the labels after the longest.
     axes.set(
         ylim=(len(row.lines) - 0.5, -0.5),
         xlim=(0, 1.35 * most),
@@ -125,6 +125,7 @@ BY_BATCH = (
     _by_batch("tokens_per_second", "tokens/s of all; dashed: speculative slower"),
     _by_batch("latency_seconds", "seconds a request, median"),
 )
+"""Speed and latency by requests at once."""
 
 
 def _rates(lines: Lines) -> Lines:
@@ -140,7 +141,8 @@ _SPEEDS = {"ratio": ("measured", "o"), "expected": ("passes cost alike", "-"), "
 _PASSES = {"passes": ("measured", "o"), "least": ("fewest possible", "-")}
 _LOOK: dict[str, Any] = {"legend": "best", "ylim": (0, None)}
 ORACLE = (
-    curves("rate", _TOKENS, of=_rates, xlabel="rate, first gamma", ylabel="tokens a pass", **_LOOK),
-    curves("rate", _SPEEDS, of=_rates, xlabel="rate", ylabel="speed-up over plain", **_LOOK),
-    curves("gamma", _PASSES, of=_sure, xlabel="gamma", ylabel="passes, rate 1", **_LOOK),
+    curves("gamma", _PASSES, of=_sure, xlabel="draft tokens a round, all right", ylabel="passes, all texts", **_LOOK),
+    curves("rate", _SPEEDS, of=_rates, xlabel="share of draft tokens that are right", ylabel="speed-up", **_LOOK),
+    curves("rate", _TOKENS, of=_rates, xlabel="share of draft tokens that are right", ylabel="tokens a pass", **_LOOK),
 )
+"""Passes by gamma where all is right; at one gamma speed-up and tokens a pass by rate."""

@@ -1,4 +1,4 @@
-"""The quality of contenders beside their speed: perplexity of their weights on a held-out text, right answers."""
+"""The quality of contenders: perplexity of their weights on a held-out text, and right answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Logits = Callable[[Sequence[int], Sequence[int]], Tensor]
 
 @torch.no_grad()
 def perplexity(logits: Logits, texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> float:
-    """The exponential of the mean loss per token; each text is a prompt and the tokens behind it, which count."""
+    """The exponential of the mean loss per token; a text is a prompt and the tokens after it, which count."""
     loss, count = 0.0, 0
     for prompt, tokens in texts:
         rows = logits(prompt, tokens).float()
@@ -41,7 +41,7 @@ def perplexity(logits: Logits, texts: Iterable[tuple[Sequence[int], Sequence[int
 
 
 class Quality:
-    """Measures what a benchmark was given to measure with; nothing where it was given nothing.
+    """Measures perplexity on the held-out text and right answers to the prompts, if the settings name any.
 
     Args:
         config: names the held-out text and the prompts, which may carry references.
@@ -67,15 +67,15 @@ class Quality:
         self.conditions = {"perplexity_of": f"{name}, {sum(map(len, self.chunks))} tokens in chunks of {size}"}
 
     def grade(self, contenders: Sequence[Contender], logits: Logits) -> list[Contender]:
-        """Contenders of one model's weights, with ``perplexity`` and ``match`` among the figures of their laps."""
+        """Contenders of one model's weights, with ``perplexity`` and ``match`` among their figures."""
         chunks = [(chunk[:1], chunk[1:]) for chunk in self.chunks]
         constant = {"perplexity": perplexity(logits, chunks)} if chunks else {}
         return [contender.figured(lambda lap: constant | self.matches(lap.outputs)) for contender in contenders]
 
     def matches(self, outputs: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Share of the texts with a reference that begin with it, spaces before them aside; nothing without one.
+        """Share of the texts with a reference that begin with it, leading spaces aside; nothing without references.
 
-        Texts are asked for their beginning, because a model may go on behind a right answer. Outputs may repeat the
+        Only the beginning counts, because a model may write more after a right answer. Outputs may repeat the
         prompts in order.
         """
         found = [

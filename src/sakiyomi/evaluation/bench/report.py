@@ -110,7 +110,7 @@ def of_race(
         standings: the results.
         where: names the race, if it is one of several; names of contenders and notes begin with it.
         lines: of the table, instead of one for each contender.
-        conditions: what has to be known beside the laps and how far two equal things are apart.
+        conditions: further ones; the number of runs and the noise are added.
     """
     before = f"{where}: " if where else ""
     conditions["laps"] = len(standings[0].laps)
@@ -151,7 +151,7 @@ def unclaimed(standings: Sequence[Standing]) -> list[str]:
     """Contenders that are not known to be faster or slower than the baseline, in at most one sentence."""
     spread = Spread.of(standings)
     if spread is None:
-        return ["one lap: how far apart two equal things are here is not known"]
+        return ["one run: the noise of this machine is not known"]
     names = [standing.name for standing in standings[1:] if standing.agreement.accepted and standing.ratio in spread]
     return [f"no difference from {standings[0].name} (two equal things: {spread}): {', '.join(names)}"] if names else []
 

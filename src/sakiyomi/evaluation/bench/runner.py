@@ -1,7 +1,7 @@
-"""Contenders side by side in one process: A B C A B C ..., the first lap a warm-up, outputs compared in the same run.
+"""Contenders side by side in one process: A B C A B C ..., a warm-up first, outputs compared in the same process.
 
-Knows no model: a contender is a name and a function that does one lap. A contender whose outputs differ from those of
-the first one gets no speed.
+Knows no model: a contender is a name and a function that runs once (a lap). A contender whose outputs differ from
+those of the first one gets no speed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Outputs = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Lap:
-    """One lap of one contender.
+    """One run of one contender.
 
     Attributes:
         seconds: wall clock.
         tokens: new tokens, as the contender counts them.
         outputs: token ids of each text.
-        figures: other figures of the lap, for instance tau; medians over the laps are reported.
+        figures: other figures, for instance tau; their medians are reported.
     """
 
     seconds: float
@@ -44,16 +44,16 @@ class Lap:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def more(self, **figures: float) -> Lap:
-        """The same lap with further figures."""
+        """The same with further figures."""
         return replace(self, figures=self.figures | figures)
 
 
 Run = Callable[[], Lap]
-"""Does one lap."""
+"""Runs a contender once."""
 
 
 def figured(run: Run, figures: Callable[[Lap], Mapping[str, float]]) -> Run:
-    """The same laps with further figures, which are computed after the clock has stopped."""
+    """The same run with further figures, which are computed after the clock has stopped."""
 
     def more() -> Lap:
         lap = run()
@@ -87,7 +87,7 @@ class Contender:
 
     Attributes:
         name: shown in tables.
-        run: does one lap.
+        run: runs it once.
         judge: compares its outputs with the baseline's; None: its outputs are its own (sampled text).
         against: name of the contender whose outputs are expected instead, because it has other weights than the
             baseline: its own name, or that of one with the same weights.
@@ -101,7 +101,7 @@ class Contender:
     optional: bool = False
 
     def figured(self, figures: Callable[[Lap], Mapping[str, float]]) -> Contender:
-        """The same with further figures in its laps."""
+        """The same with further figures."""
         return replace(self, run=figured(self.run, figures))
 
 
@@ -111,8 +111,8 @@ class Standing:
 
     Attributes:
         name: of the contender.
-        laps: without the warm-up.
-        ratio: median over laps of its speed / the baseline's in the same lap.
+        laps: its runs, without the warm-up.
+        ratio: its speed / the baseline's in the same lap, the median over laps.
         agreement: with the baseline's outputs, or with those of another.
         against: the other, which has the same weights; None: it was the baseline.
     """
@@ -129,11 +129,11 @@ class Standing:
         return [lap.speed for lap in self.laps]
 
     def median(self, figure: str) -> float:
-        """Of a figure over the laps."""
+        """The median of a figure."""
         return statistics.median(lap.figures[figure] for lap in self.laps)
 
     def ratio_to(self, other: Standing) -> float:
-        """Median over laps of its speed / another's in the same lap."""
+        """Its speed / another's in the same lap, the median over laps."""
         return _ratio(self.laps, other.laps)
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,12 +156,12 @@ class Standing:
 
 @dataclass(frozen=True)
 class Spread:
-    """What ratio two equal things show on this machine now (A/A): a ratio within it says nothing.
+    """The noise (A/A): ratios that two equal things show on this machine now. A ratio within it says nothing.
 
-    Each lap of a contender is compared with its own next one, and the widest ratio of any contender counts: with few
-    laps one contender alone may look steady by luck. Two such laps lie further apart in time than the two of a paired
-    ratio, and a median of pairs is steadier than one pair: the range is rather too wide than too narrow, and costs no
-    lap. It reaches as far down as up, since which of two equal things is the baseline is chance.
+    Each run of a contender is compared with its next one, and the widest ratio of any contender counts, because with
+    few runs a single contender may look steady by luck. The range is rather too wide than too narrow: two such runs are
+    further apart in time than the two of a paired ratio, and a median of pairs is steadier than one pair. It needs no
+    further runs. It is symmetric, because either of two equal things could be the baseline.
 
     Attributes:
         low, high: of the ratio; 1 / each other.
@@ -172,7 +172,7 @@ class Spread:
 
     @classmethod
     def of(cls, standings: Sequence[Standing]) -> Spread | None:
-        """Of one race; None where there is one lap only, which tells nothing."""
+        """Of one race; None if there is only one lap, which tells nothing."""
         pairs = [pair for standing in standings for pair in itertools.pairwise(standing.speeds)]
         ratios = [max(a / b, b / a) for a, b in pairs if a and b]
         return cls(1 / max(ratios), max(ratios)) if ratios else None
@@ -212,13 +212,13 @@ def race(
     note: Callable[[str], None] = lambda text: None,
     lost: list[str] | None = None,
 ) -> list[Standing]:
-    """Let contenders take turns; the first one is the baseline.
+    """Run contenders interleaved; the first one is the baseline.
 
     Args:
         contenders: one or more.
-        repeats: laps that count.
-        warm_up: laps before them, whose outputs count and whose times do not.
-        until: reading of ``time.perf_counter`` after which no further lap begins; one is always counted.
+        repeats: measured runs of each.
+        warm_up: runs before them; their outputs are compared, their times do not count.
+        until: reading of ``time.perf_counter`` after which no further lap begins; at least one is measured.
         note: is told what is going on.
         lost: takes a line for each optional contender that failed and was left out.
 
@@ -235,7 +235,7 @@ def race(
         if lap > 1 and time.perf_counter() > until:
             break
         for contender in contenders:
-            note(f"lap {lap} of {repeats}: {contender.name}")
+            note(f"run {lap} of {repeats}: {contender.name}")
             try:
                 # The outputs of the warm-up count too: a text has to be the same in every lap.
                 laps[contender.name].append(contender.run())
@@ -258,7 +258,7 @@ def race(
 
 
 def timed(work: Callable[[], Sequence[Sequence[int]]]) -> Lap:
-    """A lap that is nothing but token lists and the time they took."""
+    """A lap of work that gives lists of token ids."""
     began = time.perf_counter()
     outputs = tuple(tuple(text) for text in work())
     seconds = time.perf_counter() - began

@@ -36,7 +36,7 @@ def everybody(row: PairRow, llm: LLM, *, peers: Sequence[str] = (), auto: bool =
 
 @declared("greedy, one prompt at a time, tokens/s")
 def speculative(row: PairRow) -> Races:
-    """Our speculation against assisted generation of transformers: same pair, dtype and gamma."""
+    """Our speculation against transformers' assisted generation: same pair, dtype and gamma."""
     llm = row.llm()
     contenders = everybody(row, llm, peers=WAYS if row.config.peers else ())
     # The baseline is what the row is about: assisted generation, if peers are measured.
@@ -56,7 +56,8 @@ def stories(row: PairRow) -> Races:
 def batch(row: PairRow) -> Races:
     """Eight requests at once against one at a time, all tokens counted.
 
-    Three times as many wait, so that the eight slots are taken nearly to the end: texts need unlike numbers of rounds.
+    24 requests are submitted, so that the eight slots stay busy nearly to the end although texts need different numbers
+    of rounds.
     """
     prompts, llm = (row.pair.prompts * (3 * BATCH))[: 3 * BATCH], row.llm(max_batch=BATCH)
     sizes = {"batch of 1": False, f"batch of {BATCH}": True}
@@ -69,7 +70,7 @@ def batch(row: PairRow) -> Races:
 def sweep(row: PairRow) -> Races:
     """Plain and speculative generation at each batch size, interleaved, on one target.
 
-    A size pays if speculation has more total tokens/s than plain generation, by more than two equal things differ.
+    ``pays``: speculation has more total tokens/s than plain generation, by more than the noise.
     Latency is the median over requests of the time from a request's start to its last token.
     """
     config, sizes = row.config, sorted(set(row.config.batch_sizes))
@@ -87,7 +88,7 @@ def sweep(row: PairRow) -> Races:
 
 
 def fitting(sizes: Sequence[int], llm: LLM, tokens: int, notes: list[str]) -> Iterator[int]:
-    """Sizes of batches for which there is memory, ascending; where it ends, a note says so.
+    """Batch sizes for which there is memory, ascending; a note names the first that does not fit.
 
     Args:
         sizes: to be tried, ascending.
@@ -118,19 +119,19 @@ def _line(size: int, standings: Sequence[Standing]) -> list[dict[str, Any]]:
 
 
 def _mark(lines: Sequence[dict[str, Any]]) -> str:
-    """Mark the first size at which speculation is slower than plain generation; a sentence about it."""
+    """Mark the first size at which speculation is slower than plain generation, and describe it in a sentence."""
     stop = next((i for i, line in enumerate(lines) if line["pays"] == "no"), len(lines))
     paid = max((line["batch"] for line in lines[:stop] if line["pays"] == "yes"), default=None)
-    before = "" if paid is None else f"pays up to a batch of {paid} and "
+    before = "" if paid is None else f"faster up to a batch of {paid} and "
     if stop == len(lines):
-        return f"speculation {before}is slower at no size"
+        return f"speculation is {before}slower at no size"
     lines[stop]["stops"] = True
-    return f"speculation {before}is slower at {lines[stop]['batch']} (ratio {lines[stop]['ratio']:.2f})"
+    return f"speculation is {before}slower at {lines[stop]['batch']} (ratio {lines[stop]['ratio']:.2f})"
 
 
 @declared("greedy, model.generate with one loop and another, tokens/s")
 def dropin(row: PairRow) -> Races:
-    """Greedy, with the same draft model: assisted generation by our gamma and by its own settings, plain, our loop."""
+    """Greedy, one draft model: transformers assisted with our gamma and with its own settings, plain, and our loop."""
     pair, config = row.pair, row.config
     model, draft = pair.target.model, pair.draft.model
     loop = custom_generate.using(compile="auto" if config.compile else False)

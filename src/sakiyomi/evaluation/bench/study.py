@@ -16,8 +16,6 @@ from typing import Any
 from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.evaluation.bench.report import Row
 
-__all__ = ["append", "attempted", "line", "whole_lines"]
-
 
 def attempted(name: str, title: str, measure: Callable[[], Row]) -> Row:
     """The row that is measured; one with an error in its place if a user could have caused it."""

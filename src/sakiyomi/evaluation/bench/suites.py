@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from sakiyomi.core.embedded import MEDUSA_HEADS
-from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import peak_bytes
 from sakiyomi.evaluation.bench.card import minute
 from sakiyomi.evaluation.bench.config import BenchConfig, Note, silent
@@ -21,6 +22,7 @@ from sakiyomi.evaluation.bench.medusa import medusa, typical
 from sakiyomi.evaluation.bench.offload import offload
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.speed import batch, dropin, speculative, stories, sweep
+from sakiyomi.evaluation.bench.study import attempted
 
 __all__ = ["ROWS", "measure", "run"]
 
@@ -49,17 +51,17 @@ MOVED |= {"useless"}
 
 
 def measure(name: str, config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Row:
-    """One row alone."""
+    """Measure one row."""
     return rows[name](PairRow(name, config, note))
 
 
 def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Iterator[Row]:
-    """Run the rows that were asked for and give each when it is done; one that fails says so, and the others run.
+    """Run the requested rows and yield each when it is measured. A row that fails has an error; the others still run.
 
     Args:
         config: names the rows; none: the one-minute table.
-        note: is told what is going on.
-        rows: those that there are.
+        note: receives lines of progress.
+        rows: the known rows, by name.
 
     Raises:
         InputError, LoadError: a row is not known, or what rows of a pair need is not there; before any work.
@@ -73,18 +75,15 @@ def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Iterator
 
     def measured() -> Iterator[Row]:
         for name in wanted:
-            try:
-                row = measure(name, config, note, rows)
-                # Of the whole process so far: transformers' copies and the rows before are in it.
-                yield replace(row, conditions={**row.conditions, "process_peak_bytes": peak_bytes()})
-            except SakiyomiError as error:
-                yield Row(name, "failed", [], error=str(error))
+            row = attempted(name, "failed", partial(measure, name, config, note, rows))
+            # Of the whole process so far: transformers' copies and the rows before are in it.
+            yield replace(row, conditions={**row.conditions, "process_peak_bytes": peak_bytes()})
 
     return measured()
 
 
 def _wanted(config: BenchConfig, rows: Rows) -> Sequence[str]:
-    """Names of the rows to run; with ``all`` those alone whose heads or drafts are given or known."""
+    """Names of the rows to run; ``all`` leaves out rows whose heads or drafts are not known."""
     for name in config.rows:
         if name in MOVED and name not in rows:
             raise InputError(f"row {name!r} is now in the source repository: python benchmarks/rows.py --rows {name}")

@@ -6,8 +6,6 @@ import math
 import tomllib
 from pathlib import Path
 
-__all__ = ["beginnings"]
-
 
 def beginnings(count: int) -> list[str]:
     """Prompts of about 30 words, each another one. Neighbours share no sentence, and of the even and the odd ones both

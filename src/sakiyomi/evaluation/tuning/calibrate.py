@@ -25,8 +25,6 @@ from sakiyomi.evaluation.tuning.predict import (
 )
 from sakiyomi.evaluation.tuning.watch import Heard, Round, watched
 
-__all__ = ["ALONE", "BATCH", "DEEP", "GAMMAS", "OVER", "Calibration", "Candidate", "Gamma", "Note", "Prompts"]
-
 GAMMAS = (1, 2, 3, 4, 6, 8)
 RUN = (1, 3, 6, 8)  # those between are told from these
 DEEP = RUN[-1]

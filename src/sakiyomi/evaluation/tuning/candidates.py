@@ -12,8 +12,6 @@ from sakiyomi.drafters import heads_beside, parse_drafters
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.tuning.config import PairConfig
 
-__all__ = ["available", "made", "named"]
-
 Made = TypeVar("Made")
 TEXT = ("prompt-lookup", "suffix", "ngram")
 

@@ -9,8 +9,6 @@ from sakiyomi.core.prompts import read_prompts
 from sakiyomi.evaluation.settings import TargetSettings
 from sakiyomi.evaluation.tuning.beginnings import beginnings
 
-__all__ = ["PairConfig", "TuneConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(TargetSettings):

@@ -13,8 +13,6 @@ from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.calibrate import OVER
 from sakiyomi.evaluation.tuning.config import PairConfig
 
-__all__ = ["watch"]
-
 
 def watch(config: PairConfig, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Measure tau of the draft that ``tune`` has chosen, with the length and the temperature of that time.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["between"]
-
 
 def between(points: Sequence[tuple[int, float]], at: int) -> float:
     """The value at a place: straight lines between the points, beyond the ends on as there.

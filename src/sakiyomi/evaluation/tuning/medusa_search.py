@@ -39,8 +39,6 @@ from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.counted import read_counted
 from sakiyomi.train.samples import prompt_of
 
-__all__ = ["ranks_of", "search", "tune"]
-
 PROMPT_TOKENS = 64
 Way = TypeVar("Way")
 WIDTHS = (1, 2, 3, 4, 6, 8)

@@ -18,8 +18,6 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.tuning.lines import between
 from sakiyomi.theory.checks import cost
 
-__all__ = ["PlanConfig", "draw", "plan"]
-
 FLOOR = 1e-9
 LONGEST = 1024
 

@@ -17,20 +17,6 @@ from sakiyomi.evaluation.tuning.lines import between
 from sakiyomi.evaluation.tuning.watch import Round
 from sakiyomi.theory import positional_acceptance, round_speedup
 
-__all__ = [
-    "Chains",
-    "Curve",
-    "Expected",
-    "RoundCosts",
-    "by_chance",
-    "by_place",
-    "by_rank",
-    "calm",
-    "usual",
-    "weighed",
-]
-
-
 SURE = 0.02  # share of the readings
 BUCKETS = (0.0, 0.5, 0.8, 0.95, 1.0)
 """Borders of the drafter's own confidence."""

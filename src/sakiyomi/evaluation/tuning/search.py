@@ -27,8 +27,6 @@ from sakiyomi.evaluation.tuning.candidates import available, made, named
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.predict import Expected
 
-__all__ = ["tune"]
-
 WORTH = 1.02  # a measured gain below is none
 TIMED, COUNTED = 0.45, 0.75  # of the time: when texts have been written alone, and when in batches
 APART = 8  # configurations from one plain text to the next

@@ -12,8 +12,6 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.engine.engine import Engine
 
-__all__ = ["Heard", "Judged", "Round", "Written", "judged", "watched"]
-
 
 @dataclass(frozen=True, slots=True)
 class Judged:

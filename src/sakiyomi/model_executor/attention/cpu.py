@@ -127,7 +127,7 @@ class CpuBackend(AttentionBackend):
     def _expanded(
         self, plan: BatchPlan, module: nn.Module, q: Tensor, latents: Tensor, layer: int, *asked: Any
     ) -> Tensor | None:
-        """See ``latent.Expanded``: for this call the layer's keys and values are expanded ones, which go afterwards."""
+        """See ``latent.Expanded``: for this call the kernels read expanded keys and values."""
         cache, most = self._cache, max(length + rows for _, _, rows, length, _ in plan.table)
         pairs = sum(rows * (length + rows / 2) for _, _, rows, length, _ in plan.table)
         if cache.dropped is not None or not latent.pays(module, pairs, sum(row[2] + row[3] for row in plan.table)):

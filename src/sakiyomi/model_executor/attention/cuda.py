@@ -164,7 +164,7 @@ class CudaBackend(AttentionBackend):
         self.frame.fill(plan, self.cache.room)
 
     def enter(self, *, apart: bool) -> None:
-        """This thread's next pass is one of this session's; whether its requests are computed one after the other."""
+        """Begin this thread's next pass on this session; ``apart``: its requests are computed one after the other."""
         self.count, self.apart = 0, apart
         self._prompt_masks.clear()
         _active.backend = self
@@ -294,7 +294,7 @@ class CudaGraphs:
             return None
 
     def _pool(self) -> Any:
-        """Memory that the captured passes share: that of those which are there. One whose graphs are gone is gone."""
+        """The memory pool of the captured passes; None: none is captured."""
         captured = (frame.captured for frame in self._backend.frames.values())
         return next((found[0].pool() for found in captured if found is not None), None)
 
@@ -305,7 +305,7 @@ class CudaGraphs:
         return graph, ids, positions, given
 
     def _record(self, work: Callable[[], Any]) -> tuple[Any, Any]:
-        """The graph of some work of the device, which is done twice before, and what the work gives."""
+        """Run some work of the device twice, then capture it; its graph, and what it gives."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

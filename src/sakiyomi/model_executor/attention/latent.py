@@ -30,7 +30,7 @@ _pass = threading.local()
 
 
 def serve_latents(model: nn.Module) -> None:
-    """Have a model's attention modules give latents to the attention function, if that goes for all that have any.
+    """Have a model's attention modules give latents to the attention function, where all that have latents can.
 
     Args:
         model: our structural copy; changed in place.
@@ -74,7 +74,7 @@ def prompts_by(expanded: Expanded | None) -> None:
 def prompt(
     module: nn.Module, q: Tensor, latents: Tensor, layer: int, scaling: float, softcap: float, window: int
 ) -> Tensor | None:
-    """What ``prompts_by`` was given makes of a layer's rows; None: nothing."""
+    """The result of the function given to ``prompts_by`` for a layer's rows; None: there is none."""
     expanded: Expanded | None = getattr(_pass, "expanded", None)
     return None if expanded is None else expanded(module, q, latents, layer, scaling, softcap, window)
 
@@ -102,7 +102,7 @@ def expand(module: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _keep(module: Any, latents: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-    """In the place of ``expand_kv``: (1, 1, N, rank) and (1, 1, N, rotary) to keys, which are values too."""
+    """Replaces ``expand_kv``: (1, 1, N, rank) and (1, 1, N, rotary) to keys, which are values too."""
     keys = torch.cat([latents, turned], -1)
     return keys, keys
 

@@ -37,7 +37,7 @@ class Reach(NamedTuple):
 
 
 def reach_of(function: Callable[..., Any]) -> Reach | None:
-    """The kind of a mask; None: none of those that are known here.
+    """The kind of a mask; None: it is of another kind.
 
     Args:
         function: from batch, head, row and column, each a tensor, to whether the row sees the column.

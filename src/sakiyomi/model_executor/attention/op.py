@@ -76,7 +76,7 @@ def call_arguments(
 
 
 def _reach(module: nn.Module, of_mask: Reach | None, kwargs: dict[str, Any]) -> int:
-    """How far the rows of a call see: as its mask says, as was found out before, or as the call itself says."""
+    """How far the rows of a call see: by its mask, by ``set_reach``, or by the call's own argument."""
     if of_mask is not None:
         return -of_mask.chunk if of_mask.chunk else of_mask.window
     known = getattr(module, REACH, None)
@@ -191,7 +191,7 @@ def eager(
 
 
 def _noting_mask(**kwargs: Any) -> Tensor:
-    """The mask that a class asks for, made as transformers' own eager one is; and how far it reaches is noted."""
+    """The mask that a class asks for, made as transformers' eager one is; notes how far its rows see."""
     from transformers.masking_utils import eager_mask
 
     mask: Tensor = eager_mask(**(kwargs | {"allow_is_bidirectional_skip": False}))
@@ -209,7 +209,7 @@ CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {}
 
 
 def _no_mask(*_: Any, config: Any = None, **__: Any) -> Tensor | None:
-    """In the place of a mask: nothing, or a tensor for classes that do something with any (see ``own.py``)."""
+    """Replaces a mask: None, or a tensor for classes that cannot take None (see ``own.py``)."""
     return torch.zeros(1) if getattr(config, "_any_mask", False) else None
 
 

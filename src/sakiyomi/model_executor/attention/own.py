@@ -1,4 +1,4 @@
-"""Attention modules of classes that keep attention of their own, called as others are.
+"""Attention modules of bloom, MPT and Falcon, which compute attention themselves, on the attention operator.
 
 Bloom, MPT and Falcon compute attention in their modules' own forward. In our structural copy another forward takes its
 place: the module's own projections, then the attention operator. Texts of classes that are not known here
@@ -91,7 +91,7 @@ def _code(module: nn.Module) -> Any:
 
 
 def _slopes(module: Any) -> Tensor:
-    """Of every head, as the class makes them: its bias of the second position."""
+    """The ALiBi slope of every head, as the class computes it: the bias of its second position."""
     made: Tensor = _code(module).build_alibi_tensor(torch.ones(1, 2), module.num_heads, torch.float32)
     return made[:, 0, 1].contiguous()
 

@@ -171,7 +171,7 @@ class AttentionBackend(ABC):
         raise NotImplementedError
 
     def want(self, rows: Tensor, layers: int) -> None:  # noqa: B027
-        """Say that of the pass which `begin` described these rows' results alone are wanted, (K,) int64, ascending.
+        """Restrict the pass that `begin` described to the results of these rows, (K,) int64, ascending.
 
         Keys and values are those of all rows. A backend may leave out what the last of so many attention layers and
         what comes behind it make of the others: they are then any numbers. By default all are computed.

@@ -97,7 +97,7 @@ class TorchBackend(AttentionBackend):
 
 
 def take_over(dense: TorchBackend | None) -> None:
-    """Have this thread's next pass computed by this attention, which has begun it, or by the model's own (None)."""
+    """Have this thread's next pass computed by this backend, which has begun it; None: by the model's own."""
     _pass.over = dense is not None
 
 
@@ -154,7 +154,7 @@ def _attend_part(
     *,
     alone: bool,
 ) -> Tensor:
-    """Rows of one segment over heads that have dropped equally much: (rows, heads, dim); their pairs are written."""
+    """Attention of one segment over heads with equally many dropped pairs: (rows, heads, dim); writes its pairs."""
     (queries, new_keys, new_values), rows = fresh, fresh[0].shape[1]
     slot, _, _, length, _ = plan.table[segment]
     first = length - part.dropped

@@ -1,4 +1,4 @@
-"""What quantizing makes of an encoder-decoder model, measured while it is whole: on a source and a text behind it."""
+"""The errors of an encoder-decoder model's quantized layers, measured on a source and a text before it is split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Judged", "judge_whole"]
 
 @dataclass(frozen=True)
 class Judged:
-    """What was measured.
+    """The measurements of a whole model.
 
     Attributes:
         source: what the encoder read.

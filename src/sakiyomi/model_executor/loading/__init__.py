@@ -1,4 +1,4 @@
-"""Models and tokenizers from wherever the user has them, with every kind of bad input refused in one clear sentence."""
+"""Loads models and tokenizers from folders, files, the hub or loaded pairs, and refuses bad input clearly."""
 
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.model_executor.loading.families import has_encoder

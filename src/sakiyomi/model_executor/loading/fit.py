@@ -30,7 +30,7 @@ def by_layer(reader: Reader) -> bool:
 
 
 def check_memory(reader: Reader, *, quantize: str | None = None, device: str | None = None) -> None:
-    """Refuse a model that does not fit, with the numbers and what would.
+    """Refuse a model that does not fit, with its size, the free memory and a remedy.
 
     Args:
         reader: of the model; what is quantized in its files stays so.

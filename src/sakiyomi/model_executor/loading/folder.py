@@ -38,7 +38,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def check_sees(name: str, *, trust_remote_code: bool = False, allow_pickle: bool = False) -> None:
-    """Refuse a model that reads no images, as its small files say it, before weights are read or come from the hub.
+    """Refuse a model that reads no images, by its small files, before its weights are read or fetched.
 
     Raises:
         UnsupportedError: it does not.

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model beside the weights and transformers leaves out: rotary positions above all."""
+"""Metadata of a GGUF file that transformers does not read, such as rotary positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``load_model``: a folder, a hub id, an embedded name or a loaded pair in, a model with its tokenizer out.
+"""``load_model``: makes a model and its tokenizer of a folder, a hub id, an embedded name or a loaded pair.
 
 Everything that can be found wrong is found before weights are read: names, options, configuration, tokenizer, damaged
 files, memory.
@@ -293,7 +293,7 @@ def _from_packed(
 
 
 def stop_tokens(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
-    """End tokens of a model: those of its generation settings, which go before its configuration, as in transformers.
+    """End tokens of a model: of its generation settings, else of its configuration, as in transformers.
 
     Where neither names one, the tokenizer's.
     """

@@ -1,4 +1,4 @@
-"""Models larger than the memory: where accelerate keeps the weights between passes, and what a user may ask for."""
+"""Models larger than the memory: the option ``offload``, and where accelerate keeps weights between passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOM = {"cpu": 0.8, "cuda": 0.85}  # share of the available memory that "auto" f
 
 @dataclass(frozen=True)
 class Offload:
-    """What was asked for.
+    """The option ``offload``.
 
     Attributes:
         where: one of ``OFFLOADS``.

@@ -128,7 +128,7 @@ def _digest(about: dict[str, Any]) -> str:
 
 
 def json_seal(about: dict[str, Any]) -> dict[str, Any]:
-    """What sakiyomi.json says, with its digest."""
+    """The content of sakiyomi.json with its digest."""
     return about | {"digest": _digest(about)}
 
 
@@ -300,7 +300,7 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> None:
 
 @contextmanager
 def _intact(folder: Path) -> Iterator[None]:
-    """Whatever is wrong with a packed folder's files is a LoadError that names the folder and what to do."""
+    """Turn any error about a packed folder's files into a LoadError with the folder and a remedy."""
     try:
         yield
     except MemoryLimitError:
@@ -311,7 +311,7 @@ def _intact(folder: Path) -> Iterator[None]:
 
 
 def read_about(folder: Path, key: str | None = None) -> dict[str, Any]:
-    """What sakiyomi.json says, in this version's form.
+    """The content of sakiyomi.json.
 
     Args:
         folder: of the packed copy.

@@ -1,4 +1,4 @@
-"""Weights through transformers: whole, quantized by torchao on a GPU, or left on disk until each layer is packed."""
+"""Reads weights by transformers: whole, quantized by torchao on a GPU, or left on disk until each layer is packed."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class RecordedTokenizer:
         vars(self).update(known, _backend=backend, _known=tuple(known), _read=whole, _whole=None)
 
     def _all(self) -> Any:
-        """Transformers' tokenizer, which may be changed: from now on nothing is known but by it."""
+        """Transformers' tokenizer. The caller may change it, so that it answers everything from now on."""
         own = vars(self)
         if own["_whole"] is None:
             own["_whole"] = self._read()
@@ -121,7 +121,7 @@ class RecordedTokenizer:
 
 
 def recorded_tokenizer(tokenizer: Any, folder: Path) -> tuple[dict[str, Any], bytes | None]:
-    """What there is to know of a transformers tokenizer, and its backend where that is not the folder's tokenizer.json.
+    """Attributes of a transformers tokenizer, and its backend where that is not the folder's tokenizer.json.
 
     Raises:
         UnsupportedError: that does not give this tokenizer.
@@ -144,13 +144,13 @@ def recorded_tokenizer(tokenizer: Any, folder: Path) -> tuple[dict[str, Any], by
 
 
 def _lasting(text: str) -> dict[str, Any]:
-    """What a backend is, without what every call of transformers sets anew."""
+    """The settings of a backend that calls of transformers do not change."""
     held = json.loads(text)
     return {name: value for name, value in held.items() if name not in ("truncation", "padding")}
 
 
 def _answers(tokenizer: Any) -> Iterator[Any]:
-    """What a tokenizer gives in some cases of all that it is asked for here."""
+    """A tokenizer's answers to samples of all that it is asked for here."""
     yield len(tokenizer), tokenizer.get_vocab(), tokenizer.added_tokens_decoder
     special = [token for token in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) if token]
     for text in (*_TEXTS, *special, "a" + "b ".join(special) + "c"):

@@ -77,7 +77,7 @@ def place_of(folder: Path, dtype: torch.dtype | None, quantize: str | None = Non
 
 
 def recording_key(folder: Path, checkpoint: Checkpoint) -> str:
-    """Of everything that a recording depends on: the model's files, the versions of what runs it, and the kernels."""
+    """A key of everything that a recording depends on: the model's files, library versions and the kernels."""
     kernels = built()
     states = {path.name: path.stat() for path in folder.iterdir() if path.suffix in SETTINGS}
     return json_digest([
@@ -87,7 +87,7 @@ def recording_key(folder: Path, checkpoint: Checkpoint) -> str:
 
 
 def shipped_key(folder: Path, checkpoint: Checkpoint) -> str:
-    """The same of a recording that comes with a model: of the content of its files, wherever it runs."""
+    """The key of a recording that comes with a model: of the content of the model's files alone."""
     tensors = [read_header(path).metadata for path in checkpoint.files]
     settings = {path.name: file_digest(path) for path in folder.iterdir() if path.suffix in SETTINGS}
     return json_digest([FORMAT, tensors, settings])
@@ -108,7 +108,7 @@ class TensorSource:
         return name in self._files
 
     def __call__(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One of them, in this dtype."""
+        """A tensor, in this dtype."""
         from safetensors import safe_open
 
         with safe_open(self._files[name], framework="pt") as file:
@@ -116,7 +116,7 @@ class TensorSource:
         return tensor.to(dtype)
 
     def names(self, *shape: int) -> list[str]:
-        """Of tensors of this shape, or turned by a quarter."""
+        """Names of the tensors of this shape or the transposed one."""
         return [name for name, found in self._shapes.items() if found in ([*shape], [*reversed(shape)])]
 
     def linear(self, layer: Mapping[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -172,7 +172,7 @@ def read_recording(
 def _first_current(
     places: Mapping[Path, Callable[[Path, Checkpoint], str]], folder: Path, checkpoint: Checkpoint
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The first of these files that is of the model as it is now, and what it says of it; None where none is."""
+    """The first of these files whose key is that of the model now, and its metadata; None: there is none."""
     for place, key_of in places.items():
         if place.is_file():
             about: dict[str, Any] = json.loads(read_header(place).metadata["about"])

@@ -1,4 +1,4 @@
-"""Weights that stay in files: mapped when accelerate's hooks ask for them, the coming ones read ahead by the system.
+"""Weights that stay in files: mapped when accelerate's hooks ask for them, and read ahead by the system.
 
 accelerate maps a tensor's file when its layer is about to run, and the multiplication then waits for one page after the
 other. Here a thread has the system read the coming tensors while the present layer computes. It copies nothing: reading
@@ -202,7 +202,7 @@ def _close(files: dict[Path, FileIO]) -> None:
 
 
 class _Weights(Mapping[str, Tensor]):
-    """A hook's own mapping, but tensors that lie in files come from a stream."""
+    """A hook's own mapping, whose tensors in files come from a stream."""
 
     def __init__(self, stream: WeightStream, streamed: Mapping[str, str], others: Mapping[str, Tensor]) -> None:
         self._stream, self._streamed, self._others = stream, streamed, others

@@ -49,7 +49,7 @@ def stage_count(folder: Path) -> int:
 
 
 def stage_folder(folder: Path, number: int) -> Path:
-    """Of one stage."""
+    """The folder of one stage."""
     return folder / f"stage-{number}"
 
 
@@ -108,7 +108,7 @@ def _write_stage(folder: Path, place: Path, config: Any, whole: Any, chosen: ran
     ends = {} if first else _ends(whole)
 
     def renamed(name: str) -> str | None:
-        """Of a tensor or layer in its stage; None: it is not there."""
+        """The name of a tensor or layer in its stage; None: it is not there."""
         if found := LAYER.search(f"{name}."):
             layer = int(found[1])
             return f"{name[: found.start(1)]}{layer - chosen.start}{name[found.end(1) :]}" if layer in chosen else None
@@ -133,7 +133,7 @@ def _write_stage(folder: Path, place: Path, config: Any, whole: Any, chosen: ran
 
 
 def _settings(config: Any, chosen: range, *, first: bool) -> dict[str, Any]:
-    """Those of a stage."""
+    """The configuration of a stage."""
     layers = int(config.num_hidden_layers)
     settings: dict[str, Any] = copy.deepcopy(config.to_dict())
     for name, value in settings.items():

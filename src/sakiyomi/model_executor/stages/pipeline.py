@@ -85,7 +85,7 @@ class Border:
 
 
 class Line:
-    """What goes between the processes.
+    """The connection between the processes.
 
     Args:
         peers: all of them, connected in a ring.
@@ -107,7 +107,7 @@ class Line:
         return self.peers.number == self.peers.count - 1
 
     def send(self, message: bytes, hidden: Tensor) -> None:
-        """Give the next process what a pass is about, and hidden states; the first gets the states alone."""
+        """Send the next process a pass's description and hidden states; the first gets the states alone."""
         to = (self.peers.number + 1) % self.peers.count
         with self._alive():
             if self.last:
@@ -120,7 +120,7 @@ class Line:
             self._group.send([torch.cat([body, states])], to, 0).wait()
 
     def end(self) -> None:
-        """There is no further pass: the next process is told, which tells the one behind it."""
+        """Tell the next process that there is no further pass; it tells the one behind it."""
         if not self.last:
             with suppress(WorkerError), self._alive():
                 self._group.send([torch.zeros(3, dtype=torch.int64)], self.peers.number + 1, 0).wait()
@@ -153,7 +153,7 @@ class Line:
 
 
 class SharedSlots(SlotCache):
-    """The cache of the first stage; what happens to its slots, other stages are told.
+    """The cache of the first stage, which records what happens to its slots for the other stages.
 
     Attributes:
         calls: methods with their arguments, since the last pass.

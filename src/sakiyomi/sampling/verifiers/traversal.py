@@ -6,13 +6,13 @@ that several draws share.
 
 A place (the root, or a node) has a level a, which says how likely the path to it may stay, and a distribution p, at
 first the target's row there. To *judge a place*: if it has a draw x from q that was not tried, judge the place x with
-level min(1, a p(x) / q(x)); if that refuses, go on here with p' = max(a p - q, 0) / S and a' = S / (S + 1 - a), where S
+level min(1, a p(x) / q(x)); if that refuses, stay here with p' = max(a p - q, 0) / S and a' = S / (S + 1 - a), where S
 is the sum of max(a p - q, 0). If none is left, the path to here stays with probability a and the next token comes from
 p; else the place refuses. The root has level 1 and keeps it.
 
-Lossless, by induction over draws, the last one first. Claim: judging a place of level a ends with a text that goes on
+Lossless, by induction over draws, the last one first. Claim: judging a place of level a ends with a text that continues
 from it with probability a, and this text is one of p's. Without a draw that is so by definition. With one, x drawn from
-q, the place x keeps its text, by the claim, with min(1, a p(x) / q(x)): so the texts that go on with token z come up
+q, the place x keeps its text, by the claim, with min(1, a p(x) / q(x)): so texts that continue with token z come up
 with min(q(z), a p(z)) from there. It refuses with 1 - sum min(q, a p) = S + 1 - a, and what follows then gives z with
 a' p'(z): together with min(q(z), a p(z)) + max(a p(z) - q(z), 0) = a p(z). Nothing in this depends on which draws hang
 elsewhere: whether and where another token is drawn may depend on all that was drawn before it, never on its own value.

@@ -69,11 +69,11 @@ class HeadsFile(Trained):
 
 
 def fingerprint(model: Any, tokenizer: Any) -> dict[str, str]:
-    """Of a transformers model and its tokenizer, as hexadecimal digits: what tells it from others of its sizes.
+    """Digests of a transformers model and its tokenizer, which differ between models of the same sizes.
 
-    "weights" is that of the norms, in bf16: it is the same in whatever precision a model is loaded, and whether or not
-    its matrices are rounded and packed. It is left out where weights are not in memory; "tokenizer"
-    where that does not tell its vocabulary.
+    "weights" is a digest of the norms in bf16, so it does not depend on the precision in which a model is loaded, nor
+    on quantized or packed matrices. It is missing if the weights are not in memory; "tokenizer" if the tokenizer does
+    not give its vocabulary.
     """
     import torch
 

@@ -26,7 +26,7 @@ _LAYOUT = 2
 
 
 def gguf_folder() -> Path:
-    """Where the files are kept; they are written once for each version of a model."""
+    """Folder of the files; each version of a model is written once."""
     return cache_folder() / "gguf"
 
 
@@ -117,7 +117,7 @@ def _write(path: Path, model: Any, tokenizer: Any, kind: str) -> None:
 
 
 def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> None:
-    """Without one llama.cpp's server dies. Rows of the model behind the tokenizer's last token are unused tokens."""
+    """llama.cpp's server dies without one. Rows of the model after the tokenizer's last token are unused tokens."""
     import gguf
 
     state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -144,5 +144,5 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> None:
 
 
 def _interleaved(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of each head (heads x head_dim, D) in llama.cpp's order, which turns neighbours and not the two halves."""
+    """Rows of each head (heads x head_dim, D) in llama.cpp's order: rotary embeddings pair neighbours, not halves."""
     return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

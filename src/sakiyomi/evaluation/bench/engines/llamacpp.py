@@ -18,7 +18,7 @@ def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[l
     params = xllamacpp.CommonParams()
     params.model.path = task["model"]
     params.n_parallel = task["requests"]
-    # Each slot has its own share of the context, with room for a draft that reaches past the last token.
+    # Each slot has its own share of the context, with room for draft tokens after the last one.
     params.n_ctx = task["requests"] * (task["context"] + task["gamma"] + 1)
     params.kv_unified = False
     params.cache_prompt, params.cache_ram_mib = False, 0

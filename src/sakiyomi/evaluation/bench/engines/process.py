@@ -1,4 +1,4 @@
-"""The process of another engine, from our side: one line of JSON in, one out, and one clear line if it fails."""
+"""Runs another engine in a process: requests and answers are lines of JSON, a failure is one error."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def _how(engine: OtherEngine, place: Path) -> str:
 
 
 class EngineProcess:
-    """Another engine with a model, until ``close``.
+    """Another engine with an open model, until ``close``.
 
     Args:
         engine: which one.
         folder: of the environments.
         task: what it is to open, see the ``start`` of its file: model, draft (None: plain), kind, gamma, threads,
             context (tokens of one request), requests (most at once), folder (for converted models).
-        starting, writing: seconds after which it is given up.
+        starting, writing: seconds after which the process is ended.
 
     Attributes:
         settings: what it runs with, as it says.
@@ -95,11 +95,11 @@ class EngineProcess:
 
     @property
     def alive(self) -> bool:
-        """It has not ended."""
+        """Whether the process still runs."""
         return self._process.poll() is None
 
     def lap(self, batches: Sequence[Sequence[Sequence[int]]], tokens: int) -> Lap:
-        """Write so many tokens behind each prompt; the prompts of a batch at once, the batches one after the other.
+        """Write so many tokens after each prompt; the prompts of a batch at once, the batches one after the other.
 
         Raises:
             UnsupportedError: the engine cannot do this; or the process died, answered nonsense or was too slow, and has
@@ -116,7 +116,7 @@ class EngineProcess:
         return lap
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         if self._process.poll() is None:
             if hasattr(os, "killpg"):
                 os.killpg(self._process.pid, signal.SIGKILL)

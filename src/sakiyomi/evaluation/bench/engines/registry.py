@@ -1,4 +1,4 @@
-"""The engines that row ``peers`` measures beside us. A new one is a file here and a line below."""
+"""The engines that row ``peers`` measures beside ours. A new one is a file here and an entry below."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _bare(loaded: Loaded, kind: str) -> Path:
 
 
 def without_recordings(folder: Path) -> Path:
-    """A folder, or links to its files but our recordings of passes: vLLM reads all files of tensors."""
+    """The folder, or one with links to its files except our recordings of passes, which vLLM would read as weights."""
     recorded = set(folder.glob(SHIPPED.format("*")))
     if not recorded:
         return folder
@@ -89,10 +89,10 @@ ENGINES = (
 
 
 def environments(folder: str | None) -> Path:
-    """Where the environments are: the folder that the user gave, or one of the cache."""
+    """Folder of the environments: the user's, or the default one in the cache folder."""
     return cache_folder() / "engines" if folder is None else Path(folder).expanduser().absolute()
 
 
 def converted_folder() -> Path:
-    """Where engines keep models that they had to convert."""
+    """Folder for models that engines have converted."""
     return cache_folder() / "converted"

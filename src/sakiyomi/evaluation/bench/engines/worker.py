@@ -3,11 +3,11 @@
     python -I worker.py ENGINE_FILE
 
 One line of JSON in, one out. ``{"task": ...}`` opens a model, see ``EngineProcess``; the answer has ``settings``: what
-the engine runs with. ``{"batches": [[prompt, ...], ...], "tokens": n}`` has it write n tokens behind each prompt (token
+the engine runs with. ``{"batches": [[prompt, ...], ...], "tokens": n}`` has it write n tokens after each prompt (token
 ids): the prompts of a batch at once, the batches one after the other; the answer has ``outputs``, token ids for each
 prompt, and ``seconds``, which do not include the lines. What fails is answered with ``error``.
 
-An engine file has ``start(task)``, which gives a function that writes n tokens behind each prompt of a batch, and the
+An engine file has ``start(task)``, which gives a function that writes n tokens after each prompt of a batch, and the
 settings. If it has ``convert(model, kind, out)``, the command that this gives is run once for each version of a model,
 and the task names the converted folders.
 """

@@ -33,8 +33,6 @@ from sakiyomi.evaluation.tuning.candidates import made
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.ngram import count_tables
 
-__all__ = ["FIGURES", "ORDERS", "Minima", "family", "minima", "model_rows", "ngram_rows", "tables_of"]
-
 TEMPERATURES = (0.0, 1.0)
 ORDERS = {"bigram": 2, "unigram": 1}
 COUNTED = 4  # texts behind each prompt that n-grams are counted in

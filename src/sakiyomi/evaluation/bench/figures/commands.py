@@ -14,7 +14,6 @@ import numpy as np
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.drafts import oracle as oracle_row
-from sakiyomi.evaluation.bench.draw import plain_numbers
 from sakiyomi.evaluation.bench.figures.speeds import RACED
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.config import LocretConfig, LongConfig
@@ -23,7 +22,8 @@ from sakiyomi.evaluation.bench.long.plot import accuracy
 from sakiyomi.evaluation.bench.long.questions import source
 from sakiyomi.evaluation.bench.long.run import run as run_long
 from sakiyomi.evaluation.bench.long.systems import Ours
-from sakiyomi.evaluation.bench.pictures import Figures, Lines, Panel, Theme, curves, grouped, stack
+from sakiyomi.evaluation.bench.pictures import Figures, Panel, Theme, curves, grouped, stack
+from sakiyomi.evaluation.bench.plot import BY_BATCH, ORACLE
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.speed import sweep
 from sakiyomi.evaluation.bench.tasks.config import KINDS, TasksConfig
@@ -31,8 +31,6 @@ from sakiyomi.evaluation.bench.tasks.run import run as run_tasks
 from sakiyomi.evaluation.bench.tasks.run import seconds
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.search import tune
-
-__all__ = ["FIGURES"]
 
 SHORT = 48  # new tokens where up to 64 texts are written at once, or by twenty ways, so that the figures take minutes
 TEXTS = 4  # prompts for each of the others': half of them compare, and texts differ more than laps
@@ -69,28 +67,10 @@ def _last_line(name: str, given: str, command: str) -> Any:
         raise LoadError(f"{name} {given} cannot be read ({error!r}); give what `sakiyomi {command}` printed") from None
 
 
-def _sure(lines: Lines) -> Lines:
-    """Those of a draft that is always right, by gamma."""
-    return sorted((line for line in lines if line["rate"] == 1.0), key=lambda line: int(line["gamma"]))
-
-
-def _rates(lines: Lines) -> Lines:
-    """Those of the first gamma, by rate."""
-    return sorted((one for one in lines if one["gamma"] == lines[0]["gamma"]), key=lambda one: float(one["rate"]))
-
-
 def batch(work: Work) -> Row:
     """Requests at once, 1 to 64, plain and speculative."""
     tokens = min(SHORT, work.config.max_new_tokens)
     return replace(sweep(work.row("batch", max_new_tokens=tokens)), name="batch")
-
-
-def _panel_batch(axes: Any, row: Row, theme: Theme) -> None:
-    ys = {f"{way}_tokens_per_second": way for way in ("plain", "speculative")}
-    look: dict[str, Any] = {"xlabel": "requests at once", "ylabel": "tokens/s of all of them"}
-    curves("batch", ys, xscale="log", yscale="log", legend="best", **look)(axes, row, theme)
-    axes.set_xticks([line["batch"] for line in row.lines], [str(line["batch"]) for line in row.lines])
-    plain_numbers(axes)
 
 
 def tasks(work: Work) -> Row:
@@ -300,28 +280,8 @@ def _panel_predicted(axes: Any, row: Row, theme: Theme) -> None:
 
 
 FIGURES: Figures = {
-    "oracle": (
-        lambda work: oracle_row(work.row("oracle")),
-        stack(
-            curves(
-                "gamma",
-                {"passes": "passes of the target, all texts", "least": "the fewest possible"},
-                of=_sure,
-                legend="best",
-                xlabel="draft tokens a round, all right",
-                ylabel="passes",
-            ),
-            curves(
-                "rate",
-                {"ratio": "speed over plain", "expected": "tokens a pass, by theory"},
-                of=_rates,
-                legend="best",
-                xlabel="share of draft tokens that are right",
-                ylabel="times",
-            ),
-        ),
-    ),
-    "batch": (batch, stack(_panel_batch)),
+    "oracle": (lambda work: oracle_row(work.row("oracle")), stack(*ORACLE[:2])),
+    "batch": (batch, stack(BY_BATCH[0])),
     "tasks": (tasks, _paint_tasks),
     "memory": (memory, _paint_memory),
     "locret": (

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError
-from sakiyomi.evaluation.bench.config import BenchConfig
-
-__all__ = ["COMMON", "ReportConfig", "article", "words"]
+from sakiyomi.evaluation.bench.config import BenchConfig, PairSettings
 
 PICTURES = ("png", "svg")
 
@@ -39,7 +35,7 @@ def article(name: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ReportConfig:
+class ReportConfig(PairSettings):
     """A page of figures about a target and its drafts.
 
     Attributes:
@@ -52,9 +48,6 @@ class ReportConfig:
         again: measure again what the folder has already. Otherwise sections that were measured with these settings are
             kept, so that an interrupted run continues.
         pictures: png or svg.
-        target: embedded name, folder or hub id.
-        draft: auto (tales-draft, for tales alone), or model:FOLDER.
-        heads: Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
         sizes: for sections sizes and medusa, further targets (again for each) beside the target as it is: checkpoints
             of one family, folder or hub id, with heads in FOLDER/medusa.
         temperatures: for section temperature (again for each).
@@ -66,16 +59,9 @@ class ReportConfig:
         memory_target: for sections memory, locret and kept, the model that answers long prompts.
         memory_lengths: for sections memory, locret and kept (of these two the last counts), tokens of the prompts
             (again for each).
-        dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
-        device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         gamma: draft tokens a round, where it is not "auto" or what the section varies.
-        repeats: measured runs; one run before them warms up.
         max_new_tokens: new tokens of each text; of sections batch and tasks, which race many, 48 at most.
-        prompt_tokens: prompts are cut to this many tokens.
-        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
-            stories.
         count: most prompts that are used; sections sizes, medusa, temperature and tasks, which race many ways, use two.
-        compile: wait for the traced passes of an LLM that was asked for nothing; otherwise everything runs eagerly.
     """
 
     out: str = field(metadata={"argument": "OUT_FOLDER"})
@@ -84,9 +70,6 @@ class ReportConfig:
     redraw: bool = False
     again: bool = False
     pictures: str = "png"
-    target: str = DEFAULT
-    draft: str = "auto"
-    heads: str | None = None
     sizes: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)
     models: str | None = None
@@ -94,18 +77,13 @@ class ReportConfig:
     tasks: tuple[str, ...] = ()
     memory_target: str = "retriever"
     memory_lengths: tuple[str, ...] = ("1024", "4096")
-    dtype: str = "auto"
-    device: str = "auto"
-    gamma: int = 4
+    _: KW_ONLY
     repeats: int = 3
     max_new_tokens: int = 96
-    prompt_tokens: int = 64
-    prompts: str | None = None
     count: int = 4
-    compile: bool = True
 
     def __post_init__(self) -> None:
-        self.bench()
+        super().__post_init__()
         if self.sizes == ("none",):
             object.__setattr__(self, "sizes", ())
         if not self.temperatures or min(self.temperatures) < 0:
@@ -141,7 +119,7 @@ class ReportConfig:
     def command(self, section: str, more: tuple[str, ...]) -> str:
         """The command line that measures one section as here."""
         words = ["sakiyomi", "bench", "report", "OUT", "--sections", section]
-        usual = {f.name: f.default for f in dataclasses.fields(self)}
+        usual = {field.name: field.default for field in fields(self)}
         for name in (*COMMON, *more):
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
             if value == usual[name]:
@@ -155,5 +133,5 @@ class ReportConfig:
         return shlex.join(words)
 
 
-COMMON = tuple(f.name for f in dataclasses.fields(ReportConfig) if hasattr(BenchConfig, f.name) and f.name != "heads")
-"""Settings that every section depends on: those of rows of ``bench``; what else a section reads, it says itself."""
+COMMON = tuple(field.name for field in fields(PairSettings) if field.name != "heads")
+"""Settings that every section depends on; what else a section reads, it says itself."""

@@ -24,8 +24,6 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.typical import threshold as limit
 
-__all__ = ["FIGURES", "draft_ranks"]
-
 SHOWN = 10
 TEMPERATURES = (0.0, 1.0)
 ARTICLE = {1: 0.7, 2: 0.8}

@@ -17,8 +17,6 @@ from sakiyomi.evaluation.bench.figures.config import words
 from sakiyomi.evaluation.bench.pictures import Painter
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
-__all__ = ["Section", "Shown", "page"]
-
 
 class _Words(string.Formatter):
     """Format strings for figures: one that is missing is a dash, and MB is a unit."""

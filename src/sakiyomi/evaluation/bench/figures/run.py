@@ -29,8 +29,6 @@ from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.study import attempted
 from sakiyomi.model_executor.loading.families import read_config, text_config
 
-__all__ = ["SECTIONS", "run"]
-
 FIGURES: Figures = {
     **alphas.FIGURES,
     **commands.FIGURES,

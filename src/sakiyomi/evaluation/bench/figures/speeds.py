@@ -23,8 +23,6 @@ from sakiyomi.evaluation.bench.report import Row, race_notes
 from sakiyomi.evaluation.bench.runner import Contender, Spread
 from sakiyomi.evaluation.loading import load
 
-__all__ = ["FIGURES", "RACED", "GreedyDraft"]
-
 RACED = 2  # prompts of races with many contenders, so that an article's figures take minutes
 OURS: dict[str, dict[str, Any]] = {
     "plain": {},

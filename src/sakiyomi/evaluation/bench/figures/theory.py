@@ -18,8 +18,6 @@ from sakiyomi.evaluation.bench.runner import Lap, Spread
 from sakiyomi.sampling.verifiers.ratio import residual
 from sakiyomi.theory import acceptance, expected_tokens, memory_ratio, operations_ratio, round_speedup, speedup, traffic
 
-__all__ = ["FIGURES"]
-
 GAMMAS = (1, 2, 4, 8)
 RATES = (0.5, 0.7, 0.8, 0.9, 0.95)
 LENGTHS = (1, 2, 3, 4, 6, 8)

@@ -25,8 +25,6 @@ from sakiyomi.evaluation.bench.pictures import (
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.predictions import Prediction, predictions
 
-__all__ = ["FIGURES", "draw", "laid_out", "place_lines", "tree_lines"]
-
 TEMPERATURES = (0.0, 1.0)
 NODES, DEPTH = 12, 4
 SERIES = 60  # rounds that are drawn one by one

@@ -29,8 +29,6 @@ from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
 from sakiyomi.evaluation.bench.study import append
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Logits", "Work", "lap", "line_of", "race_piece", "runner_rows"]
-
 COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters
 Logits = Callable[[Sequence[int], Sequence[int]], Tensor]
 """(prompt, text) -> (tokens of the text, V): what a model expects at each token of the text, before it came."""

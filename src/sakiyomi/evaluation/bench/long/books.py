@@ -28,8 +28,6 @@ from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.readers import read_rows
 from sakiyomi.evaluation.bench.long.systems import Loader, System, caught
 
-__all__ = ["Passage", "books", "compared", "followed", "passages", "read_books"]
-
 CHARACTERS = 8
 """A token has fewer on average: so many a token are tokenised, not the whole book."""
 _HEADING = re.compile(

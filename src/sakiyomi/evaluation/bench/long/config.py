@@ -12,8 +12,6 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import parse_bytes
 from sakiyomi.evaluation.settings import TargetSettings
 
-__all__ = ["OFFICIAL", "LocretConfig", "LongConfig", "LongSettings", "budget_pairs", "split_list"]
-
 FORMATS = ("leval", "longbench", "infinitebench")
 
 

@@ -25,8 +25,6 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.long.books import books
 from sakiyomi.evaluation.bench.long.systems import Loader, System, caught
 
-__all__ = ["Watch", "answers", "apart", "work"]
-
 Job = Mapping[str, Any]
 Record = dict[str, Any]
 WARM = 64  # tokens of a first prompt, which no figure counts: kernels load, buffers are made

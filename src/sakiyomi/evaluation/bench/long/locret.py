@@ -18,8 +18,6 @@ from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.loading.families import read_config, text_config
 from sakiyomi.model_executor.loading.model import parse_dtype
 
-__all__ = ["fitting", "pair_bytes", "run"]
-
 SYSTEMS = ("FullAttn", "InfLLM", "HF-2bits", "SirLLM", "MInference", "Locret")
 """Of the article's first two tables, in its order."""
 

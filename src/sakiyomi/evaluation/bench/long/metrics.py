@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
-__all__ = ["LETTERS", "METRICS", "Metric", "best_letter", "common_length", "first_line"]
-
 LETTERS = "ABCDEFGH"
 Metric = Callable[[str, str, Sequence[str]], float]
 """Of an answer, the right one, and the texts of the choices or the names of the classes; 0 to 1."""

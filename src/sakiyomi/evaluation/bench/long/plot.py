@@ -18,8 +18,6 @@ from sakiyomi.evaluation.bench.draw import MARK, WIDTH, need_matplotlib
 from sakiyomi.evaluation.bench.pictures import MARKS, Lines, Panel, Theme, drawable, drawing
 from sakiyomi.evaluation.bench.report import Row
 
-__all__ = ["accuracy", "check", "draw", "kept_map"]
-
 HEIGHT = 4.6
 CELLS = 400
 """Columns of the map of kept tokens: of a longer text each is the mean over several tokens."""

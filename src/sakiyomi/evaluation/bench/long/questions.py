@@ -18,8 +18,6 @@ from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.readers import READERS
 from sakiyomi.train.long_tasks import Example, Task, named, read_filler
 
-__all__ = ["Question", "Source", "made", "middle_cut", "source", "tasks_of"]
-
 
 @dataclass(frozen=True)
 class Question:
@@ -42,6 +40,16 @@ class Question:
     score: Callable[[str], float]
     ahead: tuple[int, ...] | None = None
     spans: tuple[tuple[int, int], ...] = ()
+
+    def asked(self, query_first: bool = False, *, later: bool = False) -> dict[str, Any]:
+        """What a system is given, as JSON values.
+
+        Args:
+            query_first: the question stands in front of the text too.
+            later: it is a later turn of a conversation: a begin token belongs to the first alone.
+        """
+        tokens = self.ahead if query_first and self.ahead is not None else self.tokens
+        return {"tokens": tokens[1:] if later else tokens, "answer_tokens": self.answer_tokens}
 
 
 Source = Callable[[int], list[Question]]

@@ -20,17 +20,6 @@ from typing import Any
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.evaluation.bench.long.metrics import LETTERS, METRICS
 
-__all__ = [
-    "READERS",
-    "Item",
-    "read_infinitebench",
-    "read_leval",
-    "read_longbench",
-    "read_object",
-    "read_rows",
-    "require",
-]
-
 
 def read_rows(path: Path, *, needs: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Objects of a .jsonl file (or .jsonl.gz), one a line.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,10 @@ from sakiyomi.evaluation.bench.long.jobs import apart, work
 from sakiyomi.evaluation.bench.long.plot import kept_map
 from sakiyomi.evaluation.bench.long.questions import Question, made, source, tasks_of
 from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, Loader, System, systems
-from sakiyomi.evaluation.bench.long.table import Perform, growth, reasons, table
+from sakiyomi.evaluation.bench.long.table import Bench, Perform, growth, reasons, table
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.study import attempted
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
-
-__all__ = ["run"]
 
 
 def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures: str | None = None) -> Iterator[Row]:
@@ -48,22 +46,21 @@ def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures
     if target is not None and config.memory:
         raise InputError("a loaded pair cannot be measured in processes of its own; pass memory=False, or its folder")
     tokenizer = _tokenizer(config.target) if target is None else target[1]
-    found = systems(config.systems, config.budgets)
-    asked = source(config, tokenizer)
     perform = _performer(config, config.target if target is None else target, place)
-
     kept = None if pictures is None else partial(_draw_kept, tokenizer, Path(pictures))
-    made_rows: dict[str, Callable[[], Row]] = {"long": lambda: table(config, asked, found, perform, note, kept)}
+    found = systems(config.systems, config.budgets)
+    bench = Bench(config, source(config, tokenizer), found, perform, note, kept, tokenizer)
+    wanted: dict[str, Callable[[Bench], Row]] = {"long": table}
     if config.books is not None:
         read_books(config)
-        made_rows["books"] = lambda: _books(config, found, tokenizer, perform, note)
+        wanted["books"] = _books
     if config.turns:
         tasks_of(config)
-        made_rows["turns"] = lambda: _turns(config, found, tokenizer, perform, note)
+        wanted["turns"] = _turns
 
     def rows() -> Iterator[Row]:
-        for name, make in made_rows.items():
-            yield (row := attempted(name, "failed", make))
+        for name, measure in wanted.items():
+            yield (row := attempted(name, "failed", partial(measure, bench)))
             if name == "long" and (memory := growth(row)) is not None:
                 yield memory
 
@@ -74,7 +71,7 @@ def _draw_kept(
     tokenizer: Any, folder: Path, system: System, length: int, question: Question, kept: list[list[list[int]]]
 ) -> None:
     """Of longer prompts the map replaces that of shorter ones."""
-    tokens = question.ahead if system.query_first and question.ahead is not None else question.tokens
+    tokens = question.asked(system.query_first)["tokens"]
     names = TokenNames(tokenizer)
     words = [names(token)[0] for token in tokens]
     most = [max(map(len, layer)) for layer in kept]
@@ -123,23 +120,23 @@ def _tokenizer(target: str) -> Any:
         ) from None
 
 
-def _books(config: LongConfig, found: Sequence[System], tokenizer: Any, perform: Perform, note: Note) -> Row:
+def _books(bench: Bench) -> Row:
     """Perplexity and agreement with full, which is measured first even where it was not asked for."""
-    note("books: tokens")
-    full = System("full", None)
+    config, full = bench.config, System("full", None)
+    bench.note("books: tokens")
     # The rule of one-shot is that of full, and its passes are not ours.
-    wanted = [full, *(system for system in found if not system.query_first and system.cache not in ("full", ONE_SHOT))]
-    given = {length: passages(config, tokenizer, length) for length in config.numbers("lengths", least=8)}
+    others = (one for one in bench.systems if not one.query_first and one.cache not in ("full", ONE_SHOT))
+    wanted = [full, *others]
+    given = {length: passages(config, bench.tokenizer, length) for length in config.numbers("lengths", least=8)}
     batches = [
         {"length": n, "passages": [{"context": p.context, "following": p.following} for p in each]}
         for n, each in given.items()
     ]
     reference: dict[int, Mapping[str, Any]] = {}
     lines, why = [], []
+    bench.note(f"books: {len(wanted)} systems")
     # One process for all of them: it is their bytes of keys and values that are shown, not its peak.
-    jobs = [{"kind": "books", "system": dataclasses.asdict(system), "batches": batches} for system in wanted]
-    note(f"books: {len(jobs)} systems")
-    for record in perform(jobs):
+    for record in bench.work("books", wanted, batches):
         system, length = wanted[record["job"]], record["length"]
         line: dict[str, Any] = {"name": system.name, "budget": system.budget, "length": length}
         if "error" in record:
@@ -150,49 +147,42 @@ def _books(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
             reference[length] = record
         figures = compared(given[length], record, reference.get(length))
         lines.append(line | figures | {"kv_bytes": record["kv_bytes"], "state": ""})
-    first = next(iter(given.values()))
-    conditions = {
-        "books": Path(str(config.books)).name,
-        "passages": len(first),
-        "seeds": ",".join(config.seeds),
-        "follow": config.follow,
-    }
+    conditions = {"books": Path(str(config.books)).name, "passages": len(next(iter(given.values())))}
+    conditions |= {"seeds": ",".join(config.seeds), "follow": config.follow}
     title = "perplexity of what follows a long context, and share of tokens that full expects too"
     return Row("books", title, lines, conditions, reasons(why))
 
 
-def _turns(config: LongConfig, found: Sequence[System], tokenizer: Any, perform: Perform, note: Note) -> Row:
+def _turns(bench: Bench) -> Row:
     """One conversation a seed, each system the same ones."""
-    tasks = tasks_of(config)
-    given: dict[int, list[Question]] = {
-        seed: [
+    config, tokenizer = bench.config, bench.tokenizer
+    tasks, whole = tasks_of(config), config.turns * config.turn_tokens
+    names = list(islice(cycle(config.tasks), config.turns))
+    given = [
+        [
             made(name, tasks[name], seed, config.turn_tokens, place, config, tokenizer)
-            for place in range(config.turns)
-            for name in (config.tasks[place % len(config.tasks)],)
+            for place, name in enumerate(names)
         ]
         for seed in config.numbers("seeds", least=0)
-    }
-    whole = config.turns * config.turn_tokens
+    ]
     batches = [
         {
             "length": whole,
             "turns": [
-                {"tokens": _later(q.tokens, tokenizer) if place else q.tokens, "answer_tokens": q.answer_tokens}
-                for place, q in enumerate(questions)
+                q.asked(later=bool(place) and q.tokens[0] == tokenizer.bos_token_id) for place, q in enumerate(own)
             ],
         }
-        for questions in given.values()
+        for own in given
     ]
     # The questions of later turns are not known, and one-shot keeps nothing between two prompts.
-    wanted = [system for system in found if not system.query_first and system.cache != ONE_SHOT]
-    jobs = [{"kind": "turns", "system": dataclasses.asdict(system), "batches": batches} for system in wanted]
-    note(f"turns: {len(jobs)} systems")
-    records = list(perform(jobs))
+    wanted = [system for system in bench.systems if not system.query_first and system.cache != ONE_SHOT]
+    bench.note(f"turns: {len(wanted)} systems")
+    records = list(bench.work("turns", wanted, batches))
     lines, notes = [], []
     for place, system in enumerate(wanted):
         own = [record for record in records if record["job"] == place]
         notes += reasons((system.name, None, record["error"]) for record in own if "error" in record)
-        lines.append(_of_turns(system, list(given.values()), own, whole))
+        lines.append(_of_turns(system, given, own, whole))
         notes += _by_turn(system, lines[-1])
     conditions = {"turns": config.turns, "turn_tokens": config.turn_tokens, "seeds": ",".join(config.seeds)}
     title = "one conversation that grows: right answers in percent, and bytes after the first and the last turn"
@@ -232,8 +222,3 @@ def _by_turn(system: System, line: Mapping[str, Any]) -> list[str]:
     turns = sorted({min(2**i, len(held)) for i in range(len(held).bit_length() + 1)})
     name = " ".join(filter(None, (system.name, system.budget)))
     return [f"{name}, KV MB after turn: " + ", ".join(f"{turn}: {held[turn - 1] / 1e6:.3g}" for turn in turns)]
-
-
-def _later(tokens: Sequence[int], tokenizer: Any) -> Sequence[int]:
-    """Tokens of a later turn: a begin token belongs to the first alone."""
-    return tokens[1:] if tokens[0] == tokenizer.bos_token_id else tokens

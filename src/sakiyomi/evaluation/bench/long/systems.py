@@ -23,8 +23,6 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import budget_pairs
 from sakiyomi.model_executor.loading import load_model, stop_tokens
 
-__all__ = ["ONE_SHOT", "Answer", "Loader", "OneShot", "Ours", "System", "caught", "systems"]
-
 ONE_SHOT = "one-shot"
 QUERY_FIRST = "query-first"
 UNBOUNDED = ("full", ONE_SHOT, "quant", "offload", "minference", "kvquant")

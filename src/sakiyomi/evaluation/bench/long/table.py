@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sakiyomi.core.errors import InputError
@@ -17,8 +17,6 @@ from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.questions import Question, Source
 from sakiyomi.evaluation.bench.long.systems import System
 from sakiyomi.evaluation.bench.report import Row
-
-__all__ = ["Perform", "growth", "longest", "reasons", "slope", "table"]
 
 Perform = Callable[[Sequence[Mapping[str, Any]]], Iterable[dict[str, Any]]]
 """Does jobs and gives their records, each with the place of its ``job``: here, or in a process of their own."""
@@ -31,58 +29,50 @@ Kept = Callable[[System, int, Question, list[list[list[int]]]], None]
 
 @dataclass(frozen=True)
 class Bench:
-    """What all systems have in common."""
+    """What the rows have in common.
 
-    config: LongConfig
-    source: Source
-    perform: Perform
-    note: Note
-    kept: Kept | None
-
-    def records(self, system: System, batches: Sequence[tuple[int, Sequence[Question]]]) -> Iterator[dict[str, Any]]:
-        """Of one system, for each length."""
-        if system.query_first and any(q.ahead is None for _, questions in batches for q in questions):
-            error = "questions of a file are not known apart from their text; query-first is for made tasks"
-            yield from ({"length": length, "error": error, "over": False} for length, _ in batches)
-            return
-        job = {
-            "kind": "answers",
-            "kept": self.kept is not None,
-            "system": {"spec": system.spec, "budget": system.budget},
-            "batches": [
-                {"length": length, "questions": [_asked(question, system) for question in questions]}
-                for length, questions in batches
-            ],
-        }
-        yield from self.perform([job])
-
-
-def _asked(question: Question, system: System) -> dict[str, Any]:
-    tokens = question.ahead if system.query_first else question.tokens
-    return {"tokens": tokens, "answer_tokens": question.answer_tokens}
-
-
-def table(
-    config: LongConfig, source: Source, found: Sequence[System], perform: Perform, note: Note, kept: Kept | None = None
-) -> Row:
-    """Every system with every budget at every length.
-
-    Args:
+    Attributes:
         config: lengths, limit and so on.
         source: of the prompts.
-        found: the systems, in order.
+        systems: in order.
         perform: does the work.
         note: is told what is going on.
         kept: is told what stayed of a prompt; None: not wanted.
+        tokenizer: of the target, for rows that make prompts of their own.
     """
-    bench = Bench(config, source, perform, note, kept)
+
+    config: LongConfig
+    source: Source
+    systems: Sequence[System]
+    perform: Perform
+    note: Note
+    kept: Kept | None = None
+    tokenizer: Any = None
+
+    def work(self, kind: str, systems: Sequence[System], batches: Sequence[Any], **more: Any) -> Iterable[Any]:
+        """Records of a job each system; all of them have the same batches."""
+        jobs = [{"kind": kind, "system": asdict(system), "batches": batches, **more} for system in systems]
+        return self.perform(jobs)
+
+    def records(self, system: System, batches: Sequence[tuple[int, Sequence[Question]]]) -> Iterable[dict[str, Any]]:
+        """Answers of one system, for each length."""
+        if system.query_first and any(q.ahead is None for _, questions in batches for q in questions):
+            error = "questions of a file are not known apart from their text; query-first is for made tasks"
+            return [{"length": length, "error": error, "over": False} for length, _ in batches]
+        asked = [{"length": length, "questions": [q.asked(system.query_first) for q in own]} for length, own in batches]
+        return self.work("answers", [system], asked, kept=self.kept is not None)
+
+
+def table(bench: Bench) -> Row:
+    """Every system with every budget at every length."""
+    config = bench.config
     prompts = {}
     for length in config.numbers("lengths", least=8):
-        note(f"prompts of {length} tokens")
-        prompts[length] = source(length)
+        bench.note(f"prompts of {length} tokens")
+        prompts[length] = bench.source(length)
     lines: list[dict[str, Any]] = []
     why: list[tuple[str, int | None, str]] = []
-    for system in found:
+    for system in bench.systems:
         for line in _of_system(bench, system, prompts):
             if line["note"]:
                 why.append((line["name"], line["length"], line["note"]))

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from sakiyomi.core.checks import at_least
 from sakiyomi.evaluation.settings import TargetSettings
 
-__all__ = ["SpecConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SpecConfig(TargetSettings):

@@ -23,8 +23,6 @@ from sakiyomi.evaluation.bench.long.config import split_list
 from sakiyomi.evaluation.bench.long.readers import read_rows, require
 from sakiyomi.evaluation.bench.study import append, line, whole_lines
 
-__all__ = ["PLAIN", "Question", "Record", "Results", "chosen", "digest", "join", "own_questions", "read_questions"]
-
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 SPEC_BENCH = "math_reasoning"
 """A category of Spec-Bench alone: in a file that has it those of MT-bench count as one, as its tables have it."""

@@ -46,8 +46,6 @@ from sakiyomi.evaluation.tuning.candidates import available, made
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.model_executor.loading import has_encoder
 
-__all__ = ["Answered", "Asked", "Share", "Spec", "run"]
-
 COUNTS = ("rounds", "committed", "drafted", "accepted", "prefill_seconds")
 
 
@@ -144,7 +142,7 @@ class Spec:
         self._llm = llm = load(config, "none", exact=config.exact, max_batch=2, strict=True)
         if has_encoder(llm.target.config):
             raise UnsupportedError(
-                f"{config.target!r} has an encoder, and questions are for models that go on with a text"
+                f"{config.target!r} has an encoder, and questions are for models that continue a text"
             )
         room = llm.max_context - config.max_new_tokens
         if room < 2:
@@ -274,7 +272,7 @@ class Talk:
 def _ask(
     config: SpecConfig, llm: LLM, talk: Talk, ways: dict[str, EngineView], note: Callable[[str], None]
 ) -> list[Record]:
-    """Everyone on one question; plain decoding answers first."""
+    """All drafters on one question; plain decoding answers first."""
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
     judge = NearTies(llm.target, talk.prompts)
     contenders = [Contender(name, partial(talk.lap, way, params), judge) for name, way in ways.items()]

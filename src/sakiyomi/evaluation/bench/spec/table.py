@@ -21,8 +21,6 @@ from sakiyomi.evaluation.bench.report import Row, unclaimed
 from sakiyomi.evaluation.bench.runner import Agreement, Lap, Spread, Standing
 from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results, differences
 
-__all__ = ["ALL", "compared", "draw", "figures", "rows", "since"]
-
 ALL = "all"
 OWN = {ALL, "name", "decode", "tau", "tokens_per_second", "equal", "near_ties", "defects", "by_category"}
 """Columns of our own, which no category may hide."""

@@ -10,8 +10,6 @@ from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig
 
-__all__ = ["KINDS", "WAYS", "TasksConfig"]
-
 KINDS = ("speech", "summaries", "translation", "code", "chat")
 """What a pair is asked to do; all but chat are scored."""
 WAYS: dict[str, dict[str, str]] = {

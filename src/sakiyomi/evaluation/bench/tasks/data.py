@@ -16,8 +16,6 @@ from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.evaluation.bench.long.readers import read_object, read_rows
 
-__all__ = ["Question", "read_questions", "scorer"]
-
 SLOWEST = 8000
 """Samples a second below which speech cannot be told: a telephone has as many."""
 STATE, SPLITS = "state.json", "dataset_dict.json"

@@ -17,8 +17,6 @@ from sakiyomi.evaluation.bench.runner import Agreement, Outputs, same_tokens
 from sakiyomi.model_executor.loading import Loaded
 from sakiyomi.model_executor.loading.families import has_encoder
 
-__all__ = ["NEAR_TIE", "Peer", "judged"]
-
 NEAR_TIE = 4.0
 """Two tokens are a near-tie if their logits are apart by so many steps of the dtype at the largest logit."""
 

@@ -27,8 +27,6 @@ from sakiyomi.evaluation.bench.tasks.peer import Peer, judged
 from sakiyomi.model_executor.loading import Loaded, load_model, stop_tokens
 from sakiyomi.model_executor.runner import first_logits
 
-__all__ = ["draw", "run", "seconds"]
-
 Write = Callable[[Any, SamplingParams], tuple[Sequence[int], Stats | None]]
 """Answers a prompt: its tokens, and what our engine counted."""
 TITLE = "seconds an answer and tokens/s, one at a time; answers of equal weights compared"
