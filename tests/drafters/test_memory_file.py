@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cli import app
+from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters import memory as module
 from sakiyomi.drafters.memory import KIND, MemoryFile, read_memory
 from sakiyomi.drafters.suffix import SuffixDrafter

@@ -23,10 +23,9 @@ from recordings import DTYPES, record
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.checkpoint import read_header
-from sakiyomi.core.digests import load_tensors
+from sakiyomi.core.digests import load_tensors, tokenizer_digest
 from sakiyomi.core.embedded import EMBEDDED, embedded
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.core.text import profile
 from sakiyomi.core.version import __version__
 from sakiyomi.kernels.batch import SequenceRows

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from sakiyomi import LLM, SamplingParams, theory
 from sakiyomi.cli.train import app
+from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.ngram_file import FileTables, read_tables, tables_bytes
 from sakiyomi.train.commands import TrainNgram
 from sakiyomi.train.counted import Library

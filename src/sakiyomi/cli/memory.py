@@ -115,7 +115,7 @@ def _show_learned(path: Path, output: JsonOption) -> None:
 
 
 def _decoder(target: str, digest: str) -> Any:
-    from sakiyomi.core.fingerprint import tokenizer_digest
+    from sakiyomi.core.digests import tokenizer_digest
     from sakiyomi.model_executor.loading import load_model
 
     with progress(f"loading {target}"):

@@ -10,6 +10,7 @@ Files of other tools have none. They are called unverified once, and their diges
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ import xxhash
 
 from sakiyomi.core.checkpoint import Header, read_header
 from sakiyomi.core.dtypes import STORED, dtype_name
-from sakiyomi.core.errors import LoadError
+from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.files import whole_file
 
 if TYPE_CHECKING:
@@ -52,6 +53,20 @@ def file_digest(path: Path) -> str:
 def json_digest(value: Any) -> str:
     """XXH3 of a JSON value; the order of its keys does not matter."""
     return data_digest(json.dumps(value, sort_keys=True).encode())
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 of a tokenizer's vocabulary: files of token ids say by it which tokenizer they belong to.
+
+    Raises:
+        UnsupportedError: the tokenizer does not give its vocabulary.
+    """
+    if not hasattr(tokenizer, "get_vocab"):
+        raise UnsupportedError(
+            f"the tokenizer {type(tokenizer).__name__} does not give its vocabulary (get_vocab); a file of tokens "
+            "needs a transformers tokenizer"
+        )
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:

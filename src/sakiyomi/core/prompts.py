@@ -14,34 +14,6 @@ from sakiyomi.core.errors import InputError, LoadError
 
 JUDGED = 512  # tokens on which a quantization is judged
 
-STORIES = (
-    "Once upon a time, there was a little fox who lived under an old oak tree. Every morning the fox ran down to the "
-    "river to drink and to look at the boats. One day a boat stopped by the bank, and a girl with a red hat jumped "
-    'out. She looked at the fox and said, "Hello! My name is Lily. Would you like to',
-    "Tom had a big blue kite. He liked to fly it on the hill behind his house. One windy day the string broke, and the "
-    "kite flew away over the trees. Tom was very sad. His sister Mia took his hand and said that they would look for "
-    "it together. They walked into the wood and",
-    "There was once a small bear who did not want to sleep. All the other bears were in bed, because it was winter and "
-    "the snow was deep. The small bear looked out of the window. He saw a light between the trees. It moved slowly, "
-    "up and down. The small bear put on his boots and",
-    "Sara and Ben were in the kitchen with their grandmother. They wanted to bake a cake for the birthday of their "
-    "father. Grandmother put the flour and the eggs on the table. Ben broke the eggs and Sara mixed them with the "
-    "sugar. Then they saw that there was no butter left. Sara said,",
-    "In a village by the sea lived an old man who made clocks. His clocks could sing like birds. One night, when the "
-    "moon was round and bright, one of the clocks began to talk. It told the old man about a ship that was lost behind "
-    "the rocks. The old man took his lamp and went down to the",
-    "One day, a little girl named Anna found a shiny stone in the garden. It was green and smooth and warm. She showed "
-    "it to her mom. Her mom smiled and told her to be careful with it. That night Anna put the stone under her pillow. "
-    "When she woke up, the stone was gone and",
-    "A farmer had a donkey, a dog and a duck. They were good friends and did everything together. In the morning the "
-    "donkey carried the apples to the market, the dog watched the gate, and the duck told them stories. But one day "
-    "the duck did not come out of the barn. The dog looked inside and saw",
-    "The princess did not like her golden shoes. They were heavy and they hurt her feet. She wanted to run in the "
-    "grass like the other children. So one evening, when the queen was asleep, she took them off and climbed over the "
-    "wall. Behind the wall stood a boy with a brown horse. He said to her,",
-)
-"""Written for this package; about 60 words each, so that 64 tokens of most tokenizers are there."""
-
 
 def read_prompts(path: str | Path, count: int | None = None) -> list[str]:
     """Prompts of a file.
@@ -131,6 +103,10 @@ def _prompt(value: Any, path: Path, number: int) -> str:
             "turns"
         )
     return value
+
+
+STORIES = tuple(read_prompts(Path(__file__).with_name("stories.jsonl")))
+"""Beginnings of stories, written for this package; about 60 words each: 64 tokens or more of most tokenizers."""
 
 
 def judging_text(model: Any, tokenizer: Any) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sakiyomi.core.fingerprint import tokenizer_digest
+from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.guessed_tree import GuessedTree
 from sakiyomi.drafters.ngram_file import WIDEST, OnlineTables, Tables, read_tables

@@ -14,8 +14,8 @@ from bisect import bisect
 from collections.abc import Sequence
 from heapq import nlargest
 
+from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.core.errors import LoadError
-from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.automaton import ROOT, Cursor, SuffixAutomaton
 from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.copy_source import CopySource

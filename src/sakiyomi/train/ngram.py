@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sakiyomi import theory
+from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.files import whole_file
-from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.ngram import SIBLINGS, NgramReader, Tables
 from sakiyomi.drafters.ngram_file import FileTables, tables_bytes
 from sakiyomi.engine import machine

@@ -19,9 +19,9 @@ from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingSha
 from sakiyomi.cache.policies.retaining.raw import out_features
 from sakiyomi.core.checkpoint import RETAINING_FILE as FILE
 from sakiyomi.core.checkpoint import read_checkpoint
+from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.core.trained import PICKLES, Origin, Trained, read_config, read_tensors, trained_config, write_trained
 
 if TYPE_CHECKING:
