@@ -20,9 +20,9 @@ from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import CHAIN, DEPTH, Continuations, measured
 from sakiyomi.train.commands import TrainEagle
 from sakiyomi.train.eagle import UnrolledHead, new_head, train_eagle
+from sakiyomi.train.head_recipe import rank_continuations
 from sakiyomi.train.hidden import TargetStates, layer_config
 from sakiyomi.train.losses import soft_loss
-from sakiyomi.train.unrolled import rank_continuations
 from toys import tiny_llama
 from train_toys import losses, stop_at, story_file, tiny_gpt2, tiny_target
 
@@ -97,7 +97,7 @@ def test_a_step_is_what_drafting_computes(monkeypatch: pytest.MonkeyPatch) -> No
         patch.setattr(Tensor, "tril", lambda self, diagonal=0: torch.tril(self))
         assert furthest() > 1e-2
     with monkeypatch.context() as patch:  # each token with its own feature
-        for module in ("unrolled", "eagle"):
+        for module in ("head_recipe", "eagle"):
             patch.setattr(f"sakiyomi.train.{module}.behind", lambda rows, count: rows)
         assert furthest() > 1e-2
 

@@ -19,10 +19,10 @@ from sakiyomi.drafters.mtp_layer import make_mtp, new_mtp, read_mtp
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import CHAIN, Continuations, measured
 from sakiyomi.train.commands import TrainMtp
+from sakiyomi.train.head_recipe import rank_continuations
 from sakiyomi.train.hidden import TargetStates
 from sakiyomi.train.mtp import MtpHead, train_mtp
 from sakiyomi.train.target import train_target
-from sakiyomi.train.unrolled import rank_continuations
 from toys import tiny_llama
 from train_toys import losses, stop_at, stories, story_file, target_config, tiny_gpt2, tiny_target
 
@@ -83,7 +83,7 @@ def test_a_step_is_what_drafting_computes(name: str, tmp_path: Path, monkeypatch
     wanted = [guessed(toy, text, 3) for text in texts]
     assert [chain(head, toy, text) for text in texts] == wanted
     if name == "qwen3_5":
-        for module in ("unrolled", "mtp"):  # each token with its own state, or as its own neighbour
+        for module in ("head_recipe", "mtp"):  # each token with its own state, or as its own neighbour
             with monkeypatch.context() as patch:
                 patch.setattr(f"sakiyomi.train.{module}.behind", lambda rows, count: rows)
                 assert [chain(head, toy, text) for text in texts] != wanted

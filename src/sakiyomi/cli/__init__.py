@@ -51,7 +51,7 @@ REMEDY = "close other programs, choose a smaller model, or, where the command ha
 
 
 class _Group(SectionsGroup):
-    """Turns every error that a user can cause into one line on stderr and its exit code."""
+    """Prints an error that a user can cause as one line on stderr, and exits with its code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -128,7 +128,7 @@ def main() -> None:
     try:
         app([_as_text(argument) for argument in sys.argv[1:]], prog_name="sakiyomi")
     except OSError as error:
-        if error.filename is not None:  # of a file, and not of the output
+        if error.filename is not None:  # the error is of a file, not of the output
             raise
         code = _cannot_write(error)
     except SystemExit as done:
@@ -140,10 +140,10 @@ def main() -> None:
 
 
 def _leave(code: int) -> None:
-    """End the process now: kernels may still be compiling in a thread, and nobody waits for what it would give."""
+    """End the process now, without waiting for a thread that may still compile kernels."""
     try:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # it was closed when the process began
+            if stream is not None:  # closed before the process began
                 stream.flush()
     except BrokenPipeError:
         # The reader went away (`| head`): not an error worth a traceback.
@@ -158,7 +158,7 @@ def _leave(code: int) -> None:
 
 
 def _restore_terminal() -> None:
-    """End the line, and take back colour and a hidden cursor."""
+    """End the line, and reset colour and cursor."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and stream.isatty():
             stream.write("\x1b[0m\x1b[?25h")
@@ -168,14 +168,14 @@ def _restore_terminal() -> None:
 
 
 def _speak_unicode() -> None:
-    """Write UTF-8 where the locale knows ASCII alone: texts of models are Unicode."""
+    """Write UTF-8 even if the locale is ASCII: texts of models are Unicode."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name == "ascii":
             stream.reconfigure(encoding="utf-8", errors="replace")
 
 
 def _as_text(argument: str) -> str:
-    """An argument that such a locale has taken for bytes."""
+    """An argument that an ASCII locale has decoded with surrogates, as text."""
     try:
         return os.fsencode(argument).decode("utf-8")
     except UnicodeError:
@@ -183,7 +183,7 @@ def _as_text(argument: str) -> str:
 
 
 def _cannot_write(error: OSError) -> int:
-    """Say that what was printed is lost, if that can still be said; the exit code."""
+    """Report that the output cannot be written, if stderr works; gives the exit code."""
     with contextlib.suppress(OSError, AttributeError):
         sys.stderr.write(f"error: the output cannot be written: {error.strerror or error}\n")
         sys.stderr.flush()

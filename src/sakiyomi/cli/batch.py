@@ -30,13 +30,13 @@ __all__ = ["batch", "run_batch"]
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """Which requests.
+    """Input and output.
 
     Attributes:
         input: requests in OpenAI's batch format, a JSON object a line with custom_id, url (/v1/chat/completions or
             /v1/completions) and body.
         output: where the replies go, in the order of the requests.
-        piece: requests that are written together; what was not when a run ends early is answered again.
+        piece: requests whose replies are written together; after an interruption unwritten ones are answered again.
         served_name: model name in the requests; by default the target's name.
     """
 
@@ -102,7 +102,7 @@ def run_batch(options: RunBatchOptions, model: LLMConfig, output: JsonOption) ->
 
 
 def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, options: BatchOptions, shared: WorkersOption) -> None:
-    """Answer what is missing, and say how far it is."""
+    """Answer the missing requests, and show progress."""
     from sakiyomi.scale.batch import IN_FLIGHT, answer_missing
     from sakiyomi.scale.in_process import InProcessServer, load_server, unlimited
     from sakiyomi.scale.workers import pool_of
@@ -139,7 +139,7 @@ def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, options: Batch
 
 @contextmanager
 def _no_access_log() -> Iterator[None]:
-    """Without the line for each request, which is for servers."""
+    """Suppress the log line of each request."""
     log = logging.getLogger("sakiyomi.server")
     before = log.level
     log.setLevel(logging.WARNING)

@@ -15,7 +15,7 @@ from sakiyomi.engine.config import LLMConfig
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What is prefilled, and where it goes.
+    """The text to prefill, and the file to write.
 
     Attributes:
         text: file with the text to prefill, UTF-8.

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS", "MAX_NEW_TOKENS", "chat", "obey"]
 
-MAX_NEW_TOKENS = 512  # a reply ends by itself, or by Ctrl-C: sooner than in generate it should not
+MAX_NEW_TOKENS = 512  # more than in generate: a reply ends by itself, or by Ctrl-C
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """With whom, and how.
+    """The model, and how to talk to it.
 
     Attributes:
         name: the target: embedded name, folder or hub id, as --target.
@@ -92,7 +92,7 @@ def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output:
 
 @dataclass(frozen=True)
 class Command:
-    """What it does with the rest of its line, how that is called ("" where there is none), what it is for."""
+    """Its function, the name of its argument ("" for none), and its help."""
 
     run: Callable[[Chat, str], None]
     argument: str
@@ -103,7 +103,7 @@ def obey(chat: Chat, line: str) -> None:
     """Run a command.
 
     Raises:
-        SakiyomiError: it cannot be done; nothing has changed then.
+        SakiyomiError: the command failed, and changed nothing.
     """
     name, _, rest = line[1:].partition(" ")
     name, rest = ALIASES.get(name.strip(), name.strip()), rest.strip()

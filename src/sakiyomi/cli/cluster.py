@@ -33,14 +33,14 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What is wanted.
+    """The targets of the plan.
 
     Attributes:
-        first_token: seconds in which 95 % of the requests should have their first token.
-        tokens_per_second: at which 95 % of the replies should come behind that.
-        replicas: simulate so many instead of the fewest that are enough.
-        check: also have one engine, and then two, answer the load of as many replicas for so many seconds of their
-            processor time; 0: leave it out.
+        first_token: seconds to the first token, for 95 % of the requests.
+        tokens_per_second: speed of 95 % of the replies after that.
+        replicas: simulate so many replicas; 0: the fewest that meet the targets.
+        check: seconds of processor time for which one real engine, and then two, answer the same load, to compare with
+            the simulation; 0: no check.
     """
 
     first_token: float = 0.5
@@ -56,10 +56,10 @@ class ClusterOptions:
 
 
 def cluster(what: Load, options: ClusterOptions, model: LLMConfig, output: JsonOption) -> None:
-    """Say how many replicas a load takes, and how requests should go to them: simulated.
+    """Simulate how many replicas a load needs, and how to route its requests.
 
-    Costs of rounds and prompts are measured on this machine, on one core, and printed with the result; the rest is a
-    simulation by discrete events: continuous batching, prompts in chunks, caches of conversations, routing.
+    The costs of rounds and prompts are measured on one core of this machine, and printed with the result. The rest is a
+    simulation by discrete events: continuous batching, prefill in chunks, cached conversations, routing.
 
     Example: sakiyomi plan cluster --target tales --rate 20 --first-token 0.3
     """
@@ -101,7 +101,7 @@ def _simulated(what: Load, options: ClusterOptions, costs: Costs) -> dict[str, A
 
 
 def _speculation(costs: Costs) -> list[dict[str, Any]]:
-    """Tokens a second by requests at once, without and with drafts, and which is more."""
+    """Tokens per second by number of requests, without and with drafts, and the ratio."""
     found = []
     for i, batch in enumerate(costs.batches):
         plain = batch / costs.plain[i]
@@ -113,7 +113,7 @@ def _speculation(costs: Costs) -> list[dict[str, Any]]:
 def _checked(
     what: Load, options: ClusterOptions, replicas: int, model: LLMConfig, llm: LLM, costs: Costs
 ) -> list[dict[str, Any]]:
-    """Real engines beside as many simulated ones, under as much load each."""
+    """Real engines compared with simulated ones, under the same load."""
     from sakiyomi.scale.measured import EngineReplica, Texts
 
     llms, found = [llm], []

@@ -81,7 +81,7 @@ class FileArgument:
 
 
 def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
-    """The engine, and on stderr, or where ``say`` has it, what a user might not expect of it."""
+    """Load the engine, and report by ``say``, by default on stderr, what a user might not expect."""
     say = say or note
     with progress(f"loading {model.target}"):
         from sakiyomi.engine.llm import LLM
@@ -105,11 +105,11 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
 
 
 def draft_spec(llm: LLM, draft: str) -> str:
-    """What drafts, as ``--draft`` would name it.
+    """The draft in use, as ``--draft`` names it.
 
     Args:
         llm: of the target.
-        draft: what was asked for.
+        draft: the given value of ``--draft``.
     """
     if draft != "auto":
         return draft
@@ -118,7 +118,7 @@ def draft_spec(llm: LLM, draft: str) -> str:
 
 @contextmanager
 def server_packages() -> Iterator[None]:
-    """Around imports of the server: its packages are an extra.
+    """For a block that imports the server, whose packages are an extra.
 
     Raises:
         LoadError: they are not installed.
@@ -132,12 +132,12 @@ def server_packages() -> Iterator[None]:
 
 
 def samples_of(result: Generation | list[Generation]) -> list[Generation]:
-    """What ``LLM.generate`` gives for one prompt, as a list also where n is 1."""
+    """The result of ``LLM.generate`` for one prompt as a list, also if n is 1."""
     return result if isinstance(result, list) else [result]
 
 
 def note_lossy(params: SamplingParams) -> None:
-    """Say on stderr where what is asked for changes the text's distribution."""
+    """Note on stderr that the parameters change the distribution of the text."""
     if params.acceptance == "typical" and not params.greedy:
         note("acceptance typical is lossy: the output does not follow the target's own distribution")
 
@@ -212,7 +212,7 @@ def flag_help(config: type[Any]) -> dict[str, str]:
 
 
 def _flags(group: type[Any]) -> list[dataclasses.Field[Any]]:
-    """Fields that a command line can say; objects (logits_processors) stay with Python."""
+    """Fields that have a flag; objects (logits_processors) can only be given in Python."""
     return [field for field in dataclasses.fields(group) if str(field.type) in _KINDS]
 
 
@@ -222,10 +222,10 @@ def parameters(group: type[Any]) -> list[str]:
 
 
 def parsed(group: type[Any], name: str, text: str) -> Any:
-    """What a field's flag would make of a text: "none" is None or no words, a list is given word by word.
+    """The value of a field from a text, as its flag reads it; "none" is None or an empty list.
 
     Raises:
-        InputError: it is no such value.
+        InputError: the text is invalid.
     """
     kind, convert = _KINDS[next(str(field.type) for field in _flags(group) if field.name == name)]
     inner = next((part for part in get_args(kind) if part is not type(None)), kind)
@@ -267,7 +267,7 @@ def _parameter(group: type[Any], field: dataclasses.Field[Any], default: Any) ->
 
 
 def _words(context: typer.Context, parameter: typer.CallbackParam, values: list[str]) -> list[str]:
-    """Texts of a flag. In the environment they are parted as a shell does, but a path is one, with blanks in it."""
+    """Values of a flag. A value from the environment is split as in a shell, unless it is an existing path."""
     source = context.get_parameter_source(parameter.name or "")
     if source is None or source.name != "ENVIRONMENT":
         return values
@@ -276,7 +276,7 @@ def _words(context: typer.Context, parameter: typer.CallbackParam, values: list[
 
 
 def _refuse_flags(context: typer.Context, given: Mapping[str, Any]) -> None:
-    """A flag before the name of a command would be ignored."""
+    """Refuse flags before the name of a command, which would be ignored."""
     for name in given:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

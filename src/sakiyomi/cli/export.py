@@ -13,7 +13,7 @@ from sakiyomi.core.errors import InputError
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Which heads, and as what.
+    """Heads, and their new format.
 
     Attributes:
         heads: folder of the heads in any of the formats, or tales-medusa.
@@ -34,7 +34,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Which model, and in how many parts.
+    """The model, and its number of stages.
 
     Attributes:
         model: folder in Hugging Face format, or the packed copy of one (MODEL/sakiyomi-int8-bfloat16, which
@@ -49,7 +49,7 @@ class StageOptions:
 
 
 def stages(options: StageOptions, output: JsonOption) -> None:
-    """Cut a model into stages, each of which runs in a process of its own.
+    """Split a model into stages, each of which runs in a process of its own.
 
     OUT_FOLDER is then a target like any other: the command that loads it starts the processes. On several machines
     torchrun does: torchrun --nnodes 2 --nproc-per-node 1 ... -m sakiyomi generate --target OUT_FOLDER "Once". Each
@@ -104,7 +104,7 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
 
 @dataclass(frozen=True)
 class SpeculatorsOptions:
-    """Which draft, and whose.
+    """The draft, and its target.
 
     Attributes:
         head: folder of an EAGLE-3 head or a block drafter in any of the formats.
@@ -152,10 +152,10 @@ def speculators(options: SpeculatorsOptions, output: JsonOption) -> None:
 
 
 def _new_folder(name: str) -> Path:
-    """A folder to be made.
+    """A folder to create.
 
     Raises:
-        InputError: there is something.
+        InputError: it exists and is not empty.
     """
     out = Path(name).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

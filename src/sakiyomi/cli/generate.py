@@ -93,7 +93,7 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
 
 
 def _figures(llm: LLM, draft: str, stats: Stats, seconds: float) -> None:
-    """One line on stderr: how fast it was, and why; ``draft``: what was asked for."""
+    """Print speed and draft on stderr; ``draft``: the given value of ``--draft``."""
     speed = f"{stats.tokens} tokens, {stats.tokens / seconds:.0f} tokens/s"
     if llm.draft is None:
         note(f"{speed}, without a draft")
@@ -102,7 +102,7 @@ def _figures(llm: LLM, draft: str, stats: Stats, seconds: float) -> None:
 
 
 def _prompts(options: GenerateOptions) -> list[str]:
-    """Prompts from all places, in the order arguments, file."""
+    """Prompts of the arguments, then of the file."""
     found = [_from_stdin() if text == "-" else text for text in options.prompts]
     if options.file is not None:
         from sakiyomi.core.prompts import read_prompts
@@ -126,7 +126,7 @@ def _from_stdin() -> str:
 
 
 def _check_images(options: GenerateOptions, model: LLMConfig) -> None:
-    """Refuse images that cannot be read, and a model that reads none, before its weights are read."""
+    """Refuse unreadable images, or a model that reads no images, before its weights are loaded."""
     from sakiyomi.model_executor.loading import check_sees
 
     if options.prefix is not None:
@@ -136,7 +136,7 @@ def _check_images(options: GenerateOptions, model: LLMConfig) -> None:
 
 
 def _behind_images(llm: LLM, prompts: Sequence[str], files: Sequence[str], params: SamplingParams) -> list[Any]:
-    """Each prompt as a message with these images."""
+    """Each prompt as a message that begins with these images."""
     from sakiyomi.engine.chat_template import Dialogue
 
     dialogue = Dialogue(llm.tokenizer, processor=llm.processor)

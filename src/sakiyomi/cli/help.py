@@ -18,7 +18,7 @@ _BASIC = frozenset(
         "text", "valid",
     }
 )  # fmt: skip
-"""Settings that a first try may need, whatever the command."""
+"""Settings that a first try of any command may need."""
 _PANELS = {
     "LLMConfig": "Model and machine",
     "SamplingParams": "Sampling and speculation",
@@ -47,7 +47,7 @@ class _Sectioned:
     """Writes options below the names of their sections."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """See click; sections stand in the order of their first option, after the basics."""
+        """See click. Basics come first, then sections in the order of their first option."""
         sections: dict[str, list[tuple[str, str]]] = {BASICS: []}
         arguments = []
         for parameter in self.get_params(ctx):  # type: ignore[attr-defined]

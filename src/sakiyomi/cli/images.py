@@ -1,4 +1,4 @@
-"""Images that the command line names: read from their files, and given to the model in messages."""
+"""Images of the command line: read from files, and put into messages."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MOST_PIXELS = 1 << 26  # of all images of a prompt
 
 
 def check_sees(llm: LLM) -> None:
-    """Refuse images for a model that reads none as it runs.
+    """Refuse images for a model that does not read them.
 
     Raises:
-        UnsupportedError: it does not.
+        UnsupportedError: it reads none.
     """
     if (why := llm.target.blind) is not None:
         raise UnsupportedError(f"{llm.name!r} reads no images: {why}")
@@ -35,7 +35,7 @@ def check_sees(llm: LLM) -> None:
 
 
 def content(text: str, files: Sequence[str]) -> str | list[dict[str, str]]:
-    """What a message says: a text, behind the images of these files."""
+    """Content of a message: these images, then a text."""
     if not files:
         return text
     return [*({"type": "image", "path": file} for file in files), {"type": "text", "text": text}]
@@ -44,10 +44,10 @@ def content(text: str, files: Sequence[str]) -> str | list[dict[str, str]]:
 def prompt_of(
     llm: LLM, dialogue: Dialogue, messages: Sequence[Mapping[str, Any]], params: SamplingParams
 ) -> list[int] | TokenizedPrompt:
-    """The prompt that a dialogue's template makes of messages; tokens alone where none has images.
+    """The prompt of a dialogue's messages; only tokens if no message has images.
 
     Raises:
-        InputError, UnsupportedError: a file, the model or its template does not take them.
+        InputError, UnsupportedError: a file, the model or its template does not support the images.
     """
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     files = [part["path"] for part in parts if part["type"] == "image"]

@@ -1,4 +1,4 @@
-"""``sakiyomi info``: what this machine is, what it lacks, and what a step of a pair costs on it."""
+"""``sakiyomi info``: this machine, what it lacks, and what the passes of a pair cost on it."""
 
 from __future__ import annotations
 

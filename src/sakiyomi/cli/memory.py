@@ -1,4 +1,4 @@
-"""``sakiyomi memory``: what a memory file of the drafter ``suffix:FILE`` holds, and its end."""
+"""``sakiyomi memory``: show or remove a memory file of the drafter ``suffix:FILE``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sakiyomi.core.sealed import SealedKind
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """What is shown beside sizes.
+    """What to show.
 
     Attributes:
         target: model whose tokenizer wrote the file (embedded name, folder or hub id); shows how each text begins.
@@ -88,7 +88,7 @@ def clear(place: FileArgument, output: JsonOption) -> None:
 
 
 def _is(path: Path, kind: SealedKind) -> bool:
-    """Whether a file is of this kind, damaged or not; one that is not there is of none."""
+    """Whether a file exists and is of this kind, damaged or not."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What commands write: text and tables on stdout, progress on stderr and only for somebody who watches."""
+"""Output of commands: text and tables on stdout, progress on stderr if that is a terminal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MEANINGS = {
 
 
 def stdout() -> Console:
-    """Console of the results. Made anew each time, so that it writes to what stdout is now."""
+    """Console of the results; made for each use, since stdout may change."""
     from rich.console import Console
 
     return Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -59,7 +59,7 @@ def is_coloured(console: Console) -> bool:
 
 
 def write(console: Console, text: str, status: str = "plain", end: str = "") -> None:
-    """Text of a model, at once and as it is (rich would expand tabs); a terminal is spared its control characters."""
+    """Write text of a model unchanged (rich would expand tabs); on a terminal without control characters."""
     if console.is_terminal:
         text = text.translate(_UNSEEN)
     if text and COLOURS[status] and is_coloured(console):
@@ -69,7 +69,7 @@ def write(console: Console, text: str, status: str = "plain", end: str = "") -> 
 
 
 def say(*lines: str) -> None:
-    """Lines of results, as they are."""
+    """Print lines of results unchanged."""
     console = stdout()
     for line in lines:
         console.out(line)
@@ -124,14 +124,14 @@ def _cell(value: Any) -> str:
 def printed(
     steps: Iterable[Step], tokenizer: Any, stop: Sequence[str], before: Sequence[int], *, coloured: bool
 ) -> Iterator[Step]:
-    """The same steps, each with its text on stdout when it is given; the line ends behind the last one.
+    """Yield the steps, and print the text of each; the line ends after the last one.
 
     Args:
         steps: of one request.
         tokenizer: of the target.
         stop: the request's stop strings.
         before: tokens of its prompt.
-        coloured: tokens have the colour of their origin.
+        coloured: colour tokens by their origin.
     """
     from sakiyomi.core.text import TextStream
 
@@ -150,7 +150,7 @@ def printed(
 
 
 def legend(console: Console) -> None:
-    """One line that says what the colours mean; nothing where there are none."""
+    """Explain the colours; prints nothing without colours."""
     if not is_coloured(console):
         return
     for status, meaning in MEANINGS.items():
@@ -159,7 +159,7 @@ def legend(console: Console) -> None:
 
 
 class _Lines(logging.Handler):
-    """What the library has to say, as lines on stderr; the same of target and draft once."""
+    """Prints log messages of the library on stderr, each message once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,8 +173,8 @@ class _Lines(logging.Handler):
 
 
 def quiet() -> None:
-    """No lines and bars of other libraries between our own, and all of this library's, unless a log has these."""
-    # Read when they are imported, which a recorded model does not need.
+    """Silence messages and progress bars of other libraries, and print those of this one, unless they are logged."""
+    # Read when these libraries are imported, which a recorded model does not need.
     os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
     leave_out_foreign_notes()
     if "transformers" in sys.modules:

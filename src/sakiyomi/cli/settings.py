@@ -21,9 +21,9 @@ from sakiyomi.core.errors import InputError, LoadError
 __all__ = ["ENVIRONMENT", "EXPECTED", "config_flag", "keyword"]
 
 ENVIRONMENT = "SAKIYOMI_"
-"""Before the name of every environment variable; the rest is the setting's name in capitals."""
+"""Prefix of environment variables; the rest is the setting's name in capitals."""
 _OTHER_VARIABLES = ("config", "cache_dir", "native", "profiles")
-"""Of the environment: what is no flag, by the names behind the prefix."""
+"""Environment variables that are no flags, without the prefix."""
 _known: set[str] = set()  # settings of all commands
 EXPECTED = {bool: "on or off", int: "a whole number", float: "a number", str: "words, those with spaces in quotes"}
 _IN_FILE = EXPECTED | {bool: "true or false"}
@@ -35,7 +35,9 @@ def keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 
 def config_flag(kinds: Mapping[str, Any]) -> inspect.Parameter:
-    """The file's values become defaults, so that flags and environment come first. Looks at the environment as well.
+    """The flag ``--config``. Values of the file become defaults, so that flags and the environment override them.
+
+    It checks the environment as well.
 
     Args:
         kinds: of the settings of one command, by their names.
@@ -73,7 +75,7 @@ def config_flag(kinds: Mapping[str, Any]) -> inspect.Parameter:
 
 
 def _check_environment(kinds: Mapping[str, Any]) -> None:
-    """Refuse what is no value of a flag; a name that nearly is one is told of: others may have names of their own."""
+    """Refuse invalid values of flags; warn of a name that is close to a flag's. Other names are left alone."""
     for name, text in os.environ.items():
         flag = name.removeprefix(ENVIRONMENT).lower()
         if not text or not name.startswith(ENVIRONMENT) or flag in _OTHER_VARIABLES:
@@ -99,7 +101,7 @@ def _reads(kind: Any, text: str) -> bool:
 
 
 def _of_file(path: str, name: str, kind: Any, value: Any) -> Any:
-    """A value of a TOML file as the command line would give it."""
+    """A value of a TOML file, as the command line would give it."""
     inner = next((part for part in get_args(kind) if part is not type(None)), kind)
     if get_origin(kind) is list:
         part = get_args(kind)[0]

@@ -1,4 +1,4 @@
-"""A conversation at work: messages come in, replies are streamed, figures are kept. Lines with a slash go elsewhere."""
+"""A running conversation: reads messages, streams replies, and collects figures. Lines with a slash are commands."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ REFUSED = {
     "n": "a message has one reply, and /again generates another",
     **dict.fromkeys(("logprobs", "prompt_logprobs"), "they are shown by sakiyomi generate --json only; leave them out"),
 }
-"""Parameters that do not fit a conversation, and what to do instead."""
+"""Parameters that a conversation does not support, and what to do instead."""
 
 
 def check(params: SamplingParams) -> None:
-    """Refuse parameters that do not fit a conversation.
+    """Refuse parameters that a conversation does not support.
 
     Raises:
-        InputError: with the remedy.
+        InputError: says what to do instead.
     """
     for name, remedy in REFUSED.items():
         if (value := getattr(params, name)) != getattr(SamplingParams, name):
@@ -54,21 +54,21 @@ def check(params: SamplingParams) -> None:
 
 
 class Chat:
-    """A conversation at work.
+    """A running conversation.
 
     Args:
         llm: the engine.
-        dialogue: what was said before.
-        lines: where messages come from.
-        params: of all replies until ``/set`` changes them.
-        trace: tokens are coloured by their origin.
-        obey: runs the command that a line with a slash names.
+        dialogue: earlier messages.
+        lines: source of messages.
+        params: of replies, until ``/set`` changes them.
+        trace: colour tokens by their origin.
+        obey: runs the command of a line with a slash.
 
     Attributes:
-        images: files of images that go with the next message.
-        attempt: how many other replies the last message had before: with a seed the next one has other randomness.
-        replies: figures of each reply, also of those that were removed.
-        failed: a message had no reply.
+        images: image files for the next message.
+        attempt: number of earlier replies to the last message, which varies the randomness of a seed.
+        replies: figures of all replies, removed ones included.
+        failed: a message got no reply.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Chat:
                     warned = True
 
     def answer(self, message: Content, before: Sequence[Exchange], attempt: int = 0) -> None:
-        """Stream the reply to a message behind these exchanges. Stopped by Ctrl-C it is what was said by then.
+        """Stream the reply to a message after these exchanges. Ctrl-C ends it; the text so far is kept.
 
         Raises:
-            SakiyomiError: there is no reply, and what was said before stays as it was.
+            SakiyomiError: there is no reply; the conversation is unchanged.
         """
         messages = self.dialogue.messages_with(message, before)
         prompt = images.prompt_of(self.llm, self.dialogue, messages, self.params)
@@ -152,13 +152,13 @@ class Chat:
         self._comment(text)
 
     def _comment(self, text: str) -> None:
-        """One line where a reply ended otherwise than its reader may think."""
+        """Note an end of a reply that the user may not expect."""
         last = self.replies[-1]
         if self.used >= self.llm.max_context:
             full = f"the context of {self.llm.max_context} tokens is full"
             note(f"{full}: /undo removes the last exchange, /reset starts over")
         elif last.finish_reason == "length" and self.lines.interactive and not self._told:
-            self._told = True  # once is enough for those who want their replies short
+            self._told = True  # once is enough
             note(f"cut after {last.stats.tokens} tokens: /set max_new_tokens N for longer replies")
         elif not text.strip() and self.lines.interactive:
             note("an empty reply: the model ended it at once")
@@ -178,12 +178,12 @@ class Chat:
 
 
 class Lines:
-    """Messages from stdin: with line editing and prompts on a terminal, else one a line.
+    """Messages from stdin: with line editing and prompts on a terminal, otherwise one per line.
 
     A backslash at the end of a line continues it on the next one; lines between triple quotes are one message.
 
     Attributes:
-        interactive: somebody types: stdin is a terminal.
+        interactive: stdin is a terminal.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Lines:
 
         Raises:
             EOFError: there is no more.
-            LoadError: a line is not UTF-8 text; the next call reads the line after it.
+            LoadError: a line is not UTF-8 text; the next call reads the next line.
         """
         line = self._line("> ")
         if line.lstrip().startswith(_QUOTES):
@@ -216,7 +216,7 @@ class Lines:
         return "\n".join(lines).strip("\n")
 
     def _line(self, prompt: str, at_end: str | None = None) -> str:
-        """One line without its end; ``at_end`` in its place where there is no more."""
+        """One line without its end; at the end of the input ``at_end``, if it is given."""
         try:
             line = input(prompt) if self._edits else self._plain_line(prompt)
             line.encode()

@@ -1,4 +1,4 @@
-"""``sakiyomi tree``: the draft tree of a round, with what was accepted; what the target predicted for the prompt."""
+"""``sakiyomi tree``: draft trees of rounds with the accepted path, and the target's predictions for the prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDE = 1000  # columns: a deep tree is wrapped by the terminal, not cut
 
 @dataclass(frozen=True)
 class TreeOptions:
-    """What is drawn.
+    """What to draw.
 
     Attributes:
         prompt: text to continue.
@@ -135,7 +135,7 @@ def _show_rounds(rounds: Sequence[RoundTrace], text: Any, passes: int) -> None:
 
 
 def _drawn(traced: RoundTrace, text: Any) -> Tree:
-    """One round as a tree that rich can print; colours are those of ``generate --trace``."""
+    """One round as a tree for rich, in the colours of ``generate --trace``."""
     from rich.text import Text
     from rich.tree import Tree
 

@@ -168,15 +168,11 @@ def wait(engine: Engine, models: Sequence[ModelRunner], timeout: float | None = 
         timeout: seconds at most; None: as long as it takes.
     """
     end = None if timeout is None else time.monotonic() + timeout
-
-    def left() -> float | None:
-        return None if end is None else max(0.0, end - time.monotonic())
-
     if any(model.weights.unsettled for model in models):
-        builder().join(left())
+        builder().join(timeout)
         engine.settle()
     for model in models:
-        if left() != 0.0:
+        if end is None or time.monotonic() < end:
             model.record()
 
 

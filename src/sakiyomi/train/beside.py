@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from sakiyomi.cache.policies.retaining.formats import fingerprint
@@ -44,6 +44,8 @@ class BesideTarget(Recipe[Settings]):
 
     marked = False
     """Whether prompts are read with marks, see `TaskRows`."""
+    rows_loss: Callable[[Any], Tensor]
+    """Loss of a batch as `Questions` gives it."""
 
     def files(self) -> list[TextSpec]:
         """See `Recipe`."""
@@ -66,6 +68,7 @@ class BesideTarget(Recipe[Settings]):
             InputError, LoadError: a file cannot be read or has too few prompts, or the rows are too short for a task.
         """
         config, longest = self.config, max(self.config.loop.row_tokens)
+        self.warmup_share = config.warmup_share
         self.target, self.tokenizer = load_target(config.target, self.passes, self.device)
         self.check_target()
         positions = int(getattr(self.target.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
@@ -137,6 +140,10 @@ class BesideTarget(Recipe[Settings]):
     def tokens(self) -> int:
         """Those of the rows as long as they are, without what fills them up."""
         return self.questions.tokens
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """See `Recipe`."""
+        return self.rows_loss(batch)
 
     def optimizers(self, model: nn.Module) -> list[Optimizer]:
         """See `Recipe`."""

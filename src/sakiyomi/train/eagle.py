@@ -19,10 +19,9 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers, write_eagle
 from sakiyomi.drafters.eagle_heads.module import EagleOptions, make_module
 from sakiyomi.train.commands import TrainEagle
-from sakiyomi.train.head_recipe import LayersRecipe
+from sakiyomi.train.head_recipe import LayersRecipe, Unrolled, UnrolledRecipe, attend, behind
 from sakiyomi.train.hidden import begin_as, vocabulary
 from sakiyomi.train.recipe import train
-from sakiyomi.train.unrolled import Unrolled, UnrolledRecipe, attend, behind
 
 
 def train_eagle(config: TrainEagle, command: str = "") -> dict[str, Any]:

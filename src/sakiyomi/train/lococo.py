@@ -53,14 +53,9 @@ class _Lococo(BesideTarget[TrainLococo]):
             config.again,
         )
         self.convolutions = Convolutions(shape, norm=config.norm).to(self.device)
-        self.merging_loss = MergingLoss(config, self.compressed, self.convolutions)
+        self.rows_loss = self.merging_loss = MergingLoss(config, self.compressed, self.convolutions)
         self.beside = self._beside() if self.workers.leads else {}
-        self.warmup_share = config.warmup_share
         return self.convolutions
-
-    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        """See `Recipe`."""
-        return self.merging_loss(batch)
 
     def _beside(self) -> dict[str, dict[str, float]]:
         """Losses of held-out answers with what goes dropped, and with everything kept."""

@@ -49,7 +49,7 @@ class HeadLog:
         self._fresh: list[list[float]] = []
         with writing(path):
             if resume:
-                whole_lines(path)  # a last one that was cut off goes
+                whole_lines(path)  # a last line that was cut off is removed
             self._file = path.open("a" if resume else "w", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
@@ -154,15 +154,10 @@ def memory(
         "head_activations": 4 * kept,
     }
     where = "on the device" if device.type == "cuda" else "of the process, torch itself and its compiler included"
+    own = f"adapters with both {readable(4 * adapters)} beside what their passes keep for gradients, " * bool(adapters)
     explained = (
         f"memory: {readable(peak)} at most {where}; of these the target {readable(frozen)}, without gradients or "
-        f"optimizer state, heads with both {readable(4 * trained)}, "
-        + (
-            f"adapters with both {readable(4 * adapters)} beside what their passes keep for gradients, "
-            if adapters
-            else ""
-        )
-        + f"a batch's hidden states {readable(states)} and "
-        f"what heads make of them about {readable(4 * kept)}"
+        f"optimizer state, heads with both {readable(4 * trained)}, {own}a batch's hidden states {readable(states)} "
+        f"and what heads make of them about {readable(4 * kept)}"
     )
     return {"peak": peak, "parts": parts, "explained": explained}

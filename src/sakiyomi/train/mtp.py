@@ -22,8 +22,8 @@ from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.drafters.mtp_layer import MtpForm, make_mtp, new_mtp, read_mtp, write_mtp
 from sakiyomi.model_executor.structural_copy import layer_list
 from sakiyomi.train.commands import TrainMtp
+from sakiyomi.train.head_recipe import Unrolled, UnrolledRecipe, attend, behind
 from sakiyomi.train.recipe import train
-from sakiyomi.train.unrolled import Unrolled, UnrolledRecipe, attend, behind
 
 NEW = "new"
 

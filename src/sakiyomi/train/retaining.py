@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sakiyomi.cache.policies.retaining.formats import write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape, default_width
@@ -49,13 +49,8 @@ class _Retaining(BesideTarget[TrainRetaining]):
         activation = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None) or "silu"
         width = config.width or default_width(int(text.hidden_size))
         self.heads = RetainingHeads(RetainingShape(self.widths, self.kv_heads, width, str(activation))).to(self.device)
-        self.heads_loss = HeadsLoss(config, self.target, self.heads)
-        self.warmup_share = config.warmup_share
+        self.rows_loss = self.heads_loss = HeadsLoss(config, self.target, self.heads)
         return self.heads
-
-    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        """See `Recipe`."""
-        return self.heads_loss(batch)
 
     def hooks(self) -> AbstractContextManager[object]:
         """See `Recipe`."""

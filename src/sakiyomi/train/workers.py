@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.peers import ONE, PATIENCE, Peers, start
 
-ADVICE = "go on from the last checkpoint with --resume, with as many workers as you like"
+ADVICE = "continue from the last checkpoint with --resume, with as many workers as you like"
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class CpuBackend(AttentionBackend):
     """
 
     operator: ClassVar[str] = "sakiyomi_cpu"
+    library: ClassVar[str] = "sakiyomi_cpu"
     runs_packed: ClassVar[bool] = True
     keeps: ClassVar[bool] = True
 
@@ -54,18 +55,6 @@ class CpuBackend(AttentionBackend):
     def serves(cls, needs: BackendNeeds) -> bool:
         """Whether the model's linear layers are packed for the kernels."""
         return needs.packed is not None
-
-    @staticmethod
-    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-        """The operator that the model's layers call."""
-        out: Tensor = torch.ops.sakiyomi_cpu.attend(q, k, v, layer, scaling, softcap, window)
-        return out
-
-    @staticmethod
-    def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
-        """The operator of cross-attention."""
-        out: Tensor = torch.ops.sakiyomi_cpu.cross(q, layer, scaling)
-        return out
 
     def attach(self, cache: SlotCache) -> None:
         """Point the kernels at the cache's present tensors."""

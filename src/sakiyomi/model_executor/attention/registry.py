@@ -111,6 +111,7 @@ class AttentionBackend(ABC):
 
     Attributes:
         operator: name under which transformers knows the attention function.
+        library: of torch, that has the operators ``attend`` and ``cross``.
         runs_packed: its `begin` describes the pass to linear layers in the compiled kernels, too.
         spare: columns of every slot that filler rows write to, beyond those of tokens.
         session: its number in the compiled kernels, where these can describe a pass; None: they cannot.
@@ -118,6 +119,7 @@ class AttentionBackend(ABC):
     """
 
     operator: ClassVar[str]
+    library: ClassVar[str] = "sakiyomi"
     runs_packed: ClassVar[bool] = False
     spare: ClassVar[int] = 0
     keeps: ClassVar[bool] = False
@@ -131,18 +133,20 @@ class AttentionBackend(ABC):
     def serves(cls, needs: BackendNeeds) -> bool:
         """Whether this backend can serve such a model."""
 
-    @staticmethod
-    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
+    @classmethod
+    def attend(cls, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
         """What a layer calls: queries (1, H, N, D), keys and values (1, H_kv, N, D) of the pass's rows to (1, N, H, D).
 
         Writes keys and values into the cache, as the plan of the pass says.
         """
-        raise NotImplementedError
+        found: Tensor = getattr(torch.ops, cls.library).attend(q, k, v, layer, scaling, softcap, window)
+        return found
 
-    @staticmethod
-    def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
+    @classmethod
+    def cross(cls, q: Tensor, layer: int, scaling: float) -> Tensor:
         """Cross-attention over the requests' sources: (1, H, N, D) to (1, N, H, D). Never called without an encoder."""
-        raise NotImplementedError
+        found: Tensor = getattr(torch.ops, cls.library).cross(q, layer, scaling)
+        return found
 
     def recorder(self, forward: PassForward) -> PassRecorder | None:
         """What captures this backend's passes on its device; None: they are recorded by a trace, or eager."""

@@ -72,18 +72,6 @@ class TorchBackend(AttentionBackend):
         """Every model."""
         return True
 
-    @staticmethod
-    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-        """The operator that the model's layers call."""
-        out: Tensor = torch.ops.sakiyomi.attend(q, k, v, layer, scaling, softcap, window)
-        return out
-
-    @staticmethod
-    def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
-        """The operator of cross-attention."""
-        out: Tensor = torch.ops.sakiyomi.cross(q, layer, scaling)
-        return out
-
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what this thread's next pass looks like; `size` counts filler rows too."""
         _pass.dense, _pass.plan, _pass.calls = self, plan, 0

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from sakiyomi.core.embedded import MEDUSA_HEADS
-from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tokens import TokenNames
@@ -187,7 +187,11 @@ class Work:
 
     def _piece(self, path: Path, asked: Mapping[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A piece as it was measured before, or measured now; lines that are damaged do not count."""
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+        except OSError as error:
+            raise LoadError(f"cannot read {path}: {error.strerror or error}; give another folder") from None
+        for line in lines:
             with suppress(ValueError, KeyError, TypeError):
                 before = json.loads(line)
                 if before["asked"] == asked:
