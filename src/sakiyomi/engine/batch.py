@@ -71,37 +71,39 @@ def make_room(parts: Sequence[Part], cache: SlotCache, steps: list[Step]) -> lis
     return [part for part in parts if not part.request.over]
 
 
-def score(
-    target: ModelRunner, parts: Sequence[Part], steps: list[Step], *, last: bool = False
+def score_alone(
+    target: ModelRunner, parts: Sequence[Part], error: Exception, steps: list[Step], *, last: bool = False
 ) -> tuple[list[Part], PassOutput]:
-    """Run the pass; where there is no memory for it, run one for each request alone.
+    """After a pass failed for want of memory, run one for each request alone.
 
     A request whose own pass fails too ends. All requests end where weights cannot be read.
 
     Args:
         target: scores the rows.
         parts: of the pass.
+        error: what the pass raised.
         steps: get the last steps of requests that end.
         last: as of ``ModelRunner.score``.
 
     Returns:
         The parts of the requests that do not end, and the output of their rows.
+
+    Raises:
+        Exception: the error, if memory is not the reason.
     """
     found: list[PassOutput] = []
-    groups = [parts] if parts else []
-    while groups:
-        group = groups.pop(0)
-        try:
-            found.append(target.score([part.rows for part in group], last=last))
-        except Exception as error:
-            reason = error if isinstance(error, LoadError) else no_memory(error)
+    for part in parts:
+        failure: Exception | None = error
+        if len(parts) > 1 and not isinstance(error, LoadError) and no_memory(error) is not None:
+            try:
+                found.append(target.score([part.rows], last=last))
+                failure = None
+            except Exception as alone:
+                failure = alone
+        if failure is not None:
+            reason = failure if isinstance(failure, LoadError) else no_memory(failure)
             if reason is None:
-                raise
-            if len(group) > 1 and not isinstance(reason, LoadError):
-                groups = [[part] for part in group]
-            else:
-                steps += [part.request.fail(reason) for part in group]
+                raise failure
+            steps.append(part.request.fail(reason))
     going = [part for part in parts if not part.request.over]
-    if len(found) == 1:
-        return going, found[0]
     return going, PassOutput.joined(found) if found else PassOutput(torch.empty(0, target.vocab_size), {})

@@ -23,7 +23,7 @@ from sakiyomi.core.threads import govern_threads
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Drafter
-from sakiyomi.engine.batch import Part, cases, drafted_part, make_room, score
+from sakiyomi.engine.batch import Part, cases, drafted_part, make_room, score_alone
 from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.prefill import Prefill
@@ -194,7 +194,10 @@ class Engine:
                 drawn = zip(requests, drafted.drafts, strict=True)
                 parts = [drafted_part(request, draft) for request, draft in drawn]
                 parts = make_room(parts, self.target.cache, steps)
-                parts, output = score(self.target, parts, steps)  # score
+                try:
+                    output = self.target.score([part.rows for part in parts])  # score
+                except Exception as error:
+                    parts, output = score_alone(self.target, parts, error, steps)
                 requests = [part.request for part in parts]
                 clock.scored(requests, drafted)
                 lengths = [len(request.tokens) for request in requests]

@@ -11,7 +11,7 @@ from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.memory import no_memory
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.tree import Draft
-from sakiyomi.engine.batch import Part, score
+from sakiyomi.engine.batch import Part, score_alone
 from sakiyomi.engine.request import Request
 from sakiyomi.engine.slots import SlotManager
 from sakiyomi.kernels.batch import SequenceRows
@@ -53,7 +53,10 @@ class Prefill:
         chunk, began, eviction = self._next_chunk(running, steps), self.target.forward_seconds, self.target.eviction
         asking = any(part.request.wants_prompt_logprobs or part.request.states is not None for part in chunk)
         whole = asking or eviction.needs_log_probs  # logits of all rows are wanted, not of the last ones alone
-        parts, output = score(self.target, chunk, steps, last=not whole)
+        try:
+            parts, output = chunk, self.target.score([part.rows for part in chunk], last=not whole)
+        except Exception as error:
+            parts, output = score_alone(self.target, chunk, error, steps, last=not whole)
         if not chunk:
             return parts, output
         spent = self.target.forward_seconds - began
