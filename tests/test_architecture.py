@@ -149,7 +149,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
         stored = isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
         if stored and isinstance(part.value, ast.Name) and part.value.id == "self":  # type: ignore[attr-defined]
             found.add(part.attr)  # type: ignore[attr-defined]
-    return found
+    return found - {"_"}  # dataclasses.KW_ONLY is no field
 
 
 @pytest.mark.thorough
