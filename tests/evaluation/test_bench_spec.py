@@ -186,7 +186,7 @@ def test_every_drafter_has_a_row_and_the_plain_text(config: SpecConfig) -> None:
         assert set(line["by_category"]) == {"qa", "writing"}
     assert max(line["tau"] for line in table.lines) > 1.0
     assert table.conditions["questions"] == "qa 1, writing 1"
-    assert any("one lap" in note for note in table.notes)
+    assert any("one run" in note for note in table.notes)
 
 
 def test_another_text_is_a_defect_and_has_no_speed(config: SpecConfig) -> None:
