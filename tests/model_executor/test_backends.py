@@ -94,7 +94,7 @@ def test_what_it_does_not_serve_goes_to_the_next() -> None:
 
 @pytest.mark.parametrize("draft", ["none", "prompt-lookup"])
 def test_few_frames_lie_between_generate_and_the_forward(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`generate`, `Engine.complete`, `Engine.step`, for prompts `Prefill.run`, `ModelRunner.score`, `ModelRunner.run`."""
+    """`generate`, `Engine.complete`, `.step`, for prompts `Prefill.run`, `ModelRunner.score`, `.run`."""
     llm = LLM((model_of("llama"), TOKENIZER), draft, compile=False)
     forward, seen = llm.target.module.forward, []
 

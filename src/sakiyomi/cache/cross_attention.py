@@ -11,8 +11,6 @@ from torch import Tensor
 
 from sakiyomi.cache.slots import SlotCache
 
-__all__ = ["Source", "SourceCache"]
-
 
 @dataclass(frozen=True, eq=False)
 class Source:

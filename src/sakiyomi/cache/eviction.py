@@ -23,8 +23,6 @@ from sakiyomi.cache.rotary import Positions, Repositioner, make_turn
 from sakiyomi.cache.slot_record import SlotRecord
 from sakiyomi.cache.slots import SlotCache
 
-__all__ = ["EvictingCache", "FullCache", "ManagedCache", "QueryTrackingCache"]
-
 
 class ManagedCache:
     """A cache and the rule by which pairs stay in it. This one keeps all pairs.

@@ -18,8 +18,6 @@ from sakiyomi.core.cache_specs import read_budget
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 
-__all__ = ["ENDLESS", "Capacity", "EvictionPlan"]
-
 WIDEST = 256  # rows of a tree
 ENDLESS = 1 << 30
 

@@ -12,8 +12,6 @@ from sakiyomi.cache.layout import KVCache
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.native import PackedWeights
 
-__all__ = ["CacheHost", "ModelHost"]
-
 
 class ModelHost(Protocol):
     """A model beside its cache."""

@@ -25,8 +25,6 @@ from sakiyomi.cache.quantized import GROUP
 from sakiyomi.cache.sizing import Size, Sizing
 from sakiyomi.core.errors import InputError, MemoryLimitError
 
-__all__ = ["KVStore"]
-
 
 class KVStore:
     """Keys and values by layer, with growth.

@@ -26,20 +26,6 @@ from sakiyomi.cache.recurrent import Site
 from sakiyomi.cache.recurrent_store import RecurrentStore
 from sakiyomi.kernels.batch import BatchPlan
 
-__all__ = [
-    "LAYER_STATES",
-    "LayerState",
-    "LayerStates",
-    "ModuleState",
-    "Served",
-    "begin_pass",
-    "in_pass",
-    "layer_state",
-    "make_states",
-    "next_number",
-    "serve_modules",
-]
-
 
 class LayerState(Protocol):
     """What one layer, or several of a kind, keep between passes, slot by slot.

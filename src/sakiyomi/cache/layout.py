@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Alibi", "KVCache", "LayerShape", "Part"]
-
 _STORED = ("heads", "key_dim", "value_dim", "window", "chunk", "sinks", "alibi", "tied", "source")
 """Fields of a ``LayerShape`` in files, in this order."""
 

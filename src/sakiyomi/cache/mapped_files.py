@@ -23,8 +23,6 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import readable
 
-__all__ = ["MappedFiles"]
-
 logger = logging.getLogger("sakiyomi")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_MEMORY = ("tmpfs", "ramfs")

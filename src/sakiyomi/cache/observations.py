@@ -13,8 +13,6 @@ from torch import Tensor
 
 from sakiyomi.kernels.batch import BatchPlan
 
-__all__ = ["RowObservations"]
-
 STEP = 64  # rows
 
 

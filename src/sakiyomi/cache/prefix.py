@@ -21,8 +21,6 @@ from sakiyomi.core.digests import Digests, load_tensors, save_tensors
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 
-__all__ = ["LEAST", "Prefix", "alike", "read_about", "read_prefix"]
-
 FORMAT = "1"
 REMEDY = "build it again"
 LEAST = 8  # least tokens in common that are copied

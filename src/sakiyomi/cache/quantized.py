@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from sakiyomi.cache.host import CacheHost
     from sakiyomi.cache.layout import LayerShape
 
-__all__ = ["BITS", "GROUP", "Packing", "QuantizedKV", "Sizes", "pack", "pack_keys", "pack_values", "unpack"]
-
 BITS = (8, 4, 2)
 GROUP = 32  # numbers that share a scale
 LARGEST = 65504.0  # of float16

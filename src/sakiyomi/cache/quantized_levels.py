@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from sakiyomi.cache.host import CacheHost
     from sakiyomi.cache.layout import LayerShape
 
-__all__ = ["KVQuantStore", "LeveledPacking", "fit_levels"]
-
 ASIDE = 0.01  # share of the numbers of 32 tokens
 EDGE = ASIDE / 2  # of a channel's numbers that lie beyond its range, on each side
 PIECE = 256  # tokens of the text that are read at once; no boundary lies closer

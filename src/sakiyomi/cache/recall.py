@@ -12,8 +12,6 @@ from sakiyomi.cache.rotary import Turn
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.memory import available_bytes
 
-__all__ = ["MainMemory"]
-
 
 class MainMemory:
     """A copy of all pairs of a cache, at the positions of the whole text.

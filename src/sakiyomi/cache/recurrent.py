@@ -26,8 +26,6 @@ from torch import Tensor, nn
 
 from sakiyomi.kernels.batch import BatchPlan
 
-__all__ = ["Around", "Recurrence", "Site", "SiteState"]
-
 
 class Around(IntFlag):
     """What transformers' functions do around the recurrence itself, as the compiled kernels know it (recurrent.h).

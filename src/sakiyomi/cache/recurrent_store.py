@@ -19,8 +19,6 @@ from sakiyomi.cache.recurrent import Site, SiteState
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.kernels.batch import BatchPlan
 
-__all__ = ["TAIL", "RecurrentStore", "SiteKernels"]
-
 TAIL = 16  # tokens between two copies of the state, of which the last two are kept
 BORDERS = 4  # copies that are kept at borders of a prompt's chunks
 ROOM = 2 * TAIL + 16  # rows of a slot at first

@@ -15,8 +15,6 @@ from sakiyomi.core.errors import UnsupportedError
 if TYPE_CHECKING:
     from sakiyomi.cache.host import CacheHost
 
-__all__ = ["GROUP", "Positions", "Repositioner", "Rotation", "Turn", "make_turn"]
-
 Turn = Callable[[int, Tensor, Tensor], Tensor]
 """From layer, keys (heads, n, dim) and by how many positions each moves, (heads, n), to the keys turned."""
 

@@ -13,8 +13,6 @@ from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.quantized import GROUP, QuantizedKV
 from sakiyomi.core.errors import MemoryLimitError
 
-__all__ = ["FIRST_ROOM", "Size", "Sizing"]
-
 FIRST_ROOM = 256
 STEP = 64  # columns, where doubling does not fit
 

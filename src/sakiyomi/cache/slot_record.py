@@ -10,8 +10,6 @@ from torch import Tensor
 
 from sakiyomi.cache.layout import LayerShape
 
-__all__ = ["SlotRecord", "neg_log_prob"]
-
 
 @dataclass(eq=False)
 class SlotRecord:

@@ -25,8 +25,6 @@ from sakiyomi.scale.cluster import WorkersOption, import_ray
 if TYPE_CHECKING:
     from sakiyomi.scale.batch import BatchFile, BatchProgress
 
-__all__ = ["batch", "run_batch"]
-
 
 @dataclass(frozen=True)
 class BatchOptions:

@@ -26,8 +26,6 @@ from sakiyomi.engine.config import LLMConfig
 if TYPE_CHECKING:
     from sakiyomi.engine.chat_template import Content
 
-__all__ = ["COMMANDS", "MAX_NEW_TOKENS", "chat", "obey"]
-
 MAX_NEW_TOKENS = 512  # more than in generate: a reply ends by itself, or by Ctrl-C
 
 

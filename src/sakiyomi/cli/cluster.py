@@ -16,8 +16,6 @@ from sakiyomi.scale.simulation import POLICIES, Costs, Load, fewest, run, simula
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["cluster"]
-
 BEST = "hash with slack"
 COLUMNS = {
     "tokens/s": "tokens_per_second",

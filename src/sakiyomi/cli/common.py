@@ -32,22 +32,6 @@ if TYPE_CHECKING:
     from sakiyomi.engine.config import LLMConfig
     from sakiyomi.engine.llm import LLM
 
-__all__ = [
-    "ALIASES",
-    "INTERRUPTED",
-    "FileArgument",
-    "JsonOption",
-    "add_command",
-    "add_group",
-    "draft_spec",
-    "flag_help",
-    "load",
-    "parameters",
-    "parsed",
-    "samples_of",
-    "server_packages",
-]
-
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 ALIASES = {"target": ("--model",)}  # as other tools call it

@@ -8,8 +8,6 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["Sections", "SectionsGroup", "panel", "parts"]
-
 BASICS = "Basics"
 _BASIC = frozenset(
     {

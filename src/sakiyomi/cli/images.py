@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sakiyomi.engine.inputs import TokenizedPrompt
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["check_sees", "content", "prompt_of", "read_images"]
-
 MOST_PIXELS = 1 << 26  # of all images of a prompt
 
 

@@ -13,8 +13,6 @@ from sakiyomi.cli.output import progress, say, table
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
-__all__ = ["PlotFolderOption", "PlotOption", "Started", "measured", "show"]
-
 Draw = Callable[[Sequence[Row], str, Mapping[str, Any]], object]
 Started = tuple[Iterable[Row], Draw | None]
 """Rows, which are measured one after the other, and a function that draws them."""

@@ -13,8 +13,6 @@ from sakiyomi.scale.cluster import ReplicaOptions, import_ray
 from sakiyomi.scale.model_options import ModelOptions, read_models, room_of
 from sakiyomi.server.config import ServerConfig
 
-__all__ = ["serve"]
-
 
 def serve(config: ServerConfig, options: ModelOptions, model: LLMConfig, scaled: ReplicaOptions) -> None:
     """Serve a model, or several by name, over an OpenAI-compatible HTTP API.

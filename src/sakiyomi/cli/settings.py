@@ -18,8 +18,6 @@ import typer
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = ["ENVIRONMENT", "EXPECTED", "config_flag", "keyword"]
-
 ENVIRONMENT = "SAKIYOMI_"
 """Prefix of environment variables; the rest is the setting's name in capitals."""
 _OTHER_VARIABLES = ("config", "cache_dir", "native", "profiles")

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from sakiyomi.engine.chat_template import Content, Dialogue, Exchange
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["REFUSED", "Chat", "Lines", "Reply", "check"]
-
 _QUOTES = '"""'
 
 

@@ -9,8 +9,6 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
 
-__all__ = ["DrafterAdapter", "Proposer", "as_drafter"]
-
 
 class Proposer(Protocol):
     """The members that an object needs to be used as a drafter; ``Drafter`` describes them."""

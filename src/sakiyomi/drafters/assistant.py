@@ -22,8 +22,6 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["AssistantDrafter"]
-
 
 class AssistantReader(TreeReader):
     """Grows trees whose rows read hidden states, and attend to the target's cache.

@@ -17,8 +17,6 @@ from sakiyomi.drafters.head_files import head_config
 from sakiyomi.drafters.head_model import read_model
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["AssistantModel"]
-
 WHAT = "Gemma assistant"
 NAME = "sakiyomi_assistant"
 """Its attention, by transformers' name for it."""

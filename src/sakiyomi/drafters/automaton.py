@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["ROOT", "Cursor", "SuffixAutomaton"]
-
 ROOT = 0
 REACH = 16
 

@@ -14,8 +14,6 @@ from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Beside", "target_logits"]
-
 
 class Beside(ABC):
     """Layers beside a model. A subclass calls ``_prepare`` when its weights are there.

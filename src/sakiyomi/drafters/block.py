@@ -24,8 +24,6 @@ from sakiyomi.drafters.seats import Seat, SeatDrafter
 from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots, SlotTree
 from sakiyomi.model_executor.loading.model import Loaded
 
-__all__ = ["BlockDrafter"]
-
 
 @dataclass(eq=False, slots=True)
 class _Seat(Seat):

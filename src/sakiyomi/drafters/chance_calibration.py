@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-__all__ = ["ChanceCalibration"]
-
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96)
 _WEIGHT = 6.0  # weight of the claim itself, in nodes
 _MEMORY = 0.995

@@ -11,8 +11,6 @@ import math
 import operator
 from collections.abc import Sequence
 
-__all__ = ["Confidence"]
-
 _STEP = 0.02  # change of the sharpness by one place; it converges after some hundred places
 _LEAST, _MOST = 0.2, 6.0
 _WEIGHT = 20.0  # weight of the initial chances by rank, in places

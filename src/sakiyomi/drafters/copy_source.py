@@ -9,8 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["CopySource"]
-
 _SCANNED = 48  # most places that are compared
 _LONGEST = 12  # tokens that are compared
 _TURN = 64  # more tokens at once are a prompt, which does not copy itself

@@ -11,21 +11,6 @@ from typing import ClassVar, NamedTuple, Protocol
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.theory import marginal_gamma
 
-__all__ = [
-    "AutoSize",
-    "Costs",
-    "DraftLengthPolicy",
-    "FixedSize",
-    "Heuristic",
-    "Phase",
-    "Size",
-    "Throughput",
-    "TokenValue",
-    "make_policy",
-    "next_phase",
-    "shares",
-]
-
 MOST = 16  # deepest draft that "auto" considers
 MOST_NODES = 31  # largest tree that it considers: with the last token a pass of 32 rows
 # The same for a target whose weights are read from disk in every pass, where further rows cost almost nothing.

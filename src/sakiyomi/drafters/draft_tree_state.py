@@ -22,8 +22,6 @@ from sakiyomi.sampling.probs import best, best_token, leading
 from sakiyomi.sampling.rows import Row, draw_distinct, top_tokens
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["DraftTreeState", "RequestMemory", "drafts_of"]
-
 _Listed = tuple[list[int], list[float]]
 
 

@@ -29,8 +29,6 @@ from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.loading.model import Loaded
 
-__all__ = ["EagleDrafter"]
-
 
 @dataclass(eq=False)
 class FedTree(DraftTreeState):

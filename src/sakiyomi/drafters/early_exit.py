@@ -13,8 +13,6 @@ from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
 from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.model_executor.early_exit import FirstLayers
 
-__all__ = ["EarlyExit"]
-
 
 class EarlyExit(TreeDrafter):
     """Drafts a tree or a chain with an early exit from the target, one pass of its first layers for each level.

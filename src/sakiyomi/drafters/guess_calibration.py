@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["GuessCalibration"]
-
 
 class GuessCalibration:
     """Counts right guesses by kind, from the committed text; guesses too unsure to be proposed count too.

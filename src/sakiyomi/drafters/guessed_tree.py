@@ -13,8 +13,6 @@ from typing import Self, TypeVar
 from sakiyomi.core.tree import Draft, Draw, TokenTree, best_nodes
 from sakiyomi.drafters.draft_length import TokenValue
 
-__all__ = ["Expand", "GuessedTree", "grow"]
-
 Place = TypeVar("Place")
 Expand = Callable[[Place], Sequence[tuple[int, float, Place]]]
 """From a place to its continuations (token, its chance if the place is reached, the place after it), best first."""

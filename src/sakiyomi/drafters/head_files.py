@@ -17,11 +17,6 @@ from sakiyomi.core.trained import read_config, read_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "OTHER", "DraftFile", "check_layers", "head_config", "head_tensors", "layer_config", "named_options", "pop_tokens",
-    "token_tensors",
-]  # fmt: skip
-
 OTHER = "it belongs to another model"
 _TYPES: dict[Any, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float}
 Options = TypeVar("Options")

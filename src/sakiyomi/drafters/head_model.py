@@ -17,11 +17,6 @@ from sakiyomi.drafters.head_files import OTHER, DraftFile
 from sakiyomi.model_executor.loading.reader import quiet
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = [
-    "HEAD_WEIGHT", "ROWS", "FusedEmbedding", "HiddenOutput", "check_tokens", "decoder_config", "fill", "last_norm",
-    "make_decoder", "over_vocabulary", "read_model", "token_embedding", "with_context",
-]  # fmt: skip
-
 HEAD_WEIGHT = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 

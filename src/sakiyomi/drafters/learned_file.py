@@ -18,8 +18,6 @@ from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import alone
 from sakiyomi.core.sealed import SealedKind
 
-__all__ = ["KIND", "Learned", "LearnedFile", "read_learned"]
-
 KIND = SealedKind(b"SAKILRN\n", 1, "file of a draft that learns")
 _INTEGERS, _CHANGES, _MOMENTS = "<u4", "<f2", "<f4"
 

@@ -27,8 +27,6 @@ from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.head_rows import HeadRows
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["MOST", "HeadLearner"]
-
 logger = logging.getLogger("sakiyomi")
 RATE = 0.25  # nats by which an unexpected token gets likelier behind the same text
 RIDGE = 0.02  # of the mean second moment, added to each

@@ -14,8 +14,6 @@ from sakiyomi.drafters.guess_calibration import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree
 from sakiyomi.drafters.text_base import FLOOR, Reader, TextDrafter
 
-__all__ = ["MOST", "LookupReader", "PromptLookup"]
-
 MOST = 12
 # Share of tokens that the longest match predicts rightly, by its length (0, 1, ...): of the first token, and of later
 # ones where those before them were right (their match is longer by as many); benchmarks/lookup_core.py prints them.

@@ -22,8 +22,6 @@ from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots, SlotTree
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["MedusaDrafter"]
-
 logger = logging.getLogger("sakiyomi")
 
 

@@ -18,8 +18,6 @@ from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import alone
 from sakiyomi.core.sealed import SealedKind
 
-__all__ = ["KIND", "LIMIT", "Document", "MemoryFile", "read_memory"]
-
 KIND = SealedKind(b"SAKIMEM\n", 1, "memory file")
 _INTEGERS = "<u4"
 LIMIT = 1 << 19  # bytes of tokens: 131072 of them, about half a second of reading

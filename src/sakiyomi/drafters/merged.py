@@ -20,8 +20,6 @@ from sakiyomi.drafters.base import Context, Drafter, HiddenStates, tell_end, tel
 from sakiyomi.drafters.chance_calibration import ChanceCalibration
 from sakiyomi.drafters.draft_length import TokenValue
 
-__all__ = ["MergedDrafter"]
-
 logger = logging.getLogger("sakiyomi")
 _UNKNOWN = 0.5  # chance of a node whose drafter states none
 

@@ -19,8 +19,6 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["ModelDrafter", "Seat"]
-
 LONG = 64  # more missing tokens are read like a prompt: in chunks, without logits of every row
 CHUNK = 512
 

@@ -14,8 +14,6 @@ from sakiyomi.drafters.eagle_heads.runner import SharedHead
 from sakiyomi.drafters.mtp_layer import make_mtp, read_mtp
 from sakiyomi.model_executor.loading.model import Loaded
 
-__all__ = ["MtpDrafter"]
-
 
 class MtpDrafter(EagleDrafter):
     """Drafts a tree or a chain with an MTP layer, for all requests at once, one pass a level."""

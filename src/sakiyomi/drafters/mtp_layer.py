@@ -21,8 +21,6 @@ from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.trained import read_tensors, trained_config, write_trained
 from sakiyomi.drafters.head_model import FusedEmbedding, HiddenOutput, last_norm, read_model
 
-__all__ = ["FORMS", "MtpForm", "make_mtp", "new_mtp", "read_mtp", "write_mtp"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MtpForm:

@@ -24,8 +24,6 @@ from sakiyomi.kernels.build import loaded
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.probs import NOTHING_LEFT
 
-__all__ = ["EXTENT", "NativeTrees", "level_seconds", "pack_ask", "pack_extent", "place_children"]
-
 EXTENT = struct.Struct("=8q6d")  # Extent in growth.h
 _ASK = struct.Struct("=4q1q3d2Q4q")  # Ask in growth.h, behind its extent
 _SHAPES = {"chain": 0, "best-first": 1, "ddtree": 2, "dynamic": 3, "fixed": 4}

@@ -21,8 +21,6 @@ from safetensors.numpy import save
 
 from sakiyomi.core.errors import LoadError
 
-__all__ = ["FORMAT", "WIDEST", "FileTables", "OnlineTables", "Tables", "read_tables", "run_number", "tables_bytes"]
-
 FORMAT = "1"
 ORDER = 4
 WIDEST = 16  # tokens that compete under the rule "coupled"

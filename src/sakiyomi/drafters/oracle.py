@@ -14,8 +14,6 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context, Drafter, DrafterContext
 
-__all__ = ["Answer", "Oracle"]
-
 logger = logging.getLogger("sakiyomi")
 Answer = Callable[[Context], tuple[list[int], float] | None]
 """The target's own continuation of a request and the seconds that it took; None: no slot is free now."""

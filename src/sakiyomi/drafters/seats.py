@@ -11,8 +11,6 @@ from sakiyomi.drafters.draft_tree_state import RequestMemory
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["Seat", "SeatDrafter"]
-
 
 @dataclass(eq=False, slots=True)
 class Seat(RequestMemory):

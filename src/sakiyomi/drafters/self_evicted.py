@@ -22,8 +22,6 @@ from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.sparse_view import Excerpt
 
-__all__ = ["SelfEvicted"]
-
 BUDGET = 1024  # pairs of a head
 PAGE = 16
 AGAIN = 2  # rounds on one excerpt, beside the first

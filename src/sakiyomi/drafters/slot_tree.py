@@ -23,8 +23,6 @@ from sakiyomi.drafters.trees import BestFirst
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["MASKS", "OnePassDrafter", "ParallelReader", "SlotLogits", "SlotTree", "Slots"]
-
 MASKS = 16
 """Most tokens of a pass of ``ParallelReader``; published drafts were trained for 8."""
 

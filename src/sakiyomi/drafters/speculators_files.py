@@ -18,8 +18,6 @@ from sakiyomi.drafters.head_model import decoder_config
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["write_speculators"]
-
 VERSION = "0.9.0"
 """Version of speculators whose format this is."""
 STEPS = 3

@@ -23,8 +23,6 @@ from sakiyomi.drafters.guessed_tree import GuessedTree
 from sakiyomi.drafters.memory import MemoryFile
 from sakiyomi.drafters.text_base import PlaceReader, TextDrafter
 
-__all__ = ["SuffixDrafter", "SuffixReader"]
-
 logger = logging.getLogger("sakiyomi")
 SAVE_SECONDS = 5.0
 LENGTHS = (0, 1, 2, 3, 4, 6, 9, 14)  # kinds of guesses: from each of these match lengths to the next ...

@@ -13,8 +13,6 @@ from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.guess_calibration import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree, grow
 
-__all__ = ["FLOOR", "PlaceReader", "Reader", "TextDrafter"]
-
 FLOOR = 0.04
 """Least chance of a proposed token: about the cost of one more row of a pass, in tokens."""
 CHUNK = 4096  # most tokens that are read in one round, about 20 ms, so that other requests do not wait long

@@ -26,8 +26,6 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["GrowingDrafter", "TreeDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
-
 DRAWN: dict[str, DraftKind] = {"chain": "chain", "static": "without_replacement", "choices": "without_replacement"}
 """Kind of draft for each shape that is known in advance; only these are drawn for the ratio rule."""
 # Initial sharpness of acceptance compared to the draft's own softmax, by rule.

@@ -31,8 +31,6 @@ from sakiyomi.model_executor.build import build_runner, check_compile
 from sakiyomi.model_executor.loading import load_model, stop_tokens
 from sakiyomi.model_executor.weights import is_shared
 
-__all__ = ["LLM"]
-
 Prompt = str | Sequence[int] | Audio | Tensor | ImagePrompt
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sakiyomi.drafters import Drafter
     from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["bandwidth", "conditions", "costs", "describe", "lacks", "pass_seconds", "processor"]
-
 ROWS = (1, 4, 8, 16)
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimddp", "bf16", "i8mm")
 _PROBE_BYTES = 1 << 28

@@ -34,8 +34,6 @@ from sakiyomi.model_executor.program import Program
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers.native import HALF, KINDS
 
-__all__ = ["NativeRounds"]
-
 logger = logging.getLogger("sakiyomi")
 OFTEN = 8  # rounds after which passes' clocks are read again
 _PASSES = 256  # as most_passes in round.h

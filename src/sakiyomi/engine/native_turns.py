@@ -20,8 +20,6 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import Uniforms
 from sakiyomi.sampling.verifiers.native import Case, pack_case
 
-__all__ = ["PassTables", "Size", "Turn", "judged", "size_of"]
-
 AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
 _ASKED = struct.Struct("=q")  # Asked in round.h, before its extent
 

@@ -12,8 +12,6 @@ from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.request import Request
 
-__all__ = ["EngineView"]
-
 
 class EngineView:
     """Another engine on the target of an ``LLM``, without a second copy of the model and without compiling again.

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["gpu_kernels", "operators"]
-
 logger = logging.getLogger("sakiyomi")
 
 

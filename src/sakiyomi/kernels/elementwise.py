@@ -23,8 +23,6 @@ from sakiyomi.kernels.device import operators
 from sakiyomi.kernels.native import DTYPES, PackedLinear
 from sakiyomi.kernels.norms import ROWS, closest
 
-__all__ = ["serve_gates", "serve_rotary"]
-
 ACTIVATIONS = (0, 1)  # as in elementwise.h: SiLU, GELU by tanh
 ROTARY = "apply_rotary_pos_emb"
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from sakiyomi.core.hooks import has_hooks
 from sakiyomi.kernels.native import PackedExperts, PackedWeights, can_pack
 
-__all__ = ["chosen_rows", "expert_bytes", "expert_weights", "is_experts", "pack_experts", "serve_experts"]
-
 
 class _Experts(Protocol):
     """What transformers' classes of experts have in common, see its ``use_experts_implementation``."""

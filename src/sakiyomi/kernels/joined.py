@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from sakiyomi.core.hooks import has_hooks
 
-__all__ = ["join_linears"]
-
 
 class _Product:
     """Several layers' weights one behind the other; whichever layer is asked first has all of them computed."""

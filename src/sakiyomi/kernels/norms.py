@@ -18,8 +18,6 @@ from sakiyomi.core.hooks import has_hooks
 from sakiyomi.kernels.device import operators
 from sakiyomi.kernels.native import DTYPES
 
-__all__ = ["ROWS", "closest", "serve_norms"]
-
 Kind = TypeVar("Kind")
 PLUS_ONE, ROUNDED_EARLY, GATE_FIRST = 1, 2, 4  # as in norms.h
 ROWS = 4  # of a trial

@@ -13,10 +13,6 @@ from torch import Tensor, nn
 from sakiyomi.core.hooks import has_hooks
 from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights, can_pack
 
-__all__ = [
-    "Watch", "is_linear", "join_siblings", "linear_beside", "pack_linears", "present", "replaced_forward", "weight_of",
-]  # fmt: skip
-
 TURNED = ("transformers.pytorch_utils", "Conv1D")
 """Transformers' linear layer with its weight the other way round."""
 _ALIKE = [("transformers.models.falcon.modeling_falcon", "FalconLinear")]

@@ -21,16 +21,6 @@ from sakiyomi.kernels.experts import chosen_rows, is_experts
 from sakiyomi.kernels.native import DTYPES, PIECE, can_pack, to_halves
 from sakiyomi.kernels.pack import is_linear, present, weight_of
 
-__all__ = [
-    "QUANTIZATIONS",
-    "Quantization",
-    "QuantizationReport",
-    "check_quantization",
-    "choose_bits",
-    "compare",
-    "layer_errors",
-]
-
 EVERY = 4  # of so many rows of the text one is looked at, layer by layer
 
 

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["WeightMemory"]
-
 PAGE = 2 << 20  # of a huge page on x86 and, with pages of 4 KiB, on ARM
 MOST = 64 << 20  # bytes of a piece for several tensors
 ALIGNED = 64  # a line of the cache

@@ -30,8 +30,6 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import ALL_SIZES, SIZES
 from sakiyomi.model_executor.weights import ModelWeights, on_gpu
 
-__all__ = ["RunnerOptions", "build_runner", "check_compile"]
-
 logger = logging.getLogger("sakiyomi")
 ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs more than it brings
 

@@ -8,8 +8,6 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.structural_copy import some_layers
 
-__all__ = ["FirstLayers"]
-
 
 class FirstLayers(ModelRunner):
     """The logits that a model would give if it ended after some of its layers: its final norm and head follow them.

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HEAD", "HiddenStateCapture", "PassOutput"]
-
 HEAD = -1
 """In the place of a layer's number: what the head over the vocabulary reads."""
 

@@ -12,8 +12,6 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.native import BLOCK, PackedLinear
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["HeadRows"]
-
 
 class HeadRows:
     """The rows of a head, one of each token.

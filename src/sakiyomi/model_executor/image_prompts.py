@@ -14,8 +14,6 @@ from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.widened import widened
 
-__all__ = ["read_images"]
-
 
 def read_images(runner: ModelRunner, slot: int, inputs: Mapping[str, Tensor]) -> int:
     """Read a prompt with images in an empty slot, all tokens but the last one, by the model's own forward.

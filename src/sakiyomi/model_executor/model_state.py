@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from sakiyomi.core.hooks import hooks_of
 
-__all__ = ["ModelState"]
-
 RUN = 8
 """Neighbouring values that are compared, at a third and at two thirds of each tensor."""
 FEW = 16

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["names_aside", "set_aside", "tensors_aside"]
-
 
 class _Aside(nn.Module):
     """Stands for a part that is not ours: it is called as it is, and none of its modules are seen from outside.

@@ -26,8 +26,6 @@ from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.positions import position_count, rope_limit
 from sakiyomi.model_executor.probe import FAULTS, PROOF, Expectation, proof_text
 
-__all__ = ["BY_TEXT", "WAYS", "OwnForward", "expect_own", "run_by_text", "ways_of"]
-
 BY_TEXT = {
     "cached": "new tokens at once",
     "steps": "token by token",

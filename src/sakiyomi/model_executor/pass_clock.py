@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from sakiyomi.core.running_mean import running_mean
 
-__all__ = ["PassClock"]
-
 SLOW = 0.002  # seconds of a trial pass from which on one is enough
 TRIALS = 4  # the first one warms up
 FEW = (1, 4, 8)  # rows that are tried out at once: from these the others are guessed

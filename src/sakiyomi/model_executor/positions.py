@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["ENDLESS", "context_note", "position_count", "rope_limit", "take_positions"]
-
 ENDLESS = 1 << 30
 """Positions of a model that has no limit."""
 _STRETCHED = ("linear", "llama3", "longrope", "yarn")

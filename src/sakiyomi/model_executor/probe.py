@@ -14,8 +14,6 @@ from sakiyomi.model_executor.attention import op
 from sakiyomi.model_executor.structural_copy import changed_settings
 from sakiyomi.model_executor.widened import widened
 
-__all__ = ["FAULTS", "PROOF", "Expectation", "Probed", "expect", "probe", "proof_text"]
-
 PROOF = 9  # tokens of the proof at load
 SHORT = 4  # positions of windows and chunks in the proof, so that it reaches beyond them
 REACHES = ("sliding_window", "attention_chunk_size")

@@ -21,8 +21,6 @@ from sakiyomi.model_executor.attention.registry import PassResult
 from sakiyomi.model_executor.program_steps import Builder
 from sakiyomi.model_executor.torch_steps import DTYPES
 
-__all__ = ["Program"]
-
 REACH = 2048  # positions that are computed at first
 
 

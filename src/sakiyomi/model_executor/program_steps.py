@@ -29,8 +29,6 @@ from sakiyomi.model_executor.torch_steps import (
     torch_call,
 )
 
-__all__ = ["Builder", "leaves"]
-
 OPERATORS = (
     "linear", "experts", "attend", "cross", "recur", "norm", "gated", "rotate", "rows", "kept", "size", "view",
     "transpose", "unsqueeze", "slice", "part", "contiguous", "add", "sub", "mul", "div", "whole", "torch",

@@ -17,8 +17,6 @@ from sakiyomi.model_executor.probe import FAULTS, proof_text
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.structural_copy import one_of_each, settings_of
 
-__all__ = ["prove"]
-
 FIRST = 5  # tokens read as a prompt
 TREE = (-1, 0, 0, 2, 2)  # the text continues along its rows 0, 2 and 4
 PATH = (0, 2, 4)

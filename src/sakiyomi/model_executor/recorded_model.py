@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from sakiyomi.kernels.native import PackedLayer
 from sakiyomi.model_executor.program import Program
 
-__all__ = ["PlainConfig", "RecordedModel"]
-
 
 class PlainConfig(SimpleNamespace):
     """Settings of a model of text alone, without transformers' class of them."""

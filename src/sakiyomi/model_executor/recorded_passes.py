@@ -24,8 +24,6 @@ from sakiyomi.model_executor.program_steps import leaves
 from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.trace import trace
 
-__all__ = ["RecordedPasses"]
-
 logger = logging.getLogger("sakiyomi")
 WORTH_IT = 4  # eager passes after which one is recorded
 ROWS = 8  # of the pass that is recorded first

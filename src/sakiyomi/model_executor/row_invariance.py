@@ -14,8 +14,6 @@ from sakiyomi.cache.cross_attention import Source
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["TRIAL", "invariant_sizes"]
-
 TRIAL = 80  # tokens of the self-test
 LARGE = 1 << 24  # bytes of weights, from which on fewer of its tokens will do
 TRIED = (1, 4, 8, 16, 32, 64)

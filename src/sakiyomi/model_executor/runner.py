@@ -25,8 +25,6 @@ from sakiyomi.model_executor.attention.torch import take_over
 from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
 from sakiyomi.model_executor.session import Session
 
-__all__ = ["ModelRunner", "first_logits"]
-
 logger = logging.getLogger("sakiyomi")
 
 

@@ -34,8 +34,6 @@ from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.recorded_passes import RecordedPasses
 from sakiyomi.model_executor.weights import ModelWeights
 
-__all__ = ["ALL_SIZES", "SIZES", "Session"]
-
 SIZES = (1, 4, 8, 16, 32, 64)
 # Where none of them has to be recorded or proven first, so many that of no pass a fifth is for nothing.
 ALL_SIZES = tuple(sorted({rows << twice for rows in range(1, 9) for twice in range(5)}))

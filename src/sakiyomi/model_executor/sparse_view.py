@@ -5,8 +5,6 @@ from __future__ import annotations
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Excerpt"]
-
 
 class Excerpt(ModelRunner):
     """Gives a model's logits where it sees part of what it has read.

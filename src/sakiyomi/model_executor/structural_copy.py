@@ -13,11 +13,6 @@ from torch import nn
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.loading.stream import hooks
 
-__all__ = [
-    "changed_settings", "distinct_layers", "layer_kinds", "layer_list", "one_of_each", "settings_of", "some_layers",
-    "structural_copy",
-]  # fmt: skip
-
 _NUMBERS = ("idx", "index", "layer_id", "number")
 """Parts of names under which a layer keeps its own number."""
 _PLAIN = bool, int, str, type(None)

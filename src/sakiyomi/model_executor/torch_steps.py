@@ -16,11 +16,6 @@ from torch import Tensor
 
 from sakiyomi.core.errors import UnsupportedError
 
-__all__ = [
-    "DTYPES", "NUMBER", "REAL", "TENSOR", "TEXT", "WHOLE", "Operand", "PythonFunction", "TorchCall", "each_of",
-    "node_function", "torch_call",
-]  # fmt: skip
-
 DTYPES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
     torch.float64: 7, torch.complex64: 9, torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15,

@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from sakiyomi.core.errors import UnsupportedError
 
-__all__ = ["trace"]
-
 _TORCH = str(Path(torch.__file__).parent)
 """Code that decides by sizes, which a comparison finds out."""
 _SIZED_BY_VALUES = {"aten::nonzero", "aten::nonzero_numpy", "aten::masked_select", "aten::repeat_interleave"} | {

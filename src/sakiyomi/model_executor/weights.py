@@ -54,8 +54,6 @@ from sakiyomi.model_executor.structural_copy import (
     structural_copy,
 )
 
-__all__ = ["ModelWeights", "is_shared", "on_gpu"]
-
 logger = logging.getLogger("sakiyomi")
 LARGE = 1 << 27  # bytes of weights, from which on the proof at load takes some layers instead of all
 SMALL_HEAD = 0.1  # share of the weights, below which a head is small

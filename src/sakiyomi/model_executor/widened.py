@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from sakiyomi.kernels.variants import multiplies_bf16
 
-__all__ = ["widened"]
-
 PRODUCTS = frozenset(
     {
         functional.linear,

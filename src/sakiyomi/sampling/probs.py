@@ -15,8 +15,6 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.kernels.build import loaded
 from sakiyomi.sampling.rows import Row, Tokens, as_row, top_tokens
 
-__all__ = ["NOTHING_LEFT", "best", "best_token", "chance", "fill_row", "leading", "reference_probs", "require_number"]
-
 # Longest list of tokens that the kernel returns, and its answer for a row that is no distribution (row.h).
 _FEW, _NO_NUMBER = 1024, -2
 # Below this, logits / temperature may overflow float32; above it they are what transformers computes, to the bit.

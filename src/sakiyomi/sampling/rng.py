@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from sakiyomi.kernels.build import loaded
 from sakiyomi.sampling.rows import Row, Tokens, largest
 
-__all__ = ["RequestNoise", "Uniforms"]
-
 Hashes = NDArray[np.uint32]
 
 _MASK = (1 << 64) - 1

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from sakiyomi.kernels.build import loaded
 
-__all__ = ["Row", "Tokens", "as_row", "draw", "draw_distinct", "largest", "positive_part", "top_tokens", "without"]
-
 Row = NDArray[np.float32]
 Tokens = NDArray[np.intp]
 

@@ -20,8 +20,6 @@ from sakiyomi.sampling.rows import Row, Tokens
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-__all__ = ["Sampler"]
-
 
 class Sampler:
     """Sampling parameters prepared for one vocabulary.

@@ -12,8 +12,6 @@ from sakiyomi.evaluation.audit.report import AuditReport
 from sakiyomi.scale.cluster import WorkersOption, import_ray
 from sakiyomi.scale.spread import OneByOne, Workers
 
-__all__ = ["audit"]
-
 PIECE = 4  # prompts of a piece, and of the batches that are compared
 
 

@@ -27,8 +27,6 @@ from sakiyomi.server.errors import ApiError
 from sakiyomi.server.fields import Strict, Text
 from sakiyomi.server.schema import read_as
 
-__all__ = ["IN_FLIGHT", "BatchFile", "BatchProgress", "Endpoint", "Piece", "answer_missing", "seeded"]
-
 ABOUT = "about.json"
 IN_FLIGHT = 2  # pieces at a time for each engine, so that the end of one does not leave its batch half empty
 Url = Literal["/v1/chat/completions", "/v1/completions"]

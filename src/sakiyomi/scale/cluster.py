@@ -17,18 +17,6 @@ from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.version import __version__
 
-__all__ = [
-    "MAX_BATCH",
-    "Count",
-    "ReplicaOptions",
-    "WorkersOption",
-    "check_room",
-    "check_version",
-    "connected",
-    "gpus_of",
-    "import_ray",
-]
-
 logger = logging.getLogger("sakiyomi")
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no reports to the makers of Ray

@@ -21,8 +21,6 @@ from sakiyomi.scale.workers import Make
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-__all__ = ["processor"]
-
 Row = dict[str, Any]
 RESTARTS, RETRIES = 3, 2  # of a worker that dies, and of a block whose worker died
 

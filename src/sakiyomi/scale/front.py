@@ -26,8 +26,6 @@ from sakiyomi.server.paths import make_app
 from sakiyomi.server.relay import Relay
 from sakiyomi.server.stream import event, unless_gone
 
-__all__ = ["Replicas", "follow", "make_front", "merged_metrics"]
-
 COLUMNS = ("replica", "machine", "pid", "running", "waiting", "slots", "requests", "tokens", "tau", "cache")
 TRIES = 3  # replicas that may die during one request, so that a request that kills replicas does not kill all
 SESSION = "x-session-id"

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sakiyomi.engine.config import LLMConfig
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["Asked", "InProcessServer", "Part", "load_server", "unlimited"]
-
 ANY_NUMBER = 1 << 30
 NEVER = 1e8  # seconds
 

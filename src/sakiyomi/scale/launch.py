@@ -28,8 +28,6 @@ from sakiyomi.scale.serving import RayReplicas, Replica, deployment, make_server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.run import serve_app
 
-__all__ = ["run", "running", "started"]
-
 QUIET = {"log_level": "ERROR", "enable_access_log": False}  # of what Serve writes
 PAUSE = 0.5  # seconds between checks whether the replicas are ready, or have ended
 ENDING = 10.0  # seconds in which they must end

@@ -19,8 +19,6 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.scale.simulation import Costs, Load, Request
 
-__all__ = ["EngineReplica", "Texts", "measure", "one_core"]
-
 RUNS = 3  # of each measurement; the first one warms up
 PROMPTS = (8, 16, 32, 33, 48, 64, 65, 96, 128, 192, 256, 384, 512)  # tokens; passes are padded to some of these
 READ_NEW = 8  # new tokens after each prompt

@@ -15,8 +15,6 @@ from sakiyomi.core.memory import available_bytes, parse_bytes, readable
 from sakiyomi.core.preflight import check_settings
 from sakiyomi.engine.config import LLMConfig
 
-__all__ = ["BARE", "ModelOptions", "likely_bytes", "read_models", "room_of"]
-
 BARE = 450 << 20  # bytes of a process with the libraries and no model
 SHARE = 0.8  # of the memory that is available at the start, by default
 SHRINKS = {"int8": 0.55, "int4": 0.32}  # of weights of 16 bits

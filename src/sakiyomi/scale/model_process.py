@@ -31,8 +31,6 @@ from sakiyomi.scale.in_process import Asked, load_server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.logs import set_up
 
-__all__ = ["ModelDied", "ModelProcess"]
-
 logger = logging.getLogger("sakiyomi")
 _LENGTH = struct.Struct("!Q")
 _READY = 0  # number of the first frames

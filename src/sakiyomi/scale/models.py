@@ -30,8 +30,6 @@ from sakiyomi.server.errors import ApiError, no_model, stopping
 from sakiyomi.server.fields import Strict
 from sakiyomi.server.transcriptions import read_form
 
-__all__ = ["ModelName", "ModelTable", "make_models_app"]
-
 logger = logging.getLogger("sakiyomi.server")
 _JSON = [(b"content-type", b"application/json")]
 

@@ -11,8 +11,6 @@ from sakiyomi.evaluation.bench.spec.run import Answered, Asked, Share, Spec
 from sakiyomi.scale.cluster import WorkersOption, import_ray
 from sakiyomi.scale.spread import OneByOne, spread
 
-__all__ = ["share"]
-
 
 def share(option: WorkersOption) -> Share:
     """A function that has workers answer the questions.

@@ -12,8 +12,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SLACK", "affinity_key", "preference", "ranked"]
-
 SLACK = 4  # requests that a replica may have beyond the least loaded one before others are preferred
 PROMPT_CHARACTERS = 512  # of a prompt without messages that make the key
 

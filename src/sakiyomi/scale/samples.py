@@ -13,8 +13,6 @@ from sakiyomi.train import distill_data
 from sakiyomi.train.commands import TrainDistillData
 from sakiyomi.train.samples import Asked, Write, sample_continuations, weights_digest
 
-__all__ = ["train_distill_data"]
-
 
 def train_distill_data(config: TrainDistillData, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train distill-data`, here or with workers; see ``train.distill_data``."""

@@ -28,8 +28,6 @@ from sakiyomi.scale.routing import ranked
 from sakiyomi.scale.wire import Address, Dialer, Lines
 from sakiyomi.server.config import ServerConfig
 
-__all__ = ["RayReplicas", "Replica", "application", "build", "deployment", "make_server", "processes"]
-
 T = TypeVar("T")
 PATIENCE = 5.0  # seconds in which a replica must give its figures
 TARGET = 0.75  # share of a replica's slots that autoscaling aims at

@@ -20,8 +20,6 @@ from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.scale.routing import ranked
 
-__all__ = ["POLICIES", "Costs", "Load", "Outcome", "Replica", "SimulatedReplica", "fewest", "run", "simulate"]
-
 CHUNK = 512
 """Prompt tokens of a pass, as in the engine."""
 MOST = 4096  # replicas at most

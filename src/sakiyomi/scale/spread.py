@@ -13,8 +13,6 @@ from sakiyomi.scale.batch import IN_FLIGHT
 from sakiyomi.scale.cluster import WorkersOption
 from sakiyomi.scale.workers import Make, pool_of
 
-__all__ = ["OneByOne", "Workers", "spread"]
-
 Key = TypeVar("Key")
 
 

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 from sakiyomi.scale.in_process import Part
 from sakiyomi.server.relay import Sent
 
-__all__ = ["Address", "Dialer", "Line", "Lines"]
-
 SECRET = 16  # bytes
 PATIENCE = 5.0  # seconds for a line to open, and for Ray to report why it was cut off
 DIALING = 1.0  # seconds until a front counts as unreachable

@@ -17,8 +17,6 @@ from sakiyomi.core.version import __version__
 from sakiyomi.scale.batch import Endpoint
 from sakiyomi.scale.cluster import Count, WorkersOption, check_room, check_version, connected, gpus_of
 
-__all__ = ["Make", "WorkerPool", "pool_of"]
-
 logger = logging.getLogger("sakiyomi")
 Make = Callable[[], AbstractAsyncContextManager[Endpoint]]
 TOGETHER, ALONE = 2, 2  # workers that may die during a request: with other requests, then with it alone

@@ -45,8 +45,6 @@ from sakiyomi.server.worker import Worker
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["Server"]
-
 logger = logging.getLogger("sakiyomi.server")
 T = TypeVar("T")
 GRACE = 5.0  # seconds after request_timeout in which a client may read the rest

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from sakiyomi.cache.cross_attention import Source
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["BodyReader", "is_long"]
-
 AS_THEY_ARE = {
     "temperature", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "repetition_penalty",
 }  # fmt: skip

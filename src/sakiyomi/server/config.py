@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 
-__all__ = ["ServerConfig"]
-
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 

@@ -24,8 +24,6 @@ from sakiyomi.server.tools import takes_texts
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["as_template_takes", "ending_of", "read_images", "text_of"]
-
 
 def ending_of(
     body: ChatRequest | TokenizeRequest, messages: Sequence[Mapping[str, Any]], *, in_channels: bool = False

@@ -18,8 +18,6 @@ from sakiyomi.server.schema import CompletionRequest, EmbeddingsRequest, Specula
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["EmbeddingsStyle", "asked", "embedding_jobs"]
-
 NAMES = {"prompt": "input", "max_tokens": "input"}
 """Fields of completions that have another name here."""
 

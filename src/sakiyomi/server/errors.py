@@ -20,11 +20,6 @@ from starlette.requests import ClientDisconnect
 from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.server.fields import KINDS
 
-__all__ = [
-    "AnthropicErrorReply", "ApiError", "ErrorReply", "api_error", "bad_request", "busy", "install", "is_anthropic",
-    "no_model", "reply_to", "stopping", "unsupported", "wrong_body",
-]  # fmt: skip
-
 logger = logging.getLogger("sakiyomi.server")
 
 

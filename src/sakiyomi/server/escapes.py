@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-__all__ = ["JSON_OUTLINE", "Matcher", "Vocabulary"]
-
 JSON_OUTLINE = r"""
 json: JSON_TEXT | /-?[0-9][0-9.eE+-]*/ | "true" | "false" | "null" | json_list | json_object
 json_list: "[" JSON_GAP (json (JSON_GAP "," JSON_GAP json)*)? JSON_GAP "]"

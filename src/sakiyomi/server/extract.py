@@ -10,8 +10,6 @@ from typing import Any
 from sakiyomi.core.pdf import MEMORY, SECONDS
 from sakiyomi.server.errors import ApiError
 
-__all__ = ["EXTRACT_BYTES", "pdf_text"]
-
 EXTRACT_BYTES = 1 << 25
 
 

@@ -12,11 +12,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-__all__ = [
-    "BY_KIND", "BY_TYPE", "DEFINITIONS", "KINDS", "WHOLE", "Count", "Ids", "ListOrText", "Seed", "Strict", "Text",
-    "TokenId", "ToolChoice", "by_type", "kinds", "resolved", "value_of", "whole_items",
-]  # fmt: skip
-
 T = TypeVar("T")
 DEFINITIONS = ("$defs", "definitions")
 KINDS = frozenset({"string", "null", "boolean", "number", "object", "array"})

@@ -21,8 +21,6 @@ from sakiyomi.server.errors import ApiError, reply_to
 from sakiyomi.server.extract import EXTRACT_BYTES
 from sakiyomi.server.logs import failure
 
-__all__ = ["Gate"]
-
 logger = logging.getLogger("sakiyomi.server")
 BODY_SECONDS = 60.0  # in which a body must arrive
 LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 26  # of a refused body that are still read

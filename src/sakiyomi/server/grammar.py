@@ -20,8 +20,6 @@ from sakiyomi.server.pair_rules import GAP, PairRules
 from sakiyomi.server.schema import FunctionTool
 from sakiyomi.server.tools import MARKS, Pairs, ToolFormat
 
-__all__ = ["Constraint", "Grammars", "Penalties"]
-
 # Without a limit an unsure model may write white space for ever, which no rule forbids.
 LAYOUT = {"whitespace_pattern": r"[ \n\t]{1,24}"}
 # Any tokens that spell a text may stand for it, and no others: a text that is forced is not encoded by the tokenizer,

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from sakiyomi.engine.encoder_inputs import Heard
     from sakiyomi.server.tools import Schemas, ToolFormat
 
-__all__ = ["Call", "Echo", "Event", "Job", "Reply"]
-
 
 class Reply(NamedTuple):
     """How to read the text of a reply.

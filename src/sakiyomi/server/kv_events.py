@@ -18,8 +18,6 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = ["BLOCK", "Blocks", "EventPublisher"]
-
 BLOCK = 16  # tokens
 KEPT = 10_000  # messages that can be replayed
 PAUSE = 0.05  # seconds between checks for replay requests

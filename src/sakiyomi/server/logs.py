@@ -9,8 +9,6 @@ import time
 import traceback
 from typing import TextIO
 
-__all__ = ["failure", "set_up"]
-
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:

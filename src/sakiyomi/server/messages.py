@@ -14,8 +14,6 @@ from sakiyomi.server.replies import Piece, Style
 from sakiyomi.server.schema import ChatRequest, Speculation, ToolName, function, joined, read_as
 from sakiyomi.server.stream import event
 
-__all__ = ["CountRequest", "MessagesRequest", "MessagesStyle"]
-
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "user": "metadata.user_id"}
 """Fields of chat completions that have another name here."""

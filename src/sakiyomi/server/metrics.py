@@ -18,8 +18,6 @@ from sakiyomi.kernels import build
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.kv_events import BLOCK
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
-
 logger = logging.getLogger("sakiyomi")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -17,8 +17,6 @@ from typing import Any
 import jinja2
 from starlette.responses import Response
 
-__all__ = ["page", "policy", "reference", "rendered"]
-
 SCRIPTS = "base", "markdown", "lanes", "tree", "chats", "talk"
 """Parts of the one script, in this order."""
 

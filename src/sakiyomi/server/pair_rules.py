@@ -11,8 +11,6 @@ from sakiyomi.server.errors import bad_request
 from sakiyomi.server.fields import DEFINITIONS, kinds, resolved
 from sakiyomi.server.tools import Pairs
 
-__all__ = ["GAP", "PairRules"]
-
 GAP = "/\\n?/"  # between marks
 _NOTES = {"type", "title", "description", "default", "examples"}
 _BOUNDS = {"minLength", "maxLength", "pattern"}

@@ -24,8 +24,6 @@ from sakiyomi.server.responses import ResponsesRequest
 from sakiyomi.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from sakiyomi.server.transcriptions import TranscriptionForm
 
-__all__ = ["BODY_THREADS", "Backend", "make_app"]
-
 BODY_THREADS = 2  # bodies, or PDF files, that are read at a time
 SAID = [{"role": "user", "content": "Hello"}]
 BODIES: dict[str, tuple[type[BaseModel], str, dict[str, Any]]] = {

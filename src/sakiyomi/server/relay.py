@@ -19,8 +19,6 @@ from sakiyomi.core.text import TextStream
 from sakiyomi.engine.request import GIVEN
 from sakiyomi.server.jobs import Event, Job
 
-__all__ = ["Names", "Relay", "Replay", "Sent"]
-
 Names = Callable[[int], str]
 """Gives a new id of so many bytes, in hexadecimal digits."""
 

@@ -24,8 +24,6 @@ from sakiyomi.server.stream import DONE, event
 from sakiyomi.server.thoughts import ChannelReader, ReasoningReader
 from sakiyomi.server.tools import ToolReader, shown
 
-__all__ = ["ChatStyle", "CompletionStyle", "Piece", "Sample", "Style", "usage"]
-
 NEVER = -9999.0  # OpenAI's log probability of an impossible token
 
 

@@ -17,8 +17,6 @@ from sakiyomi.server.replies import Piece, Style
 from sakiyomi.server.schema import Arguments, ChatRequest, Common, ToolName, function, joined, read_as
 from sakiyomi.server.stream import event
 
-__all__ = ["ResponsesRequest", "ResponsesStyle"]
-
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 """Fields of chat completions that have another name here."""
 UNFINISHED = ("in_progress", "incomplete")

@@ -25,8 +25,6 @@ from sakiyomi.server.paths import make_app
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["Work", "check", "serve", "serve_app", "uvicorn_config", "warm_up"]
-
 logger = logging.getLogger("sakiyomi.server")
 BACKLOG = 2048  # connections that wait to be accepted, as in uvicorn
 LAST = 2.0  # seconds to send errors to clients whose requests were ended

@@ -37,30 +37,6 @@ from sakiyomi.server.fields import (
     whole_items,
 )
 
-__all__ = [
-    "Arguments",
-    "Ask",
-    "ChatRequest",
-    "Common",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "EmbeddingsRequest",
-    "FunctionTool",
-    "ImagePart",
-    "Message",
-    "NamedChoice",
-    "ResponseFormat",
-    "Speculation",
-    "StreamOptions",
-    "TextPart",
-    "TokenizeRequest",
-    "ToolCall",
-    "ToolName",
-    "function",
-    "joined",
-    "read_as",
-]
-
 MOST_TEXTS = 2048
 """Most texts of a request for embeddings, as OpenAI has it. For completions ``max_n`` decides."""
 

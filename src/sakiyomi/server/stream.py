@@ -11,8 +11,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-__all__ = ["DONE", "EventStream", "event", "unless_gone"]
-
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

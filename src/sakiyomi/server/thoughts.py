@@ -16,8 +16,6 @@ from typing import Any
 
 from sakiyomi.server.tools import MARKS, Schemas, called
 
-__all__ = ["CLOSING", "ENDS", "OPENING", "ChannelReader", "ReasoningReader", "ends_inside"]
-
 OPENING, CLOSING = "<think>", "</think>"
 
 ENDS = ("<|call|>", "<|return|>")

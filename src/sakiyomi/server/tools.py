@@ -19,11 +19,6 @@ from sakiyomi.server.errors import unsupported
 from sakiyomi.server.fields import value_of
 from sakiyomi.server.schema import function
 
-__all__ = [
-    "FORMATS", "MARKS", "Pairs", "Schemas", "ToolFormat", "ToolReader", "called", "in_channels", "shown", "takes_texts",
-    "tool_format",
-]  # fmt: skip
-
 Schemas = Mapping[str, Mapping[str, Any]]
 MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
 """Of messages in channels."""

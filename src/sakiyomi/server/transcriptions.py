@@ -27,11 +27,6 @@ from sakiyomi.server.stream import event
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
-__all__ = [
-    "Transcription", "TranscriptionForm", "TranscriptionStyle", "heard", "read_form",
-    "read_transcription", "sound_jobs", "spoken",
-]  # fmt: skip
-
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 MOST_PARTS = 64  # of a form
 FORM = "send a form: curl -F file=@speech.wav -F model=whisper URL"

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from sakiyomi.engine.engine import Engine
     from sakiyomi.server.kv_events import EventPublisher
 
-__all__ = ["Turns", "Worker"]
-
 logger = logging.getLogger("sakiyomi.server")
 
 

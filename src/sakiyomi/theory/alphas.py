@@ -9,17 +9,6 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.theory.chains import expected_tokens
 from sakiyomi.theory.checks import count, distribution, fraction
 
-__all__ = [
-    "acceptance",
-    "alpha_of",
-    "guess_acceptance",
-    "matching_acceptance",
-    "mean_acceptance",
-    "positional_acceptance",
-    "synchronous_alpha",
-    "total_variation",
-]
-
 
 def acceptance(p: Sequence[float], q: Sequence[float]) -> float:
     """Probability that a token drawn from q is accepted by a target p: sum of min(p, q), which is 1 - TV(p, q).

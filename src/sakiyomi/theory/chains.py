@@ -10,16 +10,6 @@ from operator import mul
 from sakiyomi.core.errors import InputError
 from sakiyomi.theory.checks import cost, count, fraction, positive
 
-__all__ = [
-    "expected_chain_tokens",
-    "expected_tokens",
-    "marginal_gamma",
-    "operations_ratio",
-    "optimal_gamma",
-    "round_speedup",
-    "speedup",
-]
-
 # A draft that costs nothing and is often right has no best length; this is where the search ends.
 _LONGEST = 100_000
 

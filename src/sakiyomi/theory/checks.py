@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from sakiyomi.core.errors import InputError
 
-__all__ = ["cost", "count", "distribution", "fraction", "positive"]
-
 
 def distribution(name: str, values: Sequence[float]) -> list[float]:
     """None negative, sum 1."""

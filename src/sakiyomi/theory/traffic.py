@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from sakiyomi.theory.checks import cost, count, positive
 
-__all__ = ["Traffic", "kv_bytes", "memory_ratio", "pass_seconds", "traffic"]
-
 
 @dataclass(frozen=True)
 class Traffic:

@@ -12,8 +12,6 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.theory.chains import round_speedup
 from sakiyomi.theory.checks import cost, count, fraction
 
-__all__ = ["best_tree", "expected_tree_tokens", "optimal_tree"]
-
 
 def best_tree(ranks: Sequence[float] | Sequence[Sequence[float]], nodes: int, depth: int) -> list[tuple[int, ...]]:
     """The tree of so many nodes and levels with the most expected tokens, where chances depend on the rank alone.

@@ -17,8 +17,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from sakiyomi.cache.host import CacheHost, ModelHost
 
-__all__ = ["Merger", "Policy", "View"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class View:

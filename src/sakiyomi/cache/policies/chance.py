@@ -10,8 +10,6 @@ from torch import Tensor
 
 from sakiyomi.cache.policies.base import Policy, View
 
-__all__ = ["Random"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Random(Policy):

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from sakiyomi.cache.host import CacheHost
     from sakiyomi.cache.rotary import Turn
 
-__all__ = ["Expected"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Expected(Looking):

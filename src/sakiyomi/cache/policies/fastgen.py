@@ -11,8 +11,6 @@ from torch import Tensor
 from sakiyomi.cache.policies.base import View
 from sakiyomi.cache.policies.h2o import H2O
 
-__all__ = ["FastGen"]
-
 
 @dataclass(kw_only=True, eq=False)
 class FastGen(H2O):

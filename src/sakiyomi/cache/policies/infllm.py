@@ -13,8 +13,6 @@ from torch import Tensor
 from sakiyomi.cache.policies.base import View
 from sakiyomi.cache.policies.looking import Looking
 
-__all__ = ["InfLLM"]
-
 
 @dataclass(kw_only=True, eq=False)
 class InfLLM(Looking):

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from sakiyomi.cache.policies.base import Policy, View
 
-__all__ = ["KeyDiff", "Knorm"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Knorm(Policy):

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sakiyomi.cache.policies.merging.convolutions import Convolutions
     from sakiyomi.cache.policies.merging.formats import MergingFile
 
-__all__ = ["LoCoCo"]
-
 logger = logging.getLogger("sakiyomi")
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from sakiyomi.cache.policies.retaining.heads import RetainingHeads
     from sakiyomi.cache.policies.retaining.raw import Raw
 
-__all__ = ["Locret"]
-
 logger = logging.getLogger("sakiyomi")
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from sakiyomi.cache.policies.base import Policy, View
 
-__all__ = ["Looking", "scaled_queries"]
-
 ROWS = 128  # at once: a long chunk's attention is not held as a whole
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from sakiyomi.cache.policies.sparse import Chunk, Sparse
 from sakiyomi.core.cache_specs import PATTERNS
 
-__all__ = ["MInference"]
-
 Pattern = Literal["vertical-slash", "a-shape", "block-sparse", "auto"]
 LAST = 64  # rows by which columns and diagonals are judged
 FIRST, NEAREST = 30, 100  # columns and diagonals that are always among those chosen, up to half of them

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from sakiyomi.cache.policies.base import Policy, View
 
-__all__ = ["SirLLM"]
-
 
 @dataclass(kw_only=True, eq=False)
 class SirLLM(Policy):

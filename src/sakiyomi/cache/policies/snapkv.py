@@ -11,8 +11,6 @@ from torch import Tensor
 from sakiyomi.cache.policies.base import View
 from sakiyomi.cache.policies.looking import Looking
 
-__all__ = ["PyramidKV", "SnapKV"]
-
 
 @dataclass(kw_only=True, eq=False)
 class SnapKV(Looking):

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from sakiyomi.core.errors import InputError
 
-__all__ = ["Chunk", "Sparse", "attend_some"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Chunk:

@@ -29,8 +29,6 @@ from sakiyomi.cache.quantized import Packing
 from sakiyomi.cache.quantized_levels import LeveledPacking
 from sakiyomi.core.cache_specs import PAPER, CachePart, parse_cache
 
-__all__ = ["POLICIES", "CacheSpec", "read_cache"]
-
 _ALL = (
     Locret,
     InfLLM,

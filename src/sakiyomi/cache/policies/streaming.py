@@ -9,8 +9,6 @@ from torch import Tensor
 
 from sakiyomi.cache.policies.base import Policy, View
 
-__all__ = ["Recency", "Streaming"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Streaming(Policy):

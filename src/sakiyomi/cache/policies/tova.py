@@ -10,8 +10,6 @@ from torch import Tensor
 from sakiyomi.cache.policies.base import View
 from sakiyomi.cache.policies.looking import Looking
 
-__all__ = ["TOVA"]
-
 
 @dataclass(kw_only=True, eq=False)
 class TOVA(Looking):

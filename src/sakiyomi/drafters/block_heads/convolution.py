@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from sakiyomi.drafters.block_heads.formats import BlockOptions
 
-__all__ = ["ConvolvedLayer"]
-
 
 class Convolution(nn.Module):
     """The convolutions of the input and of the output of attention or MLP.

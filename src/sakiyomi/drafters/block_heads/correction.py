@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from sakiyomi.core.errors import LoadError
 from sakiyomi.drafters.block_heads.formats import BlockFile
 
-__all__ = ["Correct", "Corrections", "Selector"]
-
 Correct = Callable[[int, Sequence[int], Tensor, Sequence[int]], tuple[Tensor, list[float] | None]]
 """Of one block: from a slot, the candidates before it (-1: the last committed token), their tokens, and the parents of
 all candidates, to the slot's logits behind each, (places, V), and how likely its guesses are to be accepted there."""

@@ -25,8 +25,6 @@ from sakiyomi.drafters.head_files import (
     pop_tokens,
 )
 
-__all__ = ["ENTRIES", "SECOND", "BlockFile", "BlockOptions", "read_block", "usual_layers", "write_block"]
-
 WHAT = "block drafter"
 MARKOV = ("vanilla", "gated", "rnn")
 _CAUSAL = ("causal_head", "causal", "is_causal")

@@ -25,8 +25,6 @@ from sakiyomi.drafters.head_model import (
 )
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["make_block"]
-
 _BESIDE = ("fc.", "hidden_norm.", "markov_head.", "confidence_head.", "candidate_selector.")
 
 

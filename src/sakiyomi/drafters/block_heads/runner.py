@@ -18,8 +18,6 @@ from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["BlockRunner"]
-
 
 class BlockRunner(Beside):
     """Writes keys and values of the text, and guesses blocks of tokens.

@@ -19,8 +19,6 @@ from sakiyomi.core.text import profile
 from sakiyomi.core.tokens import TokenNames
 from sakiyomi.drafters.cross_tokenizer.borders import Borders, Cut
 
-__all__ = ["Continuation", "Lexicon", "Mirror", "continuation"]
-
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _ANCHORS = ("a", "e", "の", ".", "1", "x")
 _SPACES = "\n\r\t\u00a0\u3000"

@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 
-__all__ = ["Borders", "Cut"]
-
 Cut = tuple[list[int], list[int]]
 """Tokens, and where each of them ends in the text; -1 where that is unknown."""
 

@@ -23,8 +23,6 @@ from sakiyomi.drafters.cross_tokenizer.translation import Translation, Translato
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["CrossDrafter"]
-
 TAIL = 8
 """Last committed tokens that are re-tokenised together with what follows them."""
 SETTLING = 0.5

@@ -13,8 +13,6 @@ from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, continuation
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.guessed_tree import GuessedTree
 
-__all__ = ["Translation", "Translator"]
-
 
 @dataclass(slots=True)
 class Translation(GuessedTree):

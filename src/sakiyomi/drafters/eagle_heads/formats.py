@@ -25,8 +25,6 @@ from sakiyomi.drafters.head_files import (
     token_tensors,
 )
 
-__all__ = ["FLAGS", "IDS", "EagleFile", "EagleOptions", "read_eagle", "usual_layers", "write_eagle"]
-
 WHAT = "EAGLE head"
 IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

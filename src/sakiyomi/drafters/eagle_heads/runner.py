@@ -19,8 +19,6 @@ from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["EagleHead", "FeatureHead", "SharedHead"]
-
 
 class FeatureHead(ABC):
     """A head whose rows read a feature each, beside a packed target.

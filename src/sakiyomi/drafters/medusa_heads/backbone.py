@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 
-__all__ = ["Backbone", "check_heads"]
-
-
 PADDING = 1024
 
 

@@ -25,8 +25,6 @@ from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FORMATS", "Format", "HeadsFile", "read_heads", "write_heads"]
-
 logger = logging.getLogger("sakiyomi")
 Format = Literal["medusa", "merged", "vllm"]
 FORMATS: tuple[Format, ...] = ("medusa", "merged", "vllm")

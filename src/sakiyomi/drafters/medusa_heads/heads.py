@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from sakiyomi.core.errors import InputError
 
-__all__ = ["HeadsShape", "MedusaHeads"]
-
 
 @dataclass(frozen=True)
 class HeadsShape:

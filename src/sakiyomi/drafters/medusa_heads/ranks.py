@@ -16,8 +16,6 @@ from torch import Tensor
 
 from sakiyomi.theory import best_tree
 
-__all__ = ["LISTED", "Ranks", "rank_texts"]
-
 LISTED = 16
 """Ranks from this one on are not told apart."""
 

@@ -17,8 +17,6 @@ from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["MedusaRunner"]
-
 
 class MedusaRunner(Beside):
     """Computes the logits of the heads, with the target's kernels where possible.

@@ -12,8 +12,6 @@ from sakiyomi.core.digests import sealed, unsealed
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import whole_file
 
-__all__ = ["FILE", "Tuned", "read_tuned", "write_tuned"]
-
 FILE = "tuned.json"
 
 

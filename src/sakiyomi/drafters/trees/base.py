@@ -14,8 +14,6 @@ from typing import ClassVar, Literal, NamedTuple
 
 from sakiyomi.core.tree import best_nodes
 
-__all__ = ["LISTED", "Builder", "CandidateTree", "FixedBuilder", "PickingBuilder", "Shape", "native_shape"]
-
 LISTED = 8
 """Candidates listed at a place; further ones are accepted in less than 1 % of cases."""
 

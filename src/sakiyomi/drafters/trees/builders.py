@@ -10,8 +10,6 @@ from typing import ClassVar
 from sakiyomi.drafters.trees.base import Builder, CandidateTree, FixedBuilder, PickingBuilder, Shape
 from sakiyomi.theory import best_tree
 
-__all__ = ["BestFirst", "Chain", "Choices", "DDTree", "Dynamic", "Static"]
-
 LEVELS = 4  # of a best-first tree that are counted at full width; most are narrow
 Path = tuple[int, ...]
 Chances = tuple[float, ...] | tuple[tuple[float, ...], ...]

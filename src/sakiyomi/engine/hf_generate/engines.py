@@ -28,8 +28,6 @@ from sakiyomi.model_executor.loading import (
 from sakiyomi.model_executor.positions import ENDLESS, position_count, rope_limit
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["NO_TEXT", "Assistance", "Engines", "Ready"]
-
 logger = logging.getLogger("sakiyomi")
 SLOTS = 64
 """Rows of a batch that run at once; more wait."""

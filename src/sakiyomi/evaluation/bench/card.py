@@ -27,8 +27,6 @@ from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared,
 from sakiyomi.evaluation.bench.models import WAYS
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
-__all__ = ["card", "minute"]
-
 FORMAT = 1
 TITLE = "greedy, one prompt at a time, tokens/s"
 LAPS_UNTIL = 40.0

@@ -13,8 +13,6 @@ from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
 from sakiyomi.evaluation.settings import TargetSettings
 
-__all__ = ["BenchConfig", "CardConfig", "Note", "PairSettings", "TextSettings", "silent"]
-
 Note = Callable[[str], None]
 """Receives lines of progress."""
 

@@ -24,8 +24,6 @@ from sakiyomi.evaluation.bench.quality import perplexity
 from sakiyomi.evaluation.bench.runner import Contender, Outputs
 from sakiyomi.kernels.quantization import QUANTIZATIONS
 
-__all__ = ["Load", "Texts", "opened", "peers"]
-
 ALONE, TOGETHER, PROMPT = 4, (8, 32), 900
 """Texts one at a time, requests at once, tokens of a long prompt."""
 

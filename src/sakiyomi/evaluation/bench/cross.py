@@ -15,8 +15,6 @@ from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.runner import Contender, Lap, figured
 from sakiyomi.model_executor.loading import same_tokenizer
 
-__all__ = ["cross"]
-
 NODES = 15  # of a tree as deep as the chains
 
 

@@ -18,8 +18,6 @@ from sakiyomi.evaluation.bench.runner import Lap, Standing, figured
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.theory import expected_tokens
 
-__all__ = ["oracle", "selfdraft", "trees"]
-
 NODES = 15
 CHAINS = (2, 4, 8)
 

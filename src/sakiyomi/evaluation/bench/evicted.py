@@ -17,8 +17,6 @@ from sakiyomi.evaluation.bench.meter import round_figures
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
 
-__all__ = ["evicted"]
-
 
 @declared("tokens/s after the prompt, by its length")
 def evicted(row: PairRow) -> Races:

@@ -24,8 +24,6 @@ from sakiyomi.evaluation.bench.runner import Lap, figured
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.typical import threshold
 
-__all__ = ["medusa", "typical"]
-
 TEMPERATURES = (0.0, 0.7, 1.0)
 EPSILONS = (0.01, 0.03, 0.09, 0.2, 0.4)
 WARM = 0.7  # temperature of the row typical, as in the paper's figures

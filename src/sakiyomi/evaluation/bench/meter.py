@@ -12,8 +12,6 @@ from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.machine import bandwidth
 from sakiyomi.kernels.batch import BatchPlan
 
-__all__ = ["Meter", "round_figures", "round_ms"]
-
 
 def round_figures(total: Stats) -> dict[str, float]:
     """Of a sum over requests: tau, acceptance, and milliseconds a round in draft, score and everything else.

@@ -18,8 +18,6 @@ from sakiyomi.evaluation.loading import load
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["WAYS", "NearTies", "Pair", "inflated", "rounding"]
-
 MEASURED = 4  # texts on which a judge measures what rounding does
 WAYS = ("plain", "assisted", "prompt lookup")
 """How transformers generates: alone, with a draft model, with drafts from the text itself."""

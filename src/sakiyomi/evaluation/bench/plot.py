@@ -13,8 +13,6 @@ from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, need_matplotlib,
 from sakiyomi.evaluation.bench.pictures import Lines, Panel, Theme, curves, drawing
 from sakiyomi.evaluation.bench.report import Row
 
-__all__ = ["BY_BATCH", "ORACLE", "check", "draw"]
-
 SUFFIXES = (".png", ".svg")
 WHISKER = "#222222"
 WAYS = ("plain", "speculative")

@@ -17,8 +17,6 @@ from sakiyomi.core.prompts import read_text
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.runner import Contender
 
-__all__ = ["Logits", "Quality", "perplexity"]
-
 TOKENS = 2048
 CHUNK = 256
 """Tokens that see each other; each chunk is a text of its own."""

@@ -9,8 +9,6 @@ from typing import Any
 from sakiyomi.core.memory import readable
 from sakiyomi.evaluation.bench.runner import Spread, Standing
 
-__all__ = ["Row", "condition_line", "of_race", "race_notes", "unclaimed"]
-
 HEADS = {
     "tokens_per_second": ("tok/s", 1),
     "characters_per_second": ("char/s", 1),

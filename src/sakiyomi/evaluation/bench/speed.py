@@ -16,8 +16,6 @@ from sakiyomi.evaluation.bench.models import WAYS
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing
 
-__all__ = ["batch", "dropin", "everybody", "fitting", "speculative", "stories", "sweep"]
-
 BATCH = 8
 
 

@@ -24,8 +24,6 @@ from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.speed import batch, dropin, speculative, stories, sweep
 from sakiyomi.evaluation.bench.study import attempted
 
-__all__ = ["ROWS", "measure", "run"]
-
 Measure = Callable[[PairRow], Row]
 Rows = Mapping[str, Measure]
 _DECLARED: list[Measure] = [minute, speculative, stories, batch, sweep, trees, oracle, offload, peers, cross]

@@ -18,8 +18,6 @@ from sakiyomi.kernels.native import numbers, pointer
 from sakiyomi.model_executor.attention import latent
 from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 
-__all__ = ["CpuBackend"]
-
 MOST_PARTS = 5  # tensors of a row of a recurrence, see recurrent.h
 
 

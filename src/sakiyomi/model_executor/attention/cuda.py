@@ -38,8 +38,6 @@ from sakiyomi.model_executor.attention.registry import (
 )
 from sakiyomi.model_executor.attention.torch import attend_all
 
-__all__ = ["CudaBackend", "CudaGraphs"]
-
 logger = logging.getLogger("sakiyomi")
 KEPT = 64  # shapes whose tensors and captured passes are kept: each has logits of its own
 

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from sakiyomi.kernels.pack import is_linear
 
-__all__ = ["expand", "is_latent", "outputs", "pays", "prompt", "prompts_by", "queries", "serve_latents"]
-
 LATENT, VALUES = "sakiyomi_latent", "sakiyomi_values"
 Expanded = Callable[[nn.Module, Tensor, Tensor, int, float, float, int], Tensor | None]
 """Attention with expanded keys: of a module, queries (1, H, N, plain + rotary), latents (1, 1, N, rank + rotary) and

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Reach", "reach_of"]
-
 FAR = (1 << 18) + 7
 """The row that is asked first; larger windows count as none."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from sakiyomi.cache.observations import RowObservations
 from sakiyomi.kernels.batch import BatchPlan
 
-__all__ = ["listen"]
-
 
 class _Pass(threading.local):
     """By thread: models run beside each other."""

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from sakiyomi.cache.layout import Alibi
 from sakiyomi.model_executor.attention.op import eager
 
-__all__ = ["OWN", "serve_own"]
-
 Attend = Callable[..., Tensor]
 """From module, queries, keys and values (1, heads, N, dim), factor of scores and ALiBi to (1, N, heads * dim)."""
 

@@ -20,8 +20,6 @@ from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.native import PackedWeights
 
-__all__ = ["AttentionBackend", "BackendNeeds", "BeginPass", "PassForward", "PassRecorder", "PassResult"]
-
 PassResult = tuple[Tensor, tuple[Tensor, ...]]
 """Logits (1, N, V), and the captured hidden states, (1, N, hidden) each (see ``features.py``)."""
 PassForward = Callable[[Tensor, Tensor], PassResult]

@@ -23,8 +23,6 @@ from sakiyomi.kernels.device import gpu_kernels
 from sakiyomi.model_executor.attention.cuda import CudaBackend, CudaGraphs, bucket
 from sakiyomi.model_executor.attention.registry import BackendNeeds, BeginPass, PassForward, PassRecorder, PassResult
 
-__all__ = ["TritonBackend", "TritonGraphs"]
-
 MOST_ROWS = 256
 """Of a pass that is captured."""
 FIRST_NODES = 2048

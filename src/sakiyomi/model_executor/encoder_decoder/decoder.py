@@ -22,8 +22,6 @@ from sakiyomi.model_executor.recorded_model import PlainConfig
 from sakiyomi.model_executor.structural_copy import structural_copy
 from sakiyomi.model_executor.widened import widened
 
-__all__ = ["Decoder", "Encoder", "split"]
-
 
 class _Attention(nn.Module):
     """The projections of one of transformers' attention modules.

@@ -7,8 +7,6 @@ from typing import Any
 
 from sakiyomi.core.errors import UnsupportedError
 
-__all__ = ["FAMILIES", "Family", "family_of"]
-
 
 @dataclass(frozen=True)
 class Family:

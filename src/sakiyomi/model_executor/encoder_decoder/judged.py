@@ -13,8 +13,6 @@ from sakiyomi.cache.cross_attention import Source
 from sakiyomi.kernels.quantization import choose_bits, layer_errors
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 
-__all__ = ["Judged", "judge_whole"]
-
 
 @dataclass(frozen=True)
 class Judged:

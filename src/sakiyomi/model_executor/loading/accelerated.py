@@ -18,8 +18,6 @@ from sakiyomi.kernels.pack import is_linear
 from sakiyomi.kernels.quantization import QuantizationReport, compare
 from sakiyomi.model_executor.loading.reader import Reader
 
-__all__ = ["read_quantized", "torchao"]
-
 
 def torchao(kind: str, name: str, dtype: torch.dtype) -> Any:
     """Torchao's configuration for transformers.

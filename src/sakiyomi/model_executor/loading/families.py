@@ -12,11 +12,6 @@ from sakiyomi.core.model_folder import raw_config
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.model_executor.recurrences import has_state_functions
 
-__all__ = [
-    "NO_TEXT", "auto_class", "check_adapter", "check_states", "check_supported", "has_encoder", "has_experts",
-    "read_config", "text_config",
-]  # fmt: skip
-
 _STATES = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
 """Layer types (transformers' ``layer_types``) that keep something else than keys and values."""
 

@@ -15,8 +15,6 @@ from sakiyomi.kernels.pack import is_linear
 from sakiyomi.model_executor.loading.families import auto_class, has_experts
 from sakiyomi.model_executor.loading.reader import Reader, quiet
 
-__all__ = ["by_layer", "check_memory", "without_weights"]
-
 _BITS = {"int8": 8.2, "int4": 4.6}  # of a weight with its scales
 
 

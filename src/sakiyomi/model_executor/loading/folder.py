@@ -15,8 +15,6 @@ from sakiyomi.model_executor.loading.reader import quiet
 
 logger = logging.getLogger("sakiyomi")
 
-__all__ = ["check_sees", "read_extractor", "read_tokenizer"]
-
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 

@@ -11,8 +11,6 @@ from sakiyomi.core.messages import one_line
 from sakiyomi.model_executor.loading.gguf_metadata import facts_of, use_facts
 from sakiyomi.model_executor.loading.reader import quiet
 
-__all__ = ["read_gguf"]
-
 _FLOATS = ("F32", "F16", "BF16")  # called alike in both formats
 _TOKENS = "tokenizer.ggml.tokens"
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from sakiyomi.core.errors import UnsupportedError
 
-__all__ = ["ROPE_TENSORS", "facts_of", "use_facts"]
-
 logger = logging.getLogger("sakiyomi")
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")

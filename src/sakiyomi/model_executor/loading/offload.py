@@ -18,8 +18,6 @@ from sakiyomi.model_executor.loading.fit import by_layer, without_weights
 from sakiyomi.model_executor.loading.reader import Reader
 from sakiyomi.model_executor.loading.stream import hooks
 
-__all__ = ["OFFLOADS", "Offload", "parse_offload", "read_offloaded"]
-
 OFFLOADS = ("auto", "cpu", "disk")
 ROOM = {"cpu": 0.8, "cuda": 0.85}  # share of the available memory that "auto" fills; the rest is for caches and passes
 

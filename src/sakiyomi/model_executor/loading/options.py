@@ -7,8 +7,6 @@ import torch
 from sakiyomi.core.dtypes import check_dtype
 from sakiyomi.core.errors import InputError
 
-__all__ = ["parse_device", "parse_dtype"]
-
 
 def parse_dtype(value: str | torch.dtype) -> torch.dtype | None:
     """The dtype asked for; None for "auto".

@@ -56,24 +56,6 @@ from sakiyomi.model_executor.multimodal import tensors_aside
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = [
-    "ABOUT",
-    "REMEDY",
-    "WEIGHTS",
-    "copy_place",
-    "is_packed",
-    "json_seal",
-    "packed_files",
-    "put_layers",
-    "read_about",
-    "read_layers",
-    "read_packed",
-    "remove_leftovers",
-    "same_layers",
-    "save_packed",
-    "source_key",
-]
-
 logger = logging.getLogger("sakiyomi")
 FORMAT = 3
 ABOUT, WEIGHTS = PACKED_FILE, "packed.safetensors"

@@ -10,8 +10,6 @@ from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.model_executor.loading.families import has_encoder
 from sakiyomi.model_executor.loading.model import Loaded
 
-__all__ = ["check_cross_pair", "check_family", "check_pair", "same_tokenizer"]
-
 _PLACEHOLDER = re.compile(
     r"""[<\[(]?\|?_?(pad|padding|extra|extra_id|extra_token|unused|reserved|reserved_special_token|dummy|empty
         |placeholder|madeupword|filler)[-_ ]?(token|id)?[-_ ]?\d*_?\|?[>\])]?""",

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["METHOD", "register"]
-
 METHOD = "sakiyomi"
 """The folder's ``quant_method`` in config.json."""
 

@@ -8,8 +8,6 @@ from sakiyomi.cache.layout import LayerShape
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.quantization import QuantizationReport
 
-__all__ = ["Prepared"]
-
 
 @dataclass(frozen=True)
 class Prepared:

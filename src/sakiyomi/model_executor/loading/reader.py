@@ -23,8 +23,6 @@ from sakiyomi.model_executor.loading.families import auto_class
 from sakiyomi.model_executor.loading.unpacking import as_numbers, unpacking
 from sakiyomi.model_executor.multimodal import names_aside
 
-__all__ = ["Reader", "quiet"]
-
 logger = logging.getLogger("sakiyomi")
 
 

@@ -13,8 +13,6 @@ from sakiyomi.core.prompts import STORIES
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["RecordedTokenizer", "recorded_tokenizer"]
-
 KNOWN = (
     "all_special_ids", "bos_token", "bos_token_id", "chat_template", "clean_up_tokenization_spaces", "eos_token",
     "eos_token_id", "model_max_length", "name_or_path", "pad_token", "pad_token_id", "padding_side", "unk_token",

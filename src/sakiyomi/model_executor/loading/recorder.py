@@ -42,8 +42,6 @@ from sakiyomi.model_executor.trace import trace
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["save_recording"]
-
 logger = logging.getLogger("sakiyomi")
 MOST = 2 << 30  # bytes of a model that is recorded: of a larger one the class is no great part of a start,
 MOST_PACKED = 16 << 30  # unless its weights are packed already

@@ -50,19 +50,6 @@ from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.recorded_tokenizer import RecordedTokenizer
 from sakiyomi.model_executor.recorded_model import PlainConfig, RecordedModel
 
-__all__ = [
-    "SCRIPT",
-    "SHIPPED",
-    "TOKENIZER",
-    "TensorSource",
-    "assemble",
-    "place_of",
-    "read_recording",
-    "recording_key",
-    "shipped_key",
-    "undeprecated",
-]
-
 logger = logging.getLogger("sakiyomi")
 FORMAT = 4
 SCRIPT, TOKENIZER = "script", "tokenizer"

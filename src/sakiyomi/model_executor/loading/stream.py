@@ -27,8 +27,6 @@ from sakiyomi.core.checkpoint import Header, read_header
 from sakiyomi.core.dtypes import STORED
 from sakiyomi.core.errors import LoadError
 
-__all__ = ["Extent", "WeightStream", "attach", "hooks", "is_offloaded"]
-
 OPEN = 64  # files that are kept open
 CHUNK = 1 << 17  # bytes that the system is asked for at a time: of more it may read no more than the first part
 SMALL = 1 << 16  # bytes of a tensor (a norm, a bias) that stays in memory once it was read

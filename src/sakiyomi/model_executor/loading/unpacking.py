@@ -10,8 +10,6 @@ from typing import Any
 
 from sakiyomi.model_executor.loading.gguf_metadata import ROPE_TENSORS
 
-__all__ = ["as_numbers", "unpacking"]
-
 logger = logging.getLogger("sakiyomi")
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from sakiyomi.cache.recurrent import Recurrence, Site
 
-__all__ = ["LinearAttention", "Run", "StateFunction", "decayed", "spread"]
-
 
 class Run(Protocol):
     """Computes the outputs of a pass's rows on the states of their requests."""

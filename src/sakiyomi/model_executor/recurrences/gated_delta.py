@@ -11,8 +11,6 @@ from torch import Tensor
 from sakiyomi.cache.recurrent import Around
 from sakiyomi.model_executor.recurrences.base import LinearAttention, Run, decayed, spread
 
-__all__ = ["GatedDelta", "KimiDelta"]
-
 EPSILON = 1e-6  # of transformers' and FLA's normalization of queries and keys
 
 

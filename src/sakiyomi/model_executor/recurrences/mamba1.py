@@ -11,8 +11,6 @@ from torch import Tensor
 from sakiyomi.cache.recurrent import Site
 from sakiyomi.model_executor.recurrences.base import Run, StateFunction
 
-__all__ = ["Mamba1"]
-
 
 class Mamba1(StateFunction):
     """``mamba_selective_scan``. The state is (channels, state width).

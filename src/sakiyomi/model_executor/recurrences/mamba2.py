@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from sakiyomi.cache.recurrent import Around
 from sakiyomi.model_executor.recurrences.base import LinearAttention, Run
 
-__all__ = ["Mamba2"]
-
 
 class Mamba2(LinearAttention):
     """``mamba2_chunk_scan``. The state is (heads, state width, head width).

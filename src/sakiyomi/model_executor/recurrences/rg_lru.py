@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from sakiyomi.model_executor.recurrences.base import Run, StateFunction
 
-__all__ = ["RgLru"]
-
 
 class RgLru(StateFunction):
     """``RecurrentGemmaRglru._rnn_scan``. The state is (channels,); rows are inputs and decays (N, channels)."""

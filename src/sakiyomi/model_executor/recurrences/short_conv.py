@@ -11,8 +11,6 @@ from torch import Tensor
 from sakiyomi.cache.recurrent import Around
 from sakiyomi.model_executor.recurrences.base import Run, StateFunction
 
-__all__ = ["ConvModule", "ShortConv"]
-
 
 class ShortConv(StateFunction):
     """``causal_conv1d_fn``. The state are the inputs of the last tokens, (taps, channels), the newest one last."""

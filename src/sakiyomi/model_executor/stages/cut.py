@@ -26,8 +26,6 @@ from sakiyomi.model_executor.loading.fit import without_weights
 from sakiyomi.model_executor.loading.packed import ABOUT, WEIGHTS, is_packed, json_seal
 from sakiyomi.model_executor.structural_copy import layer_kinds, layer_list
 
-__all__ = ["cut", "is_cut", "stage_count", "stage_folder"]
-
 TINY = 8
 
 

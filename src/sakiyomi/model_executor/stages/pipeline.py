@@ -30,8 +30,6 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.stages.cut import stage_count, stage_folder
 from sakiyomi.model_executor.structural_copy import layer_list
 
-__all__ = ["lead"]
-
 ADVICE = "a stage of the model is gone with it: load the model again"
 
 _library = torch.library.Library("sakiyomi", "FRAGMENT")
@@ -61,6 +59,7 @@ class Border:
         _borders[self.number] = self
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Hidden states of this stage's last layer to those that the next stages give."""
         return self._cross(hidden)
 
     def behind(self, layer: nn.Module) -> None:

@@ -23,8 +23,6 @@ from sakiyomi.sampling.rows import Row, draw, positive_part, without
 from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
 from sakiyomi.sampling.verifiers.ratio import LEAST_MASS
 
-__all__ = ["BlockVerifier", "after_refusal", "level_of"]
-
 
 class BlockVerifier(Verifier):
     """Never accepts fewer tokens on average than the ratio rule, but also reads the rows after a rejected token.

@@ -12,8 +12,6 @@ from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier
 from sakiyomi.sampling.verifiers.greedy import follow
 
-__all__ = ["CoupledVerifier"]
-
 
 class CoupledVerifier(Verifier):
     """Accepts the longest path of the target's noisy choices, of every kind of draft; reads no draft probabilities."""

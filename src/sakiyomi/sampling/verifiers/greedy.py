@@ -8,8 +8,6 @@ from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, ended
 
-__all__ = ["GreedyVerifier", "follow"]
-
 
 def follow(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
     """Accept nodes as long as one of the children is the token that the target chose.

@@ -24,8 +24,6 @@ from sakiyomi.sampling.verifiers.coupled import CoupledVerifier
 from sakiyomi.sampling.verifiers.greedy import GreedyVerifier
 from sakiyomi.sampling.verifiers.ratio import RatioVerifier
 
-__all__ = ["HALF", "KINDS", "Case", "pack_case", "verify_all"]
-
 _CASE = struct.Struct("=9q3d2Q")  # Case in verify.h
 _RULES: dict[type[Verifier], int] = {GreedyVerifier: 0, CoupledVerifier: 1, RatioVerifier: 2, BlockVerifier: 3}
 KINDS: tuple[VerdictKind, ...] = ("plain", "recovered", "bonus")

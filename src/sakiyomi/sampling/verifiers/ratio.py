@@ -12,8 +12,6 @@ from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, draw, positive_part, without
 from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
 
-__all__ = ["LEAST_MASS", "RatioVerifier", "residual"]
-
 # Below this mass a residual is rounding error of float32 rows, not a distribution.
 LEAST_MASS = 1e-7
 

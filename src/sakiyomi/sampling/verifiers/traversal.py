@@ -29,8 +29,6 @@ from sakiyomi.sampling.rows import Row, draw, without
 from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
 from sakiyomi.sampling.verifiers.block import after_refusal, level_of
 
-__all__ = ["TraversalVerifier"]
-
 
 class _Place:
     """A node on the path that is tried, or the root (-1).

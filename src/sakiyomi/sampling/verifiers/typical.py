@@ -15,8 +15,6 @@ from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, draw
 from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, ended
 
-__all__ = ["TypicalVerifier", "threshold"]
-
 
 def threshold(probs: Row, epsilon: float, delta: float) -> float:
     """Probability above which a token is typical; less than the largest one, so that some token always is.

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from sakiyomi.core.errors import InputError
 
-__all__ = ["KERNEL", "Convolutions", "MergingShape"]
-
 KERNEL = 21
 """Pairs side by side that a weight depends on, as in the paper."""
 NORM = 0.5

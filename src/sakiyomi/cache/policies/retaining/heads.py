@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 
-__all__ = ["RetainingHeads", "RetainingShape", "activation_of", "default_width"]
-
 LARGE = 2048  # width of hidden states from which on heads are as wide as the paper's
 WIDE, NARROW = 1024, 256
 

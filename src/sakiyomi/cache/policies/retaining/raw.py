@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from sakiyomi.core.errors import UnsupportedError
 
-__all__ = ["Raw", "find_projections", "out_features"]
-
 Then = Callable[[int, Tensor], None]
 """Told of a layer, counted from 0, and its (rows, width) as soon as they are there: before the layer's attention."""
 

@@ -17,8 +17,6 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.files import cache_folder, whole_file
 from sakiyomi.model_executor.loading import Loaded
 
-__all__ = ["KINDS", "gguf_file", "gguf_folder"]
-
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 """ggml's names of torch's dtypes, and of its blocks of 32 weights in 8 or 4 bits."""
 _LAYOUT = 2

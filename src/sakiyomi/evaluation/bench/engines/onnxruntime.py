@@ -10,8 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-__all__ = ["convert", "start"]
-
 KINDS = {"float32": "fp32", "int8": "int8", "int4": "int4"}
 """What its model builder writes for a CPU; it has no passes in bfloat16 there."""
 

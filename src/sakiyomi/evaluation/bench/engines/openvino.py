@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["convert", "start"]
-
 GROUP = 64
 """Weights of 4 bits that share a scale."""
 WEIGHTS = {"float32": ["fp32"], "bfloat16": ["fp16"], "int8": ["int8"]}

@@ -17,8 +17,6 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.evaluation.bench.engines.registry import OtherEngine
 from sakiyomi.evaluation.bench.runner import Lap
 
-__all__ = ["EngineProcess", "python_of"]
-
 WORKER = Path(__file__).with_name("worker.py")
 STARTING, WRITING = 900.0, 600.0
 """Seconds that an engine may take to open a model (it may have to convert it first), and for one lap."""

@@ -14,8 +14,6 @@ from sakiyomi.evaluation.bench.engines import gguf_files
 from sakiyomi.model_executor.loading import Loaded
 from sakiyomi.model_executor.loading.recording import SHIPPED
 
-__all__ = ["ENGINES", "OtherEngine", "converted_folder", "environments", "without_recordings"]
-
 
 def _as_gguf(loaded: Loaded, kind: str) -> Path:
     return gguf_files.gguf_file(loaded, gguf_files.KINDS[kind])

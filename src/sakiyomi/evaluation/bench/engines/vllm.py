@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["settings", "start"]
-
 GIGABYTES = 1
 """Of keys and values; far more than the texts of a benchmark need."""
 

@@ -25,8 +25,6 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["serve"]
-
 
 def serve(file: str, asked: TextIO, answers: TextIO) -> None:
     """Answer line by line until there is none left."""
