@@ -176,6 +176,10 @@ class _Columns:
     def reserve(self, slot: int, columns: int) -> None:
         """There is always room."""
 
+    def has_room(self, slot: int, columns: int) -> bool:
+        """There is always room."""
+        return True
+
     def check(self, requests: int, columns: int) -> None:
         """It always fits."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import tomllib
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,9 @@ class ReportConfig(PairSettings):
     tasks: tuple[str, ...] = ()
     memory_target: str = "retriever"
     memory_lengths: tuple[str, ...] = ("1024", "4096")
-    _: KW_ONLY
-    repeats: int = 3
-    max_new_tokens: int = 96
-    count: int = 4
+    repeats: int = field(default=3, kw_only=True)
+    max_new_tokens: int = field(default=96, kw_only=True)
+    count: int = field(default=4, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
