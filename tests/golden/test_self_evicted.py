@@ -40,13 +40,9 @@ def test_greedy(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [{"exact": True}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
-def test_other_paths(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs that the target has too, and passes that are bit for bit equal; the same seed, and trees.
-    A graph takes seconds: there is one of each, and these are not played with again.
-    """
-    if "compile" in options:
-        monkeypatch.setattr("sakiyomi.model_executor.build.SIZES", (16,))
+@pytest.mark.parametrize("options", [{"exact": True}, {"compile": "auto"}], ids=str)
+def test_other_paths(options: dict[str, Any]) -> None:
+    """Recorded passes, and passes that are bit for bit equal; the same seed, and trees."""
     both = [make("llama", draft, **options) for draft in ("none", f"self-evicted:{BUDGET}")]
     more = ({"temperature": 0.9, "seed": 3}, {"nodes": 9}) if options.get("exact") else ()
     for values in ({}, *more):
