@@ -14,7 +14,7 @@ from architectures import CONFIGS, HYBRIDS, KINDS, model_of, prompt
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
-from sakiyomi.model_executor import program, program_steps, torch_steps
+from sakiyomi.model_executor import kernel_steps, program, program_steps, torch_steps
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.program import Program
 from sakiyomi.model_executor.recorded_passes import RecordedPasses
@@ -73,8 +73,8 @@ def test_positions_beyond_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_program_is_not_used(operator: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether its outputs are others than those of an eager pass, or the kernels refuse a step: passes stay eager."""
     expected = passes(build_runner(tiny_llama(), compile=False))
-    wrong = {**program_steps._STEPS, operator: (step, program_steps._STEPS[operator][1])}
-    monkeypatch.setattr(program_steps, "_STEPS", wrong)
+    steps = kernel_steps.KERNEL_STEPS
+    monkeypatch.setattr(program_steps, "KERNEL_STEPS", {**steps, operator: (step, steps[operator][1])})
     runner = build_runner(tiny_llama(), compile="auto")
     found = passes(runner)
     assert isinstance(runner.recorder, RecordedPasses) and runner.recorder.failed
@@ -131,6 +131,18 @@ CALLED: dict[str, Callable[[Tensor], Tensor]] = {
     "one by the root": lambda x: torch.pow(x, -0.5),
     "inverse": lambda x: x.pow(-1),
     "bounds": lambda x: x.clamp(min=-1.5, max=2),
+    "one bound": lambda x: x.clamp(max=1.25) + x.clamp_min(-7) + x.clamp(min=0) + x.mT.clamp(-1, 0.3).mT,
+    "bounds of places": lambda x: x * torch.arange(x.shape[1]).add(x.topk(1).indices[0, :, 0]).clamp(3, 40)[:, None],
+    "chosen by bounds": lambda x: torch.where((x >= -0.3) & (x.float() < 0.9) & (x != 0.5), 3.25, x).where(x <= 9, -1),
+    "whole numbers in place": lambda x: (
+        x * (y := x.topk(3).indices).view(-1).add_(2).view_as(y)[..., :1] * (3 - y[..., :1])
+    ),
+    "of truth values": lambda x: x * ((x > 0) == 1) * (x.topk(1).indices > 0.5),
+    "the rest": lambda x: 1 - x + (0.3 - x),
+    "twice in place": lambda x: (y := x * 2) + y.view(-1).add_(1).sub_(y.flatten()).view_as(y) + y,
+    "full of one": lambda x: (
+        torch.full_like(x, 0.3).masked_fill_(x > 1, 5) + torch.full_like(x, 1, dtype=torch.float64)
+    ),
     "the larger ones": lambda x: x.masked_fill(x > 0.7, 3.25),
     "difference": lambda x: x - x.flip(-1),
     "several at once": lambda x: x.topk(3).values * x.topk(3).indices.to(x.dtype),

@@ -27,7 +27,7 @@ Tensor norm(const std::vector<Tensor>& rows, const Tensor& weight, double eps, i
 Tensor gated(const Tensor& gate, const Tensor& up, int64_t form);
 Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin);
 
-// In the order of OPERATORS in model_executor/program.py.
+// In the order of OPERATORS in model_executor/step_list.py.
 enum class Op : int64_t {
   linear,      // x, layer, outputs
   experts,     // x, chosen, first, count, outputs
@@ -50,6 +50,8 @@ enum class Op : int64_t {
   sub,         // the same
   mul,         // x, y: the same, or a number
   div,         // the same
+  clamp_min,   // x, a number: the larger of the two; what is no number stays
+  clamp_max,   // the same, the smaller
   whole,       // which of `Arithmetic`, two whole numbers
   torch,       // an operator's name, its overload's, how many tensors it gives, then its arguments
 };
@@ -226,6 +228,12 @@ class Program {
       case Op::sub: y = ours(given) ? combined(given, [](f16v a, f16v b) { return a - b; }) : added(given, -1); break;
       case Op::mul: y = ours(given) ? combined(given, [](f16v a, f16v b) { return a * b; }) : called("aten::mul", given); break;
       case Op::div: y = ours(given) ? combined(given, [](f16v a, f16v b) { return a / b; }) : called("aten::div", given); break;
+      case Op::clamp_min:
+        y = ours(given) ? combined(given, [](f16v a, f16v b) { return chosen(a < b, b, a); }) : called("aten::clamp_min", given);
+        break;
+      case Op::clamp_max:
+        y = ours(given) ? combined(given, [](f16v a, f16v b) { return chosen(a > b, b, a); }) : called("aten::clamp_max", given);
+        break;
       case Op::whole: numbers_[step.to] = counted(Arithmetic(number(given[0])), number(given[1]), number(given[2])); break;
       case Op::torch: {
         std::vector<Value> stack;

@@ -133,7 +133,8 @@ def _build(
         share_processors(True)
     else:
         weights.pack()
-        weights.check_quantized()
+        if weights.quantizing is not None:
+            weights.quantizing.check(weights.module, weights.packed)
         weights.expect(bool(weights.stateful))
     capacity = Capacity()
     if eviction is not None:  # what is tried out below is read at once
@@ -165,11 +166,12 @@ def _build(
     if sources is not None:
         sources.on_move = lambda moved: runner.sources_moved(sources)
     runner.take_backend()
-    if quantize:
+    if weights.quantizing is not None:
         with cache.lent(len(weights.text)) as slot:
             judged = weights.encoder.judged if weights.encoder is not None else None
             runner.make_room(slot, len(weights.text), judged.source if judged is not None else None)
-            weights.judge(runner.score([SequenceRows(slot, 0, weights.text, prompt=True)]).logits)
+            logits = runner.score([SequenceRows(slot, 0, weights.text, prompt=True)]).logits
+            weights.quantization = weights.quantizing.report(weights.module, logits)
     prove(runner)
     if exact:
         _make_exact(runner)

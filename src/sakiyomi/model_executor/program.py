@@ -49,18 +49,18 @@ class Program:
         torch._C._jit_pass_inline(graph)
         torch._C._jit_pass_dce(graph)
         builder = Builder(graph, given)
-        outputs = builder.outputs
-        self.calls = tuple(text for text in builder.texts if "::" in text)
-        self._held, self._functions = builder.constants, builder.functions
+        steps, outputs = builder.steps, builder.outputs
+        self.calls = tuple(text for text in steps.texts if "::" in text)
+        self._held, self._functions = steps.constants, builder.functions
         self._tables, self._reach = builder.tables, 0
         self._rows = tuple(rows)
-        code = numbers(builder.code)
+        code = numbers(steps.code)
         tables = numbers([number for number, _ in self._tables])
         about = [
             x for made, (width, dtype) in zip(outputs, rows, strict=True) for x in (made.value, width, DTYPES[dtype])
         ]
-        sizes = builder.count, len(code), code, len(outputs), numbers(about), len(tables), tables
-        texts = [text.encode() for text in builder.texts]
+        sizes = steps.count, len(code), code, len(outputs), numbers(about), len(tables), tables
+        texts = [text.encode() for text in steps.texts]
         self.number = int(self._kernels.sk_program(*sizes, len(texts), (ctypes.c_char_p * len(texts))(*texts)))
         for number, tensor in self._held.items():
             self._set(number, tensor)

@@ -1,24 +1,26 @@
 """Translates the operators of a traced pass into the steps of a program.
 
-Operators that the kernels have are theirs; all others are torch's, called by name (``torch_steps.py``).
+Operators that the kernels have are theirs (``kernel_steps.py``); all others are torch's, called by name
+(``torch_steps.py``), where needed under another one (``number_steps.py``).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.model_executor.kernel_steps import KERNEL_STEPS, Pair
+from sakiyomi.model_executor.number_steps import without_number
+from sakiyomi.model_executor.step_list import ARITHMETIC, IDS, POSITIONS, StepList
 from sakiyomi.model_executor.torch_steps import (
-    DTYPES,
     NUMBER,
-    REAL,
     TENSOR,
     TEXT,
     WHOLE,
@@ -29,18 +31,8 @@ from sakiyomi.model_executor.torch_steps import (
     torch_call,
 )
 
-OPERATORS = (
-    "linear", "experts", "attend", "cross", "recur", "norm", "gated", "rotate", "rows", "kept", "size", "view",
-    "transpose", "unsqueeze", "slice", "part", "contiguous", "add", "sub", "mul", "div", "whole", "torch",
-)  # fmt: skip
-"""In the order of Op in program.h."""
-ARITHMETIC = ("aten::add", "aten::sub", "aten::mul", "aten::floor_divide")
-"""Of whole numbers, in the order of Arithmetic in program.h."""
-VIEWS = {"kept", "view", "transpose", "unsqueeze", "slice", "part", "contiguous"}
-"""Steps whose results may lie in the memory of what they are given."""
-COUNTING = {"size", "whole"}
-"""Steps that make a whole number."""
-IDS, POSITIONS, KEEP = range(3)  # the first values
+__all__ = ["Builder", "leaves"]
+
 _ALIKE = (
     "prim::NumToTensor", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit", "aten::dropout", "aten::detach",
 )  # fmt: skip
@@ -62,11 +54,8 @@ class Builder:
         graph, given: see ``Program``.
 
     Attributes:
-        code: of the steps, as `sk_program` takes them.
-        count: of values.
-        constants: tensors that are the same in all passes, by their values.
+        steps: of the graph.
         tables: what makes those of so many positions, with their values.
-        texts: that steps name.
         functions: of Python that steps call.
         outputs: of the graph, as steps read them.
 
@@ -75,15 +64,10 @@ class Builder:
     """
 
     def __init__(self, graph: Any, given: Sequence[Tensor]) -> None:
-        self.code: list[int] = []
-        self.count = 3
-        self.constants: dict[int, Tensor] = {}
+        self.steps = StepList()
         self.tables: list[tuple[int, Callable[[int], Tensor]]] = []
-        self.texts: list[str] = []
         self.functions: list[PythonFunction] = []
         self._graph = graph  # its nodes are read later, too
-        self._lasting = {IDS, POSITIONS, KEEP}  # values in memory that other passes read, too
-        self._shared: set[int] = set()  # in that of another value
         self._held = {tensor.untyped_storage().data_ptr() for tensor in given}  # memory that the model holds
         self._known: dict[int, Any] = {}
         self._looked_up: dict[int, int] = {}
@@ -101,49 +85,15 @@ class Builder:
         values = [value for output in graph.outputs() for value in leaves(output)]
         self.outputs = [self._operand(value, self._known[value.unique()]) for value in values]
 
-    # ------------------------------------------------------------ values
-
-    def _fixed(self, tensor: Tensor) -> Operand:
-        """A tensor that is the same in all passes."""
-        self.count += 1
-        if tensor.dtype not in DTYPES:
-            raise UnsupportedError(f"a tensor of {tensor.dtype}")
-        self.constants[self.count - 1] = tensor.detach()
-        self._lasting.add(self.count - 1)
-        return Operand(TENSOR, self.count - 1)
-
     def _operand(self, value: Any, known: Any) -> Operand:
-        if isinstance(known, Operand):
-            return known
-        if isinstance(known, _OfPositions):
-            return self._at_positions(value)
-        if isinstance(known, Tensor):
-            if known.dim():
-                return self._fixed(known)
-            known = known.item()
-        if isinstance(known, bool | int):
-            return Operand(WHOLE, int(known))
-        if isinstance(known, float):
-            return Operand(REAL, _bits(known))
-        raise UnsupportedError(f"a step that reads {type(known).__name__}")
-
-    def emit(self, name: str, *given: tuple[int, int]) -> Operand:
-        """A step; what it makes."""
-        self.count += 1
-        self.code += [OPERATORS.index(name), self.count - 1, len(given), *(x for operand in given for x in operand)]
-        if name in VIEWS:
-            self._share(given[0][1], self.count - 1)
-        return Operand(NUMBER if name in COUNTING else TENSOR, self.count - 1)
-
-    def _share(self, value: int, view: int) -> None:
-        self._shared |= {value, view}
-        if value in self._lasting:
-            self._lasting.add(view)
+        return self._at_positions(value) if isinstance(known, _OfPositions) else self.steps.operand(known)
 
     # ------------------------------------------------------------ what follows from positions alone
 
     def _at_positions(self, value: Any) -> Operand:
         """Looked up, or, where it has no row for each position, computed in each pass."""
+        if isinstance(made := self._known[value.unique()], Operand):
+            return made
         try:
             return Operand(TENSOR, self._look_up(value))
         except UnsupportedError:
@@ -170,12 +120,12 @@ class Builder:
             alone = compute(torch.tensor([3])).flatten(0, at)
             if not torch.equal(whole.flip(0), turned) or not torch.equal(whole[3:4], alone):
                 raise UnsupportedError("what follows from a position depends on the others")
-            self.count += 1
-            self.tables.append((self.count - 1, table))
-            found = self.emit("rows", (TENSOR, self.count - 1), (TENSOR, POSITIONS))  # (1, N, ...)
+            whole_table = self.steps.value()
+            self.tables.append((whole_table, table))
+            found = self.steps.emit("rows", (TENSOR, whole_table), (TENSOR, POSITIONS))  # (1, N, ...)
             if at != 1:
                 sizes = [(WHOLE, size) for size in (*(1,) * at, -1, *more.shape[at + 1 :])]
-                found = self.emit("view", found, *sizes)
+                found = self.steps.emit("view", found, *sizes)
             self._looked_up[value.unique()] = found.value
         return self._looked_up[value.unique()]
 
@@ -185,6 +135,8 @@ class Builder:
 
         def find(each: Any) -> Any:
             held = values[each.unique()]
+            if isinstance(held, Operand):
+                raise UnsupportedError("what follows from what is computed in each pass")
             if not isinstance(held, _OfPositions):
                 return [find(part) for part in each.node().inputs()] if isinstance(held, list) else held
             if each.unique() not in known:
@@ -224,26 +176,20 @@ class Builder:
         if kind in _ALIKE and isinstance(known[0], Operand) and (kind != "aten::dropout" or not known[2]):
             return known[0]
         if kind == "aten::size" and len(known) == 2:
-            return self.emit("size", *self._operands(zip(inputs, known, strict=True)))
+            return self.steps.emit("size", *self._operands(zip(inputs, known, strict=True)))
         listed = isinstance(node.output().type(), torch._C.ListType)
         if not listed and all(isinstance(each, _OfPositions) for each in moving):
             return _OfPositions()
         if kind == "aten::index" and isinstance(known[0], Operand):
             kept = [d for d, each in enumerate(known[1]) if isinstance(each, _KeptRows)]
             if len(kept) == 1 and sum(each is None for each in known[1]) == len(known[1]) - 1:
-                return self.emit("kept", known[0], Operand(WHOLE, kept[0]))
+                return self.steps.emit("kept", known[0], Operand(WHOLE, kept[0]))
         if kind in ("aten::chunk", "aten::split", "aten::split_with_sizes"):
             return self._parts(node, self._operand(inputs[0], known[0]), *known[1:])
         if kind in ARITHMETIC and all(map(_is_whole, known[:2])):
-            return self._counted(kind, *self._operands(zip(inputs[:2], known[:2], strict=True)))
+            return self.steps.counted(kind, *self._operands(zip(inputs[:2], known[:2], strict=True)))
         if kind == "aten::neg" and _is_whole(known[0]):
-            return self._counted("aten::sub", Operand(WHOLE, 0), self._operand(inputs[0], known[0]))
-        if kind == "aten::pow" and isinstance(known[0], Operand) and len(moving) == 1 and known[1] in (2, 3):
-            square = self.emit("mul", known[0], known[0])  # as torch computes it, but for cubes in float16
-            if known[1] == 2:
-                return square
-            if inputs[0].type().scalarType() != "Half":
-                return self.emit("mul", square, known[0])
+            return self.steps.counted("aten::sub", Operand(WHOLE, 0), self._operand(inputs[0], known[0]))
         if (found := self._step(kind, inputs, known)) is not None:
             return found
         made = self._called(node, inputs, known)
@@ -252,37 +198,43 @@ class Builder:
     def _operands(self, pairs: Iterable[Pair]) -> list[Operand]:
         return [self._operand(value, known) for value, known in pairs]
 
-    def _counted(self, kind: str, *given: Operand) -> Operand:
-        """Arithmetic of whole numbers."""
-        return self.emit("whole", (WHOLE, ARITHMETIC.index(kind)), *given)
-
     def _step(self, kind: str, inputs: list[Any], known: list[Any]) -> Operand | None:
         """A step of the kernels; None: they have none for it."""
-        if kind not in _STEPS:
+        if kind not in KERNEL_STEPS:
             return None
-        name, order = _STEPS[kind]
+        name, order = KERNEL_STEPS[kind]
         pairs = order(inputs, known)
         if pairs is None:
             return None
         operands = self._operands(pairs)
-        if kind.endswith("_") and (operands[0] != known[0] or operands[0].value in self._shared):
+        if kind.endswith("_") and (operands[0] != known[0] or operands[0].value in self.steps.shared):
             return None  # the step makes another tensor, and others read this one
-        return self.emit(name, *operands)
+        return self.steps.emit(name, *operands)
 
     def _called(self, node: Any, inputs: list[Any], known: list[Any]) -> list[Operand]:
-        """What an operator of torch gives, which the kernels call by name or through Python."""
+        """What an operator of torch gives, which the kernels call by name, by others' names, or through Python."""
         aliases = _aliases(node)
         written = known[0] if aliases == "written" else None
-        if aliases == "written" and (not isinstance(written, Operand) or written.value in self._lasting):
+        if aliases == "written" and (not isinstance(written, Operand) or written.value in self.steps.lasting):
             raise UnsupportedError(f"{node.kind()} of what other passes read")
-        try:
-            found, given = self._by_name(node, inputs, known)
-        except UnsupportedError:
+        for way in (self._without_number, self._by_name):
+            with suppress(UnsupportedError):
+                found, given = way(node, inputs, known)
+                break
+        else:
             found, given = self._through_python(node, inputs, known)
-        if aliases == "viewed":
+        if isinstance(written, Operand):
+            given = [written]
+        if aliases:
             for operand, made in itertools.product(given, found):
-                self._share(operand.value, made.value)
+                self.steps.share(operand.value, made.value)
         return found
+
+    def _without_number(self, node: Any, inputs: list[Any], known: list[Any]) -> tuple[list[Operand], list[Operand]]:
+        """What an operator gives that becomes others, called without a number, and the tensors that it is given."""
+        arguments = [self._argument(*pair) for pair in zip(inputs, known, strict=True)]
+        made = without_number(self.steps, node, arguments)
+        return [made], [each for each in _flat(arguments) if isinstance(each, Operand)]
 
     def _by_name(self, node: Any, inputs: list[Any], known: list[Any]) -> tuple[list[Operand], list[Operand]]:
         """What an operator gives that is called from C++, and the tensors that it is given."""
@@ -290,21 +242,21 @@ class Builder:
         operands = []
         for kind, each in call.arguments:
             if kind == TEXT:
-                operands.append(self._text(each))
+                operands.append(self.steps.text(each))
             elif kind in (TENSOR, NUMBER):
                 value, found = each
                 whole = kind == TENSOR and isinstance(found, Tensor)
-                operands.append(self._fixed(found) if whole else self._operand(value, found))
+                operands.append(self.steps.constant(found) if whole else self._operand(value, found))
                 if (kind == TENSOR) != (operands[-1].kind == TENSOR):
                     raise UnsupportedError(f"{call.name} with an argument of another type")
             else:
                 operands.append(Operand(kind, each))
-        made = self._torch(call.name, call.overload, call.returns, operands)
+        made = self.steps.call(call.name, call.overload, call.returns, operands)
         return made, [each for each in operands if each.kind == TENSOR]
 
     def _through_python(self, node: Any, inputs: list[Any], known: list[Any]) -> tuple[list[Operand], list[Operand]]:
         """The same of any other operator."""
-        arguments = [self._held_by_python(*pair) for pair in zip(inputs, known, strict=True)]
+        arguments = [self._argument(*pair) for pair in zip(inputs, known, strict=True)]
         moving = [each for each in _flat(arguments) if isinstance(each, Operand)]
         compute = node_function(node)
 
@@ -317,27 +269,16 @@ class Builder:
             raise UnsupportedError(f"{node.kind()}, which gives more than tensors")
         function = PythonFunction(run, moving, returns)
         self.functions.append(function)
-        made = self._torch(function.name, "", returns, [Operand(WHOLE, function.number), *moving])
+        made = self.steps.call(function.name, "", returns, [Operand(WHOLE, function.number), *moving])
         return made, [each for each in moving if each.kind == TENSOR]
 
-    def _held_by_python(self, value: Any, known: Any) -> Any:
+    def _argument(self, value: Any, known: Any) -> Any:
         """An argument with operands in the place of what differs from pass to pass."""
         if isinstance(known, list):
-            return [self._held_by_python(*pair) for pair in each_of(value, known)]
+            return [self._argument(*pair) for pair in each_of(value, known)]
         if isinstance(known, _KeptRows):
             raise UnsupportedError("an operator of the rows that a pass is asked for")
         return self._operand(value, known) if isinstance(known, Operand | _OfPositions) else known
-
-    def _torch(self, name: str, overload: str, returns: int, given: list[Operand]) -> list[Operand]:
-        head = self._text(name), self._text(overload), Operand(WHOLE, returns)
-        first = self.emit("torch", *head, *given).value
-        self.count += returns - 1
-        return [Operand(TENSOR, first + i) for i in range(returns)]
-
-    def _text(self, text: str) -> Operand:
-        if text not in self.texts:
-            self.texts.append(text)
-        return Operand(TEXT, self.texts.index(text))
 
     def _parts(self, node: Any, whole: Operand, sizes: Any, dimension: Any) -> list[Operand]:
         """A tensor cut along a dimension: into so many equal parts, or into those of these sizes."""
@@ -349,69 +290,9 @@ class Builder:
                 sizes = [sizes] * _list_size(node)
             ends = [Operand(WHOLE, 0)]
             for size in sizes:
-                ends.append(self._after(ends[-1], size))
+                ends.append(self.steps.after(ends[-1], self.steps.operand(size)))
             cuts = [("slice", whole, along, *pair) for pair in itertools.pairwise(ends)]
-        return [self.emit(name, *given) for name, *given in cuts]
-
-    def _after(self, end: Operand, size: Any) -> Operand:
-        """A place so much further."""
-        if isinstance(size, int) and end.kind == WHOLE:
-            return Operand(WHOLE, end.value + size)
-        return self._counted("aten::add", end, size if isinstance(size, Operand) else Operand(WHOLE, size))
-
-
-# ---------------------------------------------------------------- which step an operator becomes, and what that reads
-
-Pair = tuple[Any, Any]  # a value of the graph, and its constant or operand
-Order = Callable[[list[Any], list[Any]], Iterable[Pair] | None]
-
-
-def _all(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
-    for value, each in zip(inputs, known, strict=True):
-        yield from each_of(value, each)
-
-
-def _norm(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
-    if not isinstance(known[1], Tensor):
-        raise UnsupportedError("a norm by a weight that is computed")
-    return [(inputs[1], known[1].float()), *zip(inputs[2:], known[2:], strict=True), *each_of(inputs[0], known[0])]
-
-
-def _recur(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
-    rows, fixed = list(each_of(inputs[0], known[0])), known[1]
-    if not all(isinstance(tensor, Tensor) for tensor in fixed):
-        raise UnsupportedError("a recurrence by weights that are computed")
-    return [(inputs[2], known[2]), (None, len(rows)), *rows, *((None, tensor.float()) for tensor in fixed)]
-
-
-def _embedding(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
-    table = known[0].contiguous() if isinstance(known[0], Tensor) else known[0]
-    return [(inputs[0], table), (inputs[1], known[1])]
-
-
-def _first(count: int, *wanted: Any) -> Order:
-    """The first inputs; with others behind them than these it is not the kernels'."""
-
-    def order(inputs: list[Any], known: list[Any]) -> Iterable[Pair] | None:
-        return _all(inputs[:count], known[:count]) if tuple(known[count:]) == wanted else None
-
-    return order
-
-
-_STEPS: Mapping[str, tuple[str, Order]] = {
-    **{f"sakiyomi_cpu::{name}": (name, _all) for name in ("linear", "experts", "attend", "cross", "gated", "rotate")},
-    "sakiyomi_cpu::norm": ("norm", _norm),
-    "sakiyomi_cpu::recur": ("recur", _recur),
-    "aten::embedding": ("rows", _embedding),
-    "aten::view": ("view", _all),
-    "aten::reshape": ("view", _all),
-    "aten::transpose": ("transpose", _all),
-    "aten::unsqueeze": ("unsqueeze", _all),
-    "aten::slice": ("slice", _first(4, 1)),
-    "aten::contiguous": ("contiguous", _first(1, 0)),
-    **{f"aten::{name}": (name.rstrip("_"), _first(2, 1)) for name in ("add", "add_", "sub", "sub_")},
-    **{f"aten::{name}": (name.rstrip("_"), _first(2)) for name in ("mul", "mul_", "div", "div_")},
-}
+        return [self.steps.emit(name, *given) for name, *given in cuts]
 
 
 def _is_whole(known: Any) -> bool:
@@ -435,10 +316,6 @@ def _filled(arguments: list[Any], given: Iterator[Any]) -> list[Any]:
         _filled(each, given) if isinstance(each, list) else next(given) if isinstance(each, Operand) else each
         for each in arguments
     ]
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("=q", struct.pack("=d", number))[0])
 
 
 def _aliases(node: Any) -> str:

@@ -1,7 +1,8 @@
 """Torch's own operators as steps of a program, called by name from `kernels/program.h`.
 
-Torch's C interface takes tensors, whole and real numbers, texts, and lists of them. An operator that has any other
-argument, as a ``Scalar``, is called through a function of Python, which takes 2 us more.
+Torch's C interface takes tensors, whole and real numbers, texts, devices, and lists of them. An operator that has any
+other argument, as a ``Scalar``, is called through a function of Python, which takes 2 us more, if ``number_steps.py``
+knows no other operators for it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ DTYPES = {
 }  # fmt: skip
 """As torch numbers them."""
 TENSOR, NUMBER, WHOLE, REAL, NONE, SOME, LIST, TEXT = range(8)  # kinds of Operand in program.h
+CPU = 0xFFFFFFFF
+"""The processor as torch's C interface takes a device: its type, 0, before its number, -1, of 32 bits each."""
 _PLACES = {"device", "layout", "pin_memory", "generator"}
 """Arguments that say where a tensor lies, which is the CPU's memory in any case."""
 
@@ -112,6 +115,8 @@ def _packed(kind: Any, value: Any, known: Any) -> Iterable[tuple[int, Any]]:
         return [(NUMBER, (value, float(known)))]
     if isinstance(kind, torch._C.IntType | torch._C.FloatType | torch._C.BoolType):
         return [(NUMBER, (value, known))]
+    if isinstance(kind, torch._C.DeviceObjType) and str(known) == "cpu":
+        return [(NUMBER, (value, CPU))]
     raise UnsupportedError(f"an argument of type {kind}")
 
 

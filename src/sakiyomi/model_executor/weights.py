@@ -26,10 +26,10 @@ from sakiyomi.kernels.device import gpu_kernels
 from sakiyomi.kernels.elementwise import serve_gates, serve_rotary
 from sakiyomi.kernels.experts import expert_bytes, pack_experts
 from sakiyomi.kernels.joined import join_linears
-from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights
+from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.norms import serve_norms
 from sakiyomi.kernels.pack import is_linear, pack_linears
-from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
+from sakiyomi.kernels.quantization import QuantizationReport, check_quantization
 from sakiyomi.model_executor.attention import BackendNeeds, op
 from sakiyomi.model_executor.attention.latent import serve_latents
 from sakiyomi.model_executor.attention.own import serve_own
@@ -44,6 +44,7 @@ from sakiyomi.model_executor.multimodal import set_aside
 from sakiyomi.model_executor.own_forward import expect_own, run_by_text
 from sakiyomi.model_executor.positions import context_note, position_count, rope_limit, take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
+from sakiyomi.model_executor.quantizing import Quantizing
 from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
 from sakiyomi.model_executor.structural_copy import (
@@ -64,7 +65,6 @@ class _Given(NamedTuple):
 
     owned: bool
     prepared: Prepared | None
-    quantize: str | None
     text: list[int]
     latents: bool
     theirs: weakref.ref[Any]  # the user's model
@@ -104,6 +104,7 @@ class ModelWeights:
         packed: linear layers in the compiled kernels; None: none are.
         unsettled: kernels are being built; ``ModelRunner.settle`` swaps them in.
         generation: grows when modules are replaced by others.
+        quantizing: the quantization that was asked for; None: none was.
         quantization: what quantizing changed; None where nothing was quantized.
         siblings: names of linear layers that are computed together.
         capture: hidden states of passes.
@@ -160,7 +161,8 @@ class ModelWeights:
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
         state = None if owned or recorded else ModelState(model)
-        self._given = _Given(owned, prepared, quantize, list(text), latents, weakref.ref(model), state)
+        self._given = _Given(owned, prepared, list(text), latents, weakref.ref(model), state)
+        self.quantizing = Quantizing(quantize) if quantize else None
         self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self.packed: PackedWeights | None = None
@@ -168,7 +170,6 @@ class ModelWeights:
         self.lock = threading.RLock()
         self.capture = HiddenStateCapture()
         self._probed: Probed | None = None  # until it is packed
-        self._before: Tensor | None = None
         self.expected: Expectation | None = None
         self.shapes: list[LayerShape] = []
         self.stateful: dict[int, Served] = {}
@@ -185,7 +186,7 @@ class ModelWeights:
         """Find out what the layers keep, and have recurrent ones keep it on our cache."""
         prepared, recorded = self._given.prepared, isinstance(self.module, RecordedModel)
         callers = stateful_modules(self.module)
-        if not self._given.quantize and (prepared is None or prepared.native is None):  # else it gives other logits
+        if self.quantizing is None and (prepared is None or prepared.native is None):  # else it gives other logits
             self.expect(bool(callers))
         shapes = prepared.shapes if prepared is not None else None
         if shapes is not None and not self._given.latents and any(shape.tied for shape in shapes):
@@ -347,8 +348,8 @@ class ModelWeights:
         if table is None or not (given.owned or _has_room(self.module, self.device)):
             return None
         bits = None
-        if given.quantize:
-            bits, self._before = _choose_bits(self.module, self.encoder, given.quantize, self.text)
+        if self.quantizing is not None:
+            bits = self.quantizing.choose(self.module, self.encoder, self.text)
         probed, self._probed = self._probed, None
         assert probed is not None
         names = {id(part): name for name, part in self.module.named_modules()}
@@ -361,37 +362,6 @@ class ModelWeights:
         """What changed in the user's model since this was made of it, in words; None: nothing did."""
         model, state = self._given.theirs(), self._given.state
         return None if model is None or state is None else state.changed(model)
-
-    def check_quantized(self) -> None:
-        """Raise where quantizing was asked for and the kernels do not serve the model.
-
-        Raises:
-            UnsupportedError: they do not.
-        """
-        if self._given.quantize and self.packed is None:
-            raise UnsupportedError(
-                f"quantize={self._given.quantize!r}: the compiled CPU kernels do not serve "
-                f"{type(self.module).__name__}, which keeps its own attention, or whose weights are not all on the "
-                "CPU; leave quantize at None"
-            )
-
-    def judge(self, after: Tensor) -> None:
-        """Report what quantizing changed, by the logits (tokens, V) on the text as they are now."""
-        assert self._before is not None
-        (agreement, divergence), self._before = compare(self._before, after), None
-        layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, PackedLayer)}
-        kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
-        counts = len(layers) - len(kept), kept, agreement, divergence, len(self.text)
-        self.quantization = QuantizationReport(str(self._given.quantize), *counts)
-
-
-def _choose_bits(module: Any, encoder: Encoder | None, kind: str, text: Sequence[int]) -> tuple[dict[int, int], Tensor]:
-    """Bits of the linear layers' weights, by their id, and the model's logits on the text."""
-    if encoder is not None and encoder.judged is not None:
-        return encoder.judged.bits, encoder.judged.logits
-    module.set_attn_implementation("eager")
-    errors, logits = layer_errors(module, {"input_ids": torch.tensor([text])}, {kind, "int8"})
-    return choose_bits(kind, errors, module.get_output_embeddings()), logits
 
 
 def _scale_for_inference(model: nn.Module) -> None:
