@@ -91,19 +91,23 @@ def score_alone(
     Raises:
         Exception: the error, if memory is not the reason.
     """
+    reason = _reason(error)
+    if isinstance(reason, LoadError) or len(parts) == 1:
+        steps += [part.request.fail(reason) for part in parts]
+        return [], PassOutput(torch.empty(0, target.vocab_size), {})
     found: list[PassOutput] = []
     for part in parts:
-        failure: Exception | None = error
-        if len(parts) > 1 and not isinstance(error, LoadError) and no_memory(error) is not None:
-            try:
-                found.append(target.score([part.rows], last=last))
-                failure = None
-            except Exception as alone:
-                failure = alone
-        if failure is not None:
-            reason = failure if isinstance(failure, LoadError) else no_memory(failure)
-            if reason is None:
-                raise failure
-            steps.append(part.request.fail(reason))
+        try:
+            found.append(target.score([part.rows], last=last))
+        except Exception as alone:
+            steps.append(part.request.fail(_reason(alone)))
     going = [part for part in parts if not part.request.over]
     return going, PassOutput.joined(found) if found else PassOutput(torch.empty(0, target.vocab_size), {})
+
+
+def _reason(error: Exception) -> Exception:
+    """Why a pass failed; raises the error where that is neither memory nor weights that cannot be read."""
+    reason = error if isinstance(error, LoadError) else no_memory(error)
+    if reason is None:
+        raise error
+    return reason

@@ -73,8 +73,7 @@ class LLM:
             limit (what yarn and llama3 stretch it to, the first part of longrope); linear and longrope go beyond it.
         max_batch: requests that run at once; more wait.
         exact: a row's numbers do not depend on the other rows of its pass. Greedy text, and text with a seed under the
-            coupled rule, is then bit-equal for every drafter, gamma, tree and batch. It costs speed: prompts are read
-            one at a time, fewer row counts are used, and only whole chunks of a shared prompt are used again.
+            coupled rule, is then bit-equal for every drafter, gamma, tree and batch, at a cost (``docs/exact.md``).
         strict: a drafter that raises, or proposes what is no draft, ends the request with a ``DraftError``; otherwise
             the request continues without it, and the log says so once.
         allow_pickle: open pickle weights.

@@ -51,14 +51,14 @@ class Prefill:
             The prompts that are read to their end, and the logits behind them.
         """
         chunk, began, eviction = self._next_chunk(running, steps), self.target.forward_seconds, self.target.eviction
+        if not chunk:
+            return [], PassOutput(torch.empty(0, self.target.vocab_size), {})
         asking = any(part.request.wants_prompt_logprobs or part.request.states is not None for part in chunk)
         whole = asking or eviction.needs_log_probs  # logits of all rows are wanted, not of the last ones alone
         try:
             parts, output = chunk, self.target.score([part.rows for part in chunk], last=not whole)
         except Exception as error:
             parts, output = score_alone(self.target, chunk, error, steps, last=not whole)
-        if not chunk:
-            return parts, output
         spent = self.target.forward_seconds - began
         for request in running:  # the others wait meanwhile
             request.stats.prefill_seconds += spent
