@@ -119,11 +119,12 @@ def test_reading_ahead_with_retaining_heads(name: str, bits: int) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("more", [{"exact": True}, {"compile": "auto"}], ids=str)
 @pytest.mark.parametrize("spec", [f"quant-4{SMALL}", f"h2o+quant-4{SMALL}", f"kvquant-4{SMALL}"])
-def test_exact_passes(spec: str) -> None:
-    llm = LLM((model_of("llama"), TOKENIZER), "none", **(options(spec) | {"exact": True}))
+def test_recorded_and_exact_passes(spec: str, more: dict[str, Any]) -> None:
+    llm = LLM((model_of("llama"), TOKENIZER), "none", **(options(spec) | more))
     alone = [llm.generate([tokens], params())[0] for tokens in PROMPTS]
-    assert drafted("llama", spec, Branching, 4, exact=True) == [out.token_ids for out in alone] == plain("llama", spec)
+    assert drafted("llama", spec, Branching, 4, **more) == [out.token_ids for out in alone] == plain("llama", spec)
 
 
 @pytest.mark.thorough

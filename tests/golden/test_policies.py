@@ -388,10 +388,13 @@ def test_sums_of_attention_are_the_models_own() -> None:
 
 
 @pytest.mark.thorough
-def test_exact_passes_leave_the_same_behind() -> None:
+@pytest.mark.parametrize("options", [{"exact": True}, {"compile": "auto"}], ids=str)
+def test_recorded_and_exact_passes_leave_the_same_behind(options: dict[str, Any]) -> None:
     drafter = Branching(texts_of(PROMPTS, plain("llama", spec("h2o"))), "sometimes", VOCAB)
-    options: dict[str, Any] = {"cache": spec("h2o"), "kv_budget": BUDGET, "chunk_size": CHUNK, "exact": True}
-    both = [LLM((model_of("llama"), TOKENIZER), draft, **options) for draft in ("none", drafter)]
+    both = [
+        LLM((model_of("llama"), TOKENIZER), draft, cache=spec("h2o"), kv_budget=BUDGET, chunk_size=CHUNK, **options)
+        for draft in ("none", drafter)
+    ]
     first, second = ([out.token_ids for out in llm.generate(PROMPTS, params(gamma=4))] for llm in both)
     assert first == second == plain("llama", spec("h2o"))
 

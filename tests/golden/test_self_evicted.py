@@ -40,10 +40,12 @@ def test_greedy(name: str) -> None:
 
 
 @pytest.mark.thorough
-def test_exact_passes() -> None:
-    """Passes that are bit for bit equal: greedy, with the same seed, and with trees."""
-    both = [make("llama", draft, exact=True) for draft in ("none", f"self-evicted:{BUDGET}")]
-    for values in ({}, {"temperature": 0.9, "seed": 3}, {"nodes": 9}):
+@pytest.mark.parametrize("options", [{"exact": True}, {"compile": "auto"}], ids=str)
+def test_other_paths(options: dict[str, Any]) -> None:
+    """Recorded passes, and passes that are bit for bit equal; the same seed, and trees."""
+    both = [make("llama", draft, **options) for draft in ("none", f"self-evicted:{BUDGET}")]
+    more = ({"temperature": 0.9, "seed": 3}, {"nodes": 9}) if options.get("exact") else ()
+    for values in ({}, *more):
         first, second = ([out.token_ids for out in llm.generate(PROMPTS, params(**values))] for llm in both)
         assert first == second
 

@@ -1,4 +1,4 @@
-"""Every lossless rule, with every kind of draft it takes, gives the target's distribution; every broken one does not.
+"""Every lossless rule gives the target's distribution with the kinds of drafts it takes; every broken rule does not.
 
 Odds of a false alarm: each test rejects at p < 1e-6, so a right rule with an unlucky seed fails one of the about 60
 tests here once in 16 000 choices of the seed; the seed is fixed, so that a run that passes passes again. A broken rule

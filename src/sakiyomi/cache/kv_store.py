@@ -217,7 +217,9 @@ class KVStore:
         self._least[slot] = self._absent[slot] = 0
 
     def commit(self, slot: int, length: int, rows: Sequence[int]) -> None:
-        """Of the pass that wrote columns `length`, `length + 1`, ... keep these rows, in this order, and drop the rest.
+        """Of the pass that wrote columns `length`, `length + 1`, ... keep these rows, moved together in this order.
+
+        The others lie behind the new length and are overwritten.
 
         Args:
             slot: the request's slot.

@@ -117,7 +117,8 @@ class DrafterContext:
 class Drafter(ABC):
     """Proposes tokens that the target then verifies. Wrong proposals cost time and never change the output.
 
-    A subclass sets ``name`` and ``kind`` and implements ``propose``; every other member has a default here. An object
+    A subclass sets ``name`` and ``kind`` and implements ``propose``; every other member has a default here. One that
+    ``drafters.DRAFTERS`` names also has a classmethod ``make(argument, around)``. An object
     that is no subclass is wrapped by ``as_drafter``, see ``docs/add-a-drafter.md``.
 
     Attributes:

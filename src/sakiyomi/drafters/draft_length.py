@@ -254,14 +254,14 @@ class Phase(Enum):
 
 
 def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool) -> Phase:
-    """The phase of the coming round: the whole state machine.
+    """The phase of a request's coming round. ``AutoSize._enter`` says how long it lasts.
 
     ::
 
         NEW, TRYING, DRAFTING --- it is faster ------------> TRYING, or DRAFTING once enough is measured
         NEW, TRYING, DRAFTING --- it is slower ------------> RESTING
         RESTING ----------------- the rest is over --------> PROBING
-        PROBING ----------------- the probe is over -------> as from TRYING
+        PROBING ----------------- the probe is over -------> as from TRYING: by whether it is faster
 
     Args:
         phase: of the round before.

@@ -62,7 +62,8 @@ class Engine:
         inputs: makes token ids of a prompt; None: prompts are texts of the tokenizer, or token ids.
         stop_ids: the model's end tokens.
         max_context: most tokens of prompt and output together.
-        chunk_size: prompt tokens in one pass; long prompts are taken in chunks between rounds.
+        chunk_size: prompt tokens in one pass. Long prompts are read in chunks, so that running requests have a decoding
+            round after each, and an eviction policy keeps its budget.
         exact: prompts are computed alone, so that a request's numbers do not depend on its company.
         strict: a drafter that raises or returns an invalid draft ends the request; else the request continues without
             speculation.

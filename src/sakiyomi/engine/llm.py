@@ -57,7 +57,7 @@ class LLM:
             CPU: the system can take their memory back.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
         kv_memory: the same in bytes, a number or "2GiB"; only one of the two.
-        chunk_size: prompt tokens in one pass; None for a default.
+        chunk_size: prompt tokens in one pass; None: 512.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:N".
         quantize: "int8" or "int4" quantizes the target's weights (and rows to 8 bits); a packed copy is kept beside
@@ -72,7 +72,9 @@ class LLM:
         max_context: most tokens of prompt and output, of which nothing is allocated in advance; None: the model's own
             limit (what yarn and llama3 stretch it to, the first part of longrope); linear and longrope go beyond it.
         max_batch: requests that run at once; more wait.
-        exact: bit-equal output for every drafter, gamma, tree and batch.
+        exact: a row's numbers do not depend on the other rows of its pass. Greedy text, and text with a seed under the
+            coupled rule, is then bit-equal for every drafter, gamma, tree and batch. It costs speed: prompts are read
+            one at a time, fewer row counts are used, and only whole chunks of a shared prompt are used again.
         strict: a drafter that raises, or proposes what is no draft, ends the request with a ``DraftError``; otherwise
             the request continues without it, and the log says so once.
         allow_pickle: open pickle weights.

@@ -32,7 +32,7 @@ class Pace:
         drafted: tokens a second of a request in rounds with drafts.
         plain: seconds of a round without; 0: none was measured.
         last: seconds of the last round.
-        settled: rounds with drafts, after which they are compared.
+        settled: number of rounds with drafts before they are compared with plain rounds.
     """
 
     def __init__(self, requests: int) -> None:

@@ -58,7 +58,8 @@ class RequestFactory:
         stop_ids: the model's end tokens.
         max_context: most tokens of prompt and output together.
         ids: numbers for its requests.
-        exact: nothing that other requests have computed is used again.
+        exact: drafters share nothing between requests. Of the target's cache only whole chunks are used again (see
+            ``SlotManager``).
         depth: fixed chain length for requests with gamma, tree and nodes "auto". None: choose a length every round from
             measured costs.
         shared: other processes run the same passes, so that nothing may depend on clocks or random numbers of this one.

@@ -1,7 +1,7 @@
-"""Asks the drafter: how deep to draft, what it proposes, whether that is a valid draft, and what drafting costs.
+"""Decides with each request's policy how deep to draft, asks the drafter for drafts, checks them, and times them.
 
-Drafters are untrusted plug-ins. If one raises or returns an invalid draft, the request continues without speculation.
-Output never depends on the drafter.
+Drafters are untrusted plug-ins. If ``propose`` raises, all requests of that call continue without the drafter. If one
+draft is invalid, only its request does. Output never depends on the drafter.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 A recording is made from a trace (``trace.py``), which takes a fraction of a second and needs no compiler, or comes with
 a model that was read from a file (``recorded_model.py``). The kernels run it as a program (``program.py``), by the very
 operators of the eager pass. It serves every batch, length, tree and row count: plan and cache lie outside of it, and
-sizes are read from its inputs. What it may have taken for a constant shows in a comparison: of every row count the
-first pass is compared with an eager one, and a row count that differs gets a recording of its own.
+sizes are read from its inputs. What it may have taken for a constant shows in a comparison: the first pass of each row
+count is compared with an eager one (bit-equal logits and hidden states), and a row count that differs gets a recording
+of its own. A recording that was read from a file was compared at a few row counts when it was made, and is not compared
+again.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class RecordedPasses:
         self.fresh = self.failed = False
 
     def has(self, rows: int) -> bool:
-        """Whether a pass of so many rows is recorded."""
+        """Whether a pass of so many rows is replayed, or will be once its first run was compared."""
         return self._read is not None or (self._serves(rows) and bool(self._made))
 
     def _serves(self, rows: int) -> bool:

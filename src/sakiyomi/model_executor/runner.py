@@ -158,7 +158,7 @@ class ModelRunner(Session):
             for watcher in self.watchers:
                 watcher(plan, spent)
             if not self._proven and plan.rows:
-                self._prove(prompts or self.backend)
+                self._check_layers(prompts or self.backend)
             return self._output(found, plan.rows, keep)
 
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
@@ -189,8 +189,8 @@ class ModelRunner(Session):
             numbers[0] = np.arange(size) * 97 % self.vocab_size
         return ids, positions
 
-    def _prove(self, backend: AttentionBackend) -> None:
-        """After the first pass: every layer must have come to our cache, or the logits are not to be trusted."""
+    def _check_layers(self, backend: AttentionBackend) -> None:
+        """After the first pass, refuse a model of which a layer did not use our cache: its logits would be wrong."""
         calls, layers = backend.calls(), self._depth
         if calls != layers:
             raise UnsupportedError(

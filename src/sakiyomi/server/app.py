@@ -1,4 +1,4 @@
-"""The engine of this process behind the paths of the API: a body becomes jobs, and their steps a reply."""
+"""`Server`: what the paths (``paths.py``) call. A body becomes jobs for the engine, and their steps become a reply."""
 
 from __future__ import annotations
 

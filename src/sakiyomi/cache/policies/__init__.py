@@ -1,6 +1,7 @@
 """Eviction policies by the names that ``cache=`` takes, and what can be combined with them.
 
-A new policy is a file, a line in ``specs.POLICIES``, and its options in ``CACHE_FORMS`` (``core/cache_specs.py``).
+A new policy is a file, its class in ``specs.POLICY_CLASSES``, and its options in ``CACHE_FORMS``
+(``core/cache_specs.py``).
 """
 
 from sakiyomi.cache.policies.base import Policy, View

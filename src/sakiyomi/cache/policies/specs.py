@@ -29,7 +29,7 @@ from sakiyomi.cache.quantized import Packing
 from sakiyomi.cache.quantized_levels import LeveledPacking
 from sakiyomi.core.cache_specs import PAPER, CachePart, parse_cache
 
-_ALL = (
+POLICY_CLASSES = (
     Locret,
     InfLLM,
     H2O,
@@ -45,7 +45,7 @@ _ALL = (
     Recency,
     Random,
 )
-POLICIES: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in _ALL}
+POLICIES: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in POLICY_CLASSES}
 """Eviction policies, by the name in ``cache=``."""
 SPARSE: dict[str, Callable[..., Sparse]] = {MInference.name: MInference}
 """Sparse attention of prompts, likewise."""

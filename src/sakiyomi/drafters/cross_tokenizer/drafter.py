@@ -1,7 +1,7 @@
 """Drafts with a model that has another tokenizer than the target: its text is proposed in the target's tokens.
 
 ``Mirror`` keeps each request's committed text in the draft's tokens. The draft model generates some tokens behind it,
-and ``continuation`` converts them to tokens of the target. They are proposed as point masses, which are lossless under
+and ``Translator`` converts them to tokens of the target. They are proposed as point masses, which are lossless under
 every acceptance rule.
 """
 

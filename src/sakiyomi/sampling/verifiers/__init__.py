@@ -1,4 +1,7 @@
-"""Acceptance rules, by name. A new rule is a file here and one line in ``VERIFIERS``."""
+"""Acceptance rules, by name. A new rule is a file here and an instance in ``RULES``.
+
+Rules that `kernels/verify.h` has too run compiled (``native.verify_all``); the Python one is their oracle and fallback.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from sakiyomi.sampling.verifiers.typical import TypicalVerifier
 
 __all__ = ["VERIFIERS", "Rows", "Verifier", "check_fits", "choose_verifier"]
 
-_RULES = GreedyVerifier(), RatioVerifier(), CoupledVerifier(), BlockVerifier(), TraversalVerifier(), TypicalVerifier()
-VERIFIERS: dict[str, Verifier] = {rule.name: rule for rule in _RULES}
+RULES = GreedyVerifier(), RatioVerifier(), CoupledVerifier(), BlockVerifier(), TraversalVerifier(), TypicalVerifier()
+VERIFIERS: dict[str, Verifier] = {rule.name: rule for rule in RULES}
 
 AUTOMATIC: dict[DraftKind | None, str] = {"chain": "block", "point_mass": "ratio", None: "ratio"}
 """What "auto" means without a seed, by the kind of draft; for other kinds it is the coupled rule."""
@@ -27,8 +30,8 @@ def choose_verifier(params: SamplingParams, kind: DraftKind | None, branches: bo
 
     At temperature 0 it is the greedy rule, since all rules agree there. Otherwise ``acceptance`` names it. "auto" is:
 
-    - the coupled rule if a seed is given (the text then depends on the seed alone), and for trees and merged drafts, of
-      which it accepts most;
+    - the coupled rule if a seed is given (the text then depends on the seed alone), for merged drafts, and for trees of
+      drafters that follow the position's noise (``branches``): it accepts most of these;
     - block verification for a single drawn chain, of which it accepts most;
     - the ratio rule for point masses, which all rules accept equally often and which it verifies at the least cost.
 

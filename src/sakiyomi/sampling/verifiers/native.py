@@ -25,7 +25,7 @@ from sakiyomi.sampling.verifiers.greedy import GreedyVerifier
 from sakiyomi.sampling.verifiers.ratio import RatioVerifier
 
 _CASE = struct.Struct("=9q3d2Q")  # Case in verify.h
-_RULES: dict[type[Verifier], int] = {GreedyVerifier: 0, CoupledVerifier: 1, RatioVerifier: 2, BlockVerifier: 3}
+_NUMBERS: dict[type[Verifier], int] = {GreedyVerifier: 0, CoupledVerifier: 1, RatioVerifier: 2, BlockVerifier: 3}
 KINDS: tuple[VerdictKind, ...] = ("plain", "recovered", "bonus")
 _HEAD = 6  # numbers before those of a path
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # logits that the kernels read
@@ -92,7 +92,7 @@ def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
 def pack_case(case: Case, width: int, numbers: list[int]) -> bytes:
     """A case as the kernels take it, nothing if they do not; numbers of its own are added to those of the others."""
     draft, noise, sampler = case.draft, case.noise, case.sampler
-    rule, tree, rows, params = _RULES.get(type(case.verifier)), draft.tree, draft.probs, sampler.params
+    rule, tree, rows, params = _NUMBERS.get(type(case.verifier)), draft.tree, draft.probs, sampler.params
     if rule is None or sampler.edits or (rule and sampler.greedy):
         return b""
     first, probs, draws = len(numbers), 0, draft.draws
