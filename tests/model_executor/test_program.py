@@ -25,6 +25,11 @@ from toys import tiny_llama
 pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
 OWN = ("gemma3", "granite", "lfm2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """They need no operator of torch."""
+PYTHON = (
+    "bloom", "falcon_mamba", "jamba", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+    "recurrent_gemma", "zamba", "zamba2",
+)  # fmt: skip
+"""Some of their operators are called through Python."""
 ALL = sorted({*CONFIGS, *KINDS, *HYBRIDS})
 
 
@@ -57,6 +62,7 @@ def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
     assert isinstance(serving(runner), Program)
     if name in OWN:
         assert not serving(runner).calls
+    assert any(call.startswith("sakiyomi_python::") for call in serving(runner).calls) == (name in PYTHON)
 
 
 def test_positions_beyond_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
