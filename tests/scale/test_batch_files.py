@@ -286,6 +286,14 @@ def test_a_run_that_is_killed_while_it_removes_its_pieces_has_ended(
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
+def test_a_run_that_has_ended_meanwhile_is_not_done_again(tmp_path: Path) -> None:
+    source = written(tmp_path, [line(f"{i}") for i in range(9)])
+    second = BatchFile(source, tmp_path / "out.jsonl", {}, 2)
+    run(BatchFile(source, second.out, {}, 2), Echo())
+    with pytest.raises(InputError, match="is there already"):
+        run(second, Echo())
+
+
 @pytest.mark.thorough
 def test_nothing_is_lost_or_doubled_by_kills(killed_at_random: tuple[Path, Path]) -> None:
     _, out = killed_at_random

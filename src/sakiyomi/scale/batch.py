@@ -144,6 +144,8 @@ class BatchFile(Pieces):
     def begin(self) -> BatchProgress:
         """Create the folder, and count the replies of earlier runs."""
         if len(self.missing()) == len(self.pieces):
+            if self.out.exists():  # by a run that has ended since this one was made
+                raise InputError(f"{self.out} is there already; choose another output, or remove it")
             with whole_file(self.folder / ABOUT, "choose another output") as fresh:
                 fresh.write_text(json.dumps(self._about(), indent=1), encoding="utf-8")
         progress = BatchProgress(sum(piece.lines for piece in self.pieces))

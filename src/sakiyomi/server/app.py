@@ -154,7 +154,7 @@ class Server:
         relay: Relay | None = getattr(request.state, "relay", None)
         if relay is not None:
             relay.prepare(jobs)
-        relay = relay or Relay()
+        relay = relay or Relay(records=False)
         told = request.state.log
         told |= {"prompt_tokens": len(jobs[0].prompt)} | ({"user": body.user} if body.user is not None else {})
         if self.config.log_prompts:
@@ -248,9 +248,9 @@ class Server:
                     data = b"".join(style.stream(piece, piece.index in fresh, now))
                     fresh.discard(piece.index)
                     if new:
-                        relay.sent.append(sent)
+                        relay.add(sent)
                         yield data
-            relay.sent.append(Sent(-1, (), True))
+            relay.add(Sent(-1, (), True))
             yield b"".join(style.end(usage(call.jobs)))
         except Exception as error:
             found = self._too_late() if isinstance(error, TimeoutError) else api_error(error)

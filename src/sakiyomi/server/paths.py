@@ -151,7 +151,7 @@ def _add_body(app: FastAPI, backend: Backend, path: str) -> None:
 
     reply.__annotations__ |= {"request": Request, "body": kind}
     told = (_STREAMS if "stream" in kind.model_fields else {}) | (_ANTHROPIC_ERRORS if is_anthropic(path) else {})
-    name = path.removeprefix("/v1/").strip("/").replace("/", "_")
+    name = path.removeprefix("/v1/").removeprefix("messages/").strip("/").replace("/", "_")
     more = {"requestBody": {"content": {"application/json": {"example": example}}}}
     app.post(path, name=name, description=about, responses=told, response_model=None, openapi_extra=more)(reply)
 
@@ -160,7 +160,7 @@ def _add_files(app: FastAPI, backend: Backend) -> None:
     """Paths that take a file."""
     for path, about in SOUNDS.items():
 
-        @app.post(path, description=about, responses=_STREAMS, openapi_extra=_SOUND)
+        @app.post(path, name=path.rpartition("/")[2], description=about, responses=_STREAMS, openapi_extra=_SOUND)
         async def sound(request: Request) -> Response:
             return await backend.reply(request, await request.body())
 

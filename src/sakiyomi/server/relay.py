@@ -46,12 +46,19 @@ class Relay:
         created: time of the request, in seconds.
         given: the part of the reply that the client has already.
         sent: tokens of events since the last ``take``.
+        records: keep them; without a front nobody takes them.
     """
 
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     created: int = field(default_factory=lambda: int(time.time()))
     given: list[Sent] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
+    records: bool = True
+
+    def add(self, sent: Sent) -> None:
+        """Note the tokens of an event that goes to the client."""
+        if self.records:
+            self.sent.append(sent)
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Make the texts depend on the seed alone, and begin with what the client has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig, PairSettings
 
 PICTURES = ("png", "svg")
+COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters
 
 
 @cache
@@ -85,6 +87,12 @@ class ReportConfig(PairSettings):
         super().__post_init__()
         if self.sizes == ("none",):
             object.__setattr__(self, "sizes", ())
+        for size in self.sizes:
+            if COUNT.fullmatch(size) and not Path(size).is_dir():
+                raise InputError(
+                    f"size {size!r} is a number of parameters; expected a checkpoint. python benchmarks/inflate.py "
+                    f"FOLDER --params {size} in the source repository writes a model of that size; give its FOLDER"
+                )
         if not self.temperatures or min(self.temperatures) < 0:
             raise InputError(f"temperatures is {self.temperatures}; expected one or more, none below 0")
         if self.redraw and self.again:

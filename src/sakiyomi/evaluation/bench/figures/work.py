@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -29,7 +28,6 @@ from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
 from sakiyomi.evaluation.bench.study import append
 from sakiyomi.model_executor.runner import ModelRunner
 
-COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters
 Logits = Callable[[Sequence[int], Sequence[int]], Tensor]
 """(prompt, text) -> (tokens of the text, V): what a model expects at each token of the text, before it came."""
 
@@ -137,11 +135,6 @@ class Work:
         """
         if not size:
             return self.row(what), self.config.heads or MEDUSA_HEADS.get(self.config.target)
-        if COUNT.fullmatch(size) and not Path(size).is_dir():
-            raise InputError(
-                f"size {size!r} is a number of parameters; expected a checkpoint. python benchmarks/inflate.py FOLDER "
-                f"--params {size} in the source repository writes a model of that size; give its FOLDER"
-            )
         row, heads = self.row(what, target=size, draft=self.draft), Path(size).expanduser() / "medusa"
         if row.pair.target.tokenizer.get_vocab() != self.pair.draft.tokenizer.get_vocab():
             raise InputError(f"{size} has another tokenizer than the draft {self.draft}; give one of its family")
