@@ -188,8 +188,9 @@ def _open(
         raise UnsupportedError(f"it runs {', '.join(engine.kinds)} here")
     if pair.target.model.device.type != "cpu":
         raise UnsupportedError("it is measured on the CPU alone; pass device cpu")
-    model, draft = (str(engine.checkpoint(one, kind)) for one in (pair.target, pair.draft))
-    return EngineProcess(engine, environments(folder), {**task, "model": model, "draft": draft if drafted else None})
+    model = str(engine.checkpoint(pair.target, kind))
+    draft = str(engine.checkpoint(pair.draft, kind)) if drafted else None
+    return EngineProcess(engine, environments(folder), {**task, "model": model, "draft": draft})
 
 
 def _contenders(row: PairRow, llm: LLM, load: Load, others: Mapping[str, EngineProcess]) -> list[Contender]:
