@@ -308,10 +308,11 @@ def test_an_engine_runs_a_target_without_a_draft_model(pair: BenchConfig, tmp_pa
     row = PairRow("card", config, silent)
     load = Load("", [[1, 2]], 2)
     with ExitStack() as stack:
-        others = contest.opened(row, "float32", [load], stack, [fake(tmp_path, GOOD)], ["plain"])
-        assert row.notes == []
+        absent = Fake("Engine absent", "absent", "absent-package", ("float32",))
+        others = contest.opened(row, "float32", [load], stack, [fake(tmp_path, GOOD), absent], ["plain"])
+        assert [note.split(":")[0] for note in row.notes] == ["Engine absent is left out"]
         (contender,) = load.raced(others)
-        assert contender.run().outputs == ((3, 4),)
+        assert contender.name == "Engine fake" and contender.run().outputs == ((3, 4),)
 
 
 @pytest.mark.thorough

@@ -156,7 +156,7 @@ def opened(
         several: their loads.
         stack: closes them.
         engines: to be opened.
-        ways: with the pair's draft model, or without.
+        ways: with the pair's draft model, or without; names say which, unless there is one way.
     """
     task = {
         "kind": kind,
@@ -169,12 +169,12 @@ def opened(
     found = {}
     for engine in engines:
         for way in ways if engine.drafts else ways[:1]:
-            name = f"{engine.name} {way}"
+            name, where = (f"{engine.name} {way}", f", {kind}") if len(ways) > 1 else (engine.name, "")
             row.note(f"{kind}: opening {name}")
             try:
                 found[name] = _open(engine, row.pair, task, row.config.environments, drafted=way != "plain")
             except (LoadError, UnsupportedError, MemoryLimitError) as error:
-                row.notes.append(f"{name}, {kind} is left out: {error}")
+                row.notes.append(f"{name}{where} is left out: {error}")
             else:
                 stack.callback(found[name].close)
     return found
