@@ -34,7 +34,8 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.reference import EngineReference, HFReference
 from sakiyomi.evaluation.bench import speed as speed_row
 from sakiyomi.evaluation.bench import suites
-from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.config import BenchConfig, silent
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.peers import Transformers
@@ -801,6 +802,22 @@ def test_a_row_that_fails_leaves_the_others(pair: BenchConfig, monkeypatch: pyte
     assert "the model went away" in result.stdout
     rows = json.loads(result.stdout.splitlines()[-1])["rows"]
     assert [(row["row"], row["error"]) for row in rows] == [("batch", "the model went away"), ("stories", None)]
+
+
+def test_a_row_that_fails_closes_what_it_has_opened(pair: BenchConfig) -> None:
+    """At once, and not when the error that refers to it is forgotten."""
+    closed = []
+
+    def races(row: PairRow) -> Races:
+        try:
+            yield Race([Contender("dies", lambda: pytest.fail("a lap"))])
+        finally:
+            closed.append(row.name)
+        return {}
+
+    with pytest.raises(pytest.fail.Exception, match="a lap") as held:
+        declared("tokens/s")(races)(PairRow("x", pair, silent))
+    assert closed == ["x"] and held.value is not None
 
 
 def test_rows_that_left_say_where_they_are(pair: BenchConfig) -> None:
