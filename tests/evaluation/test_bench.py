@@ -827,6 +827,14 @@ def test_rows_that_left_say_where_they_are(pair: BenchConfig) -> None:
     assert set(script.ROWS) == suites.MOVED
 
 
+def test_rows_that_make_their_own_models_need_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(script.ROWS, "plain", lambda row: Row(row.name, "measured", [{"name": "x"}]))
+    result = CliRunner().invoke(script.app, ["--rows", "plain", "--target", "some-folder"])
+    assert result.exit_code == 0 and "measured" in result.output
+    refused = CliRunner().invoke(script.app, ["--rows", "plain", "--rows", "block", "--target", "some-folder"])
+    assert isinstance(refused.exception, InputError) and "has to be a draft model" in refused.exception.message
+
+
 def test_the_command(pair: BenchConfig) -> None:
     arguments = ["bench", "--rows", "stories", "--target", pair.target, "--draft", pair.draft, "--no-compile", "--json"]
     arguments += ["--repeats", "1", "--max-new-tokens", "6", "--count", "2", "--gamma", "2"]
