@@ -49,6 +49,9 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
 RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
 """Rows that make their own models."""
 
+TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact"}
+"""Rows of which nothing can be drawn."""
+
 
 def _command(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     """Measure parts of sakiyomi side by side; all rows of this script, if none is named.
@@ -57,6 +60,7 @@ def _command(config: BenchConfig, picture: PlotOption, output: JsonOption) -> No
     """
 
     def start(note: Note) -> Started:
+        picture.check_rows(config.rows, TABLES)
         return suites.run(replace(config, rows=config.rows or (suites.ALL,)), note, ROWS, RANDOM), plot.draw
 
     measured(start, output, picture)
