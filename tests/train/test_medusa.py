@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -184,6 +185,22 @@ def test_joint_training_tunes_a_copy_of_the_target(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     stopped = medusa_config(tmp_path, target, out=str(tmp_path / "again"), joint=True, lora_rank=2)
     assert train_medusa(stopped)["finished"], "adapters of the run before are not in the way"
+
+
+def test_short_held_out_texts_are_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 tokens or more, with the end token in front."""
+
+    class AnsweredError(Exception):
+        pass
+
+    def answer(llm: LLM, prompts: list[list[int]], **more: Any) -> None:
+        raise AnsweredError(list(map(len, prompts)))
+
+    monkeypatch.setattr("sakiyomi.train.medusa.continuations", answer)
+    target, short = tiny_target(tmp_path), tmp_path / "short.jsonl"
+    short.write_text("".join(json.dumps({"tokens": [5] * count}) + "\n" for count in (6, 7, 20)), encoding="utf-8")
+    with pytest.raises(AnsweredError, match=re.escape("[8, 21]")):
+        train_medusa(medusa_config(tmp_path, target, valid=(f"short={short}",)))
 
 
 @pytest.mark.thorough
