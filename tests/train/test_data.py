@@ -64,6 +64,7 @@ def test_a_plain_text_is_split_into_documents() -> None:
         ("a.jsonl", b'{"tokens": [1, "x"]}\n', 'line 1 has no "text"'),
         ("a.jsonl", b"", "holds no document"),
         ("a.txt", b" \n", "holds no document"),
+        ("a.txt", b"<|endoftext|>\n<|endoftext|>\n", "holds no document"),
         ("a.txt", b"\xff\xfe", "cannot read"),
         ("a.txt.gz", b"no gzip", "cannot read"),
         ("a.txt.gz", gzip.compress(b"once upon a time " * 99, mtime=0)[:-12], "cannot read"),

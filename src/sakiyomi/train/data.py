@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ Ids = npt.NDArray[np.int64]
 # shuffled whole, its chapters would fill batch after batch.
 EXCERPT_CHARACTERS = 4000
 END_MARK = "<|endoftext|>"  # between the documents of a plain text, as data sets of stories have it
+ONLY_MARKS = re.compile(rf"(?:\s|{re.escape(END_MARK)})*")
 FEWEST_DOCUMENTS, SHORTEST_CHARACTERS = 20, 400
 
 
@@ -156,7 +158,8 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             if plain.suffix == ".txt":
-                yield 1, {"text": file.read()}
+                text = file.read()
+                yield 1, {"text": "" if ONLY_MARKS.fullmatch(text) else text}
             elif plain.suffix == ".json":
                 found = _parsed(file.read(), path)
                 if not isinstance(found, list):
