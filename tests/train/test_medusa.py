@@ -268,6 +268,21 @@ def test_pieces_of_logits_make_no_difference(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.allclose(one, other, atol=1e-6)
 
 
+def test_a_head_for_all_has_one_gradient() -> None:
+    """Its casts and gradients are the largest tensors of a step: one of each, and none for each head's head."""
+    features, head = torch.randn(3, 5, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    kept: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss, _ = heads_loss(features, head, torch.randint(0, 30, (3, 5)), torch.ones(3, 5))
+    loss.backward()
+    assert kept.count(head.shape) == 1 and head.grad is not None
+
+
 def test_the_hidden_states_are_what_the_head_reads_and_come_from_disk(tmp_path: Path) -> None:
     model = tiny_llama().bfloat16()
     backbone = Backbone(model)
