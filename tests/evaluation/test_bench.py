@@ -827,11 +827,11 @@ def test_rows_that_left_say_where_they_are(pair: BenchConfig) -> None:
     assert set(script.ROWS) == suites.MOVED
 
 
-def test_rows_that_make_their_own_models_need_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_make_their_own_models_need_no_draft(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(script.ROWS, "plain", lambda row: Row(row.name, "measured", [{"name": "x"}]))
-    result = CliRunner().invoke(script.app, ["--rows", "plain", "--target", "some-folder"])
+    result = CliRunner().invoke(script.app, ["--rows", "plain", "--target", pair.target])
     assert result.exit_code == 0 and "measured" in result.output
-    refused = CliRunner().invoke(script.app, ["--rows", "plain", "--rows", "block", "--target", "some-folder"])
+    refused = CliRunner().invoke(script.app, ["--rows", "plain", "--rows", "block", "--target", pair.target])
     assert isinstance(refused.exception, InputError) and "has to be a draft model" in refused.exception.message
 
 
