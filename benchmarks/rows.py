@@ -46,6 +46,12 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
     "merged": merged,
 }
 
+RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
+"""Rows that make their own models."""
+
+TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact"}
+"""Rows of which nothing can be drawn."""
+
 
 def _command(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     """Measure parts of sakiyomi side by side; all rows of this script, if none is named.
@@ -54,7 +60,8 @@ def _command(config: BenchConfig, picture: PlotOption, output: JsonOption) -> No
     """
 
     def start(note: Note) -> Started:
-        return suites.run(replace(config, rows=config.rows or (suites.ALL,)), note, ROWS), plot.draw
+        picture.check_rows(config.rows, TABLES)
+        return suites.run(replace(config, rows=config.rows or (suites.ALL,)), note, ROWS, RANDOM), plot.draw
 
     measured(start, output, picture)
 

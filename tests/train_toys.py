@@ -66,12 +66,12 @@ def target_config(folder: Path, **changes: Any) -> TrainTarget:
     return TrainTarget.of(**(settings | changes))
 
 
-def tiny_target(folder: Path) -> Path:
+def tiny_target(folder: Path, positions: int = 128) -> Path:
     """An untrained target of 300 pieces in Hugging Face form."""
     torch.manual_seed(0)
     config = target_config(folder)
     tokenizer = train_tokenizer(stories(60), config.sizes.vocab, config.sizes.max_positions)
-    model = new_llama(config.sizes, tokenizer, vocab=len(tokenizer), max_positions=128)
+    model = new_llama(config.sizes, tokenizer, vocab=len(tokenizer), max_positions=positions)
     save_model(folder / "tiny", model, tokenizer)
     return folder / "tiny"
 

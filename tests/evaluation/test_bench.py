@@ -34,7 +34,8 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.reference import EngineReference, HFReference
 from sakiyomi.evaluation.bench import speed as speed_row
 from sakiyomi.evaluation.bench import suites
-from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.config import BenchConfig, silent
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.peers import Transformers
@@ -803,11 +804,35 @@ def test_a_row_that_fails_leaves_the_others(pair: BenchConfig, monkeypatch: pyte
     assert [(row["row"], row["error"]) for row in rows] == [("batch", "the model went away"), ("stories", None)]
 
 
+def test_a_row_that_fails_closes_what_it_has_opened(pair: BenchConfig) -> None:
+    """At once, and not when the error that refers to it is forgotten."""
+    closed = []
+
+    def races(row: PairRow) -> Races:
+        try:
+            yield Race([Contender("dies", lambda: pytest.fail("a lap"))])
+        finally:
+            closed.append(row.name)
+        return {}
+
+    with pytest.raises(pytest.fail.Exception, match="a lap") as held:
+        declared("tokens/s")(races)(PairRow("x", pair, silent))
+    assert closed == ["x"] and held.value is not None
+
+
 def test_rows_that_left_say_where_they_are(pair: BenchConfig) -> None:
     for name in sorted(suites.MOVED):
         with pytest.raises(InputError, match=f"python benchmarks/rows.py --rows {name}"):
             suites.run(dataclasses.replace(pair, rows=(name,)))
     assert set(script.ROWS) == suites.MOVED
+
+
+def test_rows_that_make_their_own_models_need_no_draft(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(script.ROWS, "plain", lambda row: Row(row.name, "measured", [{"name": "x"}]))
+    result = CliRunner().invoke(script.app, ["--rows", "plain", "--target", pair.target])
+    assert result.exit_code == 0 and "measured" in result.output
+    refused = CliRunner().invoke(script.app, ["--rows", "plain", "--rows", "block", "--target", pair.target])
+    assert isinstance(refused.exception, InputError) and "has to be a draft model" in refused.exception.message
 
 
 def test_the_command(pair: BenchConfig) -> None:

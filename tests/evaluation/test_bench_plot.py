@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import rows as script
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.evaluation.bench import plot, suites
@@ -97,3 +98,11 @@ def test_the_command_draws_and_refuses_early(tmp_path: Path, monkeypatch: pytest
         result = CliRunner().invoke(app, ["bench", "--rows", rows, "--plot", str(tmp_path / name)])
         assert result.exit_code == 2
         assert "plot" in result.output
+
+
+def test_the_script_refuses_rows_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    for name in script.TABLES:
+        monkeypatch.setitem(script.ROWS, name, lambda row: pytest.fail("measured"))
+        result = CliRunner().invoke(script.app, ["--rows", name, "--plot", str(tmp_path / "a.png")])
+        assert isinstance(result.exception, InputError) and "nothing to draw" in result.exception.message

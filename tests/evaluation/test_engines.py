@@ -8,6 +8,7 @@ import shlex
 import sys
 import textwrap
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench import contest, suites
-from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.config import BenchConfig, silent
 from sakiyomi.evaluation.bench.contest import Load, Texts
 from sakiyomi.evaluation.bench.engines import gguf_files
 from sakiyomi.evaluation.bench.engines.process import EngineProcess, python_of
 from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, environments, without_recordings
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.loading import load_model
@@ -298,6 +300,19 @@ def test_each_that_is_left_out_has_one_line(measured: Row) -> None:
     assert "died by SIGABRT" in out[1]
     assert "it runs float32 here" in out[3]
     assert str(measured.conditions["Engine good plain, float32"]).startswith("version 1.0, threads ")
+
+
+def test_an_engine_runs_a_target_without_a_draft_model(pair: BenchConfig, tmp_path: Path) -> None:
+    """As ``bench card`` asks for it: alone, and for a target whose draft is no model."""
+    config = dataclasses.replace(pair, draft="ngram", quantize=None, environments=str(tmp_path))
+    row = PairRow("card", config, silent)
+    load = Load("", [[1, 2]], 2)
+    with ExitStack() as stack:
+        absent = Fake("Engine absent", "absent", "absent-package", ("float32",))
+        others = contest.opened(row, "float32", [load], stack, [fake(tmp_path, GOOD), absent], ["plain"])
+        assert [note.split(":")[0] for note in row.notes] == ["Engine absent is left out"]
+        (contender,) = load.raced(others)
+        assert contender.name == "Engine fake" and contender.run().outputs == ((3, 4),)
 
 
 @pytest.mark.thorough

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.counted import Library
-from sakiyomi.train.data import TextSpec, excerpts, parse_text, read_documents, split
+from sakiyomi.train.data import TextSpec, excerpts, parse_text, read_documents, read_records, split
 from sakiyomi.train.rows import FixedRows, Mixture, Rows, Stream
 from sakiyomi.train.tokenizer import END, train_tokenizer
 from train_toys import stories, story_file
@@ -31,6 +31,17 @@ def test_all_four_formats_are_read_and_normalised(tmp_path: Path) -> None:
     assert list(read_documents(tmp_path / "a.jsonl.gz")) == ["a\nb", "“c”"]
     assert list(read_documents(tmp_path / "a.txt")) == ["one\n\ntwo"]
     assert list(read_documents(tmp_path / "a.txt.gz")) == ["昔々"]
+
+
+def test_a_text_beside_a_prompt_is_the_document(tmp_path: Path) -> None:
+    """Prompts with answers are wanted of the same file by other recipes."""
+    both = [{"instruction": "Ask.", "output": "Say."}, {"prompt": "Ask.", "answer": "Say."}, {"prompt": "Ask."}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(one | {"text": f"Tale {n}."}) + "\n" for n, one in enumerate(both)))
+    assert list(read_documents(path)) == ["Tale 0.", "Tale 1.", "Tale 2."]
+    asked = list(read_records(path, answered=True))
+    assert asked[0].messages == [("user", "Ask."), ("assistant", "Say.")]
+    assert [(one.text, one.answer) for one in asked[1:]] == [("Ask.", "Say."), ("Ask.", "")]
 
 
 def test_a_plain_text_is_split_into_documents() -> None:
@@ -53,6 +64,7 @@ def test_a_plain_text_is_split_into_documents() -> None:
         ("a.jsonl", b'{"tokens": [1, "x"]}\n', 'line 1 has no "text"'),
         ("a.jsonl", b"", "holds no document"),
         ("a.txt", b" \n", "holds no document"),
+        ("a.txt", b"<|endoftext|>\n<|endoftext|>\n", "holds no document"),
         ("a.txt", b"\xff\xfe", "cannot read"),
         ("a.txt.gz", b"no gzip", "cannot read"),
         ("a.txt.gz", gzip.compress(b"once upon a time " * 99, mtime=0)[:-12], "cannot read"),

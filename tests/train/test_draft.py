@@ -90,6 +90,20 @@ def test_labels_are_the_targets_likeliest_tokens_and_are_kept(tmp_path: Path) ->
     assert torch.equal(again[1], probs)
 
 
+def test_a_target_with_little_room_behind_a_prompt_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class MeasuredError(Exception):
+        pass
+
+    def measure(llm: LLM, prompts: list[list[int]], **more: Any) -> None:
+        raise MeasuredError(f"{list(map(len, prompts))} of {llm.max_context}")
+
+    monkeypatch.setattr(taught, "continuations", measure)
+    target, valid = tiny_target(tmp_path, positions=66), tmp_path / "long.jsonl"
+    valid.write_text(json.dumps({"tokens": [5] * 80}), encoding="utf-8")
+    with pytest.raises(MeasuredError, match=r"\[64\] of 66"):
+        train_draft(draft_config(tmp_path, target, samples=0, valid=(f"long={valid}",)))
+
+
 def test_rows_without_time_for_labels_learn_the_text(tmp_path: Path) -> None:
     """With the loss of the text's own next token, times 1 + greedy_weight."""
     model, _ = load_target(str(tiny_target(tmp_path)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -186,6 +187,22 @@ def test_joint_training_tunes_a_copy_of_the_target(tmp_path: Path) -> None:
     assert train_medusa(stopped)["finished"], "adapters of the run before are not in the way"
 
 
+def test_short_held_out_texts_are_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 tokens or more, with the end token in front."""
+
+    class AnsweredError(Exception):
+        pass
+
+    def answer(llm: LLM, prompts: list[list[int]], **more: Any) -> None:
+        raise AnsweredError(list(map(len, prompts)))
+
+    monkeypatch.setattr("sakiyomi.train.medusa.continuations", answer)
+    target, short = tiny_target(tmp_path), tmp_path / "short.jsonl"
+    short.write_text("".join(json.dumps({"tokens": [5] * count}) + "\n" for count in (6, 7, 20)), encoding="utf-8")
+    with pytest.raises(AnsweredError, match=re.escape("[8, 21]")):
+        train_medusa(medusa_config(tmp_path, target, valid=(f"short={short}",)))
+
+
 @pytest.mark.thorough
 def test_without_held_out_data_some_is_held_back(tmp_path: Path) -> None:
     data = tmp_path / "long.jsonl"
@@ -249,6 +266,21 @@ def test_pieces_of_logits_make_no_difference(monkeypatch: pytest.MonkeyPatch) ->
         found.append((loss, *torch.autograd.grad(loss, (features, head))))
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_a_head_for_all_has_one_gradient() -> None:
+    """Its casts and gradients are the largest tensors of a step: one of each, and none for each head's head."""
+    features, head = torch.randn(3, 5, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    kept: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss, _ = heads_loss(features, head, torch.randint(0, 30, (3, 5)), torch.ones(3, 5))
+    loss.backward()
+    assert kept.count(head.shape) == 1 and head.grad is not None
 
 
 def test_the_hidden_states_are_what_the_head_reads_and_come_from_disk(tmp_path: Path) -> None:

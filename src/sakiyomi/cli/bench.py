@@ -65,8 +65,7 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     def start(note: Note) -> Started:
         from sakiyomi.evaluation.bench import plot, suites
 
-        if picture.plot is not None and config.rows and suites.TABLES.issuperset(config.rows):
-            raise InputError(f"plot has nothing to draw of {', '.join(config.rows)}; ask for another row too")
+        picture.check_rows(config.rows, suites.TABLES)
         return suites.run(config, note), plot.draw
 
     measured(start, output, picture)

@@ -92,7 +92,7 @@ def read_answered(
     kept: list[Record] = []
     passed = {"no answer": 0, "too short": 0}
     rng, seen = np.random.default_rng((seed, 7)), 0
-    for record in read_records(path):
+    for record in read_records(path, answered=True):
         found = _with_answers(record, length)
         passed["no answer"] += not found
         for one in found:

@@ -142,7 +142,7 @@ class Library:
             found[name] = [ids for ids in documents if ids is not None and is_long(ids, longer_than)][:count]
             if not found[name]:
                 raise InputError(
-                    f"held-out file {path} has no document of more than {longer_than} tokens, the length of a prompt; "
+                    f"held-out file {path} has no document of more than {longer_than} tokens; "
                     "give longer texts with --valid, or none to have some of the training text held back"
                 )
         return found

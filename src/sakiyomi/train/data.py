@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ Ids = npt.NDArray[np.int64]
 # shuffled whole, its chapters would fill batch after batch.
 EXCERPT_CHARACTERS = 4000
 END_MARK = "<|endoftext|>"  # between the documents of a plain text, as data sets of stories have it
+ONLY_MARKS = re.compile(rf"(?:\s|{re.escape(END_MARK)})*")
 FEWEST_DOCUMENTS, SHORTEST_CHARACTERS = 20, 400
 
 
@@ -116,7 +118,7 @@ class Record:
     question: str = ""
 
 
-def read_records(path: Path) -> Generator[Record]:
+def read_records(path: Path, *, answered: bool = False) -> Generator[Record]:
     """The records of a `.jsonl(.gz)` file, or of a list in a `.json(.gz)` file; a `.txt(.gz)` file is one text.
 
     The form of each is told by its keys:
@@ -129,6 +131,10 @@ def read_records(path: Path) -> Generator[Record]:
 
     Texts are stripped and their line ends are unified; those left empty are passed over.
 
+    Args:
+        path: of the file.
+        answered: of a record with a text and a prompt the prompt is read; else the text.
+
     Raises:
         LoadError: the file is missing, unreadable, or holds no record; a line that is not JSON or has none of these
             forms is named by its number.
@@ -136,7 +142,7 @@ def read_records(path: Path) -> Generator[Record]:
     """
     found = 0
     for number, value in _values(path):
-        record = _record(value, f"{path} line {number}")
+        record = _record(value, f"{path} line {number}", answered)
         if record.text or record.tokens or record.messages is not None or record.answer is not None:
             found += 1
             yield record
@@ -152,7 +158,8 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             if plain.suffix == ".txt":
-                yield 1, {"text": file.read()}
+                text = file.read()
+                yield 1, {"text": "" if ONLY_MARKS.fullmatch(text) else text}
             elif plain.suffix == ".json":
                 found = _parsed(file.read(), path)
                 if not isinstance(found, list):
@@ -175,12 +182,15 @@ def _parsed(text: str, path: Path, number: int | None = None) -> Any:
         ) from error
 
 
-def _record(value: Any, place: str) -> Record:
+def _record(value: Any, place: str, answered: bool) -> Record:
     if not isinstance(value, dict):
         raise LoadError(f"{place} holds a {type(value).__name__}; expected an object")
     messages = chat_messages(value, place)
     if messages is not None:
         return Record(place, messages=messages)
+    text = value.get("text")
+    if isinstance(text, str) and not answered:
+        return Record(place, normalise(text))
     if isinstance(value.get("instruction"), str):
         reply = _text(value, "output", place).strip()
         asked = "\n\n".join(part.strip() for part in (value["instruction"], _text(value, "input", place)) if part)
@@ -188,8 +198,8 @@ def _record(value: Any, place: str) -> Record:
     if isinstance(value.get("prompt"), str):
         answer, question = (_text(value, name, place) for name in ("answer", "question"))
         return Record(place, normalise(value["prompt"]), answer=answer, question=question)
-    if isinstance(value.get("text"), str):
-        return Record(place, normalise(value["text"]))
+    if isinstance(text, str):
+        return Record(place, normalise(text))
     tokens, prompt = value.get("tokens"), value.get("prompt", 0)
     if isinstance(tokens, list) and all(type(one) is int for one in (*tokens, prompt)) and 0 <= prompt <= len(tokens):
         return Record(place, tokens=tokens, asked=prompt)

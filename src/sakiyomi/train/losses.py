@@ -76,27 +76,27 @@ def heads_loss(
         loss in nats, then of whether the label is among the head's first 1, 2, ... guesses.
     """
     counts = (weights > 0).sum(1).clamp_min(1) if divisors is None else divisors
-    own = [head] * len(features) if head.dim() == 2 else head.unbind()
     scale = weights / counts[:, None]
-    losses, means = [], []
-    for read, over, right, share in zip(features, own, labels[..., None], scale[..., None], strict=True):
-        sums = features.new_zeros(1 + TOPS, dtype=torch.float32)
-        each = functools.partial(_hard, right, share > 0, sums)
-        losses.append(_piecewise(read, over, share, each))
-        means.append(sums)
-    return torch.stack(losses).sum(), torch.stack(means) / counts[:, None]
+    found = features.new_zeros(*labels.shape, 1 + TOPS, dtype=torch.float32)
+    # A head for all reads one long row: it is cast once, and has one gradient.
+    several = [(slice(None), head)] if head.dim() == 2 else [(slice(k, k + 1), own) for k, own in enumerate(head)]
+    losses = []
+    for k, over in several:
+        right, share = labels[k].reshape(-1, 1), scale[k].reshape(-1, 1)
+        each = functools.partial(_hard, right, share > 0, found[k].flatten(0, 1))
+        losses.append(_piecewise(features[k].flatten(0, 1), over, share, each))
+    return torch.stack(losses).sum(), found.sum(1) / counts[:, None]
 
 
-def _hard(right: Tensor, counted: Tensor, sums: Tensor, some: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy with labels (n, 1), see `Pointwise`; what `heads_loss` reports is added to `sums`."""
+def _hard(right: Tensor, counted: Tensor, found: Tensor, some: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy with labels (n, 1), see `Pointwise`; `found`, (n, 1 + TOPS), takes what `heads_loss` reports."""
     right, counted = right[some], counted[some]
     grad = torch.softmax(logits, 1)
     chance = grad.gather(1, right)
     each = -chance.clamp_min(SMALLEST_NUMBER).log()
     before = (grad > chance).sum(1, keepdim=True)  # guesses that the head prefers to the label
     tops = torch.arange(1, 1 + TOPS, device=logits.device)
-    sums[0] += (each * counted).sum()
-    sums[1:] += ((before < tops) & counted).sum(0)
+    found[some] = torch.cat([each * counted, ((before < tops) & counted).to(each.dtype)], 1)
     return each, grad.scatter_add_(1, right, torch.full_like(each, -1.0))
 
 

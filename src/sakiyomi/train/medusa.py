@@ -39,6 +39,9 @@ from sakiyomi.train.recipe import Recipe, train
 from sakiyomi.train.rows import FixedRows, mixture_of
 from sakiyomi.train.taught import held_out_prompts, load_target
 
+SHORTEST_VALID = 8
+"""Tokens of the shortest held-out text of a file; it is a prompt as a whole."""
+
 
 def train_medusa(config: TrainMedusa, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train medusa`, see `recipe.train`."""
@@ -63,7 +66,8 @@ class _Medusa(Recipe[TrainMedusa]):
         self.target, self.tokenizer = load_target(config.target, self.passes, self.device)
         library = Library(self.tokenizer, vocabulary(self.target), marked=True)
         paths = [spec.path for spec in self.specs]
-        held = library.held_out(self.valid, paths, config.eval_prompts, PROMPT_TOKENS, config.loop.seed)
+        longer_than = SHORTEST_VALID - 1 if self.valid else PROMPT_TOKENS
+        held = library.held_out(self.valid, paths, config.eval_prompts, longer_than, config.loop.seed)
         texts = [library.documents(path) for path in paths]
         for path, documents in zip(paths, texts, strict=True):
             counted = sum(int((document >= 0).sum()) for document in documents)

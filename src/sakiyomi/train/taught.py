@@ -23,7 +23,7 @@ from sakiyomi.train.samples import Plan, Samples, by, prompt_of, weights_digest
 
 # Where a target's configuration knows no limit, its positions are relative; a draft's need one all the same.
 POSITIONS = 2048
-FEWEST_NEW = 8  # tokens that a held-out prompt must leave room for
+FEWEST_NEW = 8  # tokens that a held-out prompt must leave room for, where the target has so many positions
 Settings = TypeVar("Settings", bound=TaughtConfig)
 
 
@@ -58,7 +58,7 @@ class Taught(TextRecipe[Settings]):
         self.held_back = 0 if self.valid else sum(map(len, held.values()))
         # Batches of this size have no graph.
         llm = LLM((target, self.tokenizer), "none", compile=False, max_batch=config.sampling.sample_batch)
-        questions = held_out_prompts(held, llm.max_context)
+        questions = held_out_prompts(held, llm.max_context, min(FEWEST_NEW, self.positions - PROMPT_TOKENS))
         self.texts, self.sources = [library.documents(spec.path) for spec in self.specs], list(self.specs)
         if config.sampling.samples:
             self._write_samples(library, llm)
@@ -97,12 +97,15 @@ class Taught(TextRecipe[Settings]):
             self.texts.append(library.documents(samples.out)[: asked.samples])
 
 
-def held_out_prompts(documents: dict[str, list[Ids]], positions: int) -> dict[str, list[list[int]]]:
+def held_out_prompts(
+    documents: dict[str, list[Ids]], positions: int, fewest: int = FEWEST_NEW
+) -> dict[str, list[list[int]]]:
     """What a target continues for the measurements: beginnings of texts, first prompts of chats.
 
     Args:
         documents: by name, with marks.
         positions: of the target.
+        fewest: tokens that a prompt must leave room for.
 
     Raises:
         InputError: of some name no prompt leaves room for an answer.
@@ -110,7 +113,7 @@ def held_out_prompts(documents: dict[str, list[Ids]], positions: int) -> dict[st
     found = {}
     for name, some in documents.items():
         prompts = [prompt_of(document, PROMPT_TOKENS) for document in some]
-        found[name] = [prompt for prompt in prompts if len(prompt) <= positions - FEWEST_NEW]
+        found[name] = [prompt for prompt in prompts if len(prompt) <= positions - fewest]
         if not found[name]:
             raise InputError(f"no held-out prompt of {name!r} leaves room in the target's {positions} positions")
     return found

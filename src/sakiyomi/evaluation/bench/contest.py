@@ -156,7 +156,7 @@ def opened(
         several: their loads.
         stack: closes them.
         engines: to be opened.
-        ways: with the pair's draft model, or without.
+        ways: with the pair's draft model, or without; names say which, unless there is one way.
     """
     task = {
         "kind": kind,
@@ -169,12 +169,12 @@ def opened(
     found = {}
     for engine in engines:
         for way in ways if engine.drafts else ways[:1]:
-            name = f"{engine.name} {way}"
+            name, where = (f"{engine.name} {way}", f", {kind}") if len(ways) > 1 else (engine.name, "")
             row.note(f"{kind}: opening {name}")
             try:
                 found[name] = _open(engine, row.pair, task, row.config.environments, drafted=way != "plain")
             except (LoadError, UnsupportedError, MemoryLimitError) as error:
-                row.notes.append(f"{name}, {kind} is left out: {error}")
+                row.notes.append(f"{name}{where} is left out: {error}")
             else:
                 stack.callback(found[name].close)
     return found
@@ -188,8 +188,9 @@ def _open(
         raise UnsupportedError(f"it runs {', '.join(engine.kinds)} here")
     if pair.target.model.device.type != "cpu":
         raise UnsupportedError("it is measured on the CPU alone; pass device cpu")
-    model, draft = (str(engine.checkpoint(one, kind)) for one in (pair.target, pair.draft))
-    return EngineProcess(engine, environments(folder), {**task, "model": model, "draft": draft if drafted else None})
+    model = str(engine.checkpoint(pair.target, kind))
+    draft = str(engine.checkpoint(pair.draft, kind)) if drafted else None
+    return EngineProcess(engine, environments(folder), {**task, "model": model, "draft": draft})
 
 
 def _contenders(row: PairRow, llm: LLM, load: Load, others: Mapping[str, EngineProcess]) -> list[Contender]:

@@ -10,6 +10,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
@@ -62,19 +63,20 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
     def decorate(races: Callable[[PairRow], Races]) -> Callable[[PairRow], Row]:
         @wraps(races)
         def measure(row: PairRow) -> Row:
-            several, found = races(row), dict[str, Any]()
-            try:
-                asked = next(several)
-                while True:
-                    standings = row.race(asked.contenders, asked.judge, asked.where, asked.until)
-                    lines = None if asked.lines is None else list(asked.lines(standings))
-                    part = of_race(row.name, title, standings, where=asked.where, lines=lines)
-                    row.lines += map(dict, part.lines)
-                    row.notes += part.notes
-                    found |= part.conditions
-                    asked = several.send(standings)
-            except StopIteration as done:
-                conditions: dict[str, Any] = done.value
+            found = dict[str, Any]()
+            with closing(races(row)) as several:  # what it has opened ends with it, also where a race fails
+                try:
+                    asked = next(several)
+                    while True:
+                        standings = row.race(asked.contenders, asked.judge, asked.where, asked.until)
+                        lines = None if asked.lines is None else list(asked.lines(standings))
+                        part = of_race(row.name, title, standings, where=asked.where, lines=lines)
+                        row.lines += map(dict, part.lines)
+                        row.notes += part.notes
+                        found |= part.conditions
+                        asked = several.send(standings)
+                except StopIteration as done:
+                    conditions: dict[str, Any] = done.value
             if not any("perplexity" in line for line in row.lines):
                 conditions.pop("perplexity_of", None)  # nothing was graded
             return Row(row.name, title, row.lines, conditions | found, row.notes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -53,13 +53,14 @@ def measure(name: str, config: BenchConfig, note: Note = silent, rows: Rows = RO
     return rows[name](PairRow(name, config, note))
 
 
-def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Iterator[Row]:
+def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS, alone: Set[str] = ALONE) -> Iterator[Row]:
     """Run the requested rows and yield each when it is measured. A row that fails has an error; the others still run.
 
     Args:
         config: names the rows; none: the one-minute table.
         note: receives lines of progress.
         rows: the known rows, by name.
+        alone: those of them that need no draft model.
 
     Raises:
         InputError, LoadError: a row is not known, or what rows of a pair need is not there; before any work.
@@ -67,7 +68,7 @@ def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Iterator
     wanted = _wanted(config, rows)
     if "peers" in config.rows and not config.peers:
         raise InputError("row peers measures others beside us and peers is off; leave one of the two out")
-    config.check_pair(alone=set(wanted) <= ALONE)
+    config.check_pair(alone=set(wanted) <= alone)
     if {"medusa", "typical"} & set(wanted):
         config.medusa_heads  # noqa: B018
 
