@@ -28,7 +28,7 @@ from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import ALL_SIZES, SIZES
-from sakiyomi.model_executor.weights import ModelWeights, on_gpu
+from sakiyomi.model_executor.weights import ModelWeights, on_cpu, on_gpu
 
 logger = logging.getLogger("sakiyomi")
 ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs more than it brings
@@ -128,7 +128,7 @@ def _build(
         _check_files(weights)
     # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
     waits = records and not exact and not quantize and prepared is None
-    weights.unsettled = waits and (weights.packable or on_gpu(weights)) and not native_at_hand()
+    weights.unsettled = waits and (on_gpu(weights) or on_cpu(weights)) and not native_at_hand()
     if weights.unsettled:
         share_processors(True)
     else:
