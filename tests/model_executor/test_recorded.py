@@ -366,6 +366,24 @@ def test_no_damage_to_a_recording_passes(tmp_path: Path) -> None:
     assert recording.read_recording(folder, None, None, lambda: None, lambda config: None) is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("torch.jit.load", RuntimeError), ("sakiyomi.model_executor.program.Builder", UnsupportedError)],
+)
+def test_a_script_that_another_torch_cannot_run_is_not_used(
+    name: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's class is loaded instead."""
+    folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
+    recorded(folder)
+
+    def failing(*_: object) -> None:
+        raise error("it has changed")
+
+    monkeypatch.setattr(name, failing)
+    assert not isinstance(LLM(folder, "none", compile="auto").target.module, RecordedModel)
+
+
 def test_what_is_wrong_with_the_model_is_said_as_without_a_recording(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
     recorded(folder)
