@@ -160,6 +160,9 @@ CALLED: dict[str, Callable[[Tensor], Tensor]] = {
     "a turned product": lambda x: x @ (x.transpose(1, 2).reshape(1, 128, -1, 1).squeeze(-1) @ x),
     "a scaled turned one": lambda x: x @ ((x.transpose(1, 2) * 0.5) @ x + x.transpose(1, 2) @ x),
     "in place, in a view": lambda x: (y := x * 2).view(1, -1, 4, 32).add_(1.0).view_as(x) + y,
+    "twice in place, in a view": lambda x: (
+        (y := x * 2).view(1, -1, 4, 32).add_(1.0).mul_(x.view(1, -1, 4, 32)).view_as(x) + y
+    ),
     "in place": lambda x: (x * 1.5).add_(x).div_(x.sum(-1, keepdim=True)),
     "of rows": lambda x: functional.layer_norm(x, (128,)),
     "a smooth bend": functional.softplus,

@@ -11,6 +11,7 @@ import transformers as hf
 from torch import nn
 
 from architectures import CONFIGS, HYBRIDS, KINDS, VOCAB, make, model_of, prompt
+from sakiyomi import LLM
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor import recorded_passes
@@ -18,7 +19,7 @@ from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.program import Program
 from sakiyomi.model_executor.recorded_passes import WORTH_IT, RecordedPasses
 from sakiyomi.model_executor.runner import ModelRunner
-from toys import tiny_llama
+from toys import character_tokenizer, tiny_llama
 
 TREE = (-1, 0, 0, 1, 2)
 
@@ -61,6 +62,18 @@ def test_common_models_are_recorded(name: str) -> None:
     passes(traced)
     assert isinstance(traced.recorder, RecordedPasses) and not traced.recorder.failed
     assert traced.recorded(8)
+
+
+@pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_passes_are_recorded_once_kernels_are_built(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine's first use, too, and of models whose weights the kernels do not pack."""
+    for place in ("session", "build"):
+        monkeypatch.setattr(f"sakiyomi.model_executor.{place}.native_at_hand", lambda: False)
+    llm = LLM((tiny_llama(vocab=VOCAB).to(dtype), character_tokenizer()), "none")
+    assert llm.target.recorder is None
+    monkeypatch.undo()
+    assert llm.wait() and llm.target.mode == "recorded"
 
 
 def test_a_norm_in_groups_is_recorded() -> None:

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from architectures import ALL, VOCAB, greedy, logits_after, make, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, SakiyomiError, SamplingParams
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.model_executor.probe import probe
 from toys import character_tokenizer, save_model, tiny_llama
 from warm import warm
 
@@ -125,6 +127,20 @@ def test_a_model_whose_cache_is_switched_off() -> None:
     assert model.training
     assert model.is_activation_checkpointing
     assert not model.config.use_cache
+
+
+def test_a_forward_that_refuses_what_it_is_given() -> None:
+    """Its own error is the cause, and not taken for that of a class whose attention cannot be switched."""
+
+    class Refusing(nn.Module):
+        def set_attn_implementation(self, name: str) -> None: ...
+
+        def forward(self, **_: Any) -> None:
+            raise ValueError("it wants a bounding box")
+
+    with pytest.raises(UnsupportedError, match="asks for more than keys, values and positions") as caught:
+        probe(Refusing(), 8, 1, torch.device("cpu"))
+    assert str(caught.value.__cause__) == "it wants a bounding box"
 
 
 def test_training_goes_on_beside_the_engine() -> None:

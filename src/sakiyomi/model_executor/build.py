@@ -23,12 +23,13 @@ from sakiyomi.model_executor.loading.families import check_states, has_encoder
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.own_forward import ways_of
 from sakiyomi.model_executor.positions import rope_limit
+from sakiyomi.model_executor.probe import OwnAttentionError
 from sakiyomi.model_executor.proof import prove
 from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import ALL_SIZES, SIZES
-from sakiyomi.model_executor.weights import ModelWeights, on_gpu
+from sakiyomi.model_executor.weights import ModelWeights, on_cpu, on_gpu
 
 logger = logging.getLogger("sakiyomi")
 ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs more than it brings
@@ -85,6 +86,11 @@ def build_runner(model: Any, *, compile: bool | str = "auto", **options: Unpack[
         _check_context(model.config, max_context)
         return build()
     except UnsupportedError as error:
+        if apart and isinstance(error, OwnAttentionError):
+            raise UnsupportedError(
+                f"{error.message}; use cache='full', and leave quantize at None and exact at False, so that each text "
+                "can go through its own forward by itself"
+            ) from error
         if apart or has_encoder(model.config) or not all(weight.numel() for weight in model.parameters()):
             raise
         refusal = error
@@ -128,7 +134,7 @@ def _build(
         _check_files(weights)
     # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
     waits = records and not exact and not quantize and prepared is None
-    weights.unsettled = waits and (weights.packable or on_gpu(weights)) and not native_at_hand()
+    weights.unsettled = waits and (on_gpu(weights) or on_cpu(weights)) and not native_at_hand()
     if weights.unsettled:
         share_processors(True)
     else:

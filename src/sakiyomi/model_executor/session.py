@@ -32,7 +32,7 @@ from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.pass_clock import PassClock
 from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.recorded_passes import RecordedPasses
-from sakiyomi.model_executor.weights import ModelWeights
+from sakiyomi.model_executor.weights import ModelWeights, on_cpu
 
 SIZES = (1, 4, 8, 16, 32, 64)
 # Where none of them has to be recorded or proven first, so many that of no pass a fifth is for nothing.
@@ -207,10 +207,8 @@ class Session:
         if not self.records or weights.offloaded or weights.unsettled:
             return None
         found = self.backend.recorder(self.forward) if self.module is weights.module else None
-        if found is not None or self.device.type != "cpu" or weights.own_attention:
+        if found is not None or not on_cpu(weights) or native() is None:
             return found
-        if not native_at_hand() or native() is None:
-            return None
         return RecordedPasses(self.forward, self.module, self.sizes)
 
     def record(self) -> None:
@@ -222,7 +220,7 @@ class Session:
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """Passes within run on the modules themselves, so that their hooks are called."""
+        """Passes within run on the modules themselves and call their hooks; a recorded model calls its head's."""
         recorder, self.recorder = self.recorder, None
         try:
             yield

@@ -399,6 +399,11 @@ def on_gpu(weights: ModelWeights) -> bool:
     return weights.device.type == "cuda" and weights.one_device and not (weights.offloaded or weights.own_attention)
 
 
+def on_cpu(weights: ModelWeights) -> bool:
+    """Whether the compiled kernels run passes of a model, recorded ones even where they pack no weights of its type."""
+    return weights.device.type == "cpu" and not (weights.offloaded or weights.own_attention)
+
+
 def _enough(model: nn.Module, count: int) -> list[int] | None:
     """Layers, one of every kind, on which a large model is proven, since passes over all would take long; None: all."""
     size = sum(map(_stored_bytes, (*model.parameters(), *model.buffers())))

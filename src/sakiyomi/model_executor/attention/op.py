@@ -234,8 +234,7 @@ def note_calls(model: nn.Module, forward: Callable[[], object]) -> tuple[list[An
         ValueError: its class says that it has only its own attention.
         UnsupportedError: a layer asks for what is not known here.
     """
-    _register_probe()
-    model.set_attn_implementation(PROBE)  # type: ignore[operator]
+    _switch_to_probe(model)
     dense.take_over(None)  # as the pass before may have been
     for noted in (_probed, _callers, _pairs, _masks):
         noted.clear()
@@ -246,6 +245,16 @@ def note_calls(model: nn.Module, forward: Callable[[], object]) -> tuple[list[An
         _callers.clear()
         _pairs.clear()
         _masks.clear()
+
+
+def _switch_to_probe(model: nn.Module) -> None:
+    """Have a model call the probe.
+
+    Raises:
+        ValueError: its class says that it has only its own attention.
+    """
+    _register_probe()
+    model.set_attn_implementation(PROBE)  # type: ignore[operator]
 
 
 @functools.cache
@@ -270,9 +279,10 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int | 
             are numbered anew without them.
     """
     try:
-        callers, shapes = note_calls(model, forward)
+        _switch_to_probe(model)
     except ValueError:  # the class says itself that it has only its own attention
         return None
+    callers, shapes = note_calls(model, forward)
     if layers is None:
         for number, module in enumerate(callers):
             module.layer_idx = number

@@ -145,6 +145,11 @@ def read_recording(
         tokenizer = _tokenizer(folder, about["tokenizer"], scripts.pop(TOKENIZER, None))
         fits(PlainConfig(**about["config"]))
         layers, prepared, source = (_from_copy if about["copy"] else _from_checkpoint)(about, checkpoint)
+        weights = {name: source(name, getattr(torch, about["dtype"])) for name in about["weights"]}
+        try:
+            model = assemble(about, scripts[SCRIPT], weights, layers, functools.partial(_filled, whole))
+        except UnsupportedError as error:  # e.g. another version of torch reads the script as other operators
+            raise LoadError(error.message) from error
     except (InputError, MemoryLimitError, UnsupportedError):  # of `fits`, or it does not fit
         raise
     except Exception as error:  # whatever it is, loading the model itself will say it in its own words
@@ -152,8 +157,7 @@ def read_recording(
         with suppress(OSError):
             place_of(folder, dtype, quantize).unlink()
         return None
-    weights = {name: source(name, getattr(torch, about["dtype"])) for name in about["weights"]}
-    return assemble(about, scripts[SCRIPT], weights, layers, functools.partial(_filled, whole)), prepared, tokenizer
+    return model, prepared, tokenizer
 
 
 def _first_current(
