@@ -245,6 +245,9 @@ def test_heads_of_another_target(tmp_path: Path) -> None:
     deep = original_folder(tmp_path / "deep", head("plain"))
     _config(deep, eagle_aux_hidden_state_layer_ids=[2, 10, 21])
     _refused(deep, UnsupportedError, "1, 9, 20", "has 8", "another model")
+    width = original_folder(tmp_path / "width", head("plain"))
+    _config(width, target_hidden_size=48)
+    _refused(width, UnsupportedError, "48", "32", "another model")
     more = new_head(deep_target(), tokens=[*range(10), VOCAB + 7])
     _refused(original_folder(tmp_path / "more", replace(more, config=more.config | {"vocab_size": VOCAB + 8})),
             UnsupportedError, str(VOCAB + 7), str(VOCAB))  # fmt: skip
