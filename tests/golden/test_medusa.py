@@ -26,6 +26,7 @@ from sakiyomi.drafters.trees import BUILDERS, CandidateTree
 from sakiyomi.evaluation.tuning.medusa_search import ranks_of
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.features import HEAD
+from text_drafters import context
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 NEW = 24
@@ -336,6 +337,12 @@ def test_heads_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.
         llm_of("medusa:")
     with pytest.raises(LoadError, match="no such folder"):
         llm_of(f"medusa:{tmp_path / 'nowhere'}")
+
+
+def test_a_target_without_hidden_states_is_an_error(tmp_path: Path) -> None:
+    llm = llm_of(f"medusa:{heads_folder(tmp_path, fitted=False)}")
+    with pytest.raises(ValueError, match="no hidden states"):
+        llm.draft.propose([context([1, 2])], [3])  # type: ignore[union-attr]
 
 
 def test_heads_stored_as_pickle_are_asked_for(tmp_path: Path) -> None:
