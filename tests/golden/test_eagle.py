@@ -253,6 +253,16 @@ def test_heads_of_another_target(tmp_path: Path) -> None:
             UnsupportedError, str(VOCAB + 7), str(VOCAB))  # fmt: skip
 
 
+def test_a_flag_that_is_null_is_false(tmp_path: Path) -> None:
+    """Where it is missing, it is on for speculators."""
+    folder = original_folder(tmp_path, head("plain"))
+    _config(folder, speculators_model_type="eagle3", transformer_layer_config=head("plain").config)
+    assert read_eagle(folder, 8).options.norm_before_residual
+    for said in (None, True):
+        _config(folder, norm_before_residual=said)
+        assert read_eagle(folder, 8).options.norm_before_residual is bool(said)
+
+
 def test_folders_that_hold_no_head(tmp_path: Path) -> None:
     _refused(tmp_path / "none", LoadError, "no EAGLE head", "none")
     with pytest.raises(InputError, match="names no EAGLE head"):
