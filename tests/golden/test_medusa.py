@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from architectures import ALL, VOCAB, greedy, model_of
+from architectures import ALL, VOCAB, greedy, model_of, settled
 from medusa_toys import PROMPTS, fitted_heads, heads_folder, new_heads
 from sakiyomi import LLM, InputError, LoadError, SamplingParams, UnsupportedError
 from sakiyomi.core.tree import TokenTree
@@ -129,7 +129,8 @@ class _Noting:
 @pytest.mark.parametrize("compile", [False, "auto"])
 def test_hidden_states_are_those_of_the_last_token_that_was_processed(compile: bool | str) -> None:
     noting = _Noting()
-    llm_of(noting, compile=compile).generate(PROMPTS, params(gamma=3, max_new_tokens=12))
+    llm = llm_of(noting, compile=compile)
+    (settled(llm) if compile else llm).generate(PROMPTS, params(gamma=3, max_new_tokens=12))
     backbone = Backbone(model_of("llama"))
     assert len(noting.seen) > 12
     for tokens, hidden in noting.seen:
@@ -261,7 +262,7 @@ def test_other_kernels_taken_into_use_later(folders: dict[str, Path], monkeypatc
     first = llm.generate(PROMPTS, params(gamma=3))
     unsettled = llm.target.weights.unsettled
     monkeypatch.undo()
-    llm.wait()
+    settled(llm)
     second = llm.generate(PROMPTS, params(gamma=3))
     assert not llm.target.weights.unsettled
     assert [out.token_ids for out in first] == [out.token_ids for out in second]
@@ -290,7 +291,7 @@ def test_exact_with_heads(folders: dict[str, Path]) -> None:
     """Bit-equal logits with and without them, in a batch."""
     values = params(gamma=3, nodes=9, logprobs=1)
     plain, drafted = (
-        llm_of(draft, exact=True, compile="auto").generate(PROMPTS, values)
+        settled(llm_of(draft, exact=True, compile="auto")).generate(PROMPTS, values)
         for draft in ("none", f"medusa:{folders['llama']}")
     )
     for one, other in zip(plain, drafted, strict=True):
