@@ -15,6 +15,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from sakiyomi import LLM
+from sakiyomi.kernels.build import native
 
 VOCAB = 120
 WINDOW = 7
@@ -387,3 +388,11 @@ def greedy(model: Any, tokens: Sequence[int], count: int, *, stop: Sequence[int]
         pad_token_id=0,
     )
     return done[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
+
+
+def settled(llm: LLM) -> LLM:
+    """The same, when its kernels are compiled and its passes recorded, where there are kernels."""
+    llm.wait()
+    if native() is not None:
+        assert llm.target.mode == "recorded", llm.target.mode
+    return llm

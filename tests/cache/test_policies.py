@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.cache.eviction import EvictingCache
@@ -13,6 +14,7 @@ from sakiyomi.cache.eviction_plan import EvictionPlan
 from sakiyomi.cache.host import CacheHost
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.policies.base import Policy, View
+from sakiyomi.cache.policies.h2o import H2O
 from sakiyomi.cache.slots import SlotCache
 
 
@@ -78,6 +80,20 @@ def test_what_is_generated_stays_where_prompts_alone_are_cut() -> None:
     for prompt, dropped in ((8, True), (7, False)):
         seen = view(8, 3, prompt=prompt)
         assert (policy.best(seen, policy.score(seen), window=0) is not None) is dropped
+
+
+def test_sums_of_a_long_chunk_begin_with_those_before() -> None:
+    """Sums in another order differ in their last bits, and may choose other pairs."""
+    generator = torch.Generator().manual_seed(0)
+    rows, known = 300, 20
+    before = torch.rand(2, known, generator=generator) * 100
+    keys, queries = (torch.randn(*shape, generator=generator) for shape in ((2, known + rows, 4), (rows, 16)))
+    seen = view(known + rows, 50, new_count=rows, keys=keys, observations=queries, previous_scores=before)
+    policy = H2O()
+    expected = F.pad(before, (0, rows))
+    for part in policy.looks(seen):
+        expected = expected + part.sum((1, 2))
+    assert torch.equal(policy.score(seen), expected)
 
 
 def test_what_stays_lies_in_the_order_of_the_text() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from processes import own_environment
-from sakiyomi.core.errors import LoadError
-from sakiyomi.core.files import cache_folder, whole_file
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.files import alone, cache_folder, whole_file
 
 
 def write(path: Path, text: str) -> None:
@@ -130,3 +130,22 @@ def test_nobody_else_can_put_code_there(tmp_path: Path, monkeypatch: pytest.Monk
         usual.symlink_to(tmp_path / "theirs")
     found = cache_folder()
     assert found != usual and found.parent == tmp_path and found.stat().st_mode & 0o077 == 0
+
+
+def test_a_lock_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks, and a folder that cannot be written, do not count as a lock."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with alone(tmp_path, "busy"), pytest.raises(InputError, match="busy"), alone(tmp_path, "busy"):
+        pass
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(InputError, match="busy"), alone(tmp_path, "busy"):
+        pass
+    with alone(tmp_path):
+        pass
+    (tmp_path / "below" / "lock").mkdir(parents=True)
+    with pytest.raises(LoadError, match="choose another output"), alone(tmp_path / "below", "busy"):
+        pass

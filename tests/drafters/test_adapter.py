@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sakiyomi import Draft, SamplingParams
@@ -64,6 +65,8 @@ def test_other_members_are_the_proposers_own() -> None:
     drafter = as_drafter(own)  # type: ignore[arg-type]
     own.passes, own.forward_seconds, own.prefill_seconds = 3, 2.0, 0.5  # clocks go on after it was adapted
     assert (drafter.passes, drafter.forward_seconds, drafter.prefill_seconds) == (3, 2.0, 0.5)
+    own.forward_seconds = np.float32(1.5)  # type: ignore[assignment]
+    assert type(drafter.forward_seconds) is float
     assert drafter.kind_for(SamplingParams(tree="chain")) == "chain"
     assert drafter.runs_model and drafter.prefers_coupled and drafter.model is None
     tell_inherit(drafter, context([1], number=5), context([1], number=4))

@@ -108,7 +108,9 @@ def test_what_has_no_answer_is_said(caplog: pytest.LogCaptureFixture) -> None:
         llm_of("oracle", strict=True).generate(PROMPTS[:1], values)
 
 
-@pytest.mark.parametrize(("spec", "message"), [("oracle:x", "names no rate"), ("oracle:1.5", "0 to 1")])
+@pytest.mark.parametrize(
+    ("spec", "message"), [("oracle:x", "names no rate"), ("oracle:1.5", "0 to 1.*write oracle:0.8")]
+)
 def test_specs(spec: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         llm_of(spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from sakiyomi import InputError, SamplingParams
 from sakiyomi.drafters.base import Context, Rule
 from sakiyomi.drafters.draft_tree_state import drafts_of
+from sakiyomi.drafters.seats import Seat, SeatDrafter
 from sakiyomi.drafters.slot_tree import Slots, SlotTree
 from sakiyomi.drafters.tree_reader import kind_of
 from sakiyomi.sampling.rng import RequestNoise
@@ -83,3 +85,14 @@ def test_claimed_chances_bound_a_tree() -> None:
     tree.grow_by(lambda level, places: (logits[level].expand(len(places), -1), [0.25] * len(places)))
     firsts = [c for c, rank in zip(tree.candidates.chances, tree.candidates.ranks, strict=True) if rank == 0]
     assert firsts == pytest.approx([0.25] * len(firsts))
+
+
+def test_the_last_tree_of_a_turn_is_not_learnt_from_in_the_next() -> None:
+    """What the user says behind it is no miss of the drafter."""
+    tree = begun(Slots(3), 3, 3)
+    earlier = tree.context
+    later = Context(2, [1, 2, 3], earlier.params, "greedy", RequestNoise(5), frozenset(), 3)
+    earlier.memory["toy"] = Seat(tree.sampler, tree=tree, slot=4)
+    drafter: Any = SimpleNamespace(name="toy", _vocab_size=V)
+    SeatDrafter.inherit(drafter, later, earlier)
+    assert (later.memory["toy"].slot, later.memory["toy"].tree) == (4, None)

@@ -58,6 +58,7 @@ def test_what_was_written_is_what_was_read(name: str, target: Path, tmp_path: Pa
         "name_or_path": str(target),
         "architectures": ["LlamaForCausalLM"],
     }
+    assert ("enable_confidence_head" in config) == (kind == "dspark")
     assert parse_drafters(str(out)) == [f"{'eagle' if 'eagle' in kind else 'block'}:{out}"]
     read = read_eagle if "eagle" in kind else read_block
     before, after = read(head, 8), read(out, 8)

@@ -182,6 +182,14 @@ def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
     assert [out.token_ids for out in llm_of(str(folder)).generate(PROMPTS, params())] == texts(deep_target())[0]
 
 
+@pytest.mark.parametrize("said", [None, []])
+def test_without_an_architecture_the_first_row_guesses_nothing(said: list[str] | None, tmp_path: Path) -> None:
+    folder = dflash_folder(tmp_path, block("plain"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"architectures": said}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert not read_block(folder, 8).options.anchored
+
+
 # ---------------------------------------------------------------- what is refused
 
 

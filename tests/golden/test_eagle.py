@@ -245,9 +245,22 @@ def test_heads_of_another_target(tmp_path: Path) -> None:
     deep = original_folder(tmp_path / "deep", head("plain"))
     _config(deep, eagle_aux_hidden_state_layer_ids=[2, 10, 21])
     _refused(deep, UnsupportedError, "1, 9, 20", "has 8", "another model")
+    width = original_folder(tmp_path / "width", head("plain"))
+    _config(width, target_hidden_size=48)
+    _refused(width, UnsupportedError, "48", "32", "another model")
     more = new_head(deep_target(), tokens=[*range(10), VOCAB + 7])
     _refused(original_folder(tmp_path / "more", replace(more, config=more.config | {"vocab_size": VOCAB + 8})),
             UnsupportedError, str(VOCAB + 7), str(VOCAB))  # fmt: skip
+
+
+def test_a_flag_that_is_null_is_false(tmp_path: Path) -> None:
+    """Where it is missing, it is on for speculators."""
+    folder = original_folder(tmp_path, head("plain"))
+    _config(folder, speculators_model_type="eagle3", transformer_layer_config=head("plain").config)
+    assert read_eagle(folder, 8).options.norm_before_residual
+    for said in (None, True):
+        _config(folder, norm_before_residual=said)
+        assert read_eagle(folder, 8).options.norm_before_residual is bool(said)
 
 
 def test_folders_that_hold_no_head(tmp_path: Path) -> None:

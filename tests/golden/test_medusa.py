@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from architectures import ALL, VOCAB, greedy, model_of
+from architectures import ALL, VOCAB, greedy, model_of, settled
 from medusa_toys import PROMPTS, fitted_heads, heads_folder, new_heads
 from sakiyomi import LLM, InputError, LoadError, SamplingParams, UnsupportedError
 from sakiyomi.core.tree import TokenTree
@@ -26,6 +26,7 @@ from sakiyomi.drafters.trees import BUILDERS, CandidateTree
 from sakiyomi.evaluation.tuning.medusa_search import ranks_of
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.features import HEAD
+from text_drafters import context
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 NEW = 24
@@ -128,7 +129,8 @@ class _Noting:
 @pytest.mark.parametrize("compile", [False, "auto"])
 def test_hidden_states_are_those_of_the_last_token_that_was_processed(compile: bool | str) -> None:
     noting = _Noting()
-    llm_of(noting, compile=compile).generate(PROMPTS, params(gamma=3, max_new_tokens=12))
+    llm = llm_of(noting, compile=compile)
+    (settled(llm) if compile else llm).generate(PROMPTS, params(gamma=3, max_new_tokens=12))
     backbone = Backbone(model_of("llama"))
     assert len(noting.seen) > 12
     for tokens, hidden in noting.seen:
@@ -260,7 +262,7 @@ def test_other_kernels_taken_into_use_later(folders: dict[str, Path], monkeypatc
     first = llm.generate(PROMPTS, params(gamma=3))
     unsettled = llm.target.weights.unsettled
     monkeypatch.undo()
-    llm.wait()
+    settled(llm)
     second = llm.generate(PROMPTS, params(gamma=3))
     assert not llm.target.weights.unsettled
     assert [out.token_ids for out in first] == [out.token_ids for out in second]
@@ -289,7 +291,7 @@ def test_exact_with_heads(folders: dict[str, Path]) -> None:
     """Bit-equal logits with and without them, in a batch."""
     values = params(gamma=3, nodes=9, logprobs=1)
     plain, drafted = (
-        llm_of(draft, exact=True, compile="auto").generate(PROMPTS, values)
+        settled(llm_of(draft, exact=True, compile="auto")).generate(PROMPTS, values)
         for draft in ("none", f"medusa:{folders['llama']}")
     )
     for one, other in zip(plain, drafted, strict=True):
@@ -336,6 +338,12 @@ def test_heads_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.
         llm_of("medusa:")
     with pytest.raises(LoadError, match="no such folder"):
         llm_of(f"medusa:{tmp_path / 'nowhere'}")
+
+
+def test_a_target_without_hidden_states_is_an_error(tmp_path: Path) -> None:
+    llm = llm_of(f"medusa:{heads_folder(tmp_path, fitted=False)}")
+    with pytest.raises(ValueError, match="no hidden states"):
+        llm.draft.propose([context([1, 2])], [3])  # type: ignore[union-attr]
 
 
 def test_heads_stored_as_pickle_are_asked_for(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from architectures import CONFIGS, VOCAB, model_of, prompt
+from architectures import CONFIGS, VOCAB, model_of, prompt, settled
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.eviction_plan import EvictionPlan
@@ -60,6 +60,8 @@ def drafted(name: str, spec: str, skill: Any, gamma: int, **more: Any) -> list[l
     """The same, all at once, by a drafter that is right now and then."""
     drafter = skill(texts_of(PROMPTS, plain(name, spec)), "sometimes", VOCAB)
     llm = LLM((model_of(name), TOKENIZER), drafter, **(options(spec) | more))
+    if more.get("compile"):
+        settled(llm)
     done = llm.generate(PROMPTS, params(gamma=gamma))
     assert not llm.engine._speculation.broken, "the drafter raised"
     assert sum(out.stats.accepted for out in done) > 20, "nothing was read ahead"
@@ -123,6 +125,8 @@ def test_reading_ahead_with_retaining_heads(name: str, bits: int) -> None:
 @pytest.mark.parametrize("spec", [f"quant-4{SMALL}", f"h2o+quant-4{SMALL}", f"kvquant-4{SMALL}"])
 def test_recorded_and_exact_passes(spec: str, more: dict[str, Any]) -> None:
     llm = LLM((model_of("llama"), TOKENIZER), "none", **(options(spec) | more))
+    if more.get("compile"):
+        settled(llm)
     alone = [llm.generate([tokens], params())[0] for tokens in PROMPTS]
     assert drafted("llama", spec, Branching, 4, **more) == [out.token_ids for out in alone] == plain("llama", spec)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from architectures import CONFIGS, VOCAB, model_of, prompt
+from architectures import CONFIGS, VOCAB, model_of, prompt, settled
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.drafters.self_evicted import PAGE, SelfEvicted, _pages
 from sakiyomi.engine.plain import EngineView
@@ -44,6 +44,8 @@ def test_greedy(name: str) -> None:
 def test_other_paths(options: dict[str, Any]) -> None:
     """Recorded passes, and passes that are bit for bit equal; the same seed, and trees."""
     both = [make("llama", draft, **options) for draft in ("none", f"self-evicted:{BUDGET}")]
+    if options.get("compile"):
+        both = [settled(llm) for llm in both]
     more = ({"temperature": 0.9, "seed": 3}, {"nodes": 9}) if options.get("exact") else ()
     for values in ({}, *more):
         first, second = ([out.token_ids for out in llm.generate(PROMPTS, params(**values))] for llm in both)

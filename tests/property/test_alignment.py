@@ -7,6 +7,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, Mirror, continuation
 from toys import byte_fallback_tokenizer, character_tokenizer, tiny_tokenizer, unigram_tokenizer, word_piece_tokenizer
@@ -46,6 +48,18 @@ def test_a_lexicon_says_what_its_tokenizer_decodes(kind: str) -> None:
     assert lexicon.ends(tokens, text.encode())[-1] == len(text.encode())
     assert lexicon.piece(tokenizer.eos_token_id) == b""
     assert lexicon.piece(len(tokenizer) + 5) == b""
+
+
+def test_bytes_of_a_replacement_character_that_is_in_the_text() -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    parts = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("\ufffd")[0][0]
+    vocab = {piece: i for i, piece in enumerate([*letters, parts[:2], parts])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[(parts[0], parts[1]), (parts[:2], parts[2])]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    lexicon = Lexicon.of(PreTrainedTokenizerFast(tokenizer_object=made))
+    assert lexicon.encode("a\ufffd") == [vocab["a"], vocab[parts]]
+    assert lexicon.says("a\ufffdb")
+    assert {len(lexicon.piece(i)) for i in range(256)} == {1}
 
 
 @pytest.mark.few(2)

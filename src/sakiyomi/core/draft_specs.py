@@ -33,11 +33,13 @@ class Form(NamedTuple):
         text: as messages show it, in square brackets where it may be left out; "": nothing stands there.
         what: it names, for messages.
         read: its value; raises ``ValueError`` where it is none, ``NotADirectoryError`` where a folder is missing.
+        example: of what may be written, for messages.
     """
 
     text: str = ""
     what: str = ""
     read: Callable[[str], Any] = str
+    example: str = ":<folder>"
 
 
 def is_block(config: Mapping[str, Any]) -> bool:
@@ -114,11 +116,6 @@ def _model(text: str) -> ModelSpec:
 def _folder(text: str) -> str:
     if not text:
         raise ValueError
-    if found := _OPTION.fullmatch(text):
-        raise InputError(
-            f"draft {text!r}: [{found[2]}=...] is for draft models, model:<path>[{found[2]}=...]; other drafts run "
-            "where their target runs and stay as they were trained"
-        )
     if not folder_of(text).is_dir():
         raise NotADirectoryError
     return text
@@ -137,16 +134,16 @@ def _rate(text: str) -> float:
 
 
 FORMS = {
-    "model": Form(":<path or id>[[device=<device>]][[learn=on|<file>]]", "model", _model),
+    "model": Form(":<path or id>[[device=<device>]][[learn=on|<file>]]", "model", _model, ":<folder or hub id>"),
     "medusa": Form(":<heads>", "Medusa heads", _folder),
     "eagle": Form(":<head>", "EAGLE head", _folder),
     "block": Form(":<block drafter>", "block drafter", _folder),
     "mtp": Form("[:<layer>]", "MTP layer", _folder),
     "assistant": Form(":<assistant>", "Gemma assistant", _folder),
     "self-int8": Form(),
-    "self-evicted": Form("[:<pairs of a head>]", "number of pairs", int),
-    "early-exit": Form(":<layers>", "layer", int),
-    "oracle": Form("[:<rate>]", "rate from 0 to 1", _rate),
+    "self-evicted": Form("[:<pairs of a head>]", "number of pairs", int, ":1024"),
+    "early-exit": Form(":<layers>", "layer", int, ":4"),
+    "oracle": Form("[:<rate>]", "rate from 0 to 1", _rate, ":0.8"),
     "prompt-lookup": Form("[:<longest match>]"),
     "suffix": Form("[:<file>]"),
     "ngram": Form("[:<file>]", "file", _file),
@@ -166,13 +163,18 @@ def read_argument(kind: str, text: str) -> Any:
         raise InputError(f'draft "{kind}:{text}"; {kind} takes nothing behind a colon')
     if not text and not form.text.startswith(":"):
         return None
+    if form.read is _folder and (found := _OPTION.fullmatch(text)):
+        raise InputError(
+            f'draft "{kind}:{text}": [{found[2]}=...] is for draft models, model:<path>[{found[2]}=...]; {kind} runs '
+            "where its target runs and stays as it was trained"
+        )
     try:
         return form.read(text)
     except ValueError:
-        raise InputError(f'draft "{kind}:{text}" names no {form.what}; write {kind}{form.text}') from None
+        raise InputError(f'draft "{kind}:{text}" names no {form.what}; write {kind}{form.example}') from None
     except NotADirectoryError:
         raise LoadError(
-            f"there is no {form.what} in {str(folder_of(text))!r}, as there is no such folder; check the path"
+            f"no {form.what} in {str(folder_of(text))!r}: there is no such folder; check the path"
         ) from None
 
 

@@ -102,26 +102,32 @@ def alone(folder: Path, busy: str = "") -> Iterator[None]:
     """Lock a folder against other processes that write there, where the system has such locks (Windows has none).
 
     Args:
-        folder: an existing one.
-        busy: the error where another process holds the lock; "": wait for it.
+        folder: an existing one; with ``busy`` it gets a file "lock", since on a network file system a folder's own lock
+            does not hold for other machines.
+        busy: the error where the lock is not free; "": wait for it, and run without one on a file system without locks.
 
     Raises:
-        InputError: another process holds the lock.
+        InputError: another process holds the lock, or the file system has no locks; only with ``busy``.
+        LoadError: the lock's file cannot be written; only with ``busy``.
     """
     handle: int | None = None
-    with suppress(ImportError, OSError):
-        import fcntl
-
-        handle = os.open(folder, os.O_RDONLY)
+    try:
+        handle = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o666) if busy else os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        if busy:
+            raise LoadError(f"cannot write {folder}: {error.strerror or error}; choose another output") from None
     if handle is None:
         yield
         return
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
-        except OSError as error:  # of another kind: a file system without locks
-            if busy and isinstance(error, BlockingIOError):
-                raise InputError(busy) from None
+        with suppress(ImportError):
+            import fcntl
+
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+            except OSError:
+                if busy:
+                    raise InputError(busy) from None
         yield
     finally:
         os.close(handle)

@@ -19,7 +19,6 @@ def rebound(function: Any, ours: Mapping[str, Callable[..., Any]]) -> Any:
     scope, cells, inner = function.__globals__, function.__closure__, getattr(function, "__wrapped__", None)
     if inner is None:
         scope = {**scope, **ours}
-        scope.pop("__name__", None)  # torch's compiler would look names up in the module
     else:
         made = rebound(inner, ours)
         cells = tuple(types.CellType(made) if cell.cell_contents is inner else cell for cell in cells)

@@ -29,8 +29,16 @@ class Proposer(Protocol):
 
 
 def _own(name: str, default: Any = None) -> Any:
-    """A property that reads the proposer's attribute at each use: clocks may be plain attributes that grow."""
-    return property(lambda self: getattr(self.proposer, name, default))
+    """A property that reads the proposer's attribute at each use: clocks may be plain attributes that grow.
+
+    Args:
+        name: of the attribute.
+        default: what it is where the proposer has none; a number's type is that of the property.
+    """
+    kind = type(default)
+    if default is None:
+        return property(lambda self: getattr(self.proposer, name, None))
+    return property(lambda self: kind(getattr(self.proposer, name, default)))
 
 
 class DrafterAdapter(Drafter):

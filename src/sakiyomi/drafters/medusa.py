@@ -62,6 +62,8 @@ class MedusaDrafter(OnePassDrafter):
         return cls.load(argument, around.packed, allow_pickle=around.allow_pickle)
 
     def _begin(self, context: Context, gamma: int) -> SlotTree:
+        if not context.states:
+            raise ValueError("the target gives no hidden states")
         most = None if self.tuned is None else (self.tuned.heads, self.tuned.nodes, self.tuned.top_k)
         memory = RequestMemory.of(context, self.name, self._vocab_size)
         memory.tree = tree = self._slots.begin(context, self.name, memory.sampler, gamma, most)

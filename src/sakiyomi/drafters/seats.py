@@ -49,7 +49,7 @@ class SeatDrafter(Drafter, Generic[S]):
         """See ``Drafter.inherit``: the request takes over the slot, where the tokens in common stay."""
         seat: S | None = earlier.memory.pop(self.name, None)
         if seat is not None:
-            seat.sampler = Sampler(context.params, self._vocab_size)
+            seat.sampler, seat.tree = Sampler(context.params, self._vocab_size), None
             context.memory[self.name] = seat
 
     def end(self, context: Context) -> None:

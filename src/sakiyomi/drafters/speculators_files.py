@@ -105,7 +105,7 @@ def _block(name: str, options: BlockOptions, tensors: Mapping[str, Tensor]) -> t
         raise UnsupportedError(
             f"the block drafter {name} has {strange} {getattr(options, strange)}, which speculators cannot store"
         )
-    own = {entry: getattr(options, option) for option, entry in ENTRIES.items() if option not in usual}
+    own = {entry: getattr(options, option) for option, entry in ENTRIES.items() if option not in (*usual, "confident")}
     own["aux_hidden_state_layer_ids"] = [layer + 1 for layer in options.layers]
     own["target_hidden_size"] = tensors["fc.weight"].shape[1] // len(options.layers)
     if options.kernel:
@@ -116,6 +116,7 @@ def _block(name: str, options: BlockOptions, tensors: Mapping[str, Tensor]) -> t
         return "dflash", own, options.guesses
     own["markov_rank"] = tensors["markov_head.markov_w1.weight"].shape[1] if options.markov else 0
     own["markov_head_type"] = options.markov or "vanilla"
+    own[ENTRIES["confident"]] = options.confident
     width = tensors["hidden_norm.weight"].shape[0]
     own["confidence_head_with_markov"] = options.confident and tensors["confidence_head.proj.weight"].shape[1] > width
     return "dspark", own, options.guesses

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -140,9 +141,14 @@ class RequestNoise(Uniforms):
     def _noise(self, position: int, tokens: Tokens) -> Row:
         """Noise of some tokens, (n,) float32, unscaled."""
         key = _mix(self.state ^ (position & _MASK))
-        # Token ids are hashed twice, so that neighbouring ones have nothing in common.
-        hashed = _stir(_stir(tokens.astype(np.uint32), 0, 0), key & _MASK32, key >> 32)
+        hashed = _stir(_token_table(-(-(int(tokens[-1]) + 1) // 512) * 512)[tokens], key & _MASK32, key >> 32)
         return (hashed | np.uint32(1)).astype(np.float32)
+
+
+@lru_cache(maxsize=4)
+def _token_table(width: int) -> Hashes:
+    """(width,) hashed token ids: they are hashed again with a key, and neighbouring ones have nothing in common."""
+    return _stir(np.arange(width, dtype=np.uint32), 0, 0)
 
 
 def _stir(hashed: Hashes, first: int, second: int) -> Hashes:

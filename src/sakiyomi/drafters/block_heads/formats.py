@@ -172,7 +172,7 @@ def _options(name: str, config: Mapping[str, Any], inner: Mapping[str, Any]) -> 
     """
     said, named = config.get, set(config.get("architectures") or BLOCK_ARCHITECTURES)
     kind, markov = said(SPECULATORS), str(said("markov_head_type") or "vanilla") if said("markov_rank") else ""
-    options: dict[str, Any] = {"anchored": kind is None and "Qwen3DSparkModel" in named and "architectures" in config}
+    options: dict[str, Any] = {"anchored": kind is None and "Qwen3DSparkModel" in (said("architectures") or ())}
     options |= named_options(BlockOptions, ENTRIES, said)
     if kind == "dflash2":
         options |= _USUAL | named_options(BlockOptions, SECOND, said)

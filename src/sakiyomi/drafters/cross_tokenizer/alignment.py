@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 from sakiyomi.cache.prefix import alike
 from sakiyomi.core.text import profile
-from sakiyomi.core.tokens import TokenNames
 from sakiyomi.drafters.cross_tokenizer.borders import Borders, Cut
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -147,17 +146,23 @@ class Lexicon:
 
     def _read(self) -> list[bytes]:
         """Bytes of every token: what it adds to a token before it, since alone it may lose its first space."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         anchor = self._anchor()
         texts = self._decode([[anchor, i] for i in range(size)])
-        before, names = self._decode([[anchor]])[0], TokenNames(self._tokenizer)
+        before = self._decode([[anchor]])[0]
+        letters = {letter: value for value, letter in bytes_to_unicode().items()}
         pieces: list[bytes] = []
         for i, text in enumerate(texts):
             if i in self.special or not text.startswith(before):
                 pieces.append(b"")
-            elif i in self._byte_of or _UNKNOWN in text:  # part of a character, or an unknown one
-                named, piece = names(i)
-                pieces.append(b"" if _UNKNOWN in named and named.encode() == piece else piece)
+            elif i in self._byte_of:
+                pieces.append(bytes([self._byte_of[i]]))
+            elif _UNKNOWN in text:  # part of a character, in the letters of byte-level vocabularies, or an unknown one
+                name = self._tokenizer.convert_ids_to_tokens(i)
+                written = isinstance(name, str) and all(letter in letters for letter in name)
+                pieces.append(bytes(letters[letter] for letter in name) if written else b"")
             else:
                 pieces.append(text[len(before) :].encode())
         return pieces

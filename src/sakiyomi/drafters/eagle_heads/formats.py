@@ -115,7 +115,7 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
     named = tuple(i - 1 for i in inputs) if inputs else tuple(outputs or usual_layers(layers))
     check_layers(named, layers, WHAT, folder)
     size = int(config.get("target_hidden_size") or tensors["fc.weight"].shape[1] // len(named))
-    flags = {"norm_before_residual": kind is not None}
+    flags = {"norm_before_residual": kind is not None and "norm_before_residual" not in config}
     flags |= named_options(EagleOptions, dict(zip(FLAGS, FLAGS, strict=True)), config.get)
     options = EagleOptions(layers=named, target_size=size, mask=mask, **flags)
     return EagleFile(inner, options, tensors, pop_tokens(tensors), str(folder))

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.errors import LoadError
+from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, EagleOptions
+from sakiyomi.drafters.head_files import OTHER
 from sakiyomi.drafters.head_model import (
     HEAD_WEIGHT,
     ROWS,
@@ -115,6 +116,11 @@ def load_module(file: EagleFile, target: ModelRunner) -> Any:
     options, tensors = file.options, file.tensors
     read = options.target_size if options.first else tensors["fc.weight"].shape[1]
     embedding = token_embedding(file, target, "head", read)
+    if options.target_size != (width := int(target.config.hidden_size)):
+        raise UnsupportedError(
+            f"the head {file.name} is for hidden states of {options.target_size} values, and those of the target have "
+            f"{width}: {OTHER}"
+        )
     config, weight = with_context(file.config, target.max_context), tensors.get(HEAD_WEIGHT)
     most = min(target.vocab_size, len(embedding))
     if options.first:
