@@ -155,7 +155,7 @@ def test_memory_counts_what_the_class_keeps() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"exact": True}, "keeps its own attention"),
+        ({"exact": True}, "keeps its own attention.*leave quantize at None and exact at False"),
         ({"cache": "streaming", "kv_budget": 64}, "keeps its own attention"),
         ({"draft": "early-exit:1"}, "early exit"),
     ],

@@ -23,6 +23,10 @@ FAULTS = AssertionError, AttributeError, IndexError, KeyError, RuntimeError, Typ
 """What a forward raises that is not given what it wants."""
 
 
+class FixedAttentionError(UnsupportedError):
+    """A class keeps its own attention: its texts can only go through its own forward, each by itself."""
+
+
 class Expectation(NamedTuple):
     """What the proof at load compares with.
 
@@ -62,7 +66,8 @@ def probe(model: Any, vocab_size: int, layers: int | None, device: torch.device)
         device: of the model.
 
     Raises:
-        UnsupportedError: it does not run on a cache of ours.
+        FixedAttentionError: it does not call attention as transformers has it.
+        UnsupportedError: it does not run on a cache of ours for another reason.
     """
     ids = torch.tensor([[1, 2]], device=device) % vocab_size
     positions = torch.tensor([[0, 1]], device=device)
@@ -79,10 +84,7 @@ def probe(model: Any, vocab_size: int, layers: int | None, device: torch.device)
                 f"{type(model).__name__} asks for more than keys, values and positions: it runs on no cache of ours"
             ) from error
     if shapes is None:
-        raise UnsupportedError(
-            f"{type(model).__name__} keeps its own attention, which cannot be switched to ours; each text goes through "
-            "its own forward by itself, with cache='full' alone: leave quantize at None and exact at False"
-        )
+        raise FixedAttentionError(f"{type(model).__name__} keeps its own attention, which cannot be switched to ours")
     return Probed(shapes, watch.siblings(), watch.read)
 
 
