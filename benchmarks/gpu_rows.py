@@ -272,7 +272,8 @@ def _lines(standings: Sequence[Standing], llm: LLM, **first: Any) -> Lines:
 def _passes(llm: LLM) -> str:
     """How the target's passes run; on a GPU with the number of shapes that were captured so far."""
     backend = llm.target.backend
-    shapes = getattr(backend, "shapes_captured", len(getattr(backend, "frames", ())))
+    sized = getattr(backend, "sized", {})  # of Triton's kernels; torch's attention has frames
+    shapes = sum(len(frame.captured) for frame in sized.values()) or len(getattr(backend, "frames", ()))
     return f"{llm.target.mode}, {shapes} shapes" if shapes else llm.target.mode
 
 

@@ -471,7 +471,7 @@ def test_a_cut_draft_is_one_of_lower_depth() -> None:
 
 
 def test_a_background_pass_does_not_touch_the_one_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph compiled in the background runs once, with an empty pass of its own."""
+    """Another thread may begin a pass between two layers of this one: each thread has the plan of its own pass."""
     monkeypatch.setattr(native, "native", lambda: None)
     packed = build_runner(model_of("llama"), compile=False)
     dense = packed.backend

@@ -203,8 +203,3 @@ def _layer_state(rows: list[Tensor], fixed: list[Tensor], number: int) -> Tensor
 _library = torch.library.Library("sakiyomi", "FRAGMENT")
 _library.define("layer_state(Tensor[] rows, Tensor[] fixed, int number) -> Tensor")
 _library.impl("layer_state", _layer_state, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("sakiyomi::layer_state", lib=_library)  # type: ignore[untyped-decorator]
-def _(rows: list[Tensor], fixed: list[Tensor], number: int) -> Tensor:
-    return torch.empty_like(rows[0])
