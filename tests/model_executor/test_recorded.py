@@ -30,6 +30,7 @@ from sakiyomi.core.text import profile
 from sakiyomi.core.version import __version__
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
+from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.loading import load_model, recorder, recording
 from sakiyomi.model_executor.loading.folder import read_tokenizer
 from sakiyomi.model_executor.loading.recorded_tokenizer import RecordedTokenizer, recorded_tokenizer
@@ -101,6 +102,17 @@ def test_passes_have_the_rows_that_they_need(dtype: str, tmp_path: Path) -> None
         for rows in range(1, 71):
             found = target.score([SequenceRows(slot, 0, tokens[:rows])]).logits
             assert torch.equal(found, expected[:rows]), rows
+
+
+def test_hidden_states_of_eager_passes(tmp_path: Path) -> None:
+    """They are those of recorded passes."""
+    target = recorded(save_model(tmp_path / "llama", model_of("llama"), character_tokenizer())).target
+    with target.cache.lent(8) as slot:
+        rows = [SequenceRows(slot, 0, prompt(5), prompt=True)]
+        for last in (False, True):
+            expected = target.score(rows, last=last).features[HEAD].clone()
+            with target.eagerly():
+                assert torch.equal(target.score(rows, last=last).features[HEAD], expected)
 
 
 @pytest.mark.thorough

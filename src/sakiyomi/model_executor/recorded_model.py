@@ -103,6 +103,12 @@ class RecordedModel(nn.Module):
         use_cache: bool = False,
         logits_to_keep: int | Tensor = 0,
     ) -> SimpleNamespace:
-        """Token ids and positions (1, N) to an object with logits, (1, N, V), or of the rows to keep, (1, K, V)."""
+        """Token ids and positions (1, N) to an object with logits, (1, N, V), or of the rows to keep, (1, K, V).
+
+        Of all modules the head alone has its hooks called, before the call, with what it reads.
+        """
         keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
-        return SimpleNamespace(logits=self.program(input_ids, position_ids, keep)[0])
+        logits, read = self.program(input_ids, position_ids, keep)
+        for hook in self._head._forward_pre_hooks.values():
+            hook(self._head, read)
+        return SimpleNamespace(logits=logits)

@@ -220,7 +220,7 @@ class Session:
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """Passes within run on the modules themselves, so that their hooks are called."""
+        """Passes within run on the modules themselves and call their hooks; a recorded model calls its head's."""
         recorder, self.recorder = self.recorder, None
         try:
             yield
