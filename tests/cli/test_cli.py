@@ -200,7 +200,7 @@ WRONG = [
     (["generate", "x", "--target", "EMPTY"], "no config.json in"),
     (["generate", "x", "--draft", "foo"], "unknown draft 'foo'"),
     (["generate", "x", "--draft", "model:./nofolder"], "there is no folder './nofolder'"),
-    (["generate", "x", "--draft", "early-exit:some"], "early-exit:<layers to run>"),
+    (["generate", "x", "--draft", "early-exit:some"], "write early-exit:4"),
     (["generate", "x", "--dtype", "int3"], "dtype is 'int3'"),
     (["generate", "x", "--device", "tpu"], "device is 'tpu'"),
     (["generate", ""], "the prompt '' is empty; give at least one word"),
@@ -546,7 +546,7 @@ def test_a_reader_that_goes_away(models: Path) -> None:
 
 @pytest.mark.thorough
 def test_what_target_and_draft_both_lack_is_said_once(models: Path, tmp_path: Path) -> None:
-    """A compiler that fails: one line for the kernels, one for the graphs, and the text."""
+    """A compiler that fails: one line for the kernels, and the text."""
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'error: one' >&2\necho 'two' >&2\nexit 1\n", encoding="utf-8")
     compiler.chmod(0o755)

@@ -23,7 +23,7 @@ from sakiyomi.model_executor.loading.families import check_states, has_encoder
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.own_forward import ways_of
 from sakiyomi.model_executor.positions import rope_limit
-from sakiyomi.model_executor.probe import OwnAttentionError
+from sakiyomi.model_executor.probe import FixedAttentionError
 from sakiyomi.model_executor.proof import prove
 from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
@@ -86,7 +86,7 @@ def build_runner(model: Any, *, compile: bool | str = "auto", **options: Unpack[
         _check_context(model.config, max_context)
         return build()
     except UnsupportedError as error:
-        if apart and isinstance(error, OwnAttentionError):
+        if apart and isinstance(error, FixedAttentionError):
             raise UnsupportedError(
                 f"{error.message}; use cache='full', and leave quantize at None and exact at False, so that each text "
                 "can go through its own forward by itself"

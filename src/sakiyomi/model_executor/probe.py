@@ -23,7 +23,7 @@ FAULTS = AssertionError, AttributeError, IndexError, KeyError, RuntimeError, Typ
 """What a forward raises that is not given what it wants."""
 
 
-class OwnAttentionError(UnsupportedError):
+class FixedAttentionError(UnsupportedError):
     """A class keeps its own attention: its texts can only go through its own forward, each by itself."""
 
 
@@ -66,7 +66,7 @@ def probe(model: Any, vocab_size: int, layers: int | None, device: torch.device)
         device: of the model.
 
     Raises:
-        OwnAttentionError: it does not call attention as transformers has it.
+        FixedAttentionError: it does not call attention as transformers has it.
         UnsupportedError: it does not run on a cache of ours for another reason.
     """
     ids = torch.tensor([[1, 2]], device=device) % vocab_size
@@ -84,7 +84,7 @@ def probe(model: Any, vocab_size: int, layers: int | None, device: torch.device)
                 f"{type(model).__name__} asks for more than keys, values and positions: it runs on no cache of ours"
             ) from error
     if shapes is None:
-        raise OwnAttentionError(f"{type(model).__name__} keeps its own attention, which cannot be switched to ours")
+        raise FixedAttentionError(f"{type(model).__name__} keeps its own attention, which cannot be switched to ours")
     return Probed(shapes, watch.siblings(), watch.read)
 
 
