@@ -552,7 +552,7 @@ def test_what_target_and_draft_both_lack_is_said_once(models: Path, tmp_path: Pa
     compiler.chmod(0o755)
     environment = own_environment() | {"CXX": str(compiler), "SAKIYOMI_CACHE_DIR": str(tmp_path / "cache")}
     arguments = ["generate", "Once", "--target", str(models / "target"), "--draft", f"model:{models / 'draft'}"]
-    arguments += ["--compile", "true", "--max-new-tokens", "4"]
+    arguments += ["--max-new-tokens", "4"]
     done = subprocess.run(
         [sys.executable, "-m", "sakiyomi", *arguments],
         env=environment,
@@ -563,8 +563,8 @@ def test_what_target_and_draft_both_lack_is_said_once(models: Path, tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    lines = [line for line in done.stderr.splitlines() if "plain torch" in line or "eagerly" in line]
-    assert len(lines) == len(set(lines)) == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "plain torch" in line]
+    assert len(lines) == 1, done.stderr
     assert lines[0].endswith(f"{compiler} failed: error: one two")
 
 
