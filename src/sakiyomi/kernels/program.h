@@ -315,6 +315,7 @@ class Program {
   // An operator that gives so many tensors, which are in the place of its arguments then.
   static void call(const char* name, const char* overload, std::vector<Value>& stack, int64_t count) {
     stack.resize(std::max<size_t>(stack.size(), count));
+    const OwnMemory theirs(false);
     TORCH_CALL(torch_call_dispatcher, name, overload, stack.data(), built_for);
   }
 

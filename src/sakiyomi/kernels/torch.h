@@ -161,10 +161,11 @@ class Block {
   Block* next_;
 };
 
-// As long as it lives, new tensors of its thread are of our own memory, as those of a program (program.h).
+// As long as it lives, new tensors of its thread are of our own memory, as those of a program (program.h), or of torch's: an operator of torch
+// that a program calls may call one of ours.
 class OwnMemory {
  public:
-  OwnMemory() : before_(std::exchange(wanted, true)) {}
+  explicit OwnMemory(bool ours = true) : before_(std::exchange(wanted, ours)) {}
   ~OwnMemory() { wanted = before_; }
   static inline thread_local bool wanted = false;
 
