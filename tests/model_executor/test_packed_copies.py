@@ -508,7 +508,7 @@ def test_ctrl_c_while_saving(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "place", ["sakiyomi.model_executor.loading.reader.quiet", "sakiyomi.model_executor.weights.layer_errors"]
+    "place", ["sakiyomi.model_executor.loading.reader.quiet", "sakiyomi.model_executor.quantizing.layer_errors"]
 )
 def test_ctrl_c_before(place: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
