@@ -20,7 +20,7 @@ logger = logging.getLogger("sakiyomi")
 
 
 def cache_folder() -> Path:
-    """Where kernels, graphs, packed weights and profiles are kept.
+    """Where kernels, recordings, packed weights and profiles are kept.
 
     It is `$SAKIYOMI_CACHE_DIR`, else the user's cache folder; where that cannot be written, as in a container whose
     files are read-only, a folder of the user's own below that of temporary files, after one warning.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import DraftError, LoadError, MemoryLimitError
 from sakiyomi.core.memory import no_memory
@@ -94,7 +92,7 @@ def score_alone(
     reason = _reason(error)
     if isinstance(reason, LoadError) or len(parts) == 1:
         steps += [part.request.fail(reason) for part in parts]
-        return [], PassOutput(torch.empty(0, target.vocab_size), {})
+        return [], PassOutput.empty(target.vocab_size)
     found: list[PassOutput] = []
     for part in parts:
         try:
@@ -102,7 +100,7 @@ def score_alone(
         except Exception as alone:
             steps.append(part.request.fail(_reason(alone)))
     going = [part for part in parts if not part.request.over]
-    return going, PassOutput.joined(found) if found else PassOutput(torch.empty(0, target.vocab_size), {})
+    return going, PassOutput.joined(found) if found else PassOutput.empty(target.vocab_size)
 
 
 def _reason(error: Exception) -> Exception:

@@ -72,11 +72,7 @@ class NativeRounds:
             self._kernels.sk_free_rounds(self._rounds)
 
     def end(self, request: int) -> None:
-        """A request is over."""
-        self._leave(request)
-
-    def _leave(self, request: int) -> None:
-        """The kernels do not run a request's rounds any more, or it has changed."""
+        """The kernels no longer run a request's rounds: it is over, or has changed, or its next round is Python's."""
         turn = self._turns.pop(request, None)
         if turn is not None and turn.number >= 0:
             self._kernels.sk_leave(self._rounds, turn.number)
@@ -107,7 +103,7 @@ class NativeRounds:
         if asked is None or times is None:  # no request knows of it
             for request in requests:
                 request.stats.prefill_seconds += catching_up
-                self._leave(request.id)
+                self.end(request.id)
             return None
         seconds = self._count(times)
         drafted = DraftBatch([], seconds, catching_up, len(times) - 1, len(times) > 1)
@@ -182,7 +178,7 @@ class NativeRounds:
 
     def _enter(self, request: Request) -> Turn | None:
         """Give the kernels a request as it is now; None: they do not run its rounds."""
-        self._leave(request.id)
+        self.end(request.id)
         case, context = judged(request, self._drafter, self._target), request.context
         if not case or request.repeats:
             return None

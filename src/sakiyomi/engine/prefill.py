@@ -52,7 +52,7 @@ class Prefill:
         """
         chunk, began, eviction = self._next_chunk(running, steps), self.target.forward_seconds, self.target.eviction
         if not chunk:
-            return [], PassOutput(torch.empty(0, self.target.vocab_size), {})
+            return [], PassOutput.empty(self.target.vocab_size)
         asking = any(part.request.wants_prompt_logprobs or part.request.states is not None for part in chunk)
         whole = asking or eviction.needs_log_probs  # logits of all rows are wanted, not of the last ones alone
         try:

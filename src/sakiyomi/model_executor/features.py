@@ -36,6 +36,11 @@ class PassOutput:
         return self.whole if self._rows is None else self.whole[0, : self._rows]
 
     @classmethod
+    def empty(cls, vocab_size: int) -> PassOutput:
+        """Of a pass without rows."""
+        return cls(torch.empty(0, vocab_size), {})
+
+    @classmethod
     def joined(cls, parts: Sequence[PassOutput]) -> PassOutput:
         """Several passes as if they were one."""
         features = {layer: torch.cat([part.features[layer] for part in parts]) for layer in parts[0].features}

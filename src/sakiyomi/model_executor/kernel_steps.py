@@ -11,8 +11,6 @@ from torch import Tensor
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.torch_steps import each_of
 
-__all__ = ["KERNEL_STEPS", "Pair"]
-
 Pair = tuple[Any, Any]  # a value of the graph, and its constant or operand
 Order = Callable[[list[Any], list[Any]], Iterable[Pair] | None]
 

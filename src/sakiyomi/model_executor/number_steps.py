@@ -16,8 +16,6 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.step_list import StepList
 from sakiyomi.model_executor.torch_steps import WHOLE, Operand
 
-__all__ = ["without_number"]
-
 Way = Callable[[StepList, Any, list[Any]], Operand]
 
 

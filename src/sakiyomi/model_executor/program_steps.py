@@ -31,8 +31,6 @@ from sakiyomi.model_executor.torch_steps import (
     torch_call,
 )
 
-__all__ = ["Builder", "leaves"]
-
 _ALIKE = (
     "prim::NumToTensor", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit", "aten::dropout", "aten::detach",
 )  # fmt: skip

@@ -13,8 +13,6 @@ from sakiyomi.kernels.native import PackedLayer, PackedWeights
 from sakiyomi.kernels.quantization import QuantizationReport, choose_bits, compare, layer_errors
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder
 
-__all__ = ["Quantizing"]
-
 
 class Quantizing:
     """The quantization that a caller asks for.

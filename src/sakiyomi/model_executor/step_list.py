@@ -14,8 +14,6 @@ from torch import Tensor
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.torch_steps import DTYPES, NUMBER, REAL, TENSOR, TEXT, WHOLE, Operand
 
-__all__ = ["ARITHMETIC", "IDS", "KEEP", "POSITIONS", "StepList"]
-
 OPERATORS = (
     "linear", "experts", "attend", "cross", "recur", "norm", "gated", "rotate", "rows", "kept", "size", "view",
     "transpose", "unsqueeze", "slice", "part", "contiguous", "add", "sub", "mul", "div", "clamp_min", "clamp_max",

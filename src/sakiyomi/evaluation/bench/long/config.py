@@ -65,7 +65,7 @@ class LongConfig(LongSettings):
         follow: tokens of that text.
         turns: turns of one conversation that grows; each is a prompt of a task of turn_tokens.
         turn_tokens: tokens of a turn.
-        compile: wait for compiled graphs and use them; making them takes memory too.
+        compile: record decoding passes before they are measured; otherwise all passes are eager.
     """
 
     systems: tuple[str, ...] = ("full", "h2o", "snapkv", "streaming")

@@ -201,4 +201,4 @@ def _main(folder: Path) -> None:
 if __name__ == "__main__":
     _main(Path(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # graphs may still be compiling in a thread, and nobody waits for what it would give
+    os._exit(0)  # kernels may still be compiling in a thread, and nobody waits for them
