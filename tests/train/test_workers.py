@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from retrieval_rows import ANSWER, KNOWN
+from retriever import answers_and_text
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.peers import Peers
 from sakiyomi.train import loop
@@ -24,8 +26,6 @@ from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.medusa import train_medusa
 from sakiyomi.train.optim import Muon
-from sakiyomi.train.retrieval_rows import ANSWER, KNOWN
-from sakiyomi.train.retriever import answers_and_text
 from sakiyomi.train.target import train_target
 from sakiyomi.train.workers import ALONE, started
 from train_toys import losses, stories, story_file, target_config, tiny_target

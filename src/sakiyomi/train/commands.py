@@ -50,50 +50,6 @@ class TrainTarget(TextRunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRetriever(TextRunConfig):
-    """Train a small Llama that finds pass keys, numbers and values of keys in long texts.
-
-    Attributes:
-        text: Training file FILE for filler between the facts and for text. Repeatable.
-        valid: Held-out file, NAME=FILE: its loss, and the longest tasks with it as their filler, are measured.
-            Repeatable.
-        row_tokens: Row lengths in tokens, one a stage; 32 at least.
-        stage_shares: Share of the budget of each stage, in the order of the row lengths.
-        text_weight: Weight of the loss of all text beside that of the answers.
-        note_weight: Weight of the loss that has hidden states of values say whether a question in front asks for them.
-        eval_prompts: Prompts of each task for the accuracies during the run, at the length of the stage.
-        final_prompts: Prompts of each task, length and form for the accuracies on the card.
-        eval_lengths: Lengths in tokens of the prompts for the accuracies on the card.
-
-    Example: sakiyomi train retriever --text stories.jsonl --out my-retriever --minutes 60
-    """
-
-    loop: LoopOptions = field(
-        default=LoopOptions(minutes=60.0, decay_share=0.3, row_tokens=(64, 128, 256, 1024, 4096), step_tokens=4096)
-    )
-    sizes: WholeSizes = field(
-        default=WholeSizes(
-            vocab=1024, hidden=128, layers=4, heads=4, intermediate=384, max_positions=8192, rope_theta=500000.0
-        )
-    )
-    stage_shares: tuple[float, ...] = setting((0.15, 0.25, 0.25, 0.2, 0.15), above=0)
-    text_weight: float = setting(0.05, least=0)
-    note_weight: float = setting(0.3, least=0)
-    eval_prompts: int = setting(16, least=1, resume=True)
-    final_prompts: int = setting(50, least=1, resume=True)
-    eval_lengths: tuple[int, ...] = setting((1024, 2048, 4096), least=256, resume=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rows, most = self.loop.row_tokens, self.sizes.max_positions
-        require(min(rows) >= 32, "row_tokens", rows, "32 or more")
-        expected = f"{len(rows)} shares, one for each of row_tokens"
-        require(len(self.stage_shares) == len(rows), "stage_shares", self.stage_shares, expected)
-        longest = max(*rows, *self.eval_lengths)
-        require(longest <= most, "max_positions", most, f"{longest} or more")
-
-
-@dataclass(frozen=True, kw_only=True)
 class DraftSizes(LlamaSizes):
     """Sizes of a draft; what is 0 follows from the target's (`train.llama.draft_sizes`).
 
@@ -492,5 +448,4 @@ COMMANDS: dict[str, type[Settings]] = {
     "lococo": TrainLococo,
     "distill-data": TrainDistillData,
     "ngram": TrainNgram,
-    "retriever": TrainRetriever,
 }
