@@ -23,7 +23,7 @@ from sakiyomi.cache.policies.retaining.formats import read_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.train import long_tasks
-from sakiyomi.train.answered import Answered, TaskRows, joined, read_answered
+from sakiyomi.train.answered import Answered, TaskRows, read_answered
 from sakiyomi.train.commands import TrainRetaining
 from sakiyomi.train.heads_loss import HeadsLoss, heads_loss, overlap
 from sakiyomi.train.long_tasks import Example, read_filler
@@ -165,10 +165,9 @@ def toy_loss(name: str = "llama", **changes: Any) -> tuple[HeadsLoss, RetainingH
     return HeadsLoss(TrainRetaining.of(**settings), model, heads), heads, model
 
 
-def batch_of(*rows: tuple[int, int]) -> dict[str, torch.Tensor]:
+def batch_of(*rows: tuple[int, int]) -> list[tuple[torch.Tensor, int]]:
     """Rows of so many tokens, of which so many are the prompt's."""
-    made = joined([(np.array(prompt(length, i)), count) for i, (length, count) in enumerate(rows)])
-    return {name: torch.from_numpy(part) for name, part in made.items()}
+    return [(torch.tensor(prompt(length, i)), count) for i, (length, count) in enumerate(rows)]
 
 
 @pytest.mark.parametrize("queries", ["answer", "writing"])
@@ -254,9 +253,8 @@ def test_no_matrix_of_all_tokens_is_made(name: str, labels: str, monkeypatch: py
     loss, _, _ = toy_loss(name, labels=labels)
     length = 1200
     rows = torch.from_numpy(np.resize(np.array(prompt(100)), length))
-    batch = {"ids": rows, "ends": torch.tensor([length]), "prompts": torch.tensor([length - 100])}
     with loss.hooks(), Largest() as largest:
-        loss(batch)
+        loss([(rows, length - 100)])
     # Where a window or a soft cap is, 64 rows look at all tokens before them, in each of 4 heads.
     assert largest.most <= 4 * 64 * length < length**2
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
-from sakiyomi.train.answered import split_rows
+from sakiyomi.train.beside import Rows
 from sakiyomi.train.commands import TrainRetaining
 from sakiyomi.train.loop import compiled_loss
 from sakiyomi.train.retaining_labels import attention_observed, largest_chances, largest_logits
@@ -114,13 +114,8 @@ class HeadsLoss:
         with attention_observed(self._target, self._observe), self._raw:
             yield
 
-    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean loss of a batch's rows, without gradient: that is in the heads already.
-
-        Args:
-            batch: rows as `Questions` gives them.
-        """
-        rows = split_rows(batch)
+    def __call__(self, rows: Rows) -> Tensor:
+        """Mean loss of a batch's rows, without gradient: that is in the heads already."""
         kv_heads = self._heads.shape.kv_heads
         total = torch.zeros((), device=self._target.device)
 
@@ -135,15 +130,15 @@ class HeadsLoss:
             self._pass(ids, prompt, learn)
         return total
 
-    def passes(self, batch: dict[str, Tensor]) -> None:
+    def passes(self, rows: Rows) -> None:
         """The target's plain passes over a batch's rows, for their time."""
         with torch.no_grad():
-            for ids, _ in split_rows(batch):
+            for ids, _ in rows:
                 self._backbone(ids[None])
 
-    def measure(self, batch: dict[str, Tensor]) -> Measured:
+    def measure(self, rows: Rows) -> Measured:
         """How the heads choose on a batch's rows."""
-        shape, rows = self._heads.shape, split_rows(batch)
+        shape = self._heads.shape
         found = [torch.zeros(count, device=self._target.device) for count in shape.kv_heads]
         recent, loss = [], []
 

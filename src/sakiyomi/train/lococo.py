@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.cache.policies.merging.formats import write_merging
-from sakiyomi.train.answered import split_rows
-from sakiyomi.train.beside import BesideTarget, as_written
+from sakiyomi.train.beside import BesideTarget, Rows, as_written
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainLococo
 from sakiyomi.train.compressed import Compressed, policy_of
@@ -111,14 +110,9 @@ class MergingLoss:
         self.passes, self._convolutions = passes, convolutions
         self._nats = compiled_loss(_nats, config.loop.compile, dynamic=True)
 
-    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean loss of a batch's rows, without gradient: that is in the convolutions already, row by row.
-
-        Args:
-            batch: rows as `Questions` gives them, with marks.
-        """
-        rows = split_rows(batch)
-        total = torch.zeros((), device=batch["ids"].device)
+    def __call__(self, rows: Rows) -> Tensor:
+        """Mean loss of a batch's rows, with marks, without gradient: that is in the convolutions already."""
+        total = torch.zeros((), device=rows[0][0].device)
         for ids, prompt in rows:
             loss = self._row(ids, prompt, self._convolutions) / len(rows)
             if loss.requires_grad:  # not where a prompt fits into the budget
@@ -127,9 +121,8 @@ class MergingLoss:
         return total
 
     @torch.no_grad()
-    def measure(self, batch: dict[str, Tensor], convolutions: Convolutions | None) -> float:
+    def measure(self, rows: Rows, convolutions: Convolutions | None) -> float:
         """Mean loss of a batch's rows, in nats per token."""
-        rows = split_rows(batch)
         return sum(float(self._row(ids, prompt, convolutions)) for ids, prompt in rows) / len(rows)
 
     def _row(self, marked: Tensor, prompt: int, convolutions: Convolutions | None) -> Tensor:

@@ -368,9 +368,11 @@ def _depth(model: nn.Module) -> int:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Arrays as tensors on a device: one, or those of a mapping."""
+    """Arrays as tensors on a device: one, those of a mapping, or those of rows with the lengths of their prompts."""
     if isinstance(batch, dict):
         return {name: on_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, list):
+        return [(on_device(ids, device), prompt) for ids, prompt in batch]
     return torch.from_numpy(batch).to(device)
 
 
