@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.train.commands import TrainRetaining
-from sakiyomi.train.heads_loss import HeadsLoss
+from sakiyomi.train.retaining import HeadsLoss
 from sakiyomi.train.retaining_labels import kv_heads_of
 
 MARK, ASK, FACTS, TEXT = 78, 79, 6, 100

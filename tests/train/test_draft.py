@@ -24,8 +24,7 @@ from sakiyomi.train import taught
 from sakiyomi.train.acceptance import continuations, distinct_ngrams, speculate
 from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.commands import DraftSizes
-from sakiyomi.train.draft import train_draft
-from sakiyomi.train.expect import Speed, expected, given_speed, verdict
+from sakiyomi.train.draft import Speed, expected, given_speed, train_draft, verdict
 from sakiyomi.train.hidden import SoftLabels
 from sakiyomi.train.llama import draft_sizes, new_llama
 from sakiyomi.train.losses import distillation_loss, next_token_loss

@@ -25,10 +25,9 @@ from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.train import long_tasks
 from sakiyomi.train.answered import Answered, TaskRows, read_answered
 from sakiyomi.train.commands import TrainRetaining
-from sakiyomi.train.heads_loss import HeadsLoss, heads_loss, overlap
 from sakiyomi.train.long_tasks import Example, read_filler
 from sakiyomi.train.progress import Schedule
-from sakiyomi.train.retaining import train_retaining
+from sakiyomi.train.retaining import HeadsLoss, layer_loss, overlap, train_retaining
 from sakiyomi.train.retaining_labels import kv_heads_of
 from toys import tiny_tokenizer
 from train_toys import losses, question_file, stop_at, tiny_gpt2, tiny_target, wide_target
@@ -261,9 +260,9 @@ def test_no_matrix_of_all_tokens_is_made(name: str, labels: str, monkeypatch: py
 
 def test_layers_weigh_by_their_heads() -> None:
     scores, labels = torch.randn(6, 2), torch.randn(6, 2)
-    whole = heads_loss(scores, labels, 1.0, 0.0, 1.0)
-    assert heads_loss(scores, labels, 1.0, 0.0, 0.25) == pytest.approx(float(whole) / 4)
-    smooth = heads_loss(scores, labels, 1.0, 2.0, 1.0) - whole
+    whole = layer_loss(scores, labels, 1.0, 0.0, 1.0)
+    assert layer_loss(scores, labels, 1.0, 0.0, 0.25) == pytest.approx(float(whole) / 4)
+    smooth = layer_loss(scores, labels, 1.0, 2.0, 1.0) - whole
     assert float(smooth) == pytest.approx(2 * float(((scores[1:] - scores[:-1]) ** 2).mean()), rel=1e-5)
 
 
