@@ -71,7 +71,7 @@ def test_from_end_to_end(query_aware: bool, tmp_path: Path) -> None:
     assert (found.recipe["query_aware"], found.recipe["labels"]) == (query_aware, "logits")
     assert found.fingerprint.keys() == {"tokenizer", "weights"}
     card = (Path(summary["model"]) / "README.md").read_text(encoding="utf-8")
-    for words in ("Retaining heads (Locret) of width 16", "the command", "| layer |", "A step took", "overlap"):
+    for words in ("Retaining heads (Locret) of width 16", "the command", "| layer |", "overlap"):
         assert words in card, words
     assert "nats" not in card
     assert {"loss.png", "overlap.png", "card.json"} <= {path.name for path in Path(summary["model"]).iterdir()}
@@ -83,7 +83,6 @@ def test_from_end_to_end(query_aware: bool, tmp_path: Path) -> None:
     assert measures["overlap_of_the_worst_head"] <= measures["overlap"] <= 1.0
     assert np.mean(summary["overlaps"]["questions"]) == pytest.approx(measures["overlap"])
     assert measures["rows"] == 3
-    assert summary["throughput"]["ratio"] > 0
     assert 0.5 < summary["tokens"] / (60 * 192) <= 1.0
 
 

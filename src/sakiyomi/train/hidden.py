@@ -32,7 +32,6 @@ class HiddenStates:
 
     Attributes:
         computed, found: rows so far, by the target and on disk.
-        calls: of each call the rows that were computed, and the seconds of that.
     """
 
     def __init__(self, backbone: Backbone, folder: Path, limit_bytes: int = 0) -> None:
@@ -41,7 +40,6 @@ class HiddenStates:
         self._file = tempfile.TemporaryFile(dir=folder) if limit_bytes else None  # noqa: SIM115
         self._places: dict[bytes, int] = {}
         self.computed = self.found = 0
-        self.calls: list[tuple[int, float]] = []
 
     def __call__(self, ids: Tensor) -> Tensor:
         """(B, T) ids to (B, T, hidden), on the device of the ids."""
@@ -63,14 +61,9 @@ class HiddenStates:
         self._file, self._places = None, {}
 
     def _compute(self, ids: Tensor) -> Tensor:
-        began = time.perf_counter()
-        with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
-            hidden = torch.cat([self._backbone(rows) for rows in chunks(ids)])[: len(ids)]
-        if hidden.device.type == "cuda":
-            torch.cuda.synchronize(hidden.device)
         self.computed += len(ids)
-        self.calls.append((len(ids), time.perf_counter() - began))
-        return hidden
+        with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
+            return torch.cat([self._backbone(rows) for rows in chunks(ids)])[: len(ids)]
 
     def _keep(self, key: bytes, row: Tensor) -> None:
         size = row.numel() * 2

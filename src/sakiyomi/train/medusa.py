@@ -32,7 +32,7 @@ from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.hidden import HiddenStates, vocabulary
 from sakiyomi.train.loop import compile_layers, place
 from sakiyomi.train.medusa_joint import Joint, guess_loss, save_tuned
-from sakiyomi.train.medusa_measures import HeadLog, best_trees, measured, memory, rank_answers, throughput
+from sakiyomi.train.medusa_measures import HeadLog, best_trees, measured, memory, rank_answers
 from sakiyomi.train.optim import with_peaks
 from sakiyomi.train.plot import plot_heads
 from sakiyomi.train.recipe import Recipe, train
@@ -180,7 +180,6 @@ class _Medusa(Recipe[TrainMedusa]):
             "accuracy_curve": "accuracy.png" if drawn else None,
             "memory": held,
             "rows_from_disk": self.hidden.found,
-            "throughput": throughput(config, self.loop.progress, self.hidden),
         }
         measures = {name: measured(found) for name, found in ranks.items()}
         return Result(heads, config.layers, measures, self.loop.epochs(self.specs), more)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import resource
-import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,8 +22,6 @@ from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.acceptance import Continuations
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainMedusa
-from sakiyomi.train.hidden import HiddenStates
-from sakiyomi.train.progress import Progress
 from sakiyomi.train.samples import whole_lines
 
 BUDGETS = (4, 8, 16, 32, 64)
@@ -117,17 +113,6 @@ def best_trees(ranks: Ranks) -> list[dict[str, Any]]:
         for nodes in BUDGETS
         for paths in [ranks.best(nodes)]
     ]
-
-
-def throughput(config: TrainMedusa, progress: Progress, hidden: HiddenStates) -> dict[str, float] | None:
-    """Median milliseconds of a step and of the frozen target's part of it, where no row came from disk."""
-    times = [after[2] - before[2] for before, after in itertools.pairwise(progress.losses)]
-    rows = config.loop.step_tokens // config.loop.row
-    whole = [seconds for count, seconds in hidden.calls if count == rows]
-    if config.joint.joint or hidden.found or not times or not whole:
-        return None
-    step, forward = statistics.median(times), statistics.median(whole)
-    return {"step_ms": 1000 * step, "forward_ms": 1000 * forward, "ratio": step / forward}
 
 
 def memory(

@@ -8,12 +8,9 @@ is held when the next layer comes.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +21,11 @@ from sakiyomi.cache.policies.retaining.formats import write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape, default_width
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
-from sakiyomi.train.answered import Questions
 from sakiyomi.train.beside import BesideTarget, Rows, as_written
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainRetaining
 from sakiyomi.train.export import Result, model_folder
-from sakiyomi.train.loop import Loop, compiled_loss, on_device
+from sakiyomi.train.loop import compiled_loss
 from sakiyomi.train.plot import plot_overlaps
 from sakiyomi.train.recipe import train
 from sakiyomi.train.retaining_labels import attention_observed, kv_heads_of, largest_chances, largest_logits
@@ -38,15 +34,14 @@ TOP = 0.1
 """Share of a prompt's tokens whose choice is compared, as the paper's training does."""
 Each = Callable[[int, Tensor, Tensor], None]
 """Told of a layer, its projections (tokens, width) and its labels (tokens, kv_heads)."""
-TIMED = 5  # steps that are timed beside plain passes, the first of which warms up
 
 
 def train_retaining(config: TrainRetaining, command: str = "") -> dict[str, Any]:
     """Run `sakiyomi train retaining`, see `recipe.train`."""
-    return train(_Retaining(config), command)
+    return train(Retaining(config), command)
 
 
-class _Retaining(BesideTarget[TrainRetaining]):
+class Retaining(BesideTarget[TrainRetaining]):
     """Heads learn which keys and values the answers look at."""
 
     clip_values = True
@@ -90,7 +85,6 @@ class _Retaining(BesideTarget[TrainRetaining]):
             "`recent` the share that the prompt's last tokens have.",
             "overlaps": overlaps,
             "accuracy_curve": "overlap.png" if drawn else None,
-            "throughput": _throughput(self.loop, self.heads_loss, self.questions, self.device),
         }
         measures = {name: one.values() for name, one in found.items()}
         return self.result(heads, shape.layers, measures, more)
@@ -101,32 +95,6 @@ class _Retaining(BesideTarget[TrainRetaining]):
 
     def _measured(self) -> dict[str, Measured]:
         return {name: self.heads_loss.measure(batch) for name, batch in self.held_out.items()}
-
-
-def _throughput(loop: Loop, loss: HeadsLoss, questions: Questions, device: torch.device) -> dict[str, Any]:
-    """Steps of the finished run beside the target's plain passes over their rows."""
-    length = max(loop.config.row_tokens)
-    steps, passes = [], []
-    for i in range(TIMED + 1):
-        batch = questions.batch(loop.progress.step + i, loop.config.step_tokens // length, length, True)
-        with loss.hooks():
-            steps.append(_seconds(partial(loop.learn, batch), device))
-        passes.append(_seconds(partial(loss.passes, on_device(batch, device)), device))
-    return {
-        "step_ms": 1000 * statistics.median(steps[1:]),
-        "forward_ms": 1000 * statistics.median(passes[1:]),
-        "ratio": statistics.median(a / b for a, b in zip(steps[1:], passes[1:], strict=True)),
-    }
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
 
 
 # ---------------------------------------------------------------- what heads are taught, and how well they choose
@@ -211,7 +179,7 @@ class HeadsLoss:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Around everything but `passes`: hooks see what the target's layers project and attend to."""
+        """Around passes: hooks see what the target's layers project and attend to."""
         with attention_observed(self._target, self._observe), self._raw:
             yield
 
@@ -230,12 +198,6 @@ class HeadsLoss:
         for ids, prompt in rows:
             self._pass(ids, prompt, learn)
         return total
-
-    def passes(self, rows: Rows) -> None:
-        """The target's plain passes over a batch's rows, for their time."""
-        with torch.no_grad():
-            for ids, _ in rows:
-                self._backbone(ids[None])
 
     def measure(self, rows: Rows) -> Measured:
         """How the heads choose on a batch's rows."""
