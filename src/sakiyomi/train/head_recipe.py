@@ -25,8 +25,8 @@ from sakiyomi.train.config import HeadConfig, LayersConfig, UnrolledConfig
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.hidden import TargetStates, layer_config
 from sakiyomi.train.losses import soft_loss
-from sakiyomi.train.medusa_measures import HeadLog
 from sakiyomi.train.plot import plot_heads
+from sakiyomi.train.progress import HeadLog
 from sakiyomi.train.taught import Taught
 
 PIECE = 512

@@ -6,7 +6,9 @@ token t + k + 2; the one in between is the target's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import resource
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -17,12 +19,14 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.memory import readable
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
-from sakiyomi.drafters.medusa_heads.ranks import Ranks
+from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
 from sakiyomi.drafters.medusa_heads.tuned import FILE as TUNED
 from sakiyomi.engine.llm import LLM
+from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, Continuations, continuations
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainMedusa
@@ -32,13 +36,16 @@ from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.hidden import HiddenStates, vocabulary
 from sakiyomi.train.loop import compile_layers, place
 from sakiyomi.train.medusa_joint import Joint, guess_loss, save_tuned
-from sakiyomi.train.medusa_measures import HeadLog, best_trees, measured, memory, rank_answers
 from sakiyomi.train.optim import with_peaks
 from sakiyomi.train.plot import plot_heads
+from sakiyomi.train.progress import HeadLog
 from sakiyomi.train.recipe import Recipe, train
 from sakiyomi.train.rows import FixedRows, mixture_of
 from sakiyomi.train.taught import held_out_prompts, load_target
 
+BUDGETS = (4, 8, 16, 32, 64)
+"""Nodes of the trees in the report."""
+SHOWN = 5  # first guesses whose accuracy is reported
 SHORTEST_VALID = 8
 """Tokens of the shortest held-out text of a file; it is a prompt as a whole."""
 
@@ -183,3 +190,74 @@ class _Medusa(Recipe[TrainMedusa]):
         }
         measures = {name: measured(found) for name, found in ranks.items()}
         return Result(heads, config.layers, measures, self.loop.epochs(self.specs), more)
+
+
+# ---------------------------------------------------------------- measures
+
+
+def rank_answers(heads: MedusaHeads, backbone: Backbone, texts: Continuations) -> Ranks:
+    """Where the target's own tokens stand among the heads' guesses."""
+    weight = backbone.weight.to(heads.weights.dtype)
+
+    def hidden_of(ids: Sequence[int]) -> Tensor:
+        return backbone(torch.tensor([list(ids)], device=weight.device))[0].to(weight.dtype)
+
+    return rank_texts(hidden_of, lambda hidden: heads(hidden, weight), texts.prompts, texts.greedy)
+
+
+def measured(ranks: Ranks) -> dict[str, float]:
+    """Accuracies of each head, and what its best tree of 16 nodes brings."""
+    found: dict[str, float] = {}
+    for head, chances in enumerate(ranks.accuracies(), start=1):
+        for top in range(1, SHOWN + 1):
+            found[f"head_{head}_top_{top}"] = sum(chances[:top])
+    found["tau_16_nodes"] = ranks.replay(ranks.best(16))
+    found["tokens"] = ranks.places
+    return found
+
+
+def best_trees(ranks: Ranks) -> list[dict[str, Any]]:
+    """The best tree of each budget: what the accuracies say of it, and what these texts do."""
+    return [
+        {
+            "nodes": nodes,
+            "expected_tau": expected_tree_tokens(ranks.accuracies(), paths),
+            "replayed_tau": ranks.replay(paths),
+            "choices": [list(path) for path in paths],
+        }
+        for nodes in BUDGETS
+        for paths in [ranks.best(nodes)]
+    ]
+
+
+def memory(
+    config: TrainMedusa, target: nn.Module, heads: MedusaHeads, adapters: int, device: torch.device
+) -> dict[str, Any]:
+    """What the run held at most, and what of it must be."""
+    frozen = sum(weight.nbytes for weight in target.parameters())
+    trained = sum(weight.numel() * 4 for weight in heads.parameters())
+    row = next(target.parameters()).element_size() * int(heads.shape.hidden_size)
+    states = config.loop.step_tokens * row
+    kept = int(config.loop.step_tokens * config.positions) * row * heads.shape.heads
+    peak = (
+        torch.cuda.max_memory_allocated(device)
+        if device.type == "cuda"
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    )
+    parts = {
+        "target": frozen,
+        "heads": trained,
+        "adapters": adapters,
+        "gradients": trained + adapters,
+        "optimizer": 2 * (trained + adapters),
+        "hidden_states": states,
+        "head_activations": 4 * kept,
+    }
+    where = "on the device" if device.type == "cuda" else "of the process, torch itself and its compiler included"
+    own = f"adapters with both {readable(4 * adapters)} beside what their passes keep for gradients, " * bool(adapters)
+    explained = (
+        f"memory: {readable(peak)} at most {where}; of these the target {readable(frozen)}, without gradients or "
+        f"optimizer state, heads with both {readable(4 * trained)}, {own}a batch's hidden states {readable(states)} "
+        f"and what heads make of them about {readable(4 * kept)}"
+    )
+    return {"peak": peak, "parts": parts, "explained": explained}

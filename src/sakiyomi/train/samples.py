@@ -22,7 +22,7 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.pieces import Pieces
 from sakiyomi.engine.llm import LLM
-from sakiyomi.train.checkpoint import writing
+from sakiyomi.train.checkpoint import whole_lines, writing
 from sakiyomi.train.counted import LONGEST_PROMPT, token_ids
 from sakiyomi.train.data import Ids, TextSpec
 from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Reporter
@@ -299,23 +299,3 @@ def prompt_of(document: Ids, length: int) -> list[int]:
         length = int(counted[0]) if len(counted) else len(document)
     found: list[int] = token_ids(document[:length]).tolist()
     return found
-
-
-def whole_lines(path: Path, together: int = 1) -> int:
-    """Lines in the file after a last half-written one, if any, was cut off, and what does not fill a batch.
-
-    Args:
-        path: of the file.
-        together: lines of a batch.
-    """
-    if not path.exists():
-        return 0
-    content = path.read_bytes()
-    lines = content.splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
-    count = len(lines) // together * together
-    whole = sum(map(len, lines[:count]))
-    if whole < len(content):
-        os.truncate(path, whole)
-    return count
