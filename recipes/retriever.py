@@ -27,8 +27,8 @@ from sakiyomi.train.data import read_texts
 from sakiyomi.train.export import Result, save
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.long_tasks import TASKS, named
-from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS, locker, needle, pair
-from sakiyomi.train.long_tasks.filler import NOISE, Filler, Texts
+from sakiyomi.train.long_tasks.example import NOISE, Filler, Texts
+from sakiyomi.train.long_tasks.made import ADJECTIVES, NOUNS, locker, needle, pair
 from sakiyomi.train.loop import compiled_loss
 from sakiyomi.train.recipe import TextRecipe, train
 from sakiyomi.train.settings import require, setting

@@ -32,7 +32,7 @@ from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.long_tasks import TASKS
-from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS
+from sakiyomi.train.long_tasks.made import ADJECTIVES, NOUNS
 from sakiyomi.train.loop import Loop
 from train_toys import losses, stop_at, stories, story_file
 
