@@ -7,9 +7,11 @@ python recipes/retriever.py --out my-retriever --text stories.jsonl --minutes 60
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -106,11 +108,16 @@ class _Retriever(TextRecipe[RetrieverConfig]):
     def make(self) -> LlamaForCausalLM:
         """See `Recipe`."""
         config, sizes, tokenizer = self.config, self.config.sizes, self.tokenizer
-        self.stages = config.stage_shares
         self._nats = compiled_loss(partial(answers_and_text, config.text_weight), config.loop.compile)
         model = new_llama(sizes, tokenizer, vocab=len(tokenizer), max_positions=sizes.max_positions)
         start_looking_back(model, config.loop.seed)
         return model
+
+    def row_length(self, step: int, share: float) -> int:
+        """See `Recipe`; one length after the other."""
+        lengths, ends = self.config.loop.row_tokens, list(accumulate(self.config.stage_shares))
+        stage = bisect_right(ends, min(share, 1.0) * ends[-1])
+        return lengths[min(stage, len(lengths) - 1)]
 
     def loss(self, model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
         """See `Recipe`."""
@@ -130,7 +137,7 @@ class _Retriever(TextRecipe[RetrieverConfig]):
 
     def measures(self, model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
         """See `Recipe`; at the length of the stage."""
-        length = max(SHORTEST, self.loop.row_tokens[-1])
+        length = max(SHORTEST, self.row_length(0, self.loop.share))
         found = self._accuracies(model, length, self.config.eval_prompts, NOISE)
         return {"tasks": {"accuracy": sum(found.values()) / len(found), "length": length} | found}
 

@@ -21,6 +21,7 @@ from retrieval_start import start_looking_back
 from retriever import (
     ASKED,
     RetrieverConfig,
+    _Retriever,
     accuracy,
     answers_and_text,
     notes,
@@ -33,7 +34,6 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.long_tasks import TASKS
 from sakiyomi.train.long_tasks.made import ADJECTIVES, NOUNS
-from sakiyomi.train.loop import Loop
 from train_toys import losses, stop_at, stories, story_file
 
 
@@ -274,12 +274,9 @@ def test_the_embedded_model_answers() -> None:
 
 
 def test_stages_follow_each_other(tmp_path: Path) -> None:
-    settings = config(tmp_path, tokens=1000 * 512)
-    values = {"optimizers": lambda model: [], "stages": (0.25, 0.75), "warmup_share": 0.0, "device": "cpu"}
-    loop = Loop(SimpleNamespace(config=settings, passes="bf16", **values), torch.nn.Linear(1, 1))
-    for share, length in ((0, 128), (0.24, 128), (0.25, 256), (0.99, 256), (1.0, 256)):
-        loop.progress.tokens = round(share * settings.loop.tokens)
-        assert loop.row_tokens == (length,)
+    run = _Retriever(config(tmp_path, stage_shares=(0.25, 0.75)))
+    for share, length in ((0, 128), (0.24, 128), (0.25, 256), (0.99, 256), (1.0, 256), (1.2, 256)):
+        assert {run.row_length(step, share) for step in range(3)} == {length}
 
 
 @pytest.mark.thorough

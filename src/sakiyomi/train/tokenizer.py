@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.model_executor.loading.folder import read_tokenizer
 from sakiyomi.train.checkpoint import writing
 
 END = "<|endoftext|>"
@@ -94,12 +95,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     Raises:
         LoadError: it is missing or holds no tokenizer with an end token.
     """
-    if not folder.is_dir():
-        raise LoadError(f"tokenizer folder {folder} does not exist; expected a Hugging Face folder")
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot load a tokenizer from {folder}: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise LoadError(f"the tokenizer in {folder} has no end token; set eos_token in its configuration")
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(folder, trust_remote_code=False)
+    check_end(tokenizer, str(folder))
     return tokenizer
+
+
+def check_end(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise LoadError unless the tokenizer of the model or folder `name` has an end token."""
+    if tokenizer.eos_token_id is None:
+        raise LoadError(f"the tokenizer of {name!r} has no end token; set eos_token in its configuration")
