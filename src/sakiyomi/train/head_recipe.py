@@ -6,6 +6,7 @@ activations are forgotten.
 
 from __future__ import annotations
 
+import functools
 import gc
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -16,8 +17,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.train.acceptance import DEPTH, MEASURING, Continuations, measured, measured_on, ranked, worth
 from sakiyomi.train.checkpoint import writing
@@ -234,6 +236,49 @@ class UnrolledRecipe(HeadRecipe[UnrolledSettings]):
     def ranks(self, texts: Continuations) -> Ranks:
         """See `HeadRecipe`."""
         return rank_continuations(self.head, self.states, self.known, texts)
+
+
+NAME = "sakiyomi_unrolled"
+"""Attention of a step, by transformers' name for it."""
+STEPS = "sakiyomi_steps"
+"""Attribute of a module that attends: keys and values of the steps so far."""
+
+
+def attend_in_steps(module: Any) -> None:
+    """Switch a model to the attention of a step; each pass of its layers is one, see `STEPS`.
+
+    Raises:
+        UnsupportedError: its class keeps its own attention.
+    """
+    _register()
+    try:
+        module.set_attn_implementation(NAME)
+    except ValueError:
+        raise own_attention(module) from None
+
+
+def own_attention(module: Any) -> UnsupportedError:
+    """The error for a head whose class does not call the attention that it was switched to."""
+    return UnsupportedError(f"{type(module).__name__} keeps its own attention: no head of it can be trained here")
+
+
+@functools.cache
+def _register() -> None:
+    # What it appends to is no matter of a compiled graph.
+    AttentionInterface.register(NAME, torch.compiler.disable(_attend))
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
+) -> tuple[Tensor, None]:
+    """One step, of (B, heads, T, width): (B, T, heads, width)."""
+    if more.get("softcap") is not None or more.get("s_aux") is not None:
+        raise UnsupportedError("the target's attention has a soft cap or sinks: no MTP layer can be trained here")
+    scaling = more.get("scaling")
+    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    mixed = attend(query.to(value.dtype), key.to(value.dtype), value, *getattr(module, STEPS))
+    return mixed.transpose(1, 2), None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
