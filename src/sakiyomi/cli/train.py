@@ -97,11 +97,8 @@ def helps(config_class: type[Settings]) -> dict[str, str]:
     """The help of each flag: from the docstring of its group, unless the command or a base of it says more."""
     found: dict[str, str] = {}
     for flag in config_class.flags():
-        for kind in reversed(flag.group.mro()):
-            found |= flag_help(kind)
-    for kind in reversed(config_class.mro()):
-        found |= flag_help(kind)
-    return found
+        found |= flag_help(flag.group)
+    return found | flag_help(config_class)
 
 
 def _check_files(settings: Mapping[str, Any]) -> None:

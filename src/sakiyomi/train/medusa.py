@@ -254,10 +254,6 @@ def memory(
         "head_activations": 4 * kept,
     }
     where = "on the device" if device.type == "cuda" else "of the process, torch itself and its compiler included"
-    own = f"adapters with both {readable(4 * adapters)} beside what their passes keep for gradients, " * bool(adapters)
-    explained = (
-        f"memory: {readable(peak)} at most {where}; of these the target {readable(frozen)}, without gradients or "
-        f"optimizer state, heads with both {readable(4 * trained)}, {own}a batch's hidden states {readable(states)} "
-        f"and what heads make of them about {readable(4 * kept)}"
-    )
+    shown = ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for name, size in parts.items() if size)
+    explained = f"memory: {readable(peak)} at most {where}; of these by count: {shown}"
     return {"peak": peak, "parts": parts, "explained": explained}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sakiyomi.core.errors import InputError, LoadError
@@ -37,17 +37,10 @@ def train_tokenizer(
     """
     if pieces < SMALLEST:
         raise InputError(f"vocab is {pieces}, expected at least {SMALLEST} (256 bytes and 2 special tokens)")
-    tokenizer = Tokenizer(models.BPE())
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, words]) if split else words
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=pieces,
-        special_tokens=[END, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    made = ByteLevelBPETokenizer()
+    made.pre_tokenizer = pre_tokenizers.Sequence([*split, made.pre_tokenizer]) if split else made.pre_tokenizer
+    made.train_from_iterator(texts, pieces, min_frequency=0, show_progress=False, special_tokens=[END, PAD])
+    tokenizer = Tokenizer.from_str(made.to_str())
     if tokenizer.get_vocab_size() != pieces:
         raise InputError(
             f"the text gives {tokenizer.get_vocab_size()} pieces, expected {pieces}; give more text or lower --vocab"
