@@ -194,9 +194,9 @@ class TaskRows:
 
 
 def _behind(question: str, answer: str) -> str:
-    """An answer that continues the question, inside a quotation or behind a word, and what closes it.
+    """An answer that continues the question, inside a quotation or after a word, and what closes it.
 
-    The row that closes it looks at what stood behind the value: without that an answer does not end where it should.
+    The row that closes it looks at what stood after the value: without that an answer does not end where it should.
     """
     return answer + '"' if question.endswith('"') else " " * question[-1].isalnum() + answer + "."
 

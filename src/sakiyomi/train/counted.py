@@ -160,7 +160,7 @@ def read_counted(path: Path, tokenizer: Any, vocab: int) -> list[Ids]:
 
 
 def _documents(path: Path, tokenizer: Any, vocab: int, prompts: bool) -> list[Document]:
-    """Documents of all records, texts in excerpts behind the others; `prompts`: those of token ids are marked."""
+    """Documents of all records, texts in excerpts after the others; `prompts`: those of token ids are marked."""
     plain = ".txt" in path.suffixes[-2:]
     found, texts = list[Document](), list[str]()
     for record in read_records(path):

@@ -168,7 +168,7 @@ def _start(config: TrainDraft, vocab: int, tokenizer: PreTrainedTokenizerBase) -
     """The draft to start from, with what its card says.
 
     Raises:
-        LoadError: it is no model of the target's vocabulary with a head behind it.
+        LoadError: it is no model of the target's vocabulary with a head after it.
     """
     loaded = load_model(config.init, dtype="float32", device="cpu")
     start = loaded.model

@@ -1,6 +1,6 @@
 """Train an EAGLE-3 head on a frozen target, whose hidden states are computed on the way.
 
-Li et al. 2025, arXiv 2503.01840. The head learns the target's distribution behind every token: with the target's
+Li et al. 2025, arXiv 2503.01840. The head learns the target's distribution after every token: with the target's
 features, and then step by step with its own in their place, as it will draft (`UnrolledHead`).
 """
 
@@ -29,7 +29,7 @@ def train_eagle(config: TrainEagle, command: str = "") -> dict[str, Any]:
 
 
 class _Eagle(LayersRecipe[TrainEagle], UnrolledRecipe[TrainEagle]):
-    """One decoder layer learns to foretell the target from its hidden states."""
+    """One decoder layer learns to predict the target from its hidden states."""
 
     kind = "eagle"
     head: UnrolledHead

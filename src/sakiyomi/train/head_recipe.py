@@ -39,14 +39,14 @@ UnrolledSettings = TypeVar("UnrolledSettings", bound=UnrolledConfig)
 
 
 class HeadRecipe(Taught[Settings]):
-    """A head learns to foretell the target from its hidden states, several tokens ahead.
+    """A head learns to predict the target from its hidden states, several tokens ahead.
 
     Attributes:
         reads: layers of the target whose outputs the head reads; none: it reads what the target's head reads.
         head: that learns.
         layers: decoder layers of it.
         states: of the target.
-        positions_ahead: tokens that it foretells, each with a loss of its own.
+        positions_ahead: tokens that it predicts, each with a loss of its own.
     """
 
     kind: ClassVar[str]
@@ -185,7 +185,7 @@ class Unrolled(nn.Module):
     """A head that is run step by step over whole texts, with the target's features and then with its own.
 
     In step k every token is read with the feature that the head itself gave in step k - 1, as the k-th draft token
-    behind one with a feature of the target (training-time test; Li et al. 2025, arXiv 2503.01840, section 3.2).
+    after one with a feature of the target (training-time test; Li et al. 2025, arXiv 2503.01840, section 3.2).
     """
 
     @abstractmethod
@@ -207,7 +207,7 @@ class Unrolled(nn.Module):
 
 
 class UnrolledRecipe(HeadRecipe[UnrolledSettings]):
-    """Such a head learns to foretell the target.
+    """Such a head learns to predict the target.
 
     Attributes:
         known: tokens that it proposes; None: all.
@@ -282,7 +282,7 @@ def _attend(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of a step to tokens with the target's features and, behind them, to the draft tokens so far.
+    """Attention of a step to tokens with the target's features and, after them, to the draft tokens so far.
 
     Args:
         q: (B, heads, T, width), scaled; turned as keys are.
@@ -308,7 +308,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], values: list[Ten
 
 
 def behind(rows: Tensor, count: int) -> Tensor:
-    """Each row's values in the place of the row so many behind it; (..., T, width)."""
+    """Each row's values in the place of the row so many further on; (..., T, width)."""
     return F.pad(rows, (0, 0, count, 0))[..., : rows.shape[-2], :] if count else rows
 
 
@@ -321,7 +321,7 @@ def rank_continuations(head: Unrolled, states: TargetStates, tokens: Tensor | No
     def guess(ids: Tensor, first: int) -> Iterator[Tensor]:
         joined, _ = states(ids)
         for step, hidden in enumerate(head(ids[:, 1:], joined[:, :-1], DEPTH)):
-            rows = hidden[0, first - 1 + step : -1]  # row r is that of the token r + 1, and foretells the next one
+            rows = hidden[0, first - 1 + step : -1]  # row r is that of the token r + 1, and predicts the next one
             yield F.linear(rows, head.weight().to(rows.dtype))
 
     return ranked(head, texts, DEPTH, guess, tokens)

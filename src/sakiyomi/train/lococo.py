@@ -1,6 +1,6 @@
 """Train convolutions (LoCoCo) that merge what a cache drops, beside a frozen target.
 
-Cai et al. 2024, arXiv 2406.05317, section 4: the language model's own loss on what comes behind chunks whose keys and
+Cai et al. 2024, arXiv 2406.05317, section 4: the language model's own loss on what comes after chunks whose keys and
 values were merged; nothing but the convolutions is trained.
 """
 
@@ -80,7 +80,7 @@ class _Lococo(BesideTarget[TrainLococo]):
         more = {
             "about": f"Convolutions (LoCoCo) that merge what a cache of {config.target} drops into {config.merged} "
             f"pairs of each head in its {len(convolutions.shape.dims)} layers",
-            "measured_on": f"Losses of held-out answers behind a prompt of which {config.kv_budget} pairs stay, chosen "
+            "measured_on": f"Losses of held-out answers after a prompt of which {config.kv_budget} pairs stay, chosen "
             f"by `{self.policy.name}`: with {config.merged} of them merged, with what goes `dropped`, and with "
             "everything kept (`full`).",
         }

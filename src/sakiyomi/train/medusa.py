@@ -56,7 +56,7 @@ def train_medusa(config: TrainMedusa, command: str = "") -> dict[str, Any]:
 
 
 class _Medusa(Recipe[TrainMedusa]):
-    """Heads learn the tokens behind the target's own, from the target's hidden states."""
+    """Heads learn the tokens after the target's own, from the target's hidden states."""
 
     def files(self) -> list[TextSpec]:
         """See `Recipe`."""
@@ -90,7 +90,7 @@ class _Medusa(Recipe[TrainMedusa]):
         self.mixture = mixture_of(self.specs, texts, partial(FixedRows, length=config.loop.row), config.loop.seed)
 
     def _answers(self) -> dict[str, Continuations]:
-        """What the target writes behind held-out prompts, greedily."""
+        """What the target writes after held-out prompts, greedily."""
         llm = LLM((self.target, self.tokenizer), "none", compile=False, max_batch=16)
         prompts = held_out_prompts(self.held, llm.max_context)
         return {name: continuations(llm, some, new_tokens=NEW_TOKENS, sampled=False) for name, some in prompts.items()}
@@ -179,7 +179,7 @@ class _Medusa(Recipe[TrainMedusa]):
         more = {
             "about": f"{config.heads} Medusa heads of {config.layers} {blocks} {kind}, for {base}",
             "measured_on": f"On what {base} answers to held-out prompts, greedily: head k is right where its guess is "
-            "what the target writes k tokens behind its own.",
+            "what the target writes k tokens after its own.",
             "held_back": self.held_back,
             "base": base,
             "trees": {name: best_trees(found) for name, found in ranks.items()},

@@ -1,6 +1,6 @@
 """Train a layer for predicting further tokens (MTP) on a frozen target, its own or a new one.
 
-The layer learns the target's distribution behind every token: with the target's hidden states, and then step by step
+The layer learns the target's distribution after every token: with the target's hidden states, and then step by step
 with what it gave itself in their place, as it will draft. DeepSeek-V3, arXiv 2412.19437; that one layer is run again
 for each further token: FastMTP.
 """
@@ -32,7 +32,7 @@ def train_mtp(config: TrainMtp, command: str = "") -> dict[str, Any]:
 
 
 class _Mtp(UnrolledRecipe[TrainMtp]):
-    """One decoder layer of the target's kind learns to foretell the target from what its head reads."""
+    """One decoder layer of the target's kind learns to predict the target from what its head reads."""
 
     kind = "mtp"
     head: MtpHead

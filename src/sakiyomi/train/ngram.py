@@ -160,7 +160,7 @@ def _held_out(config: TrainNgram, library: Library, texts: Sequence[Path]) -> di
 
 
 def _samples(config: TrainNgram, llm: Any, pool: list[Ids], reporter: Reporter) -> list[Ids]:
-    """Prompts of the text with what the target writes behind them; the prompts are counted too."""
+    """Prompts of the text with what the target writes after them; the prompts are counted too."""
     rng = np.random.default_rng((config.seed, 0))
     found: list[Ids] = []
     batch = 64
@@ -274,7 +274,7 @@ def worth(
 
 
 def _rows(llm: Any, tokens: Sequence[int]) -> NDArray[np.float64]:
-    """The target's distributions behind each token, (n, V), in one pass."""
+    """The target's distributions after each token, (n, V), in one pass."""
     with llm.target.cache.lent(len(tokens)) as slot:
         logits = llm.target.score([SequenceRows(slot, 0, list(tokens))]).logits
     rows: NDArray[np.float64] = logits.double().softmax(-1).cpu().numpy()

@@ -171,7 +171,7 @@ class HeadLog:
             self._file.close()
 
     def add(self, step: int, means: Tensor) -> None:
-        """The next step's: (K) losses, or (K, 1 + 5) with the shares behind them."""
+        """The next step's: (K) losses, or (K, 1 + 5) with the shares after them."""
         rounded = [[round(value, 5) for value in each] for each in means.reshape(len(means), -1).tolist()]
         self._fresh.append([loss for loss, *_ in rounded])
         line: dict[str, Any] = {"step": step, "loss": self._fresh[-1]}
@@ -189,7 +189,7 @@ class HeadLog:
     def curve(self, key: str = "loss", most: int = 200) -> list[tuple[int, list[Any]]]:
         """Means over so many steps that a curve has few points; ``key``: loss or top."""
         lines = self._path.read_text(encoding="utf-8").splitlines()
-        # Steps behind the checkpoint that a run was resumed from were made again: the later line counts.
+        # Steps after the checkpoint that a run was resumed from were made again: the later line counts.
         steps = {entry["step"]: entry[key] for entry in map(json.loads, lines) if key in entry}
         means = sorted(steps.items())
         size = max(1, -(-len(means) // most))

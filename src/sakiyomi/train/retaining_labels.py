@@ -2,7 +2,7 @@
 
 Huang et al. 2024, arXiv 2410.01805, section 3.2: of each KV head the largest attention logit of a token, over the
 queries of its group and over the rows of the answer. Queries and keys are taken where a model hands them to its
-attention: behind norms and rotary embedding. No matrix of all rows by all tokens is ever made.
+attention: after norms and rotary embedding. No matrix of all rows by all tokens is ever made.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def largest_logits(
         scaling: of the logits.
         softcap: largest absolute value of a logit; 0: none.
         window: tokens that a row sees, itself included; 0: all.
-        first: position of the first row; None: behind the tokens.
+        first: position of the first row; None: after the tokens.
 
     Returns:
         (kv_heads, tokens) float32; -inf where no row's window includes the token.

@@ -101,7 +101,7 @@ def by(llm: LLM) -> Write:
 class Samples(Pieces):
     """A file of what a target writes, and the record beside it of what wrote it and how.
 
-    Its batches are its pieces. Each goes under its number first, and behind the file's end when all before it are
+    Its batches are its pieces. Each goes under its number first, and at the file's end when all before it are
     there: a file that is read meanwhile holds whole batches, in order.
 
     Args:
@@ -197,7 +197,7 @@ class Samples(Pieces):
         self._join()
 
     def _join(self) -> None:
-        """Put the batches whose turn it is behind the file's end."""
+        """Append the batches whose turn it is to the file."""
         with writing(self.out), self.out.open("ab") as file:
             while (path := self.path(self.count // self.plan.batch)).exists():
                 file.write(path.read_bytes())

@@ -36,7 +36,7 @@ class Taught(TextRecipe[Settings]):
         positions, vocab: of the target.
         sources: files that rows come from, those of the target's samples too.
         texts: documents of each.
-        held_out: prompts, and what the target writes behind them.
+        held_out: prompts, and what the target writes after them.
         held_back: documents of the training text that are held out.
     """
 

@@ -206,7 +206,7 @@ class Fact:
     """Something to be found, and the question for it.
 
     Attributes:
-        front, back: what stands before and behind the answer in the context.
+        front, back: what stands before and after the answer in the context.
         answer: without its beginning, and without a space in front.
         asked: the question.
         cue: the beginning of the answer.

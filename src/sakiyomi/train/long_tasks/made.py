@@ -102,7 +102,7 @@ FACTS = 8
 DIGITS = 4
 """Of a value."""
 HOPS = 4
-"""Copies of a variable from name to name behind the first assignment."""
+"""Copies of a variable from name to name after the first assignment."""
 COMMON, OFTEN, SELDOM = 5, 12, 2
 """Words that are asked for, and how many times one of them and any other word stands in the list."""
 JOINT = ",\n "  # between the pairs of a JSON object
@@ -153,7 +153,7 @@ def scattered(sentences: Sequence[str], facts: Sequence[tuple[float, Fact]]) -> 
 
     Args:
         sentences: the filler.
-        facts: each with its place, 0 in front of all sentences, 1 behind them.
+        facts: each with its place, 0 in front of all sentences, 1 after them.
 
     Returns:
         The text, and the span of each fact's answer in it, in the order given.
