@@ -72,9 +72,17 @@ def _family(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return own, torch.tensor([len(path) - 1 for path in paths])
 
 
-def _within(columns: Tensor, rows: Tensor, window: int) -> Tensor:
-    """Which positions a window or chunk (see ``BatchPlan.visible``) lets rows at other positions see."""
-    return columns > rows - window if window > 0 else columns >= rows // -window * -window
+def sees(rows: Tensor | int, columns: Tensor, window: int) -> Tensor:
+    """Whether rows at these positions see those columns: positions up to their own, within their window.
+
+    Args:
+        rows, columns: positions.
+        window: see ``BatchPlan.visible``.
+    """
+    seen = columns <= rows
+    if window:
+        seen &= columns > rows - window if window > 0 else columns >= rows // -window * -window
+    return seen
 
 
 class BatchPlan:
@@ -155,15 +163,13 @@ class BatchPlan:
         if part.block:
             return torch.ones(rows, length + rows, dtype=torch.bool, device=device)
         if part.parents is None:
-            position = column[length:, None]
-            seen = column <= position
-            return seen & _within(column, position, window) if window else seen
+            return sees(column[length:, None], column, window)
         own, depth = (tensor.to(device) for tensor in _family(part.parents))
         before = length - part.done
         seen = torch.cat([own.new_ones(rows, before), own[part.done :]], 1)
         if window:
             position = torch.cat([column[:before], before + depth])  # of siblings the same
-            seen &= _within(position, before + depth[part.done :, None], window)
+            seen &= sees(before + depth[part.done :, None], position, window)
         return seen
 
     def column_positions(self, segment: int, device: torch.device | str = "cpu") -> Tensor:

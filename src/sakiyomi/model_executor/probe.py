@@ -15,8 +15,8 @@ from sakiyomi.model_executor.structural_copy import changed_settings
 from sakiyomi.model_executor.widened import widened
 
 PROOF = 9  # tokens of the proof at load
-SHORT = 4  # positions of windows and chunks in the proof, so that it reaches beyond them
-REACHES = ("sliding_window", "attention_chunk_size")
+SHORT = 4  # positions of windows and chunks in the proof, so that its text is longer than they are
+WINDOWS = ("sliding_window", "attention_chunk_size")
 """Names of windows and chunks in configurations."""
 
 FAULTS = AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError
@@ -33,12 +33,12 @@ class Expectation(NamedTuple):
     Attributes:
         logits: (PROOF, V) of the model's own forward, without any cache, with windows of ``SHORT`` positions; where
             ``layers`` are named what the head would read, (PROOF, hidden).
-        reaches: by the number of each layer that called attention how far it saw.
+        windows: of each layer that called attention, by its number, see ``LayerShape.reach``.
         layers: those that were run, one of every kind; None: all.
     """
 
     logits: Tensor
-    reaches: dict[int, int]
+    windows: dict[int, int]
     layers: list[int] | None = None
 
 
@@ -127,4 +127,4 @@ def expect(model: Any, vocab_size: int, device: torch.device, *, stateful: bool)
 
 def _shortened(name: str, value: Any) -> Any:
     """A setting for the proof, where windows and chunks have ``SHORT`` positions."""
-    return SHORT if name in REACHES and type(value) is int and value > SHORT else value
+    return SHORT if name in WINDOWS and type(value) is int and value > SHORT else value

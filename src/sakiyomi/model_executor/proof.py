@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,9 +47,8 @@ def prove(runner: ModelRunner) -> None:
     expected, weights.expected = weights.expected, None
     if expected is None:
         return
-    reaches = [expected.reaches.get(i, shape.reach) for i, shape in enumerate(weights.shapes)]
-    trial = [replace(s, window=max(r, 0), chunk=max(-r, 0)) for s, r in zip(weights.shapes, reaches, strict=True)]
-    op.set_reach(runner.module, trial)
+    windows = [expected.windows.get(i, shape.reach) for i, shape in enumerate(weights.shapes)]
+    op.set_windows(runner.module, windows)
     try:
         if expected.layers is None:
             with runner.eagerly():
@@ -63,7 +61,7 @@ def prove(runner: ModelRunner) -> None:
             f"{type(runner.module).__name__} does not run on a cache of ours; use transformers for this model"
         ) from error
     finally:
-        op.set_reach(runner.module, weights.shapes)
+        weights.set_windows()
         runner.cache.shed()
         runner.clock.clear()  # of eager passes, some of them with fewer layers
 

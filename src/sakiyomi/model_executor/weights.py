@@ -207,8 +207,12 @@ class ModelWeights:
             self._probed = probe(self.module, self.vocab_size, layers, self.device)
             self.shapes = self._probed.shapes
         if not recorded:
-            op.set_reach(self.module, self.shapes)
+            self.set_windows()
         self.stateful = {**modules, **calls}
+
+    def set_windows(self) -> None:
+        """Give the attention layers the windows of their shapes."""
+        op.set_windows(self.module, [shape.reach for shape in self.shapes])
 
     @property
     def head(self) -> nn.Module:
@@ -236,7 +240,7 @@ class ModelWeights:
         """Put the transformers model in the place of a recorded one, for its modules, once sessions settle."""
         if isinstance(self.module, RecordedModel):
             self.module = self.module.whole(self.module)
-            op.set_reach(self.module, self.shapes)
+            self.set_windows()
             _serve_elementwise(self.module)
             self.generation += 1
 

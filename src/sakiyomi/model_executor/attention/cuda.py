@@ -7,8 +7,8 @@ one attention call a layer serves all requests, with what a row may not see in a
 query heads that share a key head are packed as rows: with a mask, `enable_gqa` would copy the cache in float32 in
 every layer. A CUDA graph is captured for each (rows, slots, rows of a slot, columns); growing the cache drops them.
 
-Chunks of prompts have any length, so they are not captured, and their requests are computed one after the other: in
-the layout above a chunk would be padded to all slots below its own.
+Chunks of prompts have any length, so they are not captured, and ``TorchBackend`` computes their requests one after the
+other: in the layout above a chunk would be padded to all slots below its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sakiyomi.model_executor.attention.registry import (
     PassRecorder,
     PassResult,
 )
-from sakiyomi.model_executor.attention.torch import attend_all
+from sakiyomi.model_executor.attention.torch import TorchBackend
 
 logger = logging.getLogger("sakiyomi")
 KEPT = 64  # shapes whose tensors and captured passes are kept: each has logits of its own
@@ -120,7 +120,7 @@ class CudaBackend(AttentionBackend):
         self.count = 0
         self.apart = False  # the rows of each request are computed by themselves: a prompt is among them
         self.frames: dict[tuple[int, int, int, int], _Frame] = {}
-        self._prompt_masks: dict[tuple[int, int], Tensor] = {}
+        self._prompts = TorchBackend(needs, cache)
 
     @classmethod
     def serves(cls, needs: BackendNeeds) -> bool:
@@ -136,7 +136,7 @@ class CudaBackend(AttentionBackend):
         backend.count += 1
         if not backend.cache.room:
             return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
-        way = backend._apart if backend.apart else backend._together
+        way = TorchBackend.attend if backend.apart else backend._together
         return way(q, k, v, layer, scaling, softcap, window)
 
     def recorder(self, forward: PassForward) -> PassRecorder:
@@ -147,7 +147,8 @@ class CudaBackend(AttentionBackend):
         """Say what the next pass looks like; `size` counts filler rows too. Without requests all rows are fillers."""
         self.plan = plan
         self.enter(apart=plan.prompts)
-        # A chunk of a prompt alone has no frame: of its length there may be no second one.
+        if plan.prompts:  # no frame: a chunk of the same length may never come again
+            self._prompts.begin(plan, size)
         if plan.prompts or not self.cache.room:
             return
         segments = plan.table or [(0, 0, 1, 0, 0)]
@@ -164,7 +165,6 @@ class CudaBackend(AttentionBackend):
     def enter(self, *, apart: bool) -> None:
         """Begin this thread's next pass on this session; ``apart``: its requests are computed one after the other."""
         self.count, self.apart = 0, apart
-        self._prompt_masks.clear()
         _active.backend = self
 
     def calls(self) -> int:
@@ -192,29 +192,6 @@ class CudaBackend(AttentionBackend):
             out = F.scaled_dot_product_attention(laid, keys, values, attn_mask=mask, scale=scaling)
         out = out.view(frame.slots, shared, group, frame.depth, -1).permute(0, 3, 1, 2, 4)
         return out.reshape(frame.slots * frame.depth, heads, -1).index_select(0, frame.place)[None]
-
-    def _apart(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int
-    ) -> Tensor:
-        """One request after the other, at its own length."""
-        out = q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
-        for i, (slot, first, rows, length, _) in enumerate(self.plan.table):
-            here = slice(first, first + rows)
-            keys, values = (store[layer][slot, :, : length + rows] for store in (self.cache.keys, self.cache.values))
-            keys[:, length:], values[:, length:] = k[0, :, here], v[0, :, here]
-            segment, whole = self.plan.parts[i], not length and not window and not softcap
-            if whole and segment.parents is None and not segment.block:
-                # A prompt's beginning needs no mask, without which there are faster kernels.
-                part = F.scaled_dot_product_attention(
-                    q[:, :, here], keys[None], values[None], is_causal=True, scale=scaling, enable_gqa=True
-                )
-                out[:, here] = part.transpose(1, 2)
-                continue
-            if (i, window) not in self._prompt_masks:
-                self._prompt_masks[i, window] = self.plan.visible(i, window, q.device)
-            mask = self._prompt_masks[i, window]
-            out[0, here] = attend_all(q[0, :, here], keys, values, mask, scaling, softcap)
-        return out
 
 
 class _Active(threading.local):

@@ -2,7 +2,7 @@
 
 A backend's operator is registered with transformers under its name when the backend is first chosen. Masks are ours, so
 its mask function returns None. `sakiyomi_probe` computes what the model's class does, on its masks, and notes
-what each layer asks for: how far it sees is read from the class's own mask functions (``masks.py``).
+what each layer asks for: its window is read from the class's own mask functions (``masks.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sakiyomi.model_executor.attention import (
     observe,  # noqa: F401  (their operators are registered)
 )
 from sakiyomi.model_executor.attention import torch as dense
-from sakiyomi.model_executor.attention.masks import Reach, reach_of
+from sakiyomi.model_executor.attention.masks import window_of
 
 # Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.
 UNKNOWN = ("position_bias", "alibi", "head_mask", "relative_position_bias")
@@ -34,8 +34,8 @@ Note = Callable[[int, Tensor, float], Tensor]
 """What is noted of a pass's rows for the cache's policy: from layer, queries (1, heads, rows, dim) after their rotation
 and the factor of scores to (rows, width)."""
 NOTE = "sakiyomi_note"
-REACH = "sakiyomi_reach"
-"""Name of what says how far a layer's rows see, see ``LayerShape.reach``."""
+WINDOW = "sakiyomi_window"
+"""Attribute of an attention module: its window, see ``LayerShape.reach``."""
 PROBE = "sakiyomi_probe"
 Attend = Callable[[Tensor, Tensor, Tensor, int, float, float, int], Tensor]
 """See ``AttentionBackend.attend``."""
@@ -47,21 +47,21 @@ _callers: list[nn.Module] = []
 """Those layers."""
 _pairs: list[tuple[Tensor, Tensor]] = []
 """Their keys and values, held so that an address means one of them."""
-_masks: dict[int, tuple[Tensor, Reach | None]] = {}
-"""Masks of the pass that probes a model, by the address of their storage, and how far they let rows see."""
+_masks: dict[int, tuple[Tensor, int | None]] = {}
+"""Masks of the pass that probes a model, by the address of their storage, and the window of each."""
 
 
 def call_arguments(
     module: nn.Module, query: Tensor, mask: Tensor | None, scaling: float | None, kwargs: dict[str, Any]
 ) -> tuple[int, float, float, int]:
-    """Layer, scaling, soft cap and reach (see ``LayerShape.reach``) of one call of attention.
+    """Layer, scaling, soft cap and window (see ``LayerShape.reach``) of one call of attention.
 
     Raises:
         UnsupportedError: it has a mask of its own, or an argument that changes the result and is not known here.
     """
-    _, reach = (None, None) if mask is None else _masks.get(mask.untyped_storage().data_ptr(), (None, None))
+    _, window = (None, None) if mask is None else _masks.get(mask.untyped_storage().data_ptr(), (None, None))
     # In passes of requests the mask functions give None.
-    asked = "makes its own mask" if mask is not None and reach is None else ""
+    asked = "makes its own mask" if mask is not None and window is None else ""
     asked = asked or next((f"uses {name}" for name in UNKNOWN if kwargs.get(name) is not None), "")
     if asked:
         raise UnsupportedError(
@@ -71,24 +71,16 @@ def call_arguments(
         int(module.layer_idx),  # type: ignore[arg-type]
         _scaling(query, scaling),
         float(kwargs.get("softcap") or 0.0),
-        _reach(module, reach, kwargs),
+        window if window is not None else int(getattr(module, WINDOW, kwargs.get("sliding_window")) or 0),
     )
 
 
-def _reach(module: nn.Module, of_mask: Reach | None, kwargs: dict[str, Any]) -> int:
-    """How far the rows of a call see: by its mask, by ``set_reach``, or by the call's own argument."""
-    if of_mask is not None:
-        return -of_mask.chunk if of_mask.chunk else of_mask.window
-    known = getattr(module, REACH, None)
-    return int(kwargs.get("sliding_window") or 0) if known is None else int(known)
-
-
-def set_reach(model: nn.Module, shapes: Sequence[LayerShape]) -> None:
-    """Have every layer see as far as these shapes say, instead of what its calls say."""
+def set_windows(model: nn.Module, windows: Sequence[int]) -> None:
+    """Give every attention layer its window, see ``LayerShape.reach``, in the place of what its calls say."""
     for module in model.modules():
         layer = vars(module).get("layer_idx")
-        if isinstance(layer, int) and layer < len(shapes):
-            setattr(module, REACH, shapes[layer].reach)
+        if isinstance(layer, int) and layer < len(windows):
+            setattr(module, WINDOW, windows[layer])
 
 
 def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
@@ -132,7 +124,7 @@ def _noting(
     _callers.append(module)
     if getattr(module, "layer_idx", None) is None:  # a block that several layers share
         module.layer_idx = len(_callers) - 1  # type: ignore[assignment]
-    *_, reach = call_arguments(module, query, attention_mask, scaling, kwargs)
+    *_, window = call_arguments(module, query, attention_mask, scaling, kwargs)
     sinks = kwargs.get("s_aux")
     places = [(pair[0].data_ptr(), pair[0].shape, pair[1].data_ptr()) for pair in (*_pairs, (key, value))]
     _pairs.append((key, value))
@@ -143,8 +135,8 @@ def _noting(
             key.shape[3],
             value.shape[3],
             key.device,
-            max(reach, 0),
-            max(-reach, 0),
+            max(window, 0),
+            max(-window, 0),
             None if sinks is None else sinks.detach().float().contiguous(),
             kwargs.get("own_alibi"),
             tied=key is value,
@@ -191,12 +183,12 @@ def eager(
 
 
 def _noting_mask(**kwargs: Any) -> Tensor:
-    """The mask that a class asks for, made as transformers' eager one is; notes how far its rows see."""
+    """The mask that a class asks for, made as transformers' eager one is; notes its window."""
     from transformers.masking_utils import eager_mask
 
     mask: Tensor = eager_mask(**(kwargs | {"allow_is_bidirectional_skip": False}))
     with suppress(UnsupportedError):  # e.g. of cross-attention; a layer that uses it is refused
-        _masks[mask.untyped_storage().data_ptr()] = mask, reach_of(kwargs["mask_function"])
+        _masks[mask.untyped_storage().data_ptr()] = mask, window_of(kwargs["mask_function"])
     return mask
 
 

@@ -43,7 +43,7 @@ class _Pass(threading.local):
         assert self.plan is not None
         key = (segment, window, dropped, device)
         if key not in self.masks:
-            self.masks[key] = self.plan.visible(segment, window, dropped=dropped).to(device)
+            self.masks[key] = self.plan.visible(segment, window, device, dropped=dropped)
         return self.masks[key]
 
     def bias(self, segment: int, table: Tensor) -> Tensor:
@@ -152,30 +152,26 @@ def _attend_part(
     if dense.sparse is not None and not alone:
         return attend_some(dense.sparse, Chunk(queries, keys, scaling, softcap, window), values)
     gone = part.dropped - part.packed
-    length -= gone
     shape, group = dense.cache.shapes[layer], queries.shape[0] // keys.shape[0]
     own = slice(part.heads.start * group, part.heads.stop * group)  # query heads
     sinks = None if shape.sinks is None else shape.sinks[own]
-    if not (dense.by_row and alone):
-        mask = _pass.mask(segment, window, gone, queries.device) if rows > 1 or window else None
-        bias = _pass.bias(segment, dense.distances) if dense.distances is not None else None
-        if shape.alibi is not None:
-            bias = shape.alibi.scores(own, plan.column_positions(segment, queries.device)).expand(-1, rows, -1)
+    by_row, tree = dense.by_row and alone, plan.parts[segment].block or plan.parts[segment].parents is not None
+    bias = _pass.bias(segment, dense.distances) if dense.distances is not None else None
+    if shape.alibi is not None:
+        bias = shape.alibi.scores(own, plan.column_positions(segment, queries.device)).expand(-1, rows, -1)
+    if not (length or window or softcap or by_row or tree) and bias is None and sinks is None:
+        # The beginning of a prompt needs no mask, without which torch has faster kernels.
+        pairs = keys[None], values[None]
+        found = F.scaled_dot_product_attention(queries[None], *pairs, is_causal=True, scale=scaling, enable_gqa=True)
+        return found[0].transpose(0, 1)
+    mask = _pass.mask(segment, window, gone, queries.device) if rows > 1 or window or by_row else None
+    if mask is None or not by_row:
         return attend_all(queries, keys, values, mask, scaling, softcap, bias, sinks)
     outs = []
-    for row in range(rows):
-        path = plan.path(segment, row) - gone
-        columns = torch.tensor([*range(length - plan.parts[segment].done), *path.tolist()], device=queries.device)
-        if window:
-            columns = columns[-window if window > 0 else (len(columns) - 1) // -window * -window :]
-        bias = dense.distances
-        if bias is not None:
-            far = torch.arange(len(columns) - 1, -1, -1, device=queries.device).clamp_max_(bias.shape[1] - 1)
-            bias = bias[:, None, far]
-        if shape.alibi is not None:  # never with a window
-            bias = shape.alibi.scores(own, torch.arange(len(columns), device=queries.device))
-        pairs = keys[:, columns], values[:, columns]
-        outs.append(attend_all(queries[:, row : row + 1], *pairs, None, scaling, softcap, bias, sinks))
+    for row, seen in enumerate(mask):
+        pairs = keys[:, seen], values[:, seen]
+        added = None if bias is None else bias[:, row : row + 1, seen]
+        outs.append(attend_all(queries[:, row : row + 1], *pairs, None, scaling, softcap, added, sinks))
     return torch.cat(outs)
 
 
