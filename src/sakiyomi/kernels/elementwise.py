@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.hooks import has_hooks
+from sakiyomi.core.hooks import unchanged
 from sakiyomi.core.rebinding import global_names, rebound
 from sakiyomi.kernels.device import operators
 from sakiyomi.kernels.native import DTYPES, PackedLinear
@@ -71,9 +71,7 @@ def _bare(module: nn.Module, layers: list[str]) -> bool:
     if "forward" in vars(module) or module._parameters or module._buffers:
         return False
     others = [part for name, child in module.named_children() if name not in layers for part in child.modules()]
-    if any("forward" in vars(part) or part._parameters for part in others):
-        return False
-    if any(map(has_hooks, others)):
+    if any(part._parameters or not unchanged(part) for part in others):
         return False
     return len(inspect.signature(type(module).forward).parameters) == 2
 

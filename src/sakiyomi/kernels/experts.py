@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from sakiyomi.core.hooks import has_hooks
+from sakiyomi.core.hooks import unchanged
 from sakiyomi.kernels.native import PackedExperts, PackedWeights, can_pack
 
 
@@ -100,9 +100,7 @@ def chosen_rows(module: Any, rows: Tensor, top_k_index: Tensor) -> list[tuple[st
 
 def _served(module: Any) -> bool:
     """Whether the kernels can compute a module's experts as it does."""
-    if not is_experts(module) or "forward" in vars(module):
-        return False
-    if has_hooks(module) or hasattr(module, "_hf_hook") or module.has_post_expert_norm:
+    if not is_experts(module) or not unchanged(module) or module.has_post_expert_norm:
         return False
     for weight in (getattr(module, name, None) for name in expert_weights(module)):
         if type(weight) is not nn.Parameter or weight.ndim != 3 or weight.device.type != "cpu":

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sakiyomi.core.hooks import has_hooks
+from sakiyomi.core.hooks import unchanged
 
 
 class _Product:
@@ -79,6 +79,4 @@ def join_linears(model: nn.Module, siblings: Sequence[Sequence[nn.Module]]) -> i
 
 def _plain(layer: nn.Linear) -> bool:
     """Whether a layer is unchanged, and its weight is its own."""
-    own = vars(layer)
-    hooked = has_hooks(layer) or "forward" in own or hasattr(layer, "_hf_hook")
-    return not hooked and type(layer.weight) is nn.Parameter and layer.weight.device.type == "cuda"
+    return unchanged(layer) and type(layer.weight) is nn.Parameter and layer.weight.device.type == "cuda"

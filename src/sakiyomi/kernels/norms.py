@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.hooks import has_hooks
+from sakiyomi.core.hooks import unchanged
 from sakiyomi.kernels.device import operators
 from sakiyomi.kernels.native import DTYPES
 
@@ -49,21 +49,11 @@ def serve_norms(model: nn.Module) -> int:
 def _plain(module: nn.Module) -> bool:
     """Whether it is an unchanged module of one vector."""
     own = module._parameters
-    if own.keys() != {"weight"} or module._modules or module._buffers or "forward" in vars(module):
+    if own.keys() != {"weight"} or module._modules or module._buffers or not unchanged(module):
         return False
     weight = own["weight"]
-    if has_hooks(module) or hasattr(module, "_hf_hook"):
-        return False
-    if type(weight) is not nn.Parameter:
-        return False
-    if (
-        weight.ndim != 1
-        or weight.numel() < 2
-        or weight.dtype not in DTYPES
-        or weight.device.type not in ("cpu", "cuda")
-    ):
-        return False
-    return operators(weight.device) is not None
+    vector = type(weight) is nn.Parameter and weight.ndim == 1 and weight.numel() > 1 and weight.dtype in DTYPES
+    return vector and weight.device.type in ("cpu", "cuda") and operators(weight.device) is not None
 
 
 def _norm(module: Any, eps: float, form: int, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:

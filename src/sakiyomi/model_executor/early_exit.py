@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sakiyomi.core.errors import InputError, UnsupportedError
@@ -20,13 +21,17 @@ class FirstLayers(ModelRunner):
         whole: the model.
         count: layers that are run, at least 1 and fewer than there are.
         records: see ``Session``; None: as the model's.
+        chosen: numbers of the layers that run in the place of the first ones, without the head: logits are then hidden
+            states.
 
     Raises:
         InputError: there are not so many.
         UnsupportedError: the model's layers are not one list of modules.
     """
 
-    def __init__(self, whole: ModelRunner, count: int, *, records: bool | None = None) -> None:
+    def __init__(
+        self, whole: ModelRunner, count: int, *, records: bool | None = None, chosen: Sequence[int] | None = None
+    ) -> None:
         layers = int(whole.config.num_hidden_layers)
         if not 1 <= count < layers:
             raise InputError(f"early exit after layer {count}; the model has {layers}: give one of 1 to {layers - 1}")
@@ -35,7 +40,7 @@ class FirstLayers(ModelRunner):
             raise UnsupportedError(f"early exit: {name} has layers that keep something else than keys and values")
         whole.weights.unfold()
         whole.settle()
-        self._whole, self._depth = whole, count
+        self._whole, self._depth, self._chosen = whole, count, chosen
         super().__init__(
             whole.weights,
             whole.cache,
@@ -54,4 +59,5 @@ class FirstLayers(ModelRunner):
 
     def _cut(self, module: Any) -> Any:
         """The model that runs, of the whole one."""
-        return some_layers(module, range(self._depth), int(self._whole.config.num_hidden_layers))
+        chosen, layers = self._chosen or range(self._depth), int(self._whole.config.num_hidden_layers)
+        return some_layers(module, chosen, layers, head=self._chosen is None)

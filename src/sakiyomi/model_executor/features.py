@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,33 +47,22 @@ class PassOutput:
         return cls(torch.cat([part.logits for part in parts]), features)
 
 
-class PassStates(Mapping[int, Tensor]):
-    """Hidden states of a pass by layer, cut to its own rows when they are asked for, which is rare.
+def states_by_layer(
+    layers: Sequence[int], states: Sequence[Tensor], rows: int, keep: Tensor | None = None
+) -> dict[int, Tensor]:
+    """Hidden states of a pass by layer, without those of rows that only fill the pass up.
 
     Args:
-        layers: that ran and are captured.
+        layers: that are captured, and ran.
         states: of each, (1, rows or more, hidden).
         rows: of the pass.
         keep: rows that the head read; None: all.
     """
-
-    __slots__ = ("_keep", "_layers", "_rows", "_states")
-
-    def __init__(self, layers: Sequence[int], states: Sequence[Tensor], rows: int, keep: Tensor | None = None) -> None:
-        self._layers, self._states, self._rows, self._keep = layers, states, rows, keep
-
-    def __getitem__(self, layer: int) -> Tensor:
-        reached = dict(zip(self._layers, self._states, strict=True))
-        state, keep = reached[layer][0], self._keep
-        if layer == HEAD and keep is not None:
-            return state[keep] if len(keep) != len(state) else state
-        return state[: self._rows]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
+    found = {layer: state[0, :rows] for layer, state in zip(layers, states, strict=True)}
+    if keep is not None and HEAD in found:
+        head = states[layers.index(HEAD)][0]
+        found[HEAD] = head[keep] if len(keep) != len(head) else head
+    return found
 
 
 class HiddenStateCapture:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,23 +11,13 @@ from sakiyomi.model_executor.attention import op
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.probe import FAULTS, proof_text
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.structural_copy import one_of_each, settings_of
+from sakiyomi.model_executor.structural_copy import settings_of
 
 FIRST = 5  # tokens read as a prompt
 TREE = (-1, 0, 0, 2, 2)  # the text continues along its rows 0, 2 and 4
 PATH = (0, 2, 4)
 BOUND = 1e-3  # of the largest logit
 ROUNDED = 0.1  # the same in bfloat16 and float16, and where weights are quantized
-
-
-def _one_of_each(whole: ModelRunner, chosen: Sequence[int]) -> ModelRunner:
-    """These layers of a model, without its head."""
-
-    class OneOfEach(FirstLayers):
-        def _cut(self, module: Any) -> Any:
-            return one_of_each(module, chosen, int(whole.config.num_hidden_layers))
-
-    return OneOfEach(whole, len(chosen), records=False)
 
 
 def prove(runner: ModelRunner) -> None:
@@ -55,7 +42,8 @@ def prove(runner: ModelRunner) -> None:
                 _compare(runner, expected.logits)
         else:
             with settings_of(runner.module, expected.layers, int(runner.config.num_hidden_layers)):
-                _compare(_one_of_each(runner, expected.layers), expected.logits)
+                some = FirstLayers(runner, len(expected.layers), records=False, chosen=expected.layers)
+                _compare(some, expected.logits)
     except FAULTS as error:
         raise UnsupportedError(
             f"{type(runner.module).__name__} does not run on a cache of ours; use transformers for this model"

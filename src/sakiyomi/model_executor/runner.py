@@ -22,7 +22,7 @@ from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention import observe
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassForward, PassResult
 from sakiyomi.model_executor.attention.torch import take_over
-from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
+from sakiyomi.model_executor.features import HEAD, PassOutput, states_by_layer
 from sakiyomi.model_executor.session import Session
 
 logger = logging.getLogger("sakiyomi")
@@ -164,7 +164,7 @@ class ModelRunner(Session):
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
         """Without the rows that only filled the pass up."""
         logits, states = found
-        features = PassStates(self.weights.capture.layers[: len(states)], states, rows, keep)  # the head, and layers
+        features = states_by_layer(self.weights.capture.layers[: len(states)], states, rows, keep)
         return PassOutput(logits, features, rows if keep is None else logits.shape[1])
 
     def _inputs(self, plan: BatchPlan, size: int) -> tuple[Tensor, Tensor]:

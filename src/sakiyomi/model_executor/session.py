@@ -20,7 +20,7 @@ from sakiyomi.cache.policies import Policy
 from sakiyomi.cache.policies.looking import scaled_queries
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.core.hooks import has_hooks
+from sakiyomi.core.hooks import hooks_of
 from sakiyomi.core.process import share_processors
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import native, native_at_hand
@@ -267,7 +267,7 @@ class Session:
             return
         if self.backend.session is None:  # it computes all rows
             return
-        if all(part is self.module or part is weights.head for part in self.module.modules() if has_hooks(part)):
+        if all(part is self.module or part is weights.head for part in self.module.modules() if hooks_of(part)):
             self.backend.want(rows, self._depth)
 
     def moved(self, cache: SlotCache) -> None:

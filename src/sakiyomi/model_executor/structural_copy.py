@@ -78,25 +78,6 @@ def _paths(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[str]:
     return found
 
 
-def some_layers(model: nn.Module, chosen: Sequence[int], layers: int) -> Any:
-    """The model with fewer layers: new modules on the way to the list of layers, all others are the model's own.
-
-    Args:
-        model: of so many ``layers``.
-        chosen: numbers of those that are left.
-        layers: of the model.
-    """
-    *way, last = layer_list(model, layers, "early exit").split(".")
-    top = place = _shallow(model)
-    for name in way:
-        place._modules[name] = inner = _shallow(place.get_submodule(name))
-        place = inner
-    whole = place._modules[last]
-    assert isinstance(whole, nn.ModuleList)
-    place._modules[last] = nn.ModuleList([whole[layer] for layer in chosen])
-    return top.eval()
-
-
 class _Headless(nn.Identity):
     """In the place of a head: gives what that would read, and has the head's hooks."""
 
@@ -105,19 +86,35 @@ class _Headless(nn.Identity):
         self._forward_pre_hooks = head._forward_pre_hooks
 
 
-def one_of_each(model: nn.Module, chosen: Sequence[int], layers: int) -> Any:
-    """The model with these layers alone, and without its head, which is as large as many layers."""
-    top = some_layers(model, chosen, layers)
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    found = _paths(model, lambda part: part is head or _is_list(part, layers))
-    *way, last = next(name for name in found if model.get_submodule(name) is head).split(".")
-    place = top
+def some_layers(model: nn.Module, chosen: Sequence[int], layers: int, *, head: bool = True) -> Any:
+    """The model with fewer layers: new modules on the way to what changes, all others are the model's own.
+
+    Args:
+        model: with so many ``layers``.
+        chosen: numbers of the layers that stay.
+        layers: of the model.
+        head: False leaves the head out, which is as large as many layers.
+    """
+    top = _shallow(model)
+    name = layer_list(model, layers, "early exit")
+    whole = model.get_submodule(name)
+    assert isinstance(whole, nn.ModuleList)
+    _put(top, model, name, nn.ModuleList([whole[layer] for layer in chosen]))
+    if not head:
+        last = model.get_output_embeddings()  # type: ignore[operator]
+        found = _paths(model, lambda part: part is last or _is_list(part, layers))
+        _put(top, model, next(path for path in found if model.get_submodule(path) is last), _Headless(last))
+    return top.eval()
+
+
+def _put(top: nn.Module, model: nn.Module, path: str, new: nn.Module) -> None:
+    """Put a module into a shallow copy of a model, and shallow copies on the way to it where they are still missing."""
+    *way, last = path.split(".")
     for name in way:
-        if place._modules[name] is model.get_submodule(name):
-            place._modules[name] = _shallow(place._modules[name])
-        place = place._modules[name]
-    place._modules[last] = _Headless(head)
-    return top
+        if top._modules[name] is model._modules[name]:
+            top._modules[name] = _shallow(model.get_submodule(name))
+        top, model = top.get_submodule(name), model.get_submodule(name)
+    top._modules[last] = new
 
 
 @contextmanager

@@ -50,8 +50,8 @@ from sakiyomi.model_executor.recurrences import serve_functions, stateful_module
 from sakiyomi.model_executor.structural_copy import (
     distinct_layers,
     layer_list,
-    one_of_each,
     settings_of,
+    some_layers,
     structural_copy,
 )
 
@@ -385,7 +385,7 @@ def _expect(
     found, count = None, int(module.config.get_text_config().num_hidden_layers)
     if layers is not None:
         with settings_of(module, layers, count):
-            found = expect(one_of_each(module, layers, count), vocab_size, device, stateful=stateful)
+            found = expect(some_layers(module, layers, count, head=False), vocab_size, device, stateful=stateful)
     if found is not None:
         return found._replace(layers=layers)
     return expect(module, vocab_size, device, stateful=stateful)

@@ -66,20 +66,16 @@ class WeightStream:
 
     Attributes:
         bytes_read: of tensors that were asked for, so far.
-        cold: used tensors are dropped from the system's page cache (on Linux), so that every pass reads the disk; to
-            measure a model that is larger than the page cache.
     """
 
     def __init__(self, extents: Mapping[str, Extent], *, ahead: int) -> None:
         self.extents = dict(extents)
         self.bytes_read = 0
-        self.cold = False
         self._budget = ahead
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="sakiyomi-weights")
         self._files: OrderedDict[Path, FileIO] = OrderedDict()
         self._opening = threading.Lock()
         self._coming: OrderedDict[str, None] = OrderedDict()  # tensors that the system was told of
-        self._used: list[Extent] = []
         self._small: dict[str, Tensor] = {}
         self._next: dict[str, str] = {}
         self._last: str | None = None
@@ -117,8 +113,6 @@ class WeightStream:
             raise
         self._look_ahead(name)
         self.bytes_read += extent.nbytes
-        if self.cold:
-            self._drop_behind(extent)
         return tensor.to(extent.wanted)
 
     def rows(self, name: str, numbers: list[int]) -> Tensor:
@@ -170,18 +164,6 @@ class WeightStream:
             ) from error
         block = torch.frombuffer(pages, dtype=torch.uint8, offset=skipped, count=extent.nbytes)
         return block.view(extent.dtype).view(extent.shape)
-
-    def _drop_behind(self, extent: Extent) -> None:
-        """Drop what is no longer mapped: all but the tensors of about one layer."""
-        self._used.append(extent)
-        held = 0
-        for number in reversed(range(len(self._used))):
-            held += self._used[number].nbytes
-            if held > self._budget:
-                gone, self._used = self._used[:number], self._used[number:]
-                for old in gone:
-                    os.posix_fadvise(self._open(old.path).fileno(), old.offset, old.nbytes, os.POSIX_FADV_DONTNEED)
-                break
 
     def _open(self, path: Path) -> FileIO:
         with self._opening:
