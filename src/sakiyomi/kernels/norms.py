@@ -52,8 +52,9 @@ def _plain(module: nn.Module) -> bool:
     if own.keys() != {"weight"} or module._modules or module._buffers or not unchanged(module):
         return False
     weight = own["weight"]
-    vector = type(weight) is nn.Parameter and weight.ndim == 1 and weight.numel() > 1 and weight.dtype in DTYPES
-    return vector and weight.device.type in ("cpu", "cuda") and operators(weight.device) is not None
+    if type(weight) is not nn.Parameter or weight.ndim != 1 or weight.numel() < 2 or weight.dtype not in DTYPES:
+        return False
+    return weight.device.type in ("cpu", "cuda") and operators(weight.device) is not None
 
 
 def _norm(module: Any, eps: float, form: int, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
