@@ -22,13 +22,12 @@ from sakiyomi.model_executor.step_list import ARITHMETIC, IDS, POSITIONS, StepLi
 from sakiyomi.model_executor.torch_steps import (
     NUMBER,
     TENSOR,
-    TEXT,
     WHOLE,
     Operand,
     PythonFunction,
+    call_operands,
     each_of,
     node_function,
-    torch_call,
 )
 
 _ALIKE = (
@@ -236,21 +235,17 @@ class Builder:
 
     def _by_name(self, node: Any, inputs: list[Any], known: list[Any]) -> tuple[list[Operand], list[Operand]]:
         """What an operator gives that is called from C++, and the tensors that it is given."""
-        call = torch_call(node, inputs, known)
-        operands = []
-        for kind, each in call.arguments:
-            if kind == TEXT:
-                operands.append(self.steps.text(each))
-            elif kind in (TENSOR, NUMBER):
-                value, found = each
-                whole = kind == TENSOR and isinstance(found, Tensor)
-                operands.append(self.steps.constant(found) if whole else self._operand(value, found))
-                if (kind == TENSOR) != (operands[-1].kind == TENSOR):
-                    raise UnsupportedError(f"{call.name} with an argument of another type")
-            else:
-                operands.append(Operand(kind, each))
-        made = self.steps.call(call.name, call.overload, call.returns, operands)
+        if node.kind().startswith("prim::"):
+            raise UnsupportedError(node.kind())
+        schema = torch._C.parse_schema(node.schema())
+        operands = call_operands(schema, inputs, known, self._read)
+        made = self.steps.call(node.kind(), schema.overload_name, len(schema.returns), operands)
         return made, [each for each in operands if each.kind == TENSOR]
+
+    def _read(self, value: Any, known: Any) -> Operand:
+        if isinstance(known, str):
+            return self.steps.text(known)
+        return self.steps.constant(known) if isinstance(known, Tensor) else self._operand(value, known)
 
     def _through_python(self, node: Any, inputs: list[Any], known: list[Any]) -> tuple[list[Operand], list[Operand]]:
         """The same of any other operator."""

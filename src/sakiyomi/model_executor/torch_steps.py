@@ -36,50 +36,34 @@ class Operand(NamedTuple):
     value: int
 
 
-class TorchCall(NamedTuple):
-    """An operator of torch with its arguments.
-
-    Attributes:
-        name, overload: of it.
-        returns: how many tensors it gives.
-        arguments: kinds of operands, each with a number or a text; those of ``TENSOR`` and ``NUMBER``, which is any
-            number here, with a value of the graph and its constant or operand.
-    """
-
-    name: str
-    overload: str
-    returns: int
-    arguments: list[tuple[int, Any]]
+Read = Callable[[Any, Any], Operand]
+"""From a value of a graph and its constant (a tensor, number or text) or operand to what a step reads."""
 
 
-def torch_call(node: Any, inputs: Sequence[Any], known: Sequence[Any]) -> TorchCall:
-    """How a node of a graph is called from C++.
+def call_operands(schema: Any, inputs: Sequence[Any], known: Sequence[Any], read: Read) -> list[Operand]:
+    """The arguments of an operator of torch that is called from C++.
 
     Args:
-        node: of a graph.
-        inputs: its values.
+        schema: of the operator.
+        inputs: values of a graph.
         known: the constant or operand of each.
+        read: makes an operand of it.
 
     Raises:
         UnsupportedError: it cannot be called.
     """
-    name = node.kind()
-    if name.startswith("prim::"):
-        raise UnsupportedError(name)
-    schema = torch._C.parse_schema(node.schema())
     if not all(isinstance(made.type, torch._C.TensorType) for made in schema.returns):
-        raise UnsupportedError(f"{name}, which gives more than tensors")
+        raise UnsupportedError(f"{schema.name}, which gives more than tensors")
     given = zip(schema.arguments, inputs, known, strict=True)
-    arguments = [part for each in given for part in _argument(*each)]
-    return TorchCall(name, schema.overload_name, len(schema.returns), arguments)
+    return [part for argument, value, each in given for part in _argument(argument, value, each, read)]
 
 
-def _argument(argument: Any, value: Any, known: Any) -> Iterable[tuple[int, Any]]:
+def _argument(argument: Any, value: Any, known: Any, read: Read) -> Iterable[Operand]:
     if argument.name in _PLACES and isinstance(argument.type, torch._C.OptionalType):
         if str(known or "cpu") not in ("cpu", "0", "False"):
             raise UnsupportedError(f"a tensor elsewhere: {known}")
-        return [(NONE, 0)]
-    return _packed(argument.type, value, known)
+        return [Operand(NONE, 0)]
+    return _packed(argument.type, value, known, read)
 
 
 def each_of(value: Any, known: Any) -> Iterable[tuple[Any, Any]]:
@@ -99,25 +83,29 @@ def _as_tensor(known: Any) -> Any:
     return known
 
 
-def _packed(kind: Any, value: Any, known: Any) -> Iterable[tuple[int, Any]]:
+def _packed(kind: Any, value: Any, known: Any, read: Read) -> Iterable[Operand]:
     if isinstance(kind, torch._C.OptionalType):
-        return [(NONE, 0)] if known is None else [(SOME, 0), *_packed(kind.getElementType(), value, known)]
+        inner = kind.getElementType()
+        return [Operand(NONE, 0)] if known is None else [Operand(SOME, 0), *_packed(inner, value, known, read)]
     if isinstance(kind, torch._C.ListType):
         if not isinstance(known, list):
             raise UnsupportedError("a list that is computed")
-        inner = kind.getElementType()
-        return [(LIST, len(known)), *(part for pair in each_of(value, known) for part in _packed(inner, *pair))]
-    if isinstance(kind, torch._C.StringType):
-        return [(TEXT, known)]
+        parts = [part for pair in each_of(value, known) for part in _packed(kind.getElementType(), *pair, read)]
+        return [Operand(LIST, len(known)), *parts]
     if isinstance(kind, torch._C.TensorType):
-        return [(TENSOR, (value, _as_tensor(known)))]
-    if isinstance(kind, torch._C.FloatType) and isinstance(known, int):
-        return [(NUMBER, (value, float(known)))]
-    if isinstance(kind, torch._C.IntType | torch._C.FloatType | torch._C.BoolType):
-        return [(NUMBER, (value, known))]
-    if isinstance(kind, torch._C.DeviceObjType) and str(known) == "cpu":
-        return [(NUMBER, (value, CPU))]
-    raise UnsupportedError(f"an argument of type {kind}")
+        known = _as_tensor(known)
+    elif isinstance(known, Tensor) and not known.dim():
+        known = known.item()
+    elif isinstance(kind, torch._C.FloatType) and isinstance(known, int):
+        known = float(known)
+    elif isinstance(kind, torch._C.DeviceObjType) and str(known) == "cpu":
+        known = CPU
+    elif not isinstance(kind, torch._C.IntType | torch._C.FloatType | torch._C.BoolType | torch._C.StringType):
+        raise UnsupportedError(f"an argument of type {kind}")
+    made = read(value, known)
+    if isinstance(kind, torch._C.TensorType) != (made.kind == TENSOR):
+        raise UnsupportedError(f"an argument that is not of type {kind}")
+    return [made]
 
 
 # ---------------------------------------------------------------- through Python
