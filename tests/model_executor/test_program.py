@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not av
 OWN = ("gemma3", "granite", "lfm2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """They need no operator of torch."""
 PYTHON = (
-    "bloom", "falcon_mamba", "jamba", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
-    "recurrent_gemma", "zamba", "zamba2",
+    "bloom", "falcon_mamba", "gemma3n", "jamba", "llama4-chunked", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5",
+    "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "zamba", "zamba2",
 )  # fmt: skip
 """Some of their operators are called through Python."""
 ALL = sorted({*CONFIGS, *KINDS, *HYBRIDS})

@@ -1,7 +1,8 @@
 """Operators of torch that are given a ``Scalar``, as other operators that give the same to the last bit.
 
 Torch's C interface takes no ``Scalar``. In its place comes a tensor without dimensions, of the type in which torch
-computes with the number, so that it changes no type.
+computes with the number, so that it changes no type. These are the operators that several architectures use; others
+with a number are called through Python.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.step_list import StepList
-from sakiyomi.model_executor.torch_steps import WHOLE, Operand
+from sakiyomi.model_executor.torch_steps import Operand
 
 Way = Callable[[StepList, Any, list[Any]], Operand]
 
@@ -51,23 +52,16 @@ def _beside(number: Any, dtype: torch.dtype) -> Tensor:
     return torch.tensor(number, dtype=torch.result_type(torch.empty(1, dtype=dtype), number))
 
 
-def _as_tensor(name: str, overload: str, *, number: int, beside: int) -> Way:
-    """An operator that takes a tensor in the place of the number at `number`; its others are the same."""
+def _as_tensor(name: str, number: int) -> Way:
+    """An operator whose overload "Tensor" takes a tensor in the place of the number at this place."""
 
     def way(steps: StepList, node: Any, given: list[Any]) -> Operand:
-        fixed = _beside(given[number], _dtype(node, beside))
+        fixed = _beside(given[number], _dtype(node, 0))
         arguments = [*given[:number], fixed, *given[number + 1 :]]
         operands = [steps.constant(each) if isinstance(each, Tensor) else steps.operand(each) for each in arguments]
-        return steps.call(name, overload, 1, operands)[0]
+        return steps.call(name, "Tensor", 1, operands)[0]
 
     return way
-
-
-def _filled(steps: StepList, node: Any, given: list[Any]) -> Operand:
-    if any(given[2:]):
-        raise UnsupportedError("a tensor of another type or layout")
-    fixed = steps.constant(_beside(given[1], _dtype(node, 0)))
-    return steps.call("aten::fill", "Tensor", 1, [steps.operand(given[0]), fixed])[0]
 
 
 def _clamped(*names: str) -> Way:
@@ -104,26 +98,6 @@ def _power(steps: StepList, node: Any, given: list[Any]) -> Operand:
     raise UnsupportedError(f"a number to the power of {exponent}")
 
 
-def _subtracted(steps: StepList, node: Any, given: list[Any]) -> Operand:
-    """A number less a tensor. One that has to be rounded, torch rounds later."""
-    fixed = _beside(given[1], _dtype(node, 0))
-    if given[2] != 1 or not fixed.is_floating_point() or fixed.item() != given[1]:
-        raise UnsupportedError("a number that is whole or rounded, or a product")
-    return steps.emit("sub", steps.constant(fixed), steps.operand(given[0]))
-
-
-def _in_place(name: str) -> Way:
-    """A sum or difference, copied into the first tensor."""
-
-    def way(steps: StepList, node: Any, given: list[Any]) -> Operand:
-        if given[2] != 1 or not _dtype(node, 0).is_floating_point:
-            raise UnsupportedError("a sum with a product, or of whole numbers")
-        made = steps.emit(name, given[0], steps.operand(given[1]))
-        return steps.call("aten::copy_", "", 1, [given[0], made, Operand(WHOLE, 0)])[0]
-
-    return way
-
-
 def _scattered(steps: StepList, node: Any, given: list[Any]) -> Operand:
     """The number in every place of a tensor with the shape of the index."""
     into, along, index, number = given
@@ -136,21 +110,14 @@ def _scattered(steps: StepList, node: Any, given: list[Any]) -> Operand:
 
 _WAYS: Mapping[str, Way] = {
     **{
-        f"aten::{name}.Scalar": _as_tensor(f"aten::{name}", "Tensor", number=1, beside=0)
-        for name in ("gt", "ge", "lt", "le", "eq", "ne")
+        f"aten::{name}.Scalar": _as_tensor(f"aten::{name}", at)
+        for at, names in ((1, ("gt", "ge", "lt", "le", "eq", "ne")), (2, ("masked_fill", "masked_fill_")))
+        for name in names
     },
-    "aten::where.ScalarOther": _as_tensor("aten::where", "self", number=2, beside=1),
-    "aten::where.ScalarSelf": _as_tensor("aten::where", "self", number=1, beside=2),
-    "aten::masked_fill.Scalar": _as_tensor("aten::masked_fill", "Tensor", number=2, beside=0),
-    "aten::masked_fill_.Scalar": _as_tensor("aten::masked_fill_", "Tensor", number=2, beside=0),
-    "aten::full_like": _filled,
     "aten::clamp": _clamped("clamp_min", "clamp_max"),
     "aten::clamp_min": _clamped("clamp_min"),
     "aten::clamp_max": _clamped("clamp_max"),
     "aten::pow.Tensor_Scalar": _power,
-    "aten::rsub.Scalar": _subtracted,
-    "aten::add_.Tensor": _in_place("add"),
-    "aten::sub_.Tensor": _in_place("sub"),
     "aten::scatter.value": _scattered,
     "aten::scatter_.value": _scattered,
 }
