@@ -12,11 +12,13 @@ import ctypes
 import functools
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,59 +27,24 @@ from sakiyomi.kernels import variants
 from sakiyomi.kernels.variants import PREBUILT, compiler
 
 logger = logging.getLogger("sakiyomi")
-_int64, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
-SIGNATURES: dict[str, tuple[list[type], type | None]] = {
-    "sk_bind": ([_pointer], ctypes.c_char_p),
-    "sk_weights": ([], _int64),
-    "sk_free_weights": ([_int64], None),
-    "sk_session": ([_int64], _int64),
-    "sk_free_session": ([_int64], None),
-    "sk_weight": ([_int64, *[_pointer] * 5, _int64, _int64, ctypes.c_int], _int64),
-    "sk_siblings": ([_int64, _int64, _pointer], None),
-    "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int], None),
-    "sk_dropped": ([_int64, _pointer, _int64], None),
-    "sk_packed": ([_int64, _int64, _pointer, _pointer, _pointer, _pointer, _int64, _int64], None),
-    "sk_leveled": ([_int64, _int64, *[_pointer] * 8, _int64, _int64, _int64], None),
-    "sk_packed_count": ([_int64, _pointer], None),
-    "sk_source": ([_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int, _pointer], None),
-    "sk_distances": ([_int64, _pointer, _int64], None),
-    "sk_layer_scores": ([_int64, _int64, _pointer, _pointer, ctypes.c_double, ctypes.c_int], None),
-    "sk_site": ([_int64, _int64, _int64, *[_pointer] * 5], None),
-    "sk_fold": ([_int64, _int64, _int64], None),
-    "sk_keep_rows": ([_int64, _int64, _int64, _int64, _pointer], None),
-    "sk_begin": ([_int64, _int64, _int64, ctypes.c_char_p], None),
-    "sk_rows": ([_int64, _int64, ctypes.c_char_p, _int64, _pointer], None),
-    "sk_keep": ([_int64, _int64, _int64, _int64, _pointer], None),
-    "sk_want": ([_int64, _pointer, _int64], None),
-    "sk_calls": ([], _int64),
-    "sk_device_plan": ([_int64, _int64, _int64, _pointer], _int64),
-    "sk_tiles": ([ctypes.c_int], ctypes.c_int),
-    "sk_best": ([_pointer, ctypes.c_int, _int64], _int64),
-    "sk_chance": ([_pointer, ctypes.c_int, _int64, _int64], _double),
-    "sk_leading": ([_pointer, ctypes.c_int, _int64, _int64, _int64, _pointer, _pointer, _pointer], None),
-    "sk_warp": ([_pointer, ctypes.c_int, _int64, _double, _int64, _double, _double, _pointer, _pointer], _int64),
-    "sk_draw": ([_pointer, _int64, _double, _pointer, _int64], _int64),
-    "sk_without": ([_pointer, _int64, _int64, _pointer], ctypes.c_float),
-    "sk_verify": ([_int64, ctypes.c_char_p, ctypes.c_char_p, _pointer, ctypes.c_int, _int64, _pointer, _pointer], None),
-    "sk_forest": ([_int64, _int64, _int64, _int64, _pointer, _pointer], _int64),
-    "sk_free_forest": ([_int64], None),
-    "sk_plant": ([_int64, _int64, ctypes.c_char_p, _int64, ctypes.c_char_p, _pointer], _int64),
-    "sk_grow": ([_int64, ctypes.c_int, _pointer], _int64),
-    "sk_grown": ([_int64, _int64, _pointer, _pointer, _pointer], None),
-    "sk_program": ([_int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _int64, _pointer], _int64),
-    "sk_free_program": ([_int64], None),
-    "sk_constant": ([_int64, _int64, _pointer, _int64, _int64, _pointer, _pointer], None),
-    "sk_run": ([_int64, _int64, _pointer, _pointer, _int64, *[_pointer] * 3], ctypes.c_int),
-    "sk_rounds": ([*[_pointer] * 5], _int64),
-    "sk_free_rounds": ([_int64], None),
-    "sk_enter": ([_int64, ctypes.c_char_p, *[_int64] * 5, ctypes.c_char_p], _int64),
-    "sk_seat": ([_int64, _int64, ctypes.c_char_p, ctypes.c_char_p], None),
-    "sk_leave": ([_int64, _int64], None),
-    "sk_round": ([_int64, _int64, ctypes.c_char_p, _pointer, _pointer], _int64),
-    "sk_pass": ([_int64, _int64, _pointer, _double], _int64),
-    "sk_ranked": ([_pointer, _int64, _int64, ctypes.c_uint64, _int64, _pointer, _int64, _pointer, _pointer], _int64),
-    "sk_residual": ([_pointer, _pointer, _int64, ctypes.c_float, _pointer], ctypes.c_float),
-}
+_TYPES: dict[str, Any] = {
+    "void": None, "int": ctypes.c_int, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "float": ctypes.c_float,
+    "double": ctypes.c_double, "const char*": ctypes.c_char_p,
+}  # fmt: skip
+_EXPORTED = re.compile(r"^(\w+|const char\*) (sk_\w+)\(([^)]*)\)", re.MULTILINE)
+
+
+def signatures() -> dict[str, tuple[list[Any], Any]]:
+    """Types of arguments and result of every function that the kernels' sources export, by name."""
+    found: dict[str, tuple[list[Any], Any]] = {}
+    for text in variants.sources():
+        for result, name, given in _EXPORTED.findall(text.partition('extern "C" {')[2]):
+            kinds = [kind.strip() for kind in given.split(",") if kind.strip()]
+            found[name] = (
+                [ctypes.c_void_p if "*" in kind else _TYPES[kind.partition(" ")[0]] for kind in kinds],
+                _TYPES[result],
+            )
+    return found
 
 
 def variant() -> str:
@@ -249,7 +216,7 @@ def _load(path: Path) -> ctypes.CDLL:
     """
     _prove(path)
     library = ctypes.CDLL(str(path))
-    for name, (arguments, result) in SIGNATURES.items():
+    for name, (arguments, result) in signatures().items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
     wrong = library.sk_bind(ctypes.CDLL(torch._C.__file__)._handle)

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from sakiyomi.core.hooks import unchanged
 from sakiyomi.kernels.native import PackedExperts, PackedWeights, can_pack
 
-
-class _Experts(Protocol):
-    """What transformers' classes of experts have in common, see its ``use_experts_implementation``."""
-
-    has_gate: bool
-    has_bias: bool
-    has_post_expert_norm: bool
-    is_transposed: bool
+_SETTINGS = {"has_gate", "has_bias", "has_post_expert_norm", "is_transposed"}
+"""Attributes of transformers' classes of experts, see its ``use_experts_implementation``."""
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is one of transformers' stacks of experts."""
-    return _Experts.__annotations__.keys() <= vars(module).keys()
+    return vars(module).keys() >= _SETTINGS
 
 
 def expert_weights(module: Any) -> list[str]:

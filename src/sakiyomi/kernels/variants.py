@@ -97,11 +97,16 @@ def _options(variant: str) -> list[str]:
 
 
 @functools.cache
+def sources() -> tuple[str, ...]:
+    """The texts of the kernels' source files."""
+    return tuple(path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
+
+
+@functools.cache
 def stem(variant: str) -> str:
     """The name of a build's file, up to the digest of its content: one of other sources or options has another name."""
-    sources = (path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
     machine = (platform.machine(), *sorted(features())) if variant == NATIVE else ()
-    key = "\0".join((*sources, *_options(variant), *machine))
+    key = "\0".join((*sources(), *_options(variant), *machine))
     return f"cpu-{variant}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 

@@ -21,7 +21,7 @@ from sakiyomi.model_executor.attention.registry import PassResult
 from sakiyomi.model_executor.program_steps import Builder
 from sakiyomi.model_executor.torch_steps import DTYPES
 
-REACH = 2048  # positions that are computed at first
+TABLE_ROWS = 2048  # positions that are computed at first
 
 
 class Program:
@@ -52,7 +52,7 @@ class Program:
         steps, outputs = builder.steps, builder.outputs
         self.calls = tuple(text for text in steps.texts if "::" in text)
         self._held, self._functions = steps.constants, builder.functions
-        self._tables, self._reach = builder.tables, 0
+        self._tables, self._table_rows = builder.tables, 0
         self._rows = tuple(rows)
         code = numbers(steps.code)
         tables = numbers([number for number, _ in self._tables])
@@ -105,12 +105,12 @@ class Program:
 
     def _extend(self, positions: int) -> None:
         """Make tables for so many positions, and some more."""
-        wanted = max(positions, 2 * self._reach, REACH)
-        while positions > self._reach:
+        wanted = max(positions, 2 * self._table_rows, TABLE_ROWS)
+        while positions > self._table_rows:
             try:
                 for number, table in self._tables:
                     self._set(number, table(wanted).contiguous())
-                self._reach = wanted
+                self._table_rows = wanted
             except IndexError:  # embeddings of positions that were learned end somewhere
                 if wanted == positions:
                     raise

@@ -115,11 +115,9 @@ class ModelRunner(Session):
             return False
         return self._replays(self.padded(rows))
 
+    @torch.no_grad()
     def run(self, plan: BatchPlan, size: int, *, keep: Tensor | None = None) -> PassOutput:
         """The pass of a plan, filled up to `size` rows; logits of its own rows, or of those in `keep`."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.run(plan, size, keep=keep)
         with self.lock:
             ids, positions = self._inputs(plan, size)
             self.begin(plan, size)
@@ -273,6 +271,7 @@ class ModelRunner(Session):
         sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
         return (session, sizes) if sizes and sizes[-1] >= rows else None
 
+    @torch.no_grad()
     def replay(self, size: int, take: Callable[[int], int]) -> tuple[int, int]:
         """Run passes that the kernels have described, and whose inputs they have written to what ``replayed`` gives.
 
@@ -284,9 +283,6 @@ class ModelRunner(Session):
         Returns:
             Passes that were run, and what `take` said last.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.replay(size, take)
         recorder, count, now = self.recorder, 0, time.perf_counter
         assert recorder is not None
         passes: dict[int, tuple[int, float]] = {}  # by rows: how many, and their seconds

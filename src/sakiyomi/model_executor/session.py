@@ -276,10 +276,6 @@ class Session:
         if self.recorder is not None:
             self.recorder.clear()
 
-    def sources_moved(self, sources: SourceCache) -> None:
-        """The tensors that cross-attention reads are new ones."""
-        self.backend.attach_sources(sources)
-
     def forward(self, ids: Tensor, positions: Tensor) -> PassResult:
         """The model's own forward over all rows, as it is recorded."""
         self.weights.capture.begin()

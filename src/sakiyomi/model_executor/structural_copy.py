@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -117,15 +117,13 @@ def _put(top: nn.Module, model: nn.Module, path: str, new: nn.Module) -> None:
     top._modules[last] = new
 
 
-@contextmanager
-def settings_of(model: nn.Module, chosen: Sequence[int], layers: int) -> Iterator[None]:
+def settings_of(model: nn.Module, chosen: Sequence[int], layers: int) -> AbstractContextManager[None]:
     """While it is open, settings by layer in a model's configurations are those of these layers."""
 
     def of_these(_: str, value: Any) -> Any:
         return [value[layer] for layer in chosen] if isinstance(value, list) and len(value) == layers else value
 
-    with changed_settings(model, of_these):
-        yield
+    return changed_settings(model, of_these)
 
 
 @contextmanager

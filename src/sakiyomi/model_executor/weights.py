@@ -146,9 +146,9 @@ class ModelWeights:
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
         self.device = _device(model)
-        reach = position_count(self.config, max_context)
-        self.max_context = (reach if way is not None else min(reach, rope_limit(self.config))) - before
-        if self.max_context + before < reach:
+        positions = position_count(self.config, max_context)
+        self.max_context = (positions if way is not None else min(positions, rope_limit(self.config))) - before
+        if self.max_context + before < positions:
             logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
         # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.

@@ -66,12 +66,8 @@ class CpuBackend(AttentionBackend):
         library, session = self._library, self.session
         for i in range(len(cache.shapes)):
             self._attach_layer(i)
-        dropped = cache.dropped
-        if dropped is None:
-            library.sk_dropped(session, None, 0)
-        else:
-            library.sk_dropped(session, dropped.data_ptr(), dropped.shape[2])
-        packed = cache.packed
+        dropped, packed = cache.dropped, cache.packed
+        library.sk_dropped(session, pointer(dropped), 0 if dropped is None else dropped.shape[2])
         if packed is None or not packed.stores[0]:
             library.sk_packed_count(session, None)
         else:
@@ -107,7 +103,7 @@ class CpuBackend(AttentionBackend):
             self._library.sk_source(self.session, i, *pointers, shape.heads, starts, *sizes, lengths)
 
     def begin(self, plan: BatchPlan, size: int) -> None:
-        """Say what this session's next pass looks like; `size` counts filler rows too."""
+        """Describe this session's next pass; `size` includes filler rows."""
         self._library.sk_begin(self.session, len(plan.parts), size, plan.packed)
         latent.prompts_by(functools.partial(self._expanded, plan) if plan.prompts else None)
 
@@ -115,9 +111,9 @@ class CpuBackend(AttentionBackend):
         self, plan: BatchPlan, module: nn.Module, q: Tensor, latents: Tensor, layer: int, *asked: Any
     ) -> Tensor | None:
         """See ``latent.Expanded``: for this call the kernels read expanded keys and values."""
-        cache, most = self._cache, max(length + rows for _, _, rows, length, _ in plan.table)
-        pairs = sum(rows * (length + rows / 2) for _, _, rows, length, _ in plan.table)
-        if cache.dropped is not None or not latent.pays(module, pairs, sum(row[2] + row[3] for row in plan.table)):
+        cache, ends = self._cache, [length + rows for _, _, rows, length, _ in plan.table]
+        pairs, most = sum(rows * (length + rows / 2) for _, _, rows, length, _ in plan.table), max(ends)
+        if cache.dropped is not None or not latent.expanding_is_faster(module, pairs, sum(ends)):
             return None
         fresh = latent.expand(module, latents[0, 0])
         heads, slots = q.shape[1], 1 + max(slot for slot, *_ in plan.table)

@@ -1,4 +1,4 @@
-"""An operator through which a pass, recorded or not, leaves rows of numbers behind for the cache's policy."""
+"""An operator by which a pass, eager or recorded, hands rows of numbers to the cache's policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sakiyomi.kernels.batch import BatchPlan
 
 
 class _Pass(threading.local):
-    """By thread: models run beside each other."""
+    """The running pass of this thread."""
 
     notes: RowObservations | None = None
     plan: BatchPlan | None = None
@@ -22,14 +22,14 @@ _pass = _Pass()
 
 
 def listen(notes: RowObservations | None, plan: BatchPlan | None) -> None:
-    """Where this thread's next pass leaves its rows; None: nowhere."""
+    """Set where this thread's next pass writes its rows; None: nowhere."""
     _pass.notes, _pass.plan = notes, plan
 
 
 def _observe(out: Tensor, note: Tensor, layer: int) -> Tensor:
     if _pass.notes is not None and _pass.plan is not None:
         _pass.notes.write(layer, _pass.plan, note)
-    return out.clone()  # what comes back is used, so that no recording leaves the operator out
+    return out.clone()  # the result is used, so that no recording drops the operator as dead code
 
 
 _library = torch.library.Library("sakiyomi", "FRAGMENT")

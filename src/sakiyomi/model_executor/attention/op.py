@@ -1,8 +1,8 @@
 """The attention functions that transformers' models are switched to.
 
-A backend's operator is registered with transformers under its name when the backend is first chosen. Masks are ours, so
-its mask function returns None. `sakiyomi_probe` computes what the model's class does, on its masks, and notes
-what each layer asks for: its window is read from the class's own mask functions (``masks.py``).
+A backend's operator is registered with transformers under its name when the backend is first chosen. Its mask function
+returns None, since the backends make their own masks. `sakiyomi_probe` computes what the model's class computes, with
+the class's masks, and notes the arguments of each layer. Windows are read from the mask functions (``masks.py``).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from sakiyomi.model_executor.attention import (
 from sakiyomi.model_executor.attention import torch as dense
 from sakiyomi.model_executor.attention.masks import window_of
 
-# Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.
+# Arguments that change the result and that our operators do not take; a layer that passes one cannot run here.
 UNKNOWN = ("position_bias", "alibi", "head_mask", "relative_position_bias")
 
 
 Note = Callable[[int, Tensor, float], Tensor]
-"""What is noted of a pass's rows for the cache's policy: from layer, queries (1, heads, rows, dim) after their rotation
-and the factor of scores to (rows, width)."""
+"""Makes what the cache's policy observes of a pass's rows: from layer, queries (1, heads, rows, dim) after the rotary
+embedding and the scale of scores to (rows, width)."""
 NOTE = "sakiyomi_note"
 WINDOW = "sakiyomi_window"
 """Attribute of an attention module: its window, see ``LayerShape.reach``."""
@@ -42,11 +42,11 @@ Attend = Callable[[Tensor, Tensor, Tensor, int, float, float, int], Tensor]
 
 
 _probed: list[LayerShape] = []
-"""What the layers of a model that is probed have asked for, in the order of their calls."""
+"""The shapes of the layers of a probed model, in the order of their calls."""
 _callers: list[nn.Module] = []
-"""Those layers."""
+"""The modules of these layers."""
 _pairs: list[tuple[Tensor, Tensor]] = []
-"""Their keys and values, held so that an address means one of them."""
+"""Their keys and values, kept alive so that an address identifies one of them."""
 _masks: dict[int, tuple[Tensor, int | None]] = {}
 """Masks of the pass that probes a model, by the address of their storage, and the window of each."""
 
@@ -57,7 +57,7 @@ def call_arguments(
     """Layer, scaling, soft cap and window (see ``LayerShape.reach``) of one call of attention.
 
     Raises:
-        UnsupportedError: it has a mask of its own, or an argument that changes the result and is not known here.
+        UnsupportedError: it has its own mask, or an argument that changes the result and is not supported.
     """
     _, window = (None, None) if mask is None else _masks.get(mask.untyped_storage().data_ptr(), (None, None))
     # In passes of requests the mask functions give None.
@@ -84,7 +84,7 @@ def set_windows(model: nn.Module, windows: Sequence[int]) -> None:
 
 
 def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """The attention function, as transformers calls it, on an operator."""
+    """The attention function that transformers calls, computed by an operator."""
 
     def attention(
         module: nn.Module,
@@ -120,7 +120,7 @@ def _noting(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Note what a layer asks for, and compute it as its class does."""
+    """Note the arguments of a layer, and compute attention as its class does."""
     _callers.append(module)
     if getattr(module, "layer_idx", None) is None:  # a block that several layers share
         module.layer_idx = len(_callers) - 1  # type: ignore[assignment]
@@ -173,7 +173,7 @@ def eager(
     own_alibi: Alibi | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one text for classes whose file has no function of that, see ``own.py``."""
+    """Attention of one text for classes whose file has no such function, see ``own.py``."""
     group = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scaling
     if own_alibi is not None:
@@ -183,17 +183,13 @@ def eager(
 
 
 def _noting_mask(**kwargs: Any) -> Tensor:
-    """The mask that a class asks for, made as transformers' eager one is; notes its window."""
+    """The mask that a class asks for, made by transformers' eager mask function; notes its window."""
     from transformers.masking_utils import eager_mask
 
     mask: Tensor = eager_mask(**(kwargs | {"allow_is_bidirectional_skip": False}))
-    with suppress(UnsupportedError):  # e.g. of cross-attention; a layer that uses it is refused
+    with suppress(UnsupportedError):  # for example of cross-attention; a layer that uses it is refused
         _masks[mask.untyped_storage().data_ptr()] = mask, window_of(kwargs["mask_function"])
     return mask
-
-
-def _probe_cross(q: Tensor, layer: int, scaling: float) -> Tensor:
-    return q.transpose(1, 2)
 
 
 CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {}
@@ -201,42 +197,47 @@ CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {}
 
 
 def _no_mask(*_: Any, config: Any = None, **__: Any) -> Tensor | None:
-    """Replaces a mask: None, or a tensor for classes that cannot take None (see ``own.py``)."""
+    """Replaces a mask: None, or a tensor for classes that do not take None (see ``own.py``)."""
     return torch.zeros(1) if getattr(config, "_any_mask", False) else None
 
 
 @functools.cache
 def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Tensor]) -> None:
     """Make an operator known to transformers, once a process; see ``AttentionBackend`` for what it computes."""
+    _register(name, _attention_of(attend), _no_mask, cross)
+
+
+def _register(
+    name: str, attention: Callable[..., Any], mask: Callable[..., Any], cross: Callable[[Tensor, int, float], Tensor]
+) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, _attention_of(attend))
-    AttentionMaskInterface.register(name, _no_mask)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
     CROSS[name] = cross
 
 
 def note_calls(model: nn.Module, forward: Callable[[], object]) -> tuple[list[Any], list[LayerShape]]:
-    """The layers that call attention in a pass, and what each asks for.
+    """The layers that call attention in a pass, and the shape of each.
 
     Args:
         model: its attention is left switched to the probe.
         forward: runs the model.
 
     Raises:
-        ValueError: its class says that it has only its own attention.
-        UnsupportedError: a layer asks for what is not known here.
+        ValueError: the class supports only its own attention.
+        UnsupportedError: a layer passes an argument that is not supported.
     """
     _switch_to_probe(model)
-    dense.take_over(None)  # as the pass before may have been
+    dense.take_over(None)  # which the pass before may have set
     for noted in (_probed, _callers, _pairs, _masks):
         noted.clear()
     try:
         forward()
         return list(_callers), list(_probed)
     finally:
-        _callers.clear()
-        _pairs.clear()
-        _masks.clear()
+        for noted in (_callers, _pairs, _masks):
+            noted.clear()
 
 
 def _switch_to_probe(model: nn.Module) -> None:
@@ -251,28 +252,24 @@ def _switch_to_probe(model: nn.Module) -> None:
 
 @functools.cache
 def _register_probe() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(PROBE, _noting)
-    AttentionMaskInterface.register(PROBE, _noting_mask)
-    CROSS[PROBE] = _probe_cross
+    _register(PROBE, _noting, _noting_mask, lambda q, layer, scaling: q.transpose(1, 2))
 
 
 def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int | None) -> list[LayerShape] | None:
-    """What each attention layer stores, learnt from one small pass; None where the model does not come to our operator.
+    """The shape of each attention layer, learnt from one small pass; None: the model does not call our operator.
 
-    Some classes (falcon, mpt, bloom) accept another attention with a log line and keep their own, so the switch is
-    not believed: the operator must have been called exactly once for every layer.
+    Some classes (falcon, mpt, bloom) accept another attention with a log line and keep their own. So the operator must
+    have been called exactly once for every layer.
 
     Args:
         model: its attention is left switched to the probe.
         forward: runs the model on two tokens.
-        layers: attention layers that the config announces; None: other layers are among them, and those with attention
-            are numbered anew without them.
+        layers: number of attention layers in the configuration; None: the model has other layers too, and those with
+            attention are renumbered without them.
     """
     try:
         _switch_to_probe(model)
-    except ValueError:  # the class says itself that it has only its own attention
+    except ValueError:  # the class supports only its own attention
         return None
     callers, shapes = note_calls(model, forward)
     if layers is None:

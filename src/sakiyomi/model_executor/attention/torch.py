@@ -1,11 +1,11 @@
-"""Tree attention in plain torch, on any device: the path without a compiler, and the oracle of the compiled operator.
+"""Tree attention in plain torch on any device: used where no compiled kernels are, and the oracle of these kernels.
 
-The operator `sakiyomi::attend` reads plan and cache of the pass from outside, so that a recorded pass knows only layer
-numbers. With `by_row` every row is computed alone over its own contiguous path, which makes it
-independent of the other rows (`exact=True` where no compiled kernel is); slower, the same numbers up to rounding.
+The operator `sakiyomi::attend` gets only the number of a layer; the backend that this thread's pass runs on has plan
+and cache. With `by_row` every row is computed alone over its own contiguous path, so that it does not depend on the
+other rows (`exact=True` without compiled kernels). That is slower, and gives the same numbers up to rounding.
 
-Where it is said which columns the rows of a prompt look at (`sparse.py`), those passes come here, whichever operator
-has the others (`take_over`).
+Passes over prompts whose rows see only some columns (`sparse.py`) always run here, whichever backend runs the other
+passes (`take_over`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TorchBackend(AttentionBackend):
         return True
 
     def begin(self, plan: BatchPlan, size: int) -> None:
-        """Say what this thread's next pass looks like; `size` counts filler rows too."""
+        """Describe this thread's next pass; `size` includes filler rows."""
         _active.backend, self.plan, self._count = self, plan, 0
         latent.prompts_by(None)
         self._masks.clear()
@@ -139,8 +139,8 @@ class TorchBackend(AttentionBackend):
         """Rows over the sources of their requests, see ``AttentionBackend.cross``; zeros where nothing was read."""
         out = q.new_zeros(1, q.shape[2], q.shape[1], q.shape[3])
         sources = self.sources
-        for slot, first, rows, _, _ in self.plan.table if sources is not None else ():
-            assert sources is not None
+        assert sources is not None, "made with an encoder's cache"
+        for slot, first, rows, _, _ in self.plan.table:
             count = int(sources.lengths[slot])
             if not count:
                 continue
@@ -152,12 +152,12 @@ class TorchBackend(AttentionBackend):
 
 
 def take_over(dense: TorchBackend | None) -> None:
-    """Have this thread's next pass computed by this backend, which has begun it; None: by the model's own."""
+    """Have this backend, which has begun it, compute this thread's next pass; None: the model's own backend does."""
     _active.over = dense is not None
 
 
 def taken_over() -> bool:
-    """Whether it is."""
+    """Whether a backend has taken over this thread's pass."""
     return _active.over
 
 
