@@ -1,4 +1,4 @@
-"""Proof at load: what a model gives on our path is what its own forward gives on the whole text, without any cache."""
+"""Proof at load: on our path a model gives the logits that its own forward gives on the whole text without a cache."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FIRST = 5  # tokens read as a prompt
 TREE = (-1, 0, 0, 2, 2)  # the text continues along its rows 0, 2 and 4
 PATH = (0, 2, 4)
 BOUND = 1e-3  # of the largest logit
-ROUNDED = 0.1  # the same in bfloat16 and float16, and where weights are quantized
+ROUNDED = 0.1  # the same for bfloat16, float16 and quantized weights
 
 
 def prove(runner: ModelRunner) -> None:
     """Take the text through prompt, a token tree, a commit and a single row, beside another request.
 
-    Windows are as short as they were when the model's own forward was run, so that the text reaches beyond them.
-    Of a large model one layer of every kind is run. Nothing is done for a model whose own logits were not taken (see
+    Windows are as short as in the run of the model's own forward, so that the text is longer than they are. Of a large
+    model one layer of every kind is run. Does nothing for a model whose own logits were not taken (see
     ``ModelWeights.expect``).
 
     Raises:
@@ -46,7 +46,7 @@ def prove(runner: ModelRunner) -> None:
                 _compare(some, expected.logits)
     except FAULTS as error:
         raise UnsupportedError(
-            f"{type(runner.module).__name__} does not run on a cache of ours; use transformers for this model"
+            f"{type(runner.module).__name__} does not run on our cache; use transformers for this model"
         ) from error
     finally:
         weights.set_windows()
@@ -78,7 +78,7 @@ def _compare(runner: ModelRunner, expected: Tensor) -> None:
             cache.release(beside)
     scale = expected.abs().max()
     errors = torch.stack([(row.float() - expected[at]).abs().max() for at, row in found.items()]) / scale
-    # Where numbers are rounded, an expert may be chosen otherwise for a token; most tokens must agree even so.
+    # With rounding a token may choose another expert, so the median counts instead of the maximum.
     exact = runner.dtype == torch.float32 and runner.weights.quantization is None
     worst = float(errors.max() if exact else errors.median())
     bound = BOUND if exact else ROUNDED

@@ -26,11 +26,11 @@ TENSOR, NUMBER, WHOLE, REAL, NONE, SOME, LIST, TEXT = range(8)  # kinds of Opera
 CPU = 0xFFFFFFFF
 """The processor as torch's C interface takes a device: its type, 0, before its number, -1, of 32 bits each."""
 _PLACES = {"device", "layout", "pin_memory", "generator"}
-"""Arguments that say where a tensor lies, which is the CPU's memory in any case."""
+"""Arguments that say where a tensor lies, which is always the CPU's memory."""
 
 
 class Operand(NamedTuple):
-    """What a step reads: the number of a value, or a constant."""
+    """The operand of a step: the number of a value, or a constant."""
 
     kind: int
     value: int
@@ -75,7 +75,7 @@ def each_of(value: Any, known: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _as_tensor(known: Any) -> Any:
-    """A number where a tensor is expected becomes one without dimensions, as in torch."""
+    """A number where a tensor is expected, as a tensor without dimensions, as in torch."""
     if isinstance(known, bool):
         return torch.tensor(known)
     if isinstance(known, int | float):
@@ -121,7 +121,7 @@ def _library() -> torch.library.Library:
 
 @functools.cache
 def _operator(kinds: str, returns: int) -> str:
-    """An operator that calls one of ``_functions`` by its number, with a tensor (T) or a whole number (n) each."""
+    """The operator that calls one of ``_functions`` by number; its other arguments are tensors (T) or numbers (n)."""
     name = f"call_{kinds}_{returns}"
     given = "".join(f", {'Tensor' if kind == 'T' else 'int'} x{i}" for i, kind in enumerate(kinds))
     _library().define(f"{name}(int number{given}) -> ({', '.join(['Tensor'] * returns)})")
@@ -133,13 +133,13 @@ class PythonFunction:
     """A function that steps call as long as this object lives.
 
     Args:
-        run: gives a tensor, or several.
-        given: what it is given, tensors and whole numbers.
-        returns: tensors that it gives.
+        run: returns a tensor, or several.
+        given: its arguments, tensors and whole numbers.
+        returns: number of tensors that it returns.
 
     Attributes:
-        name: of the operator that calls it.
-        number: the operator's first argument.
+        name: name of the operator that calls it.
+        number: the first argument of the operator.
     """
 
     def __init__(self, run: Callable[..., Any], given: Sequence[Operand], returns: int) -> None:
@@ -160,7 +160,7 @@ class PythonFunction:
 
 
 def node_function(node: Any) -> Callable[[list[Any]], Any]:
-    """What a node of a graph computes, from its arguments.
+    """The function of a node of a graph, from the list of its arguments to its result.
 
     Raises:
         UnsupportedError: it is no operator of torch or Python.
