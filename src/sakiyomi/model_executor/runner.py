@@ -112,7 +112,7 @@ class ModelRunner(Session):
         """Whether a chunk of a prompt runs as a recorded decoding pass, which computes logits of all its rows."""
         launched = (
             self.device.type == "cuda" and self.backend.session is not None
-        )  # there launches cost more than products
+        )  # launches cost more than products
         if self.exact or rows > self.sizes[-1] or not (self.weights.small_head or launched):
             return False
         return self._replays(self.padded(rows))
