@@ -110,9 +110,7 @@ class ModelRunner(Session):
 
     def _replays_prompt(self, rows: int) -> bool:
         """Whether a chunk of a prompt runs as a recorded decoding pass, which computes logits of all its rows."""
-        launched = (
-            self.device.type == "cuda" and self.backend.session is not None
-        )  # launches cost more than products
+        launched = self.device.type == "cuda" and self.backend.session is not None  # launches cost more than products
         if self.exact or rows > self.sizes[-1] or not (self.weights.small_head or launched):
             return False
         return self._replays(self.padded(rows))
