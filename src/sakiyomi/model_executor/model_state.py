@@ -102,19 +102,10 @@ def _hanging(modules: list[nn.Module]) -> list[Any]:
     found: list[Any] = []
     for module in modules:
         own = module.__dict__
-        found += (type(module), len(own))
-        if "forward" in own:
-            found.append(id(own["forward"]))
-        if hooks := own["_forward_hooks"]:
-            found += hooks
-        if hooks := own["_forward_pre_hooks"]:
-            found += hooks
-        if parts := own["_modules"]:
-            found += map(id, parts.values())
-        if parts := own["_parameters"]:
-            found += map(id, parts.values())
-        if parts := own["_buffers"]:
-            found += map(id, parts.values())
+        found += (type(module), len(own), id(own.get("forward")), *own["_forward_hooks"], *own["_forward_pre_hooks"])
+        for parts in (own["_modules"], own["_parameters"], own["_buffers"]):
+            if parts:
+                found += map(id, parts.values())
     return found
 
 

@@ -18,6 +18,7 @@ from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.policies.sparse import Sparse
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.kernels.build import loaded
 from sakiyomi.kernels.native import PackedWeights
 
 PassResult = tuple[Tensor, tuple[Tensor, ...]]
@@ -170,7 +171,9 @@ class AttentionBackend(ABC):
             size: rows of the pass, filler rows included.
             inputs: address of (2, size) int64, token ids and positions; written.
         """
-        raise NotImplementedError
+        library = loaded()
+        assert library is not None and self.session is not None, "see session"
+        library.sk_rows(self.session, segments, table, size, inputs)
 
     def want(self, rows: Tensor, layers: int) -> None:  # noqa: B027
         """Restrict the pass that `begin` described to the results of these rows, (K,) int64, ascending.
