@@ -1,9 +1,9 @@
-"""The compiled kernels of this machine: those that the wheel brought, else compiled at first use, and kept.
+"""The compiled kernels of this machine: a build from the wheel, else one that is compiled at first use and kept.
 
-Which build fits is decided by what the processor can do, see `variants`. Each proves itself in a process of its own
-before it is loaded. What is compiled here is put in place by an atomic rename, and loaded from the user's cache folder
-afterwards. Where nothing works, the caller gets None and one log line: the plain torch path then runs, with the same
-tokens and less speed.
+The features of the processor decide which build fits, see `variants`. Each build runs a self-test in its own process
+before it is loaded. A build that is compiled here is put in place by an atomic rename, and later loaded from the user's
+cache folder. If nothing works, the caller gets None, with one log line: plain torch then runs, with the same tokens and
+less speed.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def variant() -> str:
 
 
 _refused: set[Path] = set()
-"""Builds of the wheel that this machine cannot load."""
+"""Builds from the wheel that this machine cannot load."""
 
 
 def built() -> Path | None:
-    """The library for these sources and this machine: the wheel's, or the one compiled here; None: there is none.
+    """The library for these sources and this machine, from the wheel or compiled here; None: there is none.
 
-    Its name ends with the digest of its content: a damaged one is not used, and removed where it was compiled here.
+    Its name ends with the digest of its content. A damaged library is not used, and removed if it was compiled here.
     """
     try:
         name = variant()
@@ -101,7 +101,7 @@ def _build() -> Path:
     path = cache_folder() / "kernels" / variants.stem(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
-    # A session of its own: a first run that is over sooner than the compiler still leaves the kernels to the next one.
+    # In its own session: if the first run ends before the compiler, the next one still finds the kernels.
     done = subprocess.run(
         [sys.executable, "-I", "-S", variants.__file__, name, cxx, str(partial(path))],
         capture_output=True,
@@ -123,7 +123,7 @@ _lock = threading.Lock()
 
 
 def native() -> ctypes.CDLL | None:
-    """The compiled kernels, built if need be; None, after one warning, where that does not work.
+    """The compiled kernels, built if necessary; None, after one warning, if that fails.
 
     Set `SAKIYOMI_NATIVE=0` to run without them, or to the name of a variant (`sakiyomi.kernels.variants`) to run that.
     """
@@ -131,17 +131,17 @@ def native() -> ctypes.CDLL | None:
 
 
 def origin() -> str:
-    """Which variant runs and where it comes from; where none does, why."""
+    """The variant that runs and its origin; if none runs, the reason."""
     return _found()[1]
 
 
 def _found() -> tuple[ctypes.CDLL | None, str]:
-    with _lock:  # one builder, however many models ask
+    with _lock:  # one builder for all models
         return _native()
 
 
 def native_at_hand() -> bool:
-    """Whether `native` answers at once. If not, the kernels are being built in the background from now on."""
+    """Whether `native` answers at once. If not, this starts to build the kernels in the background."""
     if built() is not None:
         return True
     try:
@@ -153,7 +153,7 @@ def native_at_hand() -> bool:
 
 @functools.cache
 def builder() -> threading.Thread:
-    """The thread that builds the kernels, begun by the first call."""
+    """The thread that builds the kernels, started by the first call."""
     thread = threading.Thread(target=native, name="sakiyomi-kernels", daemon=True)
     thread.start()
     return thread
@@ -165,7 +165,7 @@ def building() -> bool:
 
 
 def loaded() -> ctypes.CDLL | None:
-    """The kernels if they are in use by now; never builds or loads them."""
+    """The kernels if they are loaded; never builds or loads them."""
     return _native()[0] if _native.cache_info().currsize else None
 
 
@@ -190,10 +190,10 @@ _TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).sk_self_test())"
 
 
 def _prove(path: Path) -> None:
-    """Have a build test itself in a process of its own, once: what it does wrong must not end or spoil this one.
+    """Run a build's self-test once, in its own process, which protects this one from a crash.
 
     Raises:
-        OSError: it fails.
+        OSError: the self-test fails.
     """
     proven = cache_folder() / "kernels" / f"{path.stem}.proven"
     if proven.exists():
@@ -209,10 +209,10 @@ def _prove(path: Path) -> None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Load a build and give torch its operators.
+    """Load a build and register its operators with torch.
 
     Raises:
-        OSError: it fails its self-test, or does not go with this torch.
+        OSError: it fails its self-test, or does not support this version of torch.
     """
     _prove(path)
     library = ctypes.CDLL(str(path))
