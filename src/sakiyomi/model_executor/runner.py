@@ -19,9 +19,8 @@ from torch import Tensor
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.errors import MemoryLimitError, UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-from sakiyomi.model_executor.attention import observe
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassForward, PassResult
-from sakiyomi.model_executor.attention.torch import take_over
+from sakiyomi.model_executor.attention.torch import set_pass
 from sakiyomi.model_executor.features import HEAD, PassOutput, states_by_layer
 from sakiyomi.model_executor.session import Session
 
@@ -122,12 +121,11 @@ class ModelRunner(Session):
             ids, positions = self._inputs(plan, size)
             self.begin(plan, size)
             prompts = self._prompts if plan.prompts else None
-            take_over(prompts)
             if prompts is not None:
                 prompts.begin(plan, size)
             elif keep is not None:
                 self.want(keep)
-            observe.listen(self.eviction.observations, plan)
+            set_pass(over=prompts is not None, notes=self.eviction.observations, plan=plan)
             began = time.perf_counter()
             try:
                 found = None
@@ -135,18 +133,12 @@ class ModelRunner(Session):
                     found = self.recorder.run(self.begin, plan, ids, positions, keep)
                 replayed = found is not None
                 if found is None:
-                    wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
-                    ids, positions = ids.to(self.device), positions.to(self.device)
-                    self.weights.capture.begin()
-                    given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "use_cache": False}
-                    logits = self.module(**given, **wanted).logits
-                    found = logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()
+                    found = self.forward(ids.to(self.device), positions.to(self.device), keep)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
             finally:
                 spent = time.perf_counter() - began
-                take_over(None)
-                observe.listen(None, None)
+                set_pass()
             self.cache.begin(None)
             if keep is None:
                 self.clock.add(

@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,7 @@ from torch import Tensor, nn
 
 from sakiyomi.cache.layout import Alibi, LayerShape
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.model_executor.attention import (
-    latent,
-    observe,  # noqa: F401  (their operators are registered)
-)
+from sakiyomi.model_executor.attention import latent
 from sakiyomi.model_executor.attention import torch as dense
 from sakiyomi.model_executor.attention.masks import window_of
 
@@ -41,14 +38,23 @@ Attend = Callable[[Tensor, Tensor, Tensor, int, float, float, int], Tensor]
 """See ``AttentionBackend.attend``."""
 
 
-_probed: list[LayerShape] = []
-"""The shapes of the layers of a probed model, in the order of their calls."""
-_callers: list[nn.Module] = []
-"""The modules of these layers."""
-_pairs: list[tuple[Tensor, Tensor]] = []
-"""Their keys and values, kept alive so that an address identifies one of them."""
-_masks: dict[int, tuple[Tensor, int | None]] = {}
-"""Masks of the pass that probes a model, by the address of their storage, and the window of each."""
+@dataclass
+class _Noted:
+    """What a pass that probes a model has noted.
+
+    Attributes:
+        callers, shapes: layers in the order of their calls, and the shape of each.
+        pairs: their keys and values, kept alive so that an address identifies one of them.
+        masks: masks of the pass by the address of their storage, and the window of each; None: of another kind.
+    """
+
+    callers: list[nn.Module] = field(default_factory=list)
+    shapes: list[LayerShape] = field(default_factory=list)
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    masks: dict[int, tuple[Tensor, int | None]] = field(default_factory=dict)
+
+
+_noted = _Noted()
 
 
 def call_arguments(
@@ -59,7 +65,7 @@ def call_arguments(
     Raises:
         UnsupportedError: it has its own mask, or an argument that changes the result and is not supported.
     """
-    _, window = (None, None) if mask is None else _masks.get(mask.untyped_storage().data_ptr(), (None, None))
+    _, window = (None, None) if mask is None else _noted.masks.get(mask.untyped_storage().data_ptr(), (None, None))
     # In passes of requests the mask functions give None.
     asked = "makes its own mask" if mask is not None and window is None else ""
     asked = asked or next((f"uses {name}" for name in UNKNOWN if kwargs.get(name) is not None), "")
@@ -121,15 +127,15 @@ def _noting(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Note the arguments of a layer, and compute attention as its class does."""
-    _callers.append(module)
+    _noted.callers.append(module)
     if getattr(module, "layer_idx", None) is None:  # a block that several layers share
-        module.layer_idx = len(_callers) - 1  # type: ignore[assignment]
+        module.layer_idx = len(_noted.callers) - 1  # type: ignore[assignment]
     *_, window = call_arguments(module, query, attention_mask, scaling, kwargs)
     sinks = kwargs.get("s_aux")
-    places = [(pair[0].data_ptr(), pair[0].shape, pair[1].data_ptr()) for pair in (*_pairs, (key, value))]
-    _pairs.append((key, value))
+    places = [(pair[0].data_ptr(), pair[0].shape, pair[1].data_ptr()) for pair in (*_noted.pairs, (key, value))]
+    _noted.pairs.append((key, value))
     source = places.index(places[-1])
-    _probed.append(
+    _noted.shapes.append(
         LayerShape(
             key.shape[1],
             key.shape[3],
@@ -140,7 +146,7 @@ def _noting(
             None if sinks is None else sinks.detach().float().contiguous(),
             kwargs.get("own_alibi"),
             tied=key is value,
-            source=source if source < len(_probed) else None,
+            source=source if source < len(_noted.shapes) else None,
         )
     )
     if attention_mask is None:
@@ -188,7 +194,7 @@ def _noting_mask(**kwargs: Any) -> Tensor:
 
     mask: Tensor = eager_mask(**(kwargs | {"allow_is_bidirectional_skip": False}))
     with suppress(UnsupportedError):  # for example of cross-attention; a layer that uses it is refused
-        _masks[mask.untyped_storage().data_ptr()] = mask, window_of(kwargs["mask_function"])
+        _noted.masks[mask.untyped_storage().data_ptr()] = mask, window_of(kwargs["mask_function"])
     return mask
 
 
@@ -229,15 +235,13 @@ def note_calls(model: nn.Module, forward: Callable[[], object]) -> tuple[list[An
         UnsupportedError: a layer passes an argument that is not supported.
     """
     _switch_to_probe(model)
-    dense.take_over(None)  # which the pass before may have set
-    for noted in (_probed, _callers, _pairs, _masks):
-        noted.clear()
+    dense.set_pass()
+    vars(_noted).update(vars(_Noted()))
     try:
         forward()
-        return list(_callers), list(_probed)
+        return _noted.callers, _noted.shapes
     finally:
-        for noted in (_callers, _pairs, _masks):
-            noted.clear()
+        vars(_noted).update(vars(_Noted()))  # new lists
 
 
 def _switch_to_probe(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ and cache. With `by_row` every row is computed alone over its own contiguous pat
 other rows (`exact=True` without compiled kernels). That is slower, and gives the same numbers up to rounding.
 
 Passes over prompts whose rows see only some columns (`sparse.py`) always run here, whichever backend runs the other
-passes (`take_over`).
+passes (`set_pass`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.layout import Alibi, Part
+from sakiyomi.cache.observations import RowObservations
 from sakiyomi.cache.policies.sparse import Chunk, attend_some
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
@@ -27,10 +28,12 @@ from sakiyomi.model_executor.attention.registry import AttentionBackend, Backend
 
 
 class _Active(threading.local):
-    """What this thread's pass runs on: models run beside each other."""
+    """The running pass of this thread, see ``set_pass``: models run beside each other."""
 
     backend: TorchBackend | None = None
     over: bool = False
+    notes: RowObservations | None = None
+    plan: BatchPlan | None = None
 
 
 _active = _Active()
@@ -151,13 +154,19 @@ class TorchBackend(AttentionBackend):
         return out
 
 
-def take_over(dense: TorchBackend | None) -> None:
-    """Have this backend, which has begun it, compute this thread's next pass; None: the model's own backend does."""
-    _active.over = dense is not None
+def set_pass(*, over: bool = False, notes: RowObservations | None = None, plan: BatchPlan | None = None) -> None:
+    """Set up this thread's next pass.
+
+    Args:
+        over: the ``TorchBackend`` that was begun last computes attention in the place of the model's own backend.
+        notes: where the pass writes rows of numbers for the cache's policy; None: nowhere.
+        plan: of the pass, for ``notes``.
+    """
+    _active.over, _active.notes, _active.plan = over, notes, plan
 
 
 def taken_over() -> bool:
-    """Whether a backend has taken over this thread's pass."""
+    """Whether a ``TorchBackend`` computes this thread's pass in the place of the model's own backend."""
     return _active.over
 
 
@@ -206,8 +215,16 @@ def _cross(*given: Any) -> Tensor:
     return _active.backend.cross_attend(*given)
 
 
+def _observe(out: Tensor, note: Tensor, layer: int) -> Tensor:
+    if _active.notes is not None and _active.plan is not None:
+        _active.notes.write(layer, _active.plan, note)
+    return out.clone()  # the result is used, so that no recording drops the operator as dead code
+
+
 _library = torch.library.Library("sakiyomi", "DEF")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, float softcap, int window) -> Tensor")
 _library.define("cross(Tensor q, int layer, float scaling) -> Tensor")
+_library.define("observe(Tensor out, Tensor note, int layer) -> Tensor")
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
 _library.impl("cross", _cross, "CompositeExplicitAutograd")
+_library.impl("observe", _observe, "CompositeExplicitAutograd")
