@@ -108,28 +108,17 @@ def build_runner(model: Any, *, compile: bool | str = "auto", **options: Unpack[
     ) from refusal
 
 
-def _build(
-    model: Any,
-    *,
-    records: bool,
-    way: str | None = None,
-    max_slots: int = 8,
-    exact: bool = False,
-    owned: bool = False,
-    prepared: Prepared | None = None,
-    quantize: str | None = None,
-    text: Sequence[int] = (),
-    eviction: EvictionPlan | None = None,
-    offloaded: MappedFiles | None = None,
-    max_context: int | None = None,
-    make_cache: Callable[..., SlotCache] = SlotCache,
-) -> ModelRunner:
+def _build(model: Any, *, records: bool, way: str | None = None, **options: Unpack[RunnerOptions]) -> ModelRunner:
     """See ``build_runner``; ``way``: see ``ModelWeights``."""
+    max_slots, exact = options.get("max_slots", 8), options.get("exact", False)
+    prepared, quantize = options.get("prepared"), options.get("quantize")
+    eviction, offloaded = options.get("eviction"), options.get("offloaded")
     # Latents exclude three options. Policies read the keys of each head. Products with latents depend on the other rows
     # of a pass. Quantization is measured in the model's own forward, which has no latents.
     latents = eviction is None and not exact and quantize is None
-    read = functools.partial(ModelWeights, model, owned=owned, prepared=prepared, quantize=quantize, text=text)
-    weights = read(way=way, latents=latents, max_context=max_context)
+    read = functools.partial(ModelWeights, model, prepared=prepared, quantize=quantize, way=way, latents=latents)
+    owned, text, max_context = options.get("owned", False), options.get("text", ()), options.get("max_context")
+    weights = read(owned=owned, text=text, max_context=max_context)
     if offloaded is not None:
         _check_files(weights)
     # The first use on a machine starts in plain torch, while the kernels are being built.
@@ -150,6 +139,7 @@ def _build(
     # States of recurrent layers are computed in Python, which a captured pass would not replay.
     evicts = eviction is not None or bool(weights.stateful)
     spare = choose_backend(weights.needs(exact=exact, evicts=evicts)).spare
+    make_cache = options.get("make_cache", SlotCache)
     cache, sources = _caches(weights, max_slots, capacity, offloaded, spare, make_cache)
     sizes: tuple[int, ...] = SIZES
     if spare:  # a capture is cheap, so there are larger sizes too

@@ -59,8 +59,8 @@ class CpuBackend(AttentionBackend):
         self._cache = cache  # held, too
         for store in cache.states.stores:
             if isinstance(store, RecurrentStore):
-                store.kernels = _Sites(self._library, self.session)
-                store.kernels.attach(store)
+                store.kernels = self
+                self.attach_states(store)
         if not cache.room:
             return
         library, session = self._library, self.session
@@ -139,15 +139,8 @@ class CpuBackend(AttentionBackend):
         """Attention calls since `begin`."""
         return int(self._library.sk_calls())
 
-
-class _Sites:
-    """The states of a session in the kernels: see ``SiteKernels``."""
-
-    def __init__(self, library: Any, session: int) -> None:
-        self._library, self.session = library, session
-
-    def attach(self, store: RecurrentStore) -> None:
-        """Point the kernels at the store's present tensors."""
+    def attach_states(self, store: RecurrentStore) -> None:
+        """Point the kernels at the present tensors of recurrent states, see ``SiteKernels``."""
         for number, state in store.sites.items():
             site = state.site
             parts = [math.prod(shape) for shape in site.rows]
