@@ -80,7 +80,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("window-one-wider", "sliding window", "kernels/attention.h", "kernels/test_kernels.py",
      "std::max<int64_t>(0, end - window)", "std::max<int64_t>(0, end - window - 1)"),
     ("window-one-wider-in-torch", "sliding window", "kernels/batch.py", "kernels/test_kernels.py",
-     "return columns > rows - window if", "return columns >= rows - window if"),
+     "seen &= columns > rows - window if", "seen &= columns >= rows - window if"),
     ("refused-rows-stay", "commit", "cache/kv_store.py", "property/test_cache.py",
      "if not rows or rows[-1] == len(rows) - 1:", "if not rows or rows[0] == 0:"),
     ("rows-one-too-early", "commit", "kernels/round.h", "engine/test_native_rounds.py",

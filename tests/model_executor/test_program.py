@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not av
 OWN = ("gemma3", "granite", "lfm2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """They need no operator of torch."""
 PYTHON = (
-    "bloom", "falcon_mamba", "jamba", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
-    "recurrent_gemma", "zamba", "zamba2",
+    "bloom", "falcon_mamba", "gemma3n", "jamba", "llama4-chunked", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5",
+    "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "zamba", "zamba2",
 )  # fmt: skip
 """Some of their operators are called through Python."""
 ALL = sorted({*CONFIGS, *KINDS, *HYBRIDS})
@@ -68,10 +68,10 @@ def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
 def test_positions_beyond_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are computed when they come."""
     expected = passes(build_runner(tiny_llama(), compile=False))
-    monkeypatch.setattr(program, "REACH", 11)
+    monkeypatch.setattr(program, "TABLE_ROWS", 11)
     runner = build_runner(tiny_llama(), compile="auto")
     found = passes(runner)
-    assert isinstance(serving(runner), Program) and serving(runner)._reach == 22
+    assert isinstance(serving(runner), Program) and serving(runner)._table_rows == 22
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face causal language model as the engine runs it: packed rows, our cache, our attention, its own weights.
 
-A `ModelRunner` is a session: a model's weights on one cache. Target and draft model are both one of these. It knows
-rows, slots and logits; it knows no drafts and no sampling.
+A `ModelRunner` is a session: a model's weights on one cache. Target and draft model each have one. It deals with rows,
+slots and logits, not with drafts and sampling.
 """
 
 from __future__ import annotations
@@ -19,36 +19,35 @@ from torch import Tensor
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.errors import MemoryLimitError, UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-from sakiyomi.model_executor.attention import observe
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassForward, PassResult
-from sakiyomi.model_executor.attention.torch import take_over
-from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
+from sakiyomi.model_executor.attention.torch import set_pass
+from sakiyomi.model_executor.features import HEAD, PassOutput, states_by_layer
 from sakiyomi.model_executor.session import Session
 
 logger = logging.getLogger("sakiyomi")
 
 
 class ModelRunner(Session):
-    """Scores packed rows of several requests in one pass. `build_runner` (build.py) makes one of a model.
+    """Scores packed rows of several requests in one pass. `build_runner` (build.py) makes it from a model.
 
-    Of an encoder-decoder model the decoder is what runs; `make_room` has the encoder read a request's source, and its
-    keys and values for cross-attention stay beside the request's own.
+    Of an encoder-decoder model it runs the decoder. `make_room` has the encoder read a request's source, and keeps the
+    keys and values for cross-attention beside the request's own.
     """
 
     # ------------------------------------------------------------ rooms and sources
 
     def takes(self, source: Source | None) -> bool:
-        """Whether the encoder has so many places; without a source there is nothing to be read."""
+        """Whether the source fits into the encoder; None, no source, always fits."""
         limit = self.weights.encoder.limit if self.weights.encoder is not None else None
         return source is None or limit is None or source.length <= limit
 
     def make_room(self, slot: int, columns: int, source: Source | None = None) -> None:
-        """Room for so many tokens in a slot; the request's source is read, if that was not done.
+        """Reserve room for so many tokens in a slot, and read the request's source if it was not read yet.
 
         Args:
             slot: the request's.
-            columns: its tokens.
-            source: what its rows attend to beside their own text; None: nothing.
+            columns: number of tokens.
+            source: attended to beside the text; None: there is none.
 
         Raises:
             MemoryLimitError: there is no memory for it.
@@ -79,10 +78,10 @@ class ModelRunner(Session):
     # ------------------------------------------------------------ passes
 
     def score(self, segments: Sequence[SequenceRows], *, last: bool = False) -> PassOutput:
-        """One pass over the rows of these segments.
+        """Run one pass over the rows of these segments.
 
-        The rows' keys and values are written behind each slot's pairs (`SlotCache.commit` decides which stay); slots
-        must have room.
+        Keys and values of the rows are written behind each slot's pairs; `SlotCache.commit` then decides which stay.
+        The slots must have room.
 
         Args:
             segments: of different slots.
@@ -94,7 +93,7 @@ class ModelRunner(Session):
         if not last and self.describable() and (found := self._score_described(segments)) is not None:
             return found
         if self.exact and len(segments) > 1 and sum(len(segment.tokens) for segment in segments) > self.sizes[-1]:
-            # Beyond the largest size a pass would have another number of rows, and round otherwise.
+            # A pass beyond the largest size would round differently, so it is split.
             half = len(segments) // 2
             return PassOutput.joined([self.score(part, last=last) for part in (segments[:half], segments[half:])])
         plan = BatchPlan(segments)
@@ -109,27 +108,24 @@ class ModelRunner(Session):
         return self.run(plan, rows if self.weights.offloaded and not self.exact else self.padded(rows))
 
     def _replays_prompt(self, rows: int) -> bool:
-        """Whether a chunk of a prompt may be a recorded decoding pass, which computes the logits of all its rows."""
+        """Whether a chunk of a prompt runs as a recorded decoding pass, which computes logits of all its rows."""
         launched = self.device.type == "cuda" and self.backend.session is not None  # launches cost more than products
         if self.exact or rows > self.sizes[-1] or not (self.weights.small_head or launched):
             return False
         return self._replays(self.padded(rows))
 
+    @torch.no_grad()
     def run(self, plan: BatchPlan, size: int, *, keep: Tensor | None = None) -> PassOutput:
-        """The pass of a plan, filled up to `size` rows; logits of its own rows, or of those in `keep`."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.run(plan, size, keep=keep)
+        """Run the pass of a plan, filled up to `size` rows; logits of its own rows, or of those in `keep`."""
         with self.lock:
             ids, positions = self._inputs(plan, size)
             self.begin(plan, size)
             prompts = self._prompts if plan.prompts else None
-            take_over(prompts)
             if prompts is not None:
                 prompts.begin(plan, size)
             elif keep is not None:
                 self.want(keep)
-            observe.listen(self.eviction.observations, plan)
+            set_pass(over=prompts is not None, notes=self.eviction.observations, plan=plan)
             began = time.perf_counter()
             try:
                 found = None
@@ -137,18 +133,12 @@ class ModelRunner(Session):
                     found = self.recorder.run(self.begin, plan, ids, positions, keep)
                 replayed = found is not None
                 if found is None:
-                    wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
-                    ids, positions = ids.to(self.device), positions.to(self.device)
-                    self.weights.capture.begin()
-                    given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "use_cache": False}
-                    logits = self.module(**given, **wanted).logits
-                    found = logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()
+                    found = self.forward(ids.to(self.device), positions.to(self.device), keep)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
             finally:
                 spent = time.perf_counter() - began
-                take_over(None)
-                observe.listen(None, None)
+                set_pass()
             self.cache.begin(None)
             if keep is None:
                 self.clock.add(
@@ -162,13 +152,13 @@ class ModelRunner(Session):
             return self._output(found, plan.rows, keep)
 
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
-        """Without the rows that only filled the pass up."""
+        """The output of a pass without its filler rows."""
         logits, states = found
-        features = PassStates(self.weights.capture.layers[: len(states)], states, rows, keep)  # the head, and layers
+        features = states_by_layer(self.weights.capture.layers[: len(states)], states, rows, keep)
         return PassOutput(logits, features, rows if keep is None else logits.shape[1])
 
     def _inputs(self, plan: BatchPlan, size: int) -> tuple[Tensor, Tensor]:
-        """Token ids and positions of a pass on the host, (1, size) each; rows that only fill it up are zeros."""
+        """Token ids and positions of a pass on the host, (1, size) each; zeros for filler rows."""
         buffer = self._buffers.get(size)
         if buffer is None:
             kept = size in self.sizes  # a chunk of a prompt may have any length
@@ -185,12 +175,12 @@ class ModelRunner(Session):
             numbers[1, first : first + count] += self.eviction.shifts.get(slot, 0)
         if rows < size:
             numbers[:, rows:] = 0
-        if not rows and self.weights.has_experts:  # a trial of what a pass costs: other tokens choose other experts
+        if not rows and self.weights.has_experts:  # a trial pass: different tokens choose different experts
             numbers[0] = np.arange(size) * 97 % self.vocab_size
         return ids, positions
 
     def _check_layers(self, backend: AttentionBackend) -> None:
-        """After the first pass, refuse a model of which a layer did not use our cache: its logits would be wrong."""
+        """After the first pass: refuse a model if a layer did not use our cache, since its logits would be wrong."""
         calls, layers = backend.calls(), self._depth
         if calls != layers:
             raise UnsupportedError(
@@ -200,7 +190,7 @@ class ModelRunner(Session):
         self._proven = True
 
     def read_alone(self, slot: int, token: int, position: int) -> None:
-        """Read one token in an empty slot as if it stood at this position."""
+        """Read one token into an empty slot as if it were at this position."""
         plan = BatchPlan([SequenceRows(slot, 0, [token])])
         plan.positions = [position]
         self.run(plan, self.padded(1))
@@ -208,7 +198,7 @@ class ModelRunner(Session):
     # ------------------------------------------------------------ passes that the kernels describe
 
     def describable(self) -> bool:
-        """Whether the kernels may describe passes: these are replayed, and no callback reads their plans."""
+        """Whether the kernels may describe passes: passes are replayed, and no callback reads their plans."""
         eviction = self.eviction
         return not (
             self.backend.session is None
@@ -224,7 +214,7 @@ class ModelRunner(Session):
         )
 
     def _score_described(self, segments: Sequence[SequenceRows]) -> PassOutput | None:
-        """A pass over decoding rows that the kernels describe; None: such a pass is not replayed."""
+        """Run a pass over decoding rows that the kernels describe; None: such a pass is not replayed."""
         table: list[int] = []
         rows, most = 0, self.sizes[-1]
         for part in segments:
@@ -252,13 +242,14 @@ class ModelRunner(Session):
         return self._output(found, rows, None)
 
     def native_passes(self, rows: int, slot: int | None, length: int) -> tuple[int, tuple[int, ...]] | None:
-        """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.
+        """The number of this session in the kernels, and the row counts of passes that they may describe themselves.
 
-        They may where decoding passes of so many rows are replayed and no callback reads their plans: see ``replay``.
+        None: decoding passes of so many rows are not replayed, or a callback reads their plans. See ``replay``.
 
         Args:
             rows: of the largest pass.
-            slot, length: where none is free, passes are compared behind so many tokens of it; None: they are not.
+            slot, length: if no slot is free, passes are compared behind so many tokens of this slot; None: they are
+                not compared.
         """
         if rows > self.sizes[-1] or not self.describable():
             return None
@@ -269,27 +260,25 @@ class ModelRunner(Session):
                 _compare(self, size, slot, length)
             if size >= rows:
                 break
-        # A size that was not compared, for want of memory, is passed over: the next larger one is taken.
+        # A size that was not compared, for lack of memory, is left out: the next larger one is used.
         sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
         return (session, sizes) if sizes and sizes[-1] >= rows else None
 
+    @torch.no_grad()
     def replay(self, size: int, take: Callable[[int], int]) -> tuple[int, int]:
-        """Run passes that the kernels have described, and whose inputs they have written to what ``replayed`` gives.
+        """Run passes that the kernels have described, with the inputs that they have written (see ``replayed``).
 
         Args:
             size: rows of the first one.
-            take: takes the address of the logits of each, (1, rows, V), and says how many rows the next has; not
-                positive: no more.
+            take: takes the address of the logits of each, (1, rows, V), and returns the rows of the next one; 0 or
+                less: there is none.
 
         Returns:
-            Passes that were run, and what `take` said last.
+            Number of passes that were run, and the last result of `take`.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.replay(size, take)
         recorder, count, now = self.recorder, 0, time.perf_counter
         assert recorder is not None
-        passes: dict[int, tuple[int, float]] = {}  # by rows: how many, and their seconds
+        passes: dict[int, tuple[int, float]] = {}  # by rows: number of passes, and their seconds
         recorder.fresh = False
         with self.lock:
             while size > 0:
@@ -317,16 +306,16 @@ class ModelRunner(Session):
     # ------------------------------------------------------------ what passes cost
 
     def pass_seconds(self, rows: int) -> float:
-        """Seconds of a decoding pass over so many rows: a running mean, or a trial pass if none was made yet."""
+        """Seconds of a decoding pass over so many rows: a running mean, or a trial pass if there was none yet."""
         return self.clock.seconds(self.padded(rows), self.sizes, self._trial)
 
     def _trial(self, size: int) -> None:
         if self.backend.spare:
-            self.cache.reserve(0, 1)  # else there is nothing to capture
+            self.cache.reserve(0, 1)  # a capture needs a cache
         self.run(BatchPlan([]), size)  # without requests nothing is written
 
     def known_seconds(self, rows: int) -> float | None:
-        """`pass_seconds` if a pass of this size was made before; makes none."""
+        """`pass_seconds` without a trial; None: no pass of this size was made."""
         return self.clock.known(self.padded(rows))
 
 
@@ -344,7 +333,7 @@ def _compare(model: ModelRunner, size: int, slot: int | None, length: int) -> No
 
 
 def first_logits(model: ModelRunner, source: Source | None, tokens: Sequence[int]) -> Tensor:
-    """Logits (V,) of what follows these tokens where nothing was written yet."""
+    """Logits (V,) of the token that follows these tokens, read into an empty slot."""
     with model.lock, model.cache.lent(len(tokens)) as slot:
         model.make_room(slot, len(tokens), source)
         return model.score([SequenceRows(slot, 0, tokens, prompt=True)], last=True).logits[0]
