@@ -16,7 +16,7 @@ from torch import Tensor
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree, best_nodes
 from sakiyomi.drafters.adapter import Proposer, as_drafter
-from sakiyomi.drafters.base import Context, Drafter, HiddenStates, tell_end, tell_inherit, tell_states
+from sakiyomi.drafters.base import Context, Drafter, HiddenStates, tell
 from sakiyomi.drafters.chance_calibration import ChanceCalibration
 from sakiyomi.drafters.draft_length import TokenValue
 
@@ -82,19 +82,19 @@ class MergedDrafter(Drafter):
         """See ``Drafter``."""
         for member in self.members:
             if member.hidden_states is not None and member.hidden_states.rows == "all":
-                tell_states(member, context, first, {layer: states[layer] for layer in member.hidden_states.layers})
+                tell(member, "observe", context, first, {layer: states[layer] for layer in member.hidden_states.layers})
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter``."""
         for member in self.members:
-            tell_inherit(member, context, earlier)
+            tell(member, "inherit", context, earlier)
 
     def end(self, context: Context) -> None:
         """See ``Drafter``."""
         super().end(context)
         self._without.pop(context.id, None)
         for member in self.members:
-            tell_end(member, context)
+            tell(member, "end", context)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""

@@ -113,7 +113,7 @@ def write_mtp(folder: Path, form: MtpForm, tensors: Mapping[str, Tensor], layers
     """
     prefix = form.prefix.format(layers=layers)
     config = {"architectures": [MTP_ARCHITECTURE], "hidden_size": len(tensors[f"{form.project}.weight"])}
-    named = {prefix + name: tensor.contiguous() for name, tensor in tensors.items()}
+    named = {prefix + name: tensor for name, tensor in tensors.items()}
     write_trained(folder, "model.safetensors", named, trained_config(config, base=base), "MTP layer")
 
 
@@ -186,8 +186,7 @@ _ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 
 def norm_of(module: Any, weight: Tensor) -> nn.Module:
     """A norm like the one behind a model's last layer, with this weight."""
-    norm: nn.Module = copy.deepcopy(module.model.norm)
-    vars(norm).pop("forward", None)  # the kernels'
+    norm = last_norm(module)
     norm.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
     return norm
 

@@ -121,8 +121,7 @@ def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
         "num_target_layers": layers,
         **(named if options.anchored else {"dflash_config": named}),
     }
-    tensors = {name: tensor.contiguous() for name, tensor in file.tensors.items()}
-    write_trained(folder, "model.safetensors", tensors, trained_config(config, base=base), WHAT)
+    write_trained(folder, "model.safetensors", file.tensors, trained_config(config, base=base), WHAT)
 
 
 def read_block(folder: str | Path, layers: int, *, allow_pickle: bool = False) -> BlockFile:

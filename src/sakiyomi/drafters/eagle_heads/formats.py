@@ -130,7 +130,7 @@ def write_eagle(folder: Path, file: EagleFile, base: str) -> None:
         base: the target's name.
     """
     options = file.options
-    tensors = {name.replace(_FIRST, _MIDDLE): tensor.contiguous() for name, tensor in file.tensors.items()}
+    tensors = {name.replace(_FIRST, _MIDDLE): tensor for name, tensor in file.tensors.items()}
     config = {
         "architectures": [EAGLE_ARCHITECTURE],
         **file.config,
