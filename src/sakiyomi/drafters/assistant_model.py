@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sakiyomi.core.draft_specs import ASSISTANTS
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.drafters.head_files import head_config
+from sakiyomi.drafters.head_files import check_size, head_config
 from sakiyomi.drafters.head_model import read_model
 from sakiyomi.model_executor.runner import ModelRunner
 
@@ -133,11 +133,7 @@ def _fit(config: Any, target: ModelRunner, folder: Path) -> dict[str, int]:
         sizes.append((f"keys ({kind})", own.head_dim, shape.key_dim, "values"))
         sizes.append((f"heads of keys ({kind})", own.num_key_value_heads, shape.heads, "heads"))
     for what, own, theirs, unit in sizes:
-        if own != theirs:
-            raise UnsupportedError(
-                f"the {WHAT} in {folder} reads {what} of {own} {unit}, and the target has {theirs}: it belongs to "
-                "another model"
-            )
+        check_size(f"the {WHAT} in {folder} reads {what}", own, theirs, unit)
     return {kind: layers[kind] for kind in dict.fromkeys(inner.layer_types)}
 
 

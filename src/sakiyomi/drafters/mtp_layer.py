@@ -19,6 +19,7 @@ from sakiyomi.core.checkpoint import read_checkpoint, read_header
 from sakiyomi.core.draft_specs import MTP_ARCHITECTURE
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.trained import read_tensors, trained_config, write_trained
+from sakiyomi.drafters.head_files import check_tensors
 from sakiyomi.drafters.head_model import FusedEmbedding, HiddenOutput, last_norm, read_model
 
 
@@ -131,10 +132,8 @@ def make_mtp(form: MtpForm, tensors: Mapping[str, Tensor], target: Any, name: st
         UnsupportedError: the target's class cannot be made again, or the layer belongs to another target.
     """
     embedding = target.get_input_embeddings().weight.detach()
-    own = {form.project, form.embedding, form.hidden, form.norm}
-    lacking = next((part for part in sorted(own) if f"{part}.weight" not in tensors), None)
-    if lacking:
-        raise LoadError(f"the MTP layer in {name} lacks the tensor {lacking}.weight; get the model again")
+    own = [f"{part}.weight" for part in (form.project, form.embedding, form.hidden, form.norm)]
+    check_tensors(tensors, own, "MTP layer in", name)
     project, norm = tensors[f"{form.project}.weight"], tensors[f"{form.norm}.weight"]
     width = embedding.shape[1]
     if project.shape != (width, 2 * width) or norm.shape != (width,):
@@ -142,7 +141,7 @@ def make_mtp(form: MtpForm, tensors: Mapping[str, Tensor], target: Any, name: st
             f"the MTP layer in {name} joins two vectors of {project.shape[1] // 2} values, and the target's have "
             f"{width}: it belongs to another model, or is damaged"
         )
-    beside = {f"{part}.weight" for part in own} | set(_COPIES)
+    beside = {*own, *_COPIES}
     state = {
         f"model.layers.0.{key.removeprefix(form.layer)}": tensor
         for key, tensor in tensors.items()

@@ -18,6 +18,7 @@ from sakiyomi.core.trained import trained_config, write_trained
 from sakiyomi.drafters.head_files import (
     DraftFile,
     check_layers,
+    check_tensors,
     head_config,
     head_tensors,
     layer_config,
@@ -146,9 +147,7 @@ def read_block(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
     inner = layer_config(config, model_type="qwen3")
     inner.pop("is_causal", None)  # of the block, not of the layers
     tensors = head_tensors(folder, WHAT, allow_pickle=allow_pickle)
-    lacking = [name for name in ("fc.weight", "hidden_norm.weight", "norm.weight") if name not in tensors]
-    if lacking:
-        raise LoadError(f"{folder} lacks the tensor {lacking[0]} of a {WHAT}; get it again")
+    check_tensors(tensors, ("fc.weight", "hidden_norm.weight", "norm.weight"), WHAT, folder)
     tokens, nested = pop_tokens(tensors), config.get("dflash_config") or {}
     options = _options(str(folder), {**config, **nested}, inner)
     beside = {part for part in _HEADS if any(tensor.startswith(part) for tensor in tensors)}

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.errors import LoadError
 from sakiyomi.drafters.block_heads.convolution import ConvolvedLayer
 from sakiyomi.drafters.block_heads.formats import BlockFile
-from sakiyomi.drafters.head_files import OTHER
+from sakiyomi.drafters.head_files import check_size
 from sakiyomi.drafters.head_model import (
     HEAD_WEIGHT,
     HiddenOutput,
@@ -42,10 +42,8 @@ def make_block(file: BlockFile, target: ModelRunner) -> Any:
     options, width, what = file.options, int(target.config.hidden_size), "block drafter"
     embedding = token_embedding(file, target, what, file.tensors["fc.weight"].shape[1])
     head, own = file.tensors.get(HEAD_WEIGHT), int(file.config.get("hidden_size") or 0)
-    if own != embedding.shape[1] or (head is None and own != width):
-        raise UnsupportedError(
-            f"the {what} {file.name} has hidden states of {own} values, and those of the target have {width}: {OTHER}"
-        )
+    for other in (embedding.shape[1], width if head is None else own):
+        check_size(f"the {what} {file.name} has hidden states", own, other)
     guessed = 0 if head is None else len(head)
     if file.tokens is not None and guessed != len(file.tokens):
         raise LoadError(
