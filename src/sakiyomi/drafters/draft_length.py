@@ -194,22 +194,20 @@ class FixedSize:
     ) -> None:
         self.depth, self.nodes, self.chain, self.bounded = depth, nodes, chain, bounded
         self._gain = Throughput()
-        self._always = Size(depth, depth) if chain and isinstance(depth, int) else None  # the same in all rounds
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """What to draft in the next round. ``costs`` is called only where they are weighed."""
+        size = self._size(costs)
         if not self.bounded:
-            return self._always or self._size(costs)
-        size, now = self._always or self._size(costs), costs()
+            return size
+        now = costs()
         depth, nodes = (now.depth, now.nodes) if now.batch == 1 else (now.bearable(),) * 2
         return Size(min(size.depth, depth), min(size.nodes, nodes), size.worth)
 
     def _size(self, costs: Callable[[], Costs]) -> Size:
-        if self.chain:
+        if self.chain or (self.depth is not None and self.nodes is not None):
             depth = _number(self.depth, MOST)
-            return Size(depth, depth)
-        if self.depth is not None and self.nodes is not None:
-            depth, nodes = _number(self.depth, MOST), _number(self.nodes, MOST_NODES)
+            nodes = depth if self.chain else _number(self.nodes, MOST_NODES)
             return Size(min(depth, nodes), nodes)
         now = costs()
         depth, nodes = _number(self.depth, now.depth), _number(self.nodes, now.nodes)
