@@ -27,13 +27,13 @@ EAGLE_NORM = "layers.0.hidden_norm.weight"
 
 
 class Form(NamedTuple):
-    """What may stand behind a drafter's name.
+    """The argument that a drafter's name takes.
 
     Attributes:
-        text: as messages show it, in square brackets where it may be left out; "": nothing stands there.
-        what: it names, for messages.
-        read: its value; raises ``ValueError`` where it is none, ``NotADirectoryError`` where a folder is missing.
-        example: of what may be written, for messages.
+        text: syntax for messages, optional parts in square brackets; "": the name takes no argument.
+        what: the argument is, for messages.
+        read: parses it; raises ``ValueError`` if it is invalid, ``NotADirectoryError`` if its folder is missing.
+        example: of an argument, for messages.
     """
 
     text: str = ""
@@ -72,7 +72,7 @@ _OPTION = re.compile(r"(.*)\[(device|learn)=([^\[\]]*)\]")
 
 
 class ModelSpec(NamedTuple):
-    """What is behind the colon of a draft model's spec.
+    """The argument of a draft model's spec.
 
     Attributes:
         name: of the model.
@@ -152,11 +152,11 @@ FORMS = {
 
 
 def read_argument(kind: str, text: str) -> Any:
-    """The value of what is behind the colon of a spec; None where nothing is.
+    """The parsed argument of a spec; None: it has none.
 
     Raises:
-        InputError: it means nothing.
-        LoadError: it is a path that leads nowhere.
+        InputError: the argument is invalid.
+        LoadError: it is the path of a missing file or folder.
     """
     form = FORMS[kind]
     if text and not form.text:

@@ -99,7 +99,7 @@ class AssistantModel:
         return logits, module.post_projection(hidden)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Of all tokens, or of those whose centroids fit best."""
+        """Logits of all tokens, or of the tokens whose centroids fit best; the others get -inf."""
         module, weight = self._module, self._module.lm_head.weight
         some = module.masked_embedding
         if some is None:

@@ -48,12 +48,12 @@ _USUAL = {"kernel": 2, "group": 16, "selected": 16}
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions:
-    """What block drafters differ in.
+    """Settings that differ between block drafters.
 
     Attributes:
         layers: decoder layers of the target, counted from 0, whose outputs are read.
         size: rows of a block; the first holds the last committed token.
-        mask: token of the others.
+        mask: token of the other rows.
         anchored: the first row guesses the first token, the next the second (DSpark); else the second row guesses the
             first token (DFlash).
         causal: a row sees those before it, and not those behind it (JetSpec).

@@ -38,7 +38,7 @@ _MIDDLE, _FIRST = "midlayer.", "layers.0."
 
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions:
-    """What heads of this family differ in.
+    """Settings that differ between heads of this family.
 
     Attributes:
         layers: decoder layers of the target, counted from 0, whose outputs are read.

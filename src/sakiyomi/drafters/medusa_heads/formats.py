@@ -34,14 +34,14 @@ PREFIX, WHAT = "medusa_head.", "Medusa heads"
 
 @dataclass(frozen=True)
 class _Form:
-    """What a tool calls the parts of heads.
+    """Names of tensors and entries in the files of one tool.
 
     Attributes:
         block: weight or bias of a residual block, with the numbers of head and layer.
         own: weight of a head over the vocabulary; its layer is the one behind the blocks.
-        prefix: may stand before all names.
+        prefix: optional prefix of all names.
         count: entry of the configuration with the number of heads.
-        whose: heads these are, for messages.
+        whose: what the heads are called in messages.
     """
 
     block: str = "{head}.{layer}.linear.{part}"
