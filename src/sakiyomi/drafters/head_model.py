@@ -194,7 +194,7 @@ def token_embedding(file: DraftFile[Any], target: ModelRunner, what: str, read: 
         UnsupportedError: the target's hidden states have other sizes.
     """
     layers, width = len(file.options.layers), int(target.config.hidden_size)
-    check_size(f"the {what} {file.name} reads the outputs of {layers} layers", read, layers * width)
+    check_size(f"the {what} {file.name} reads the outputs of {layers} layers, together", read, layers * width)
     own: Tensor = file.tensors.get(_EMBEDDING, target.module.get_input_embeddings().weight.detach())
     return own
 
