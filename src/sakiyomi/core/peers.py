@@ -28,7 +28,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class Peers:
-    """Processes that work together, as one of them sees them.
+    """The processes of one job, as one of them sees them.
 
     Attributes:
         number: of this one, from 0.

@@ -81,7 +81,7 @@ class TextDrafter(Drafter):
 
     @abstractmethod
     def reader(self, context: Context) -> Reader:
-        """A reader for a new request, of which nothing was read yet."""
+        """A reader for a new request; it has read nothing yet."""
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""

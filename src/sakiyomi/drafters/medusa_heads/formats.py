@@ -145,7 +145,7 @@ def write_heads(
 
 
 def _layout(form: _Form, shape: HeadsShape, own: int, bias: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """By a tool's name of each tensor the parameter of ``MedusaHeads`` that it is part of, and its place there."""
+    """For each tensor name of a tool: the parameter of ``MedusaHeads`` that holds the tensor, and the index there."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for head in range(shape.heads):
         for layer in range(shape.layers):
