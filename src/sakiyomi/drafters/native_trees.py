@@ -19,7 +19,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
-from sakiyomi.drafters.trees import Builder, CandidateTree, Shape, native_shape
+from sakiyomi.drafters.trees import Builder, CandidateTree, Shape
 from sakiyomi.kernels.build import loaded
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.probs import NOTHING_LEFT
@@ -212,4 +212,4 @@ def _shape_of(state: DraftTreeState) -> Shape | None:
     candidates = state.candidates
     if type(state) is not DraftTreeState or state.sampler.edits or candidates.levels:
         return None
-    return native_shape(state.builder, candidates.depth, candidates.nodes)
+    return state.builder.shape(candidates.depth, candidates.nodes)

@@ -14,7 +14,7 @@ from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.model import ModelDrafter, Seat
 from sakiyomi.drafters.native_trees import EXTENT, level_seconds, pack_extent, place_children
 from sakiyomi.drafters.tree_reader import begin_tree, is_drawn
-from sakiyomi.drafters.trees import BUILDERS, native_shape
+from sakiyomi.drafters.trees import BUILDERS
 from sakiyomi.engine.request import Request
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import Uniforms
@@ -96,7 +96,7 @@ def size_of(request: Request, turn: Turn, gamma: int, drafter: ModelDrafter | No
         return turn.size
     confidence, worth = drafter.reader.confidence[context.rule], None if is_drawn(context) else context.worth
     tree, builder = begin_tree(context, depth, context.nodes, lambda: confidence.ranks)
-    shape = native_shape(builder, depth, tree.nodes)
+    shape = builder.shape(depth, tree.nodes)
     assert shape is not None
     children = place_children(shape)
     asked = _ASKED.pack(turn.number) + pack_extent(tree, builder, shape, children, worth, confidence)
@@ -135,7 +135,7 @@ def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) 
         return b""
     if drafter is not None:
         keep = params.builder == "chain" or (target.backend.keeps and drafter.model.backend.keeps)
-        if not keep or native_shape(BUILDERS[params.builder](params, lambda: RANKS), 1, 1) is None:
+        if not keep or BUILDERS[params.builder](params, lambda: RANKS).shape(1, 1) is None:
             return b""
     case = Case(Draft.empty(), 0, len(context.tokens), request.verifier, request.sampler, context.noise)
     return pack_case(case, target.vocab_size, [])

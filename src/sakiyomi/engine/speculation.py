@@ -16,7 +16,7 @@ from sakiyomi.core.errors import DraftError, InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft
-from sakiyomi.drafters.base import Drafter, tell_states
+from sakiyomi.drafters.base import Drafter, tell
 from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs
 from sakiyomi.engine.pace import Pace
 from sakiyomi.engine.request import GIVEN, Request
@@ -220,7 +220,7 @@ class SpeculationController:
         """Give a drafter that wants all hidden states those in these rows of a pass: of the tokens from `first` on."""
         if self._wanted is not None and self._wanted.rows == "all":
             states = {layer: output.features[layer][rows] for layer in self._wanted.layers}
-            tell_states(self.drafter, request.context, first, states)
+            tell(self.drafter, "observe", request.context, first, states)
 
     def observe(
         self, requests: Sequence[Request], depths: Sequence[int], kept: Sequence[int], rows: int, clock: RoundClock

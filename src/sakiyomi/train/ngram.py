@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from sakiyomi import theory
 from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.core.errors import InputError
-from sakiyomi.core.files import whole_file
 from sakiyomi.drafters.ngram import SIBLINGS, NgramReader, Tables
-from sakiyomi.drafters.ngram_file import FileTables, tables_bytes
+from sakiyomi.drafters.ngram_file import FileTables, write_tables
 from sakiyomi.engine import machine
 from sakiyomi.engine.llm import LLM
 from sakiyomi.kernels.batch import SequenceRows
@@ -69,13 +68,11 @@ def train_ngram(config: TrainNgram, command: str = "") -> dict[str, Any]:
         "source": f"{config.samples} samples of {config.target}" if config.samples else "text",
         "command": command,
     }
-    content = tables_bytes(config.order, tensors, about)
-    with whole_file(out, "make room there, or choose another --out") as fresh:
-        fresh.write_bytes(content)
+    write_tables(out, config.order, tensors, about)
     summary: dict[str, Any] = {
         "finished": True,
         "out": str(out),
-        "bytes": len(content),
+        "bytes": out.stat().st_size,
         "order": config.order,
         "tokens": int(about["tokens"]),
         "ngrams": {n: int(tensors[f"tokens.{n}"].size) for n in range(2, config.order + 1)},
