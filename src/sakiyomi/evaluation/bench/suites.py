@@ -13,39 +13,28 @@ from sakiyomi.evaluation.bench.card import minute
 from sakiyomi.evaluation.bench.config import BenchConfig, Note, silent
 from sakiyomi.evaluation.bench.contest import peers
 from sakiyomi.evaluation.bench.cross import cross
-from sakiyomi.evaluation.bench.drafts import oracle, selfdraft, trees
-from sakiyomi.evaluation.bench.evicted import evicted
+from sakiyomi.evaluation.bench.drafts import oracle
 from sakiyomi.evaluation.bench.frame import PairRow
-from sakiyomi.evaluation.bench.heads import heads
-from sakiyomi.evaluation.bench.learning import learning
 from sakiyomi.evaluation.bench.medusa import medusa, typical
-from sakiyomi.evaluation.bench.offload import offload
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.speed import batch, dropin, speculative, stories, sweep
 from sakiyomi.evaluation.bench.study import attempted
 
 Measure = Callable[[PairRow], Row]
 Rows = Mapping[str, Measure]
-_DECLARED: list[Measure] = [minute, speculative, stories, batch, sweep, trees, oracle, offload, peers, cross]
-_DECLARED += [selfdraft, evicted, dropin, medusa, heads, typical, learning]
+_DECLARED: list[Measure] = [minute, speculative, stories, batch, sweep, oracle, peers, cross, dropin, medusa, typical]
 ROWS: dict[str, Measure] = {row.__name__: row for row in _DECLARED}
 """Named as the functions are, in the order in which they run."""
 
 ALL = "all"
 """In the place of names of rows."""
 
-ALONE = {"minute", "selfdraft", "evicted", "heads"}
+ALONE = {"minute"}
 """Rows of a target without a draft model."""
 
-NAMED = {"minute", "evicted", "heads", "learning"}
-"""Rows that ``all`` does not include: of long texts, of many drafters, of many texts."""
-
-TABLES = {"learning"}
-"""Rows of which nothing can be drawn."""
-
-MOVED = {"block", "bookkeeping", "coverage", "exact", "lookup", "merged", "never-slower", "passes", "plain", "scoring"}
-MOVED |= {"useless"}
-"""Rows about sakiyomi's own code, which are run by a script."""
+MOVED = {"block", "bookkeeping", "coverage", "evicted", "exact", "heads", "learning", "lookup", "merged"}
+MOVED |= {"never-slower", "offload", "passes", "plain", "scoring", "selfdraft", "trees", "useless"}
+"""Rows that compare ways of sakiyomi's own, which are run by a script."""
 
 
 def measure(name: str, config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Row:
@@ -90,6 +79,6 @@ def _wanted(config: BenchConfig, rows: Rows) -> Sequence[str]:
             raise InputError(f"there is no row {name!r}; rows are {', '.join(rows)}, and all")
     if ALL not in config.rows:
         return config.rows or ("minute",)
-    absent = NAMED | ({"cross"} if config.cross is None else set())
+    absent = {"minute"} | ({"cross"} if config.cross is None else set())
     absent |= {"medusa", "typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set()
     return [name for name in rows if name not in absent or name in config.rows]
