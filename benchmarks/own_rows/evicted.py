@@ -87,12 +87,7 @@ def _lap(talk: Conversation, prompt: Sequence[int], params: SamplingParams) -> L
     """Seconds after the prompt; only the first run reads more of it than the last token."""
     done = talk.generate(prompt, params)
     seconds = done.stats.seconds - done.stats.prefill_seconds
-    return Lap(
-        seconds,
-        len(done.token_ids) - 1,
-        (tuple(done.token_ids),),
-        round_figures(done.stats) | {"alpha": done.stats.alpha},
-    )
+    return Lap(seconds, len(done.token_ids) - 1, (tuple(done.token_ids),), round_figures(done.stats))
 
 
 def _line(length: int, standings: Sequence[Standing]) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ def save(figure: Any, path: str | Path, other: str = "--plot") -> None:
         raise LoadError(f"cannot write {path}: {error}; choose another {other}") from None
 
 
-def plain_numbers(axes: Any) -> None:
+def plain_numbers(axes: Any, *_: Any) -> None:
     """Numbers in place of powers of ten at a logarithmic vertical axis, and no more ticks than have one."""
     from matplotlib.ticker import LogLocator
 

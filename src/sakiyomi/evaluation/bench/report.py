@@ -117,7 +117,7 @@ def of_race(
     notes = race_notes(standings) if lines is None else _differences(standings)
     if lines is None:
         shown = [standing.to_dict() | {"name": before + standing.name} for standing in standings]
-        lines = [{key: value for key, value in line.items() if key != "note"} for line in shown]
+        lines = [{key: value for key, value in line.items() if key not in ("alpha", "note")} for line in shown]
     return Row(name, title, lines, conditions, [before + text for text in notes])
 
 
