@@ -9,7 +9,8 @@ never right), coverage (siblings that the target chooses from), block (block ver
 (cost and promise of exact=True), lookup and merged (drafts from the text, on texts that repeat their prompt), trees
 (against chains of one drafter), selfdraft (a target that drafts for itself), evicted (on an excerpt of its cache, by
 the length of the context), heads (every drafter of a target), learning (a draft that learns while it is used, beside
-the same without, over many prompts), offload (the target is read from the disk at every pass).
+the same without, over many prompts), cross (a draft of another tokenizer, beside transformers), offload (the target
+is read from the disk at every pass).
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from dataclasses import replace
 
 from own_rows.block import block
 from own_rows.bookkeeping import bookkeeping
+from own_rows.common import OwnConfig
+from own_rows.cross import cross
 from own_rows.drafts import coverage, never_slower, useless
-from own_rows.evicted import OwnConfig, evicted
+from own_rows.evicted import evicted
 from own_rows.exactness import exact
 from own_rows.heads import heads
 from own_rows.learning import learning
@@ -53,6 +56,7 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
     "exact": exact,
     "lookup": lookup,
     "merged": merged,
+    "cross": cross,
     "trees": trees,
     "selfdraft": selfdraft,
     "evicted": evicted,
@@ -61,8 +65,8 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
     "offload": offload,
 }
 
-NAMED = {"evicted", "heads", "learning"}
-"""Rows that run only if they are named: of long texts, of many drafters, of many texts."""
+NAMED = {"cross", "evicted", "heads", "learning"}
+"""Rows that run only if they are named: of two tokenizers, of long texts, of many drafters, of many texts."""
 
 RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
 """Rows that make their own models."""

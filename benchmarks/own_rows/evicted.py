@@ -4,40 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from own_rows.common import OwnConfig
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.meter import round_figures
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
 
-__all__ = ["OwnConfig", "evicted"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnConfig(BenchConfig):
-    """What is measured, and how often.
-
-    Attributes:
-        rows: rows to run (--rows again for each); without any all but evicted, heads and learning.
-        draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS.
-        heads: for row heads, a folder of any heads, measured beside the known drafters of the target.
-        contexts: context lengths of row evicted, in tokens of the joined prompts (again for each).
-    """
-
-    contexts: tuple[int, ...] = (1024, 2048, 4096, 8192)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.contexts, default=0) < 1:
-            raise InputError(f"contexts is {self.contexts}; expected one size of at least 1, or more")
+__all__ = ["evicted"]
 
 
 @declared("tokens/s after the prompt, by its length")

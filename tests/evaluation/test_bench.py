@@ -16,7 +16,7 @@ import rows as script
 from forward_clock import ForwardClock
 from own_rows import bookkeeping as bookkeeping_row
 from own_rows import passes as passes_row
-from own_rows.evicted import OwnConfig
+from own_rows.common import OwnConfig
 from own_rows.exactness import RandomTrees
 from own_rows.lookup import Given
 from random_models import Numbers, random_llama, random_prompts
@@ -687,7 +687,7 @@ def test_a_packed_copy_is_refused_before_any_row_runs(pair: BenchConfig) -> None
 def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
     """Both drafts, plain, and transformers with both tokenizers: equal texts, and characters beside tokens."""
     other = save_model(tmp_path / "other", tiny_llama(288, seed=3, eos_token_id=None), byte_fallback_tokenizer())
-    found = suites.measure("cross", dataclasses.replace(pair, cross=f"model:{other}"))
+    found = own_row("cross", OwnConfig(**vars(pair) | {"cross": f"model:{other}"}))
     lines = {line["name"]: line for line in found.lines}
     assert list(lines) == [
         "sakiyomi plain",
@@ -703,7 +703,7 @@ def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
     assert lines["transformers plain"]["tau"] == 1
     assert found.conditions["assistant_tokens"] >= pair.gamma
     with pytest.raises(InputError, match="another tokenizer"):
-        suites.measure("cross", pair)
+        own_row("cross", OwnConfig(**vars(pair)))
 
 
 @pytest.mark.thorough

@@ -68,10 +68,9 @@ class BenchConfig(PairSettings):
 
     Attributes:
         rows: rows to run (--rows again for each). Without any the one-minute table (minute): transformers, plain, with
-            the draft. all: speculative, stories, batch, sweep, oracle, peers, cross, dropin, medusa, typical.
+            the draft. all: speculative, stories, batch, sweep, oracle, peers, dropin, medusa, typical.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; of row minute any draft.
         heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
-        cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
         quantize: int8 or int4: quantize the weights of our own target. Its drafted text is then compared with its plain
             text, not with that of other programs. Row dropin ignores it; row peers measures this kind beside the pair's
             dtype, and every kind without it.
@@ -85,7 +84,6 @@ class BenchConfig(PairSettings):
     """
 
     rows: tuple[str, ...] = ()
-    cross: str | None = None
     quantize: str | None = None
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     quality: str | None = None

@@ -12,7 +12,6 @@ from sakiyomi.core.memory import peak_bytes
 from sakiyomi.evaluation.bench.card import minute
 from sakiyomi.evaluation.bench.config import BenchConfig, Note, silent
 from sakiyomi.evaluation.bench.contest import peers
-from sakiyomi.evaluation.bench.cross import cross
 from sakiyomi.evaluation.bench.drafts import oracle
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.medusa import medusa, typical
@@ -22,7 +21,7 @@ from sakiyomi.evaluation.bench.study import attempted
 
 Measure = Callable[[PairRow], Row]
 Rows = Mapping[str, Measure]
-_DECLARED: list[Measure] = [minute, speculative, stories, batch, sweep, oracle, peers, cross, dropin, medusa, typical]
+_DECLARED: list[Measure] = [minute, speculative, stories, batch, sweep, oracle, peers, dropin, medusa, typical]
 ROWS: dict[str, Measure] = {row.__name__: row for row in _DECLARED}
 """Named as the functions are, in the order in which they run."""
 
@@ -32,7 +31,7 @@ ALL = "all"
 ALONE = {"minute"}
 """Rows of a target without a draft model."""
 
-MOVED = {"block", "bookkeeping", "coverage", "evicted", "exact", "heads", "learning", "lookup", "merged"}
+MOVED = {"block", "bookkeeping", "coverage", "cross", "evicted", "exact", "heads", "learning", "lookup", "merged"}
 MOVED |= {"never-slower", "offload", "passes", "plain", "scoring", "selfdraft", "trees", "useless"}
 """Rows that compare ways of sakiyomi's own, which are run by a script."""
 
@@ -71,7 +70,7 @@ def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS, alone: Set[
 
 
 def _wanted(config: BenchConfig, rows: Rows) -> Sequence[str]:
-    """Names of the rows to run; ``all`` leaves out rows whose heads or drafts are not known."""
+    """Names of the rows to run; ``all`` leaves out rows whose heads are not known."""
     for name in config.rows:
         if name in MOVED and name not in rows:
             raise InputError(f"row {name!r} is now in the source repository: python benchmarks/rows.py --rows {name}")
@@ -79,6 +78,6 @@ def _wanted(config: BenchConfig, rows: Rows) -> Sequence[str]:
             raise InputError(f"there is no row {name!r}; rows are {', '.join(rows)}, and all")
     if ALL not in config.rows:
         return config.rows or ("minute",)
-    absent = {"minute"} | ({"cross"} if config.cross is None else set())
+    absent = {"minute"}
     absent |= {"medusa", "typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set()
     return [name for name in rows if name not in absent or name in config.rows]
