@@ -9,8 +9,8 @@ never right), coverage (siblings that the target chooses from), block (block ver
 (cost and promise of exact=True), lookup and merged (drafts from the text, on texts that repeat their prompt), trees
 (against chains of one drafter), selfdraft (a target that drafts for itself), evicted (on an excerpt of its cache, by
 the length of the context), heads (every drafter of a target), learning (a draft that learns while it is used, beside
-the same without, over many prompts), cross (a draft of another tokenizer, beside transformers), offload (the target
-is read from the disk at every pass).
+the same without, over many prompts), medusa (heads beside a draft model), batch (eight requests at once), cross (a
+draft of another tokenizer, beside transformers), offload (the target is read from the disk at every pass).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from own_rows.batch import batch
 from own_rows.block import block
 from own_rows.bookkeeping import bookkeeping
 from own_rows.common import OwnConfig
@@ -28,6 +29,7 @@ from own_rows.exactness import exact
 from own_rows.heads import heads
 from own_rows.learning import learning
 from own_rows.lookup import lookup
+from own_rows.medusa import medusa
 from own_rows.merged import merged
 from own_rows.offload import offload
 from own_rows.passes import passes, scoring
@@ -56,7 +58,9 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
     "exact": exact,
     "lookup": lookup,
     "merged": merged,
+    "batch": batch,
     "cross": cross,
+    "medusa": medusa,
     "trees": trees,
     "selfdraft": selfdraft,
     "evicted": evicted,
@@ -65,8 +69,8 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
     "offload": offload,
 }
 
-NAMED = {"cross", "evicted", "heads", "learning"}
-"""Rows that run only if they are named: of two tokenizers, of long texts, of many drafters, of many texts."""
+NAMED = {"cross", "evicted", "heads", "learning", "medusa"}
+"""Rows that run only if they are named: of drafts, heads and texts that have to be given, or that are many."""
 
 RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
 """Rows that make their own models."""

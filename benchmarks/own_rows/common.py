@@ -19,9 +19,11 @@ class OwnConfig(BenchConfig):
     """What is measured, and how often.
 
     Attributes:
-        rows: rows to run (--rows again for each); without any all but cross, evicted, heads and learning.
+        rows: rows to run (--rows again for each); without any all but cross, evicted, heads, learning and
+            medusa.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS.
-        heads: for row heads, a folder of any heads, measured beside the known drafters of the target.
+        heads: for row medusa, Medusa heads of the target; for row heads a folder of any heads, measured beside the
+            known drafters of the target.
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
         contexts: context lengths of row evicted, in tokens of the joined prompts (again for each).
     """

@@ -85,12 +85,9 @@ def audit(
 
 
 def put_together(
-    do: Callable[[Sequence[Part]], Iterable[Any]],
-    prompts: Sequence[Sequence[str]],
-    config: AuditConfig,
-    apart: bool = False,
+    do: Callable[[Sequence[Part]], Iterable[Any]], prompts: Sequence[Sequence[str]], config: AuditConfig
 ) -> AuditReport:
-    """Have the parts of an audit done, and put them together.
+    """Have the parts of an audit done, and put them together; a rule whose distribution is tested is a part.
 
     Differences are judged by the noise of all texts, whichever part measured it.
 
@@ -98,7 +95,6 @@ def put_together(
         do: results of parts, in their order.
         prompts: of each part that compares texts.
         config: how much is checked.
-        apart: every rule whose distribution is tested is a part of its own.
     """
     measured: list[Measured] = list(do([("measure", (texts,)) for texts in prompts]))
     noise = max(part.noise for part in measured)
@@ -107,9 +103,7 @@ def put_together(
     every: Texts = [ids for part in measured for ids in part.prompts]
     report = AuditReport(noise, prompts=every, **measured[0].about)
     rules = _rules(config)[1] if config.sampled or config.verifiers else []
-    testing: list[Part] = [
-        ("test", (every, some)) for some in ([[rule] for rule in rules] if apart else [rules]) if some
-    ]
+    testing: list[Part] = [("test", (every, [rule])) for rule in rules]
     done = list(do(comparing + testing))
     report.checks = [Check.joined(same) for same in zip(*done[: len(comparing)], strict=True)]
     report.sampled = [check for part in done[len(comparing) :] for check in part]

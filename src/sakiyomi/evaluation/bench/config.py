@@ -68,9 +68,9 @@ class BenchConfig(PairSettings):
 
     Attributes:
         rows: rows to run (--rows again for each). Without any the one-minute table (minute): transformers, plain, with
-            the draft. all: speculative, stories, batch, sweep, oracle, peers, dropin, medusa, typical.
+            the draft. all: speculative, stories, sweep, oracle, peers, dropin, typical.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; of row minute any draft.
-        heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
+        heads: for row typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
         quantize: int8 or int4: quantize the weights of our own target. Its drafted text is then compared with its plain
             text, not with that of other programs. Row dropin ignores it; row peers measures this kind beside the pair's
             dtype, and every kind without it.

@@ -9,6 +9,7 @@ import numpy as np
 
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.figures.alphas import minima
+from sakiyomi.evaluation.bench.figures.config import words
 from sakiyomi.evaluation.bench.figures.panels import PARTS
 from sakiyomi.evaluation.bench.figures.work import Work, line_of
 from sakiyomi.evaluation.bench.frame import Run, our_lap
@@ -72,33 +73,23 @@ def formulas(work: Work) -> Row:
     verify = (fast.median("score_ms") + fast.median("overhead_ms")) / step
     c_hat, tokens = work.c_hat, expected_tokens(alpha, gamma)
     theta, n = 1 - alpha, gamma + 1
-    known: list[tuple[str, str, float, float]] = [
-        ("alpha", r"$\alpha = E[\beta],\ \beta = \sum_x \min(p(x), q(x))$", alpha, fast.median("alpha")),
-        ("E", r"$E = (1 - \alpha^{\gamma+1})\,/\,(1 - \alpha)$", tokens, fast.median("tau")),
-        (
-            "E[X]",
-            r"$E[X] = (1 - (1-\theta)^n)\,/\,\theta,\ \theta = 1-\alpha,\ n = \gamma+1$",
-            (1 - (1 - theta) ** n) / theta if theta > 0 else float(n),
-            fast.median("tau"),
-        ),
-        ("speed-up", r"$E\,/\,(\gamma c + 1)$", speedup(alpha, gamma, c), fast.ratio),
-        (
-            "speed-up, the pass as it costs",
-            r"$E\,/\,(\gamma c + v),\ v$: a round without its draft, in plain steps",
-            round_speedup(tokens, gamma * c, verify),
-            fast.ratio,
-        ),
-        (
-            "operations",
-            r"$(\gamma \hat c + \gamma + 1)\,/\,E$",
+    known: dict[str, tuple[float, float]] = {
+        "alpha": (alpha, fast.median("alpha")),
+        "E": (tokens, fast.median("tau")),
+        "E[X]": ((1 - (1 - theta) ** n) / theta if theta > 0 else float(n), fast.median("tau")),
+        "speed-up": (speedup(alpha, gamma, c), fast.ratio),
+        "speed-up, the pass as it costs": (round_speedup(tokens, gamma * c, verify), fast.ratio),
+        "operations": (
             operations_ratio(alpha, gamma, c_hat),
             fast.median("target rows") + c_hat * fast.median("draft rows"),
         ),
-        ("reads of the target", r"$1\,/\,E$", memory_ratio(tokens), fast.median("target passes")),
-    ]
-    names = ("name", "formula", "predicted", "measured")
+        "reads of the target": (memory_ratio(tokens), fast.median("target passes")),
+    }
+    written = words()["formulas"]
     lines = [
-        dict(zip(names, line, strict=True)) | {"off by": line[3] / line[2] - 1 if line[2] else None} for line in known
+        {"name": name, "formula": written[name], "predicted": predicted, "measured": found}
+        | {"off by": found / predicted - 1 if predicted else None}
+        for name, (predicted, found) in known.items()
     ]
     symbols = {"gamma": gamma, "c": c, "v": verify, "c_hat": c_hat, "A/A": Spread.shown(standings)}
     return work.measured(lines, temperature=1, acceptance="ratio", **symbols)
