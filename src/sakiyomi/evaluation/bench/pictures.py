@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.evaluation.bench.draw import NARROW, WIDTH, blank, bordered, drawn, foot, save
+from sakiyomi.evaluation.bench.draw import FOOT, NARROW, WIDTH, blank, bordered, drawn, save, small
 from sakiyomi.evaluation.bench.report import Row
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def drawing(
         if legend:
             legend_once(figure, figure.axes, "upper", 4)
         if conditions is not None:
-            foot(figure, conditions)
+            figure.supxlabel(small(conditions), **FOOT)
         save(figure, path)
 
 

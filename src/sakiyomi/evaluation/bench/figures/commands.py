@@ -65,6 +65,11 @@ def _last_line(name: str, given: str, command: str) -> Any:
         raise LoadError(f"{name} {given} cannot be read ({error!r}); give what `sakiyomi {command}` printed") from None
 
 
+def _same(config: Any, *names: str) -> dict[str, Any]:
+    """Settings that another command has under the same names."""
+    return {name: getattr(config, name) for name in names}
+
+
 def oracle(work: Work) -> Row:
     """A draft of known rate."""
     return oracle_row(work)
@@ -101,10 +106,8 @@ def _own(work: Work) -> list[dict[str, Any]]:
         file = Path(folder) / "prompts.jsonl"
         texts = config.texts()[:RACED]
         file.write_text("".join(json.dumps({"source": text}) + "\n" for text in texts), encoding="utf-8")
-        asked = TasksConfig(
-            data=(f"chat={file}",), target=config.target, draft=config.draft, device=config.device, gamma=config.gamma,
-            repeats=config.repeats, max_new_tokens=min(SHORT, config.max_new_tokens), count=config.count,
-        )  # fmt: skip
+        shared = _same(config, "target", "draft", "device", "gamma", "repeats", "count")
+        asked = TasksConfig(data=(f"chat={file}",), max_new_tokens=min(SHORT, config.max_new_tokens), **shared)
         return [row.to_dict() for row in run_tasks(asked, work.note)]
 
 
@@ -112,20 +115,23 @@ def memory(work: Work) -> Row:
     """Right answers of some cache systems, by the bytes that they hold."""
     report = work.report
     asked = LongConfig(
-        target=report.memory_target, systems=("full", "h2o", "snapkv", "streaming", "quant-4"), budgets=("1/8", "1/4"),
-        lengths=report.memory_lengths, count=report.count, seeds=("0", "1"), memory=False, dtype=report.dtype,
-        device=report.device,
+        target=report.memory_target,
+        systems=("full", "h2o", "snapkv", "streaming", "quant-4"),
+        budgets=("1/8", "1/4"),
+        lengths=report.memory_lengths,
+        seeds=("0", "1"),
         # Between chunks a budget is exceeded by one: with a large one short prompts would never meet it.
         chunk_size=128,
-    )  # fmt: skip
+        memory=False,
+        **_same(report, "count", "dtype", "device"),
+    )
     return replace(_whole({row.name: row for row in run_long(asked, work.note)}, "long"), name=work.name)
 
 
 def _asked(report: ReportConfig) -> LocretConfig:
-    return LocretConfig(
-        target=report.memory_target, lengths=report.memory_lengths[-1:], count=max(1, report.count // 2), seeds=("0",),
-        chunk_size=CHUNK, memory=False, dtype=report.dtype, device=report.device,
-    )  # fmt: skip
+    known: dict[str, Any] = {"target": report.memory_target, "lengths": report.memory_lengths[-1:]}
+    known |= {"count": max(1, report.count // 2), "seeds": ("0",), "chunk_size": CHUNK, "memory": False}
+    return LocretConfig(**known, **_same(report, "dtype", "device"))
 
 
 def locret(work: Work) -> Row:
@@ -140,10 +146,8 @@ def kept(work: Work) -> Row:
     asked = _asked(work.report)
     length = int(asked.lengths[0])
     budget = max(1, length // 8)
-    llm = LLM(
-        asked.target, "none", cache=asked.systems()["Locret"], kv_budget=budget, chunk_size=CHUNK, dtype=asked.dtype,
-        device=asked.device, max_batch=1,
-    )  # fmt: skip
+    cache: dict[str, Any] = {"cache": asked.systems()["Locret"], "kv_budget": budget, "chunk_size": CHUNK}
+    llm = LLM(asked.target, "none", **cache, dtype=asked.dtype, device=asked.device, max_batch=1)
     question = source(asked.long(), llm.tokenizer)(length)[0]
     tokens = len(question.tokens)
     work.note(f"a question of {tokens} tokens")
@@ -165,10 +169,13 @@ def predicted(work: Work) -> Row:
         found = _predictions(report.predictions)
     else:
         asked = PairConfig(
-            target=report.target, draft=() if report.draft == "auto" else (report.draft,), prompts=report.prompts,
-            count=max(2, TEXTS * report.count), prompt_tokens=report.prompt_tokens, all=True, dtype=report.dtype,
-            max_new_tokens=max(8, report.max_new_tokens), device=report.device, save=False,
-        )  # fmt: skip
+            draft=() if report.draft == "auto" else (report.draft,),
+            count=max(2, TEXTS * report.count),
+            max_new_tokens=max(8, report.max_new_tokens),
+            all=True,
+            save=False,
+            **_same(report, "target", "prompts", "prompt_tokens", "dtype", "device"),
+        )
         found = tune(asked, work.note)
     names = ("draft", "gamma", "predicted_speedup", "measured_speedup", "error")
     lines = [

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.evaluation.bench.draw import curve, plain_numbers
+from sakiyomi.evaluation.bench.draw import plain_numbers
 from sakiyomi.evaluation.bench.figures import trees
 from sakiyomi.evaluation.bench.long.plot import accuracy
 from sakiyomi.evaluation.bench.pictures import (
@@ -51,8 +51,9 @@ def _expected(axes: Any, row: Row, theme: Theme) -> None:
         axes.plot(GRID, [expected_tokens(alpha, gamma) for alpha in GRID], color=colour, label=f"gamma {gamma}")
         for name, mark in marks.items():
             points = [line for line in row.lines if (line["gamma"], line["name"]) == (gamma, name)]
-            size, edge = (13, theme.ink) if mark == "*" else (6, colour)
-            curve(axes, points, "alpha", "tau", mark, color=colour, markersize=size, markeredgecolor=edge)
+            look = {"markersize": 13, "markeredgecolor": theme.ink} if mark == "*" else {"markersize": 6}
+            ends = ([line[key] for line in points] for key in ("alpha", "tau"))
+            axes.plot(*ends, mark, color=colour, **look)
     for name, mark in marks.items():
         axes.plot([], [], mark, color=theme.faint, markersize=9, label=f"measured, {name}")
     axes.set(xlabel="alpha: share of judged tokens that were accepted", ylabel="tokens a target pass", ylim=(1, None))
