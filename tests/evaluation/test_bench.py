@@ -434,7 +434,7 @@ def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
     assert len(found.lines) >= 2
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in found.lines)
     assert found.lines[0]["ratio"] == 1.0
-    assert {"dtype", "gamma", "prompt_tokens", "laps"} <= set(found.conditions)
+    assert {"dtype", "gamma", "prompt_tokens", "runs"} <= set(found.conditions)
     others = ["transformers assisted", "transformers plain", "transformers prompt lookup"]
     assert [line["name"] for line in found.lines if "transf" in line["name"]] == others * (row == "speculative")
     json.dumps(found.to_dict())

@@ -30,8 +30,8 @@ from sakiyomi.evaluation.bench.report import Row, condition_line
 
 FORMAT = 1
 TITLE = "greedy, one prompt at a time, tokens/s"
-LAPS_UNTIL = 40.0
-"""Seconds after which no further lap begins."""
+RUNS_UNTIL = 40.0
+"""Seconds after which no further run begins."""
 _SHOWN = ("name", "tokens_per_second", "low", "high", "ratio", "tau", "acceptance_rate", "kv_bytes", "equal")
 
 
@@ -97,7 +97,7 @@ def _measured(row: PairRow, llm: LLM, engines: Sequence[OtherEngine] = ()) -> Ra
         if config.compile:
             row.note("recording passes")
             llm.wait(20.0)
-        yield Race(contenders, until=time.perf_counter() + LAPS_UNTIL)
+        yield Race(contenders, until=time.perf_counter() + RUNS_UNTIL)
     row.lines = [{name: line[name] for name in _SHOWN if name in line} for line in row.lines]
     return row.conditions(llm, alone=True, gamma="auto", draft=config.draft)
 

@@ -43,7 +43,7 @@ class Race:
         judge: of those that are given by name; None: their outputs are not compared.
         where: names the race, if the row has several.
         lines: lines of the table; by default one for each contender.
-        until: reading of ``time.perf_counter`` after which no further lap begins.
+        until: reading of ``time.perf_counter`` after which no further round of runs begins.
     """
 
     contenders: Mapping[str, Run] | Sequence[Contender]
@@ -87,7 +87,7 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
 
 
 def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
-    """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other: the lap, and the generations."""
+    """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other: what the run gave, and the generations."""
     done: list[Generation] = []
 
     def work() -> list[list[int]]:
@@ -170,7 +170,7 @@ class PairRow:
         return SamplingParams(**{"max_new_tokens": self.config.max_new_tokens, "gamma": self.config.gamma} | more)
 
     def run(self, way: Any, *, prompts: Prompts | None = None, together: bool = False, **more: Any) -> Run:
-        """A lap of our engine, see ``our_lap``; the pair's prompts if no others are given, and ``params(**more)``."""
+        """A run of our engine, see ``our_lap``; the pair's prompts if no others are given, and ``params(**more)``."""
         prompts = self.pair.prompts if prompts is None else prompts
         return partial(our_lap, way, prompts, self.params(**more), together=together)
 

@@ -7,6 +7,7 @@ Needs matplotlib when it draws; imports no torch.
 from __future__ import annotations
 
 import string
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +43,7 @@ class Theme:
     paper: str
     ink: str
     faint: str
-    colours: tuple[str, ...]
+    colours: Sequence[str]
 
     def settings(self) -> Any:
         """For matplotlib's ``rc_context``, whose type of keys is its own."""
@@ -55,21 +56,8 @@ class Theme:
         return found | {"grid.color": self.faint, "axes.prop_cycle": cycler(color=self.colours)}
 
 
-LIGHT = Theme(
-    "light",
-    "#ffffff",
-    "#1b1f24",
-    "#8a929c",
-    ("#1f4e8c", "#c2622d", "#2e7d4f", "#8b3f86", "#9a7a12", "#1f8a8a", "#555555"),
-)
-DARK = Theme(
-    "dark",
-    "#14181d",
-    "#e3e7ec",
-    "#7d8792",
-    ("#7fb2ee", "#f0a06a", "#7fcf9c", "#d695d2", "#e0c25c", "#6fd0d0", "#b5bcc4"),
-)
-THEMES = (LIGHT, DARK)
+_KNOWN = tomllib.loads(Path(__file__).with_name("themes.toml").read_text(encoding="utf-8"))
+THEMES = LIGHT, DARK = tuple(Theme(name, **own) for name, own in _KNOWN.items())
 
 Painter = Callable[[Row, Theme], "Figure"]
 Panel = Callable[[Any, Row, Theme], None]

@@ -43,7 +43,7 @@ from sakiyomi.train.samples import prompt_of
 PROMPT_TOKENS = 64
 Way = TypeVar("Way")
 WIDTHS = (1, 2, 3, 4, 6, 8)
-LAPS = 5
+RUNS = 5
 ROUNDS = 48  # tokens of a text that times rounds
 
 
@@ -167,7 +167,7 @@ def _rounds(
     """
     nodes = [rows - 1 for rows in SIZES if rows - 1 <= most]
     trees = {count: _tree(ranks.best(count)) for count in nodes}
-    several = [prompts[lap % len(prompts)] for lap in range(LAPS + 1)]
+    several = [prompts[number % len(prompts)] for number in range(RUNS + 1)]
     found = _interleaved(llm, drafter, trees, several, max_new_tokens=ROUNDS, ignore_eos=True)
     return {
         count: statistics.median((one.seconds - one.prefill_seconds) / max(one.rounds, 1) for one in _counted(texts))
@@ -218,7 +218,7 @@ def _measured(
 ) -> dict[str, Any]:
     """Plain decoding, the best fixed tree and what is used by default, interleaved on some of the prompts."""
     ways = {"plain": None, "fixed": _tree(paths), "default": SamplingParams()}
-    done = _interleaved(llm, drafter, ways, prompts[: LAPS + 1], max_new_tokens=new_tokens)
+    done = _interleaved(llm, drafter, ways, prompts[: RUNS + 1], max_new_tokens=new_tokens)
     equal = [len({tuple(text.token_ids) for text in texts}) == 1 for texts in zip(*done.values(), strict=True)]
     measured: dict[str, Any] = {"texts": len(equal), "equal": sum(equal)}
     base: list[float] = []

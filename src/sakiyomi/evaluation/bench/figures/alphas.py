@@ -154,7 +154,7 @@ def alphas(work: Work) -> Row:
         work.notes += [f"{other} has another tokenizer than {name}: that pair is left out" for other in apart]
         found = _of_target(work, loaded, {other: one for other, one in smaller.items() if other not in apart})
         lines += [{"target": name, "draft": draft} | line for draft, line in found.items()]
-    conditions = work.laps() | {"dtype": config.dtype, "n-grams": f"of {COUNTED} sampled texts a prompt"}
+    conditions = work.amount() | {"dtype": config.dtype, "n-grams": f"of {COUNTED} sampled texts a prompt"}
     return Row(work.name, "", lines, conditions, work.notes)
 
 
@@ -210,7 +210,7 @@ def drafts(work: Work) -> Row:
         loaded = load_model(str(target), dtype=config.dtype, device=config.device)
         lines += _compared(work, llm, loaded, target.name, {Path(k).name: d for k, d in found.items()})
     known = {"gamma": config.gamma, "acceptance": "ratio", "n-grams": f"of {COUNTED} sampled texts a prompt"}
-    return Row(work.name, "", lines, work.laps() | known, work.notes)
+    return Row(work.name, "", lines, work.amount() | known, work.notes)
 
 
 def _compared(work: Work, llm: LLM, loaded: Any, target: str, drafters: dict[str, Any]) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.search import tune
 
 SHORT = 48  # new tokens where up to 64 texts are written at once, or by twenty ways, so that the figures take minutes
-TEXTS = 4  # prompts for each of the others': half of them compare, and texts differ more than laps
+TEXTS = 4  # prompts for each of the others': half of them compare, and texts differ more than runs
 CELLS = 64
 """Pieces of a text, each with the share of its pairs that stayed."""
 CHUNK = 256

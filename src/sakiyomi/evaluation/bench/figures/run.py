@@ -69,7 +69,11 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
     def rows() -> Iterator[Row]:
         work = Work(config, note)
         for number, name in enumerate(wanted, start=1):
-            if not config.redraw and (config.again or not _same(kept.get(name), config, name)):
+            record = kept.get(name)
+            # Failed sections are measured again.
+            known = record is not None and record["row"]["error"] is None
+            same = known and record["asked"] == config.asked(SECTIONS[name].reads)
+            if not config.redraw and (config.again or not same):
                 place = f"section {number} of {len(wanted)}"
                 work.begin(name, lambda text, place=place: note(f"{place}, {text}"))  # type: ignore[misc]
                 kept[name] = _measured(name, work)
@@ -87,7 +91,7 @@ def _check_given(config: ReportConfig, reads: Set[str]) -> None:
 
     Args:
         config: the settings.
-        reads: those that the sections read.
+        reads: names of settings that the sections read.
 
     Raises:
         LoadError, UnsupportedError: see ``run``.
@@ -97,16 +101,10 @@ def _check_given(config: ReportConfig, reads: Set[str]) -> None:
         for given in [value] if isinstance(value, str) else value or ():
             if not Path(given).expanduser().exists():
                 raise LoadError(f"{name}: there is no file or folder {given!r}; check the path")
-    if config.heads is not None and "heads" in reads:
-        _check_heads(config.heads, config.target)
-
-
-def _check_heads(name: str, target: str) -> None:
-    """Refuse heads of another model; of a model that lies elsewhere nothing is known yet."""
-    folder = folder_of(target)
-    if folder.is_dir():
-        sizes = text_config(read_config(folder))
-        check_heads(read_heads(folder_of(name)).heads, int(sizes.hidden_size), int(sizes.vocab_size), name)
+    target = folder_of(config.target)
+    if config.heads is not None and "heads" in reads and target.is_dir():  # else its sizes are not known yet
+        sizes, heads = text_config(read_config(target)), read_heads(folder_of(config.heads)).heads
+        check_heads(heads, int(sizes.hidden_size), int(sizes.vocab_size), config.heads)
 
 
 def _measured(name: str, work: Work) -> dict[str, Any]:
@@ -124,13 +122,6 @@ def _measured(name: str, work: Work) -> dict[str, Any]:
         "machine": machine.conditions(),
         "row": row.to_dict(),
     }
-
-
-def _same(record: dict[str, Any] | None, config: ReportConfig, name: str) -> bool:
-    """Whether that is there already; what failed is tried again."""
-    if record is None or record["row"]["error"] is not None:
-        return False
-    return bool(record["asked"] == config.asked(SECTIONS[name].reads))
 
 
 def _kept(folder: Path) -> dict[str, dict[str, Any]]:

@@ -52,7 +52,7 @@ def _by_size(work: Work, contenders: Callable[[PairRow, str | None], Sequence[Co
 
     found = work.pieces("size", ("", *work.report.sizes), measured)
     lines = sorted((line for one in found for line in one["lines"]), key=lambda line: line["parameters"])
-    return Row(work.name, "", lines, {**work.pair.names, **known, **work.laps(RACED)}, work.notes)
+    return Row(work.name, "", lines, {**work.pair.names, **known, **work.amount(RACED)}, work.notes)
 
 
 def sizes(work: Work) -> Row:
@@ -176,7 +176,7 @@ def temperature(work: Work) -> Row:
         verdict = f"sakiyomi is slower than plain {where}, by more than two equal things differ; its least is "
         work.notes.insert(0, verdict + f"{ratio:.2f} times plain, at temperature {least:g}")
     lines = [line for one in found for line in one["lines"]]
-    return work.measured(lines, gamma=f"auto; {gamma} of transformers and of sample and compare", **work.laps(RACED))
+    return work.measured(lines, gamma=f"auto; {gamma} of transformers and of sample and compare", **work.amount(RACED))
 
 
 NODES, DEPTH = 12, 4  # of every tree, so that a merged one is no larger than those of its parts

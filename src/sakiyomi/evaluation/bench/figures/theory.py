@@ -96,7 +96,7 @@ def formulas(work: Work) -> Row:
 
 
 def _by_token(work: Work, spec: str | None, more: dict[str, Any]) -> Lap:
-    """A lap with passes, rows and bytes of keys and values of target and draft (0 without one), by committed token."""
+    """A run with passes, rows and bytes of keys and values of target and draft (0 without one), by committed token."""
     engine: EngineView = work.engine(spec)
     with Meter(engine.engine) as meter:
         found = our_lap(engine, work.pair.prompts, work.params(**more))

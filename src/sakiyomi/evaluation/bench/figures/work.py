@@ -108,13 +108,13 @@ class Work(PairRow):
 
     def measured(self, lines: Sequence[Mapping[str, Any]], **conditions: Any) -> Row:
         """The section's row; its title is said in ``figures.toml``."""
-        known = {**self.pair.names, **self.pair.dtypes, "graphs": self.alone.target.mode, **self.laps()}
+        known = {**self.pair.names, **self.pair.dtypes, "graphs": self.alone.target.mode, **self.amount()}
         return Row(self.name, "", lines, known | conditions, self.notes)
 
-    def laps(self, most: int | None = None) -> dict[str, Any]:
+    def amount(self, most: int | None = None) -> dict[str, Any]:
         """How many texts, and how long; ``most``: no more prompts than that."""
         config, prompts = self.config, self.pair.prompts[:most]
-        return {"prompts": len(prompts), "max_new_tokens": config.max_new_tokens, "laps": config.repeats}
+        return {"prompts": len(prompts), "max_new_tokens": config.max_new_tokens, "runs": config.repeats}
 
     def sized(self, size: str) -> tuple[PairRow, str | None]:
         """The pair with a target of another size, and the heads that go with it, if there are any.
