@@ -239,7 +239,7 @@ def test_what_is_known_is_not_measured_again(
     [
         ({"draft": ("wishes",)}, InputError, "unknown draft"),
         ({"draft": ("suffix:memory.bin",), "repeats": 2}, InputError, "--repeats 1"),
-        ({"draft": ("self-evicted",)}, UnsupportedError, "bench --rows evicted"),
+        ({"draft": ("self-evicted",)}, UnsupportedError, "rows.py --rows evicted"),
         ({"categories": ("poems",)}, InputError, "no category"),
         ({"template": "no.jinja"}, LoadError, "template"),
         ({"max_new_tokens": 512}, InputError, "ask for fewer"),

@@ -53,7 +53,6 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     def start(note: Note) -> Started:
         from sakiyomi.evaluation.bench import plot, suites
 
-        picture.check_rows(config.rows, suites.TABLES)
         return suites.run(config, note), plot.draw
 
     measured(start, output, picture)

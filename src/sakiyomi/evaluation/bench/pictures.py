@@ -6,13 +6,15 @@ Needs matplotlib when it draws; imports no torch.
 
 from __future__ import annotations
 
+import string
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.evaluation.bench.draw import NARROW, WIDTH, blank, bordered, curve, drawn, foot, save
+from sakiyomi.evaluation.bench.draw import FOOT, NARROW, WIDTH, blank, bordered, drawn, save, small
 from sakiyomi.evaluation.bench.report import Row
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ MARKS = "os^DvPX"
 HEIGHT = 3.2
 """Inches of a panel that does not say otherwise."""
 Lines = Sequence[Mapping[str, Any]]
+Of = str | Callable[[Lines], Lines] | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Theme:
     paper: str
     ink: str
     faint: str
-    colours: tuple[str, ...]
+    colours: Sequence[str]
 
     def settings(self) -> Any:
         """For matplotlib's ``rc_context``, whose type of keys is its own."""
@@ -53,29 +56,12 @@ class Theme:
         return found | {"grid.color": self.faint, "axes.prop_cycle": cycler(color=self.colours)}
 
 
-LIGHT = Theme(
-    "light",
-    "#ffffff",
-    "#1b1f24",
-    "#8a929c",
-    ("#1f4e8c", "#c2622d", "#2e7d4f", "#8b3f86", "#9a7a12", "#1f8a8a", "#555555"),
-)
-DARK = Theme(
-    "dark",
-    "#14181d",
-    "#e3e7ec",
-    "#7d8792",
-    ("#7fb2ee", "#f0a06a", "#7fcf9c", "#d695d2", "#e0c25c", "#6fd0d0", "#b5bcc4"),
-)
-THEMES = (LIGHT, DARK)
+_KNOWN = tomllib.loads(Path(__file__).with_name("themes.toml").read_text(encoding="utf-8"))
+THEMES = LIGHT, DARK = tuple(Theme(name, **own) for name, own in _KNOWN.items())
 
 Painter = Callable[[Row, Theme], "Figure"]
 Panel = Callable[[Any, Row, Theme], None]
 Height = float | Callable[[Row], float]
-
-
-Figures = dict[str, tuple[Callable[[Any], Row], Painter]]
-"""Figures by name: what measures each, called with what the figures share, and what draws the row."""
 
 
 def themed(theme: Theme, salt: str) -> Any:
@@ -145,7 +131,7 @@ def drawing(
         if legend:
             legend_once(figure, figure.axes, "upper", 4)
         if conditions is not None:
-            foot(figure, conditions)
+            figure.supxlabel(small(conditions), **FOOT)
         save(figure, path)
 
 
@@ -164,12 +150,52 @@ def legend_once(figure: Figure, panels: Sequence[Any], place: str, columns: int)
     figure.legend(list(found.values()), list(found), **look)
 
 
+Series = Mapping[str, str | Sequence[str]]
+"""Names of figures, each with its label, or with label and style."""
+
+
+def over(*panels: Panel) -> Panel:
+    """A panel of several ones, drawn on the same axes."""
+
+    def panel(axes: Any, row: Row, theme: Theme) -> None:
+        for one in panels:
+            one(axes, row, theme)
+
+    return panel
+
+
+def chosen(lines: Lines, of: Of) -> Lines:
+    """The lines that a panel is about.
+
+    Args:
+        lines: of a row.
+        of: a function of the lines, or the name of a figure that they have; None: all.
+    """
+    if of is None:
+        return lines
+    return having(lines, of) if isinstance(of, str) else of(lines)
+
+
+def _parts(lines: Lines, ys: Series, by: str | None) -> list[tuple[str, str, str, Lines]]:
+    """Figure, label, style ("": the default one) and lines of each curve, or of each colour of bars."""
+    labels = [(y, (said, "") if isinstance(said, str) else said) for y, said in ys.items()]
+    if by is None:
+        return [(y, label, style, lines) for y, (label, style) in labels]
+    ((y, (_, style)),) = labels
+    names = dict.fromkeys(line[by] for line in lines)
+    return [(y, str(name), style, [line for line in lines if line[by] == name]) for name in names]
+
+
 def curves(
     x: str,
-    ys: Mapping[str, str | tuple[str, str]],
+    ys: Series,
     *,
-    of: Callable[[Lines], Lines] = lambda lines: lines,
+    of: Of = None,
     by: str | None = None,
+    styles: Mapping[str, str] | None = None,
+    band: Mapping[str, Sequence[str]] | None = None,
+    inverse: float | None = None,
+    at: str | None = None,
     level: float | None = None,
     mark: float | None = None,
     legend: str | None = None,
@@ -181,9 +207,13 @@ def curves(
 
     Args:
         x: name of the figure below.
-        ys: names of the figures beside, each with its label, or with label and style.
-        of: chooses and sorts lines.
+        ys: the figures beside.
+        of: the lines, see ``chosen``.
         by: draw one curve for each value of this key, of the only figure of ``ys``.
+        styles: of some of the curves, by label.
+        band: names of lowest and highest value, by figure; the area between them is shaded.
+        inverse: values are drawn as this number divided by them.
+        at: key of names that stand below each value of ``x``, in the place of round numbers.
         level: where a faint line crosses the panel.
         mark: where a dashed line stands upright.
         legend: its place.
@@ -193,55 +223,138 @@ def curves(
     """
 
     def panel(axes: Any, row: Row, theme: Theme) -> None:
-        lines = of(row.lines)
-        if by is None:
-            parts = [(y, said, lines) for y, said in ys.items()]
-        else:
-            (y,) = ys
-            names = dict.fromkeys(line[by] for line in lines)
-            parts = [(y, name, [line for line in lines if line[by] == name]) for name in names]
-        for at, (y, said, own) in enumerate(parts, start=first):
-            label, style = said if isinstance(said, tuple) else (said, f"{MARKS[at % len(MARKS)]}{stroke}")
-            colour = theme.colours[at % len(theme.colours)]
-            curve(axes, own, x, y, style, color=colour, label=label or None, markersize=5)
+        lines = chosen(row.lines, of)
+        for place, (y, label, own_style, own) in enumerate(_parts(lines, ys, by), start=first):
+            style = (styles or {}).get(label) or own_style or f"{MARKS[place % len(MARKS)]}{stroke}"
+            colour = theme.colours[place % len(theme.colours)]
+            known = [line for line in own if line.get(y) is not None]
+
+            def drawn(name: str, lines: Lines = known) -> list[float]:
+                return [inverse / line[name] if inverse else line[name] for line in lines]
+
+            xs = [line[x] for line in known]
+            axes.plot(xs, drawn(y), style, color=colour, label=label or None, markersize=5)
+            if band is not None:
+                axes.fill_between(xs, *map(drawn, band[y]), color=colour, alpha=0.15, linewidth=0)
         if level is not None:
             axes.axhline(level, color=theme.faint, linewidth=1)
         if mark is not None:
             axes.axvline(mark, color=theme.colours[1], linestyle="--", linewidth=1)
         axes.set(**look)
+        if at is not None:
+            places = {line[x]: line[at] for line in lines}
+            axes.set_xticks(list(places), [name if isinstance(name, str) else f"{name:g}" for name in places.values()])
+            axes.minorticks_off()
         if legend is not None:
             axes.legend(loc=legend)
 
     return panel
 
 
-def bars(key: str, *, label: str, colour: int | None = 0, of: str = "name", text: str = ".2f") -> Panel:
-    """A panel of horizontal bars, one a line, the first on top, each with its value behind it.
+def columns(
+    names: str,
+    ys: Series,
+    *,
+    by: str | None = None,
+    scale: float = 1.0,
+    whiskers: Sequence[str] | None = None,
+    dashes: str | None = None,
+    text: str | None = None,
+    first: int = 0,
+    **look: Any,
+) -> Panel:
+    """A panel of vertical bars in groups, a group a name.
 
     Args:
-        key: of the value.
-        label: below the axis.
-        colour: of the theme's; None: the first bar has the third one, the others the second.
-        of: key of the names; lines that have none are left out.
-        text: how a value is written.
+        names: key of the names. Whole numbers, one after the other, stand at their own places.
+        ys: the figures, a bar each; their styles do not count.
+        by: a bar for each value of this key, of the only figure of ``ys``.
+        scale: values are multiplied by it.
+        whiskers: names of lowest and highest value.
+        dashes: ending of the names of figures that a dash in front of the bars shows.
+        text: format string of what stands on a bar, given its line; bars without a value have none.
+        first: of the theme's colours.
+        look: given to ``axes.set``.
     """
 
     def panel(axes: Any, row: Row, theme: Theme) -> None:
-        lines = having(row.lines, of)
-        for at, line in enumerate(lines):
-            value = line[key] or 0.0
-            axes.barh(at, value, height=0.6, color=theme.colours[(2 if not at else 1) if colour is None else colour])
-            axes.text(value, at, f" {value:{text}}", va="center", fontsize=9)
-        axes.set_yticks(range(len(lines)), [line[of].replace("+", "\n+ ") for line in lines], fontsize=8)
-        axes.set(ylim=(len(lines) - 0.4, -0.6), xlabel=label)
-        axes.margins(x=0.12)
+        groups = list(dict.fromkeys(line[names] for line in row.lines))
+        parts = [(y, label, {line[names]: line for line in own}) for y, label, _, own in _parts(row.lines, ys, by)]
+        series = {
+            # Legends leave out what begins with a dash.
+            label or f"_{y}": [scale * (own[group][y] or 0.0) if group in own else None for group in groups]
+            for y, label, own in parts
+        }
+        start = groups[0] if isinstance(groups[0], int) else 0
+        places = grouped(axes, list(map(str, groups)), series, theme.colours[first:], start)
+        for (y, _, own), xs in zip(parts, places, strict=True):
+            known = [(x, own[group]) for x, group in zip(xs, groups, strict=True) if group in own and own[group][y]]
+            for x, line in known:
+                low, high = (scale * line[end] for end in whiskers or (y, y))
+                if whiskers:
+                    axes.vlines(x, low, high, color=theme.ink, linewidth=1)
+                if text is not None:
+                    where: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+                    axes.annotate(said(text, line), (x, high), (0, 2), **where)
+            for colour, width in ((theme.paper, 5), (theme.ink, 2)) if dashes else ():
+                tops = [scale * own[group][f"{y}{dashes}"] for group in groups]
+                axes.plot(xs, tops, "_", color=colour, markersize=14, markeredgewidth=width)
+        axes.margins(y=0.15)
+        axes.set(**look)
+
+    return panel
+
+
+def bars(
+    ys: Series,
+    *,
+    of: Of = None,
+    names: str = "{name}",
+    colours: Sequence[int] | None = None,
+    marks: Mapping[str, str] | None = None,
+    text: str = "{value:.2f}",
+    **look: Any,
+) -> Panel:
+    """A panel of horizontal bars, the first line on top, each bar with its value behind it.
+
+    Args:
+        ys: the figures, a bar each in every line; their styles do not count.
+        of: the lines, see ``chosen``.
+        names: format string of the name of a line.
+        colours: of the theme's, line by line, the last one for all further ones; by default one each figure.
+        marks: names of figures that a diamond shows, by figure.
+        text: format string of what is written behind a bar, given ``value`` and ``mark``.
+        look: given to ``axes.set``.
+    """
+
+    def panel(axes: Any, row: Row, theme: Theme) -> None:
+        lines, width = chosen(row.lines, of), 0.72 / len(ys)
+        for at, (y, label, _, _) in enumerate(_parts(lines, ys, None)):
+            xs = [place + width * (at - (len(ys) - 1) / 2) for place in range(len(lines))]
+            for place, (x, line) in enumerate(zip(xs, lines, strict=True)):
+                colour = theme.colours[at if colours is None else colours[min(place, len(colours) - 1)]]
+                value, mark = line[y] or 0.0, line[marks[y]] if marks else None
+                axes.barh(x, value, height=0.92 * width, color=colour, label=None if place else label or None)
+                if mark is not None:
+                    axes.plot(mark, x, "D", color=theme.ink, markersize=4)
+                # Offset, not spaces in front of the number: SVG drops those.
+                where: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+                told = said(text, {"value": value, "mark": mark})
+                axes.annotate(told, (max(value, mark or 0.0), x), (6, 0), **where)
+        ticks(axes, "y", [said(names, line).replace("+", "\n+ ") for line in lines], fontsize=8)
+        axes.margins(x=0.2)
+        axes.set(ylim=(len(lines) - 0.4, -0.6), **look)
         axes.grid(visible=False, axis="y")
 
     return panel
 
 
 def grouped(
-    axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], colours: Sequence[str]
+    axes: Any,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    colours: Sequence[str],
+    start: int = 0,
 ) -> list[list[float]]:
     """Draw vertical bars in groups, side by side: a group a name, a bar a series.
 
@@ -250,6 +363,7 @@ def grouped(
         names: of the groups.
         series: a value each group; None: no bar.
         colours: of the series; of more series than colours they are repeated, paler.
+        start: where the first group stands.
 
     Returns:
         Where the bars of each series stand.
@@ -257,12 +371,12 @@ def grouped(
     width = 0.84 / max(len(series), 1)
     found = []
     for at, (label, values) in enumerate(series.items()):
-        xs = [place + (at - (len(series) - 1) / 2) * width for place in range(len(names))]
+        xs = [start + place + (at - (len(series) - 1) / 2) * width for place in range(len(names))]
         alpha = 1 - 0.4 * min(at // len(colours), 1)
         heights = [value or 0.0 for value in values]
         axes.bar(xs, heights, 0.92 * width, color=colours[at % len(colours)], alpha=alpha, label=label or None)
         found.append(xs)
-    ticks(axes, "x", names, rotation=20 if len(names) > 8 else 0)
+    ticks(axes, "x", names, shift=start, rotation=20 if len(names) > 8 else 0)
     axes.grid(visible=False, axis="x")
     return found
 
@@ -285,6 +399,21 @@ def ticks(axes: Any, which: str, names: Iterable[str], *, shift: float = 0.0, **
 def having(lines: Lines, key: str) -> list[Any]:
     """Lines that have a figure, of a row whose lines are about two things."""
     return [line for line in lines if key in line]
+
+
+class _Words(string.Formatter):
+    """Format strings for figures: one that is missing is a dash, and MB is a unit."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """See ``string.Formatter``."""
+        if value is None:
+            return "-" if format_spec else ""
+        return f"{value / 1e6:.3g} MB" if format_spec == "MB" else str(super().format_field(value, format_spec))
+
+
+def said(text: str, figures: Mapping[str, Any]) -> str:
+    """Figures in words; ``text`` is a format string."""
+    return _Words().vformat(text, (), figures)
 
 
 def drawable(text: str) -> str:

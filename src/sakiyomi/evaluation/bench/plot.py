@@ -10,7 +10,7 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, need_matplotlib, small
-from sakiyomi.evaluation.bench.pictures import Lines, Panel, Theme, curves, drawing
+from sakiyomi.evaluation.bench.pictures import Lines, Panel, Theme, curves, drawing, over
 from sakiyomi.evaluation.bench.report import Row
 
 SUFFIXES = (".png", ".svg")
@@ -96,31 +96,26 @@ def _label(line: Mapping[str, Any], *, first: bool) -> str:
     return f"{line['tokens_per_second']:.0f}, {place}" + (", other weights" if line.get("weights") else "")
 
 
-def _by_batch(figure: str, label: str) -> Panel:
+def _by_batch(figure: str, label: str, **more: Any) -> Panel:
     """Curves of plain and speculative generation by requests at once; a line where speculation is slower."""
 
-    def panel(axes: Any, row: Row, theme: Theme) -> None:
-        look: dict[str, Any] = {"xlabel": "requests at once", "ylabel": label}
-        curves("batch", {f"{way}_{figure}": way for way in WAYS}, legend="best", **look)(axes, row, theme)
-        for way, colour in zip(WAYS, theme.colours, strict=False):
-            lines = [line for line in row.lines if line[f"{way}_low"] is not None]
-            xs, lows, highs = ([line[name] for line in lines] for name in ("batch", f"{way}_low", f"{way}_high"))
-            if figure == "tokens_per_second":
-                axes.fill_between(xs, lows, highs, color=colour, alpha=0.15, linewidth=0)
-        sizes = [line["batch"] for line in row.lines]
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
+    def stops(axes: Any, row: Row, theme: Theme) -> None:
         for line in row.lines:
             if line["stops"]:
                 axes.axvline(line["batch"], color=MARK, linestyle="--", linewidth=1)
 
-    return panel
+    look: dict[str, Any] = {"xscale": "log", "ylim": (0, None), "xlabel": "requests at once", "ylabel": label}
+    return over(
+        curves("batch", {f"{way}_{figure}": way for way in WAYS}, at="batch", legend="best", **more, **look), stops
+    )
 
 
 BY_BATCH = (
-    _by_batch("tokens_per_second", "tokens/s of all; dashed: speculative slower"),
+    _by_batch(
+        "tokens_per_second",
+        "tokens/s of all; dashed: speculative slower",
+        band={f"{way}_tokens_per_second": (f"{way}_low", f"{way}_high") for way in WAYS},
+    ),
     _by_batch("latency_seconds", "seconds a request, median"),
 )
 """Speed and latency by requests at once."""

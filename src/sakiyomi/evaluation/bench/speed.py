@@ -16,8 +16,6 @@ from sakiyomi.evaluation.bench.models import WAYS
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing
 
-BATCH = 8
-
 
 def everybody(row: PairRow, llm: LLM, *, peers: Sequence[str] = (), auto: bool = False) -> list[Contender]:
     """The same greedy work: transformers in some of its ``WAYS``, ours plain and speculative.
@@ -48,20 +46,6 @@ def stories(row: PairRow) -> Races:
     llm = row.llm()
     yield Race(everybody(row, llm, auto=True))
     return row.conditions(llm)
-
-
-@declared("speculative, total tokens/s")
-def batch(row: PairRow) -> Races:
-    """Eight requests at once against one at a time, all tokens counted.
-
-    24 requests are submitted, so that the eight slots stay busy nearly to the end although texts need different numbers
-    of rounds.
-    """
-    prompts, llm = (row.pair.prompts * (3 * BATCH))[: 3 * BATCH], row.llm(max_batch=BATCH)
-    sizes = {"batch of 1": False, f"batch of {BATCH}": True}
-    runs = {name: row.run(llm, prompts=prompts, together=many, ignore_eos=True) for name, many in sizes.items()}
-    yield Race(row.contenders(llm, runs, prompts=prompts))
-    return row.conditions(llm, prompts)
 
 
 @declared("total tokens/s and seconds a request, by requests at once")

@@ -75,10 +75,9 @@ class Candidate:
         """The one for this gamma."""
         return self.weighing if gamma == "auto" else self.fixed
 
-    def write(self, prompts: Prompts, params: SamplingParams, gamma: Gamma) -> list[Sequence[Round]]:
+    def write(self, prompts: Prompts, params: SamplingParams, gamma: Gamma) -> list[list[Round]]:
         """Rounds of texts that are written at once."""
-        written = watched(self.engine(gamma).engine, self.heard, prompts, replace(params, gamma=gamma))
-        return [text.rounds for text in written]
+        return watched(self.engine(gamma).engine, self.heard, prompts, replace(params, gamma=gamma))
 
     @property
     def plain_seconds(self) -> float:
@@ -143,7 +142,7 @@ class Calibration:
                 self.refused.append({"draft": spec, "refused": error.message})
 
     def _plain(self, prompt: list[int]) -> None:
-        self.plain.append(watched(self.undrafted.engine, None, [prompt], self.params)[0].rounds)
+        self.plain += watched(self.undrafted.engine, None, [prompt], self.params)
 
     def _time(self, prompt: list[int], candidate: Candidate) -> None:
         for gamma in (*RUN, "auto"):

@@ -82,21 +82,12 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
         temperature=config.temperature,
         seconds=time.monotonic() - began,
     )
-    result["file"] = None
-    if config.save:
-        path = profile_path(llm.target, llm.tokenizer)
-        profile = Profile(
-            lasting(best["draft"]),
-            best["gamma"],
-            best["measured_speedup"],
-            result["conditions"],
-            result["table"],
-            best["measured_tau"],
-            best["tau_error"],
-        )
-        write_profile(path, profile)
-        result["file"] = str(path)
-    return result
+    if not config.save:
+        return result | {"file": None}
+    path, known = profile_path(llm.target, llm.tokenizer), (result["conditions"], result["table"])
+    measured = (best["measured_tau"], best["tau_error"])
+    write_profile(path, Profile(lasting(best["draft"]), best["gamma"], best["measured_speedup"], *known, *measured))
+    return result | {"file": str(path)}
 
 
 def _learn_and_compare(

@@ -57,19 +57,6 @@ class Round:
         return replace(self, draft=share * self.draft, score=share * self.score, other=share * self.other)
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """One text.
-
-    Attributes:
-        tokens: new ones.
-        rounds: those behind the prompt's pass, which gives the first token.
-    """
-
-    tokens: list[int]
-    rounds: tuple[Round, ...]
-
-
 class Heard:
     """A drafter that keeps its last drafts; everything else is the drafter's own.
 
@@ -96,8 +83,8 @@ class Heard:
 
 def watched(
     engine: Engine, heard: Heard | None, prompts: Sequence[Sequence[int]], params: SamplingParams
-) -> list[Written]:
-    """Run some requests at once, and note every round behind their prompts.
+) -> list[list[Round]]:
+    """Run some requests at once: of each the rounds behind the prompt's pass, which gives the first token.
 
     Args:
         engine: nothing else runs on it.
@@ -129,7 +116,7 @@ def watched(
     finally:
         for request in requests:
             engine.remove(request.id)
-    return [Written(r.generation().token_ids, tuple(rounds)) for r, rounds in zip(requests, found, strict=True)]
+    return found
 
 
 def judged(draft: Draft, tokens: Sequence[int]) -> tuple[Judged, ...]:

@@ -193,7 +193,7 @@ def _check(config: SpecConfig) -> None:
             if kind == "self-evicted":
                 raise UnsupportedError(
                     "draft self-evicted has the target run in another way, so that plain decoding beside it would not "
-                    "be the usual one; measure it with bench --rows evicted"
+                    "be the usual one; python benchmarks/rows.py --rows evicted in the source repository measures it"
                 )
 
 

@@ -18,6 +18,8 @@ from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.runner import Lap, Standing
 
+__all__ = ["offload"]
+
 TREES = ((8, 15), (16, 64), (16, 128))
 """Levels and nodes."""
 RATE, GAMMAS = 0.95, (16, 24)
