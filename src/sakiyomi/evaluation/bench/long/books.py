@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import read_text
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import LongConfig
+from sakiyomi.evaluation.bench.long.jobs import Bench, Line, Watch, means, row, spread
 from sakiyomi.evaluation.bench.long.readers import read_rows
-from sakiyomi.evaluation.bench.long.systems import Loader, System, caught
+from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, Loader, System
+from sakiyomi.evaluation.bench.report import Row
 
 CHARACTERS = 8
 """A token has fewer on average: so many a token are tokenised, not the whole book."""
@@ -60,7 +63,7 @@ def passages(config: LongConfig, tokenizer: Any, length: int) -> list[Passage]:
     """
     texts = read_books(config)
     found = []
-    for seed in config.numbers("seeds", least=0):
+    for seed in config.numbers("seeds"):
         rng = np.random.default_rng([seed, length])
         for text in texts:
             passage = _passage(text, rng, seed, length, config.follow, tokenizer)
@@ -142,38 +145,60 @@ def followed(llm: LLM, context: Sequence[int], following: Sequence[int]) -> tupl
     return [forced.losses[place] for place in places], [forced.best[place] for place in places]
 
 
-def books(job: Mapping[str, Any], make: Loader) -> Iterator[dict[str, Any]]:
-    """Losses and expectations of one system at every passage of each length."""
-    system = System(**job["system"])
-    for batch in job["batches"]:
-        with caught(batch["length"]) as failed:
-            running: Any = make(system, batch["length"])
-            read = [followed(running.llm, each["context"], each["following"]) for each in batch["passages"]]
-            losses, best = zip(*read, strict=True)
-            record = {"losses": losses, "best": best, "kv_bytes": running.kv_bytes}
-            yield {"length": batch["length"]} | record
-        if failed:
-            yield failed
-
-
-def compared(given: Sequence[Passage], record: Mapping[str, Any], full: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Perplexity, and agreement with full, over all passages and by seed."""
-    seeds = sorted({passage.seed for passage in given})
-
-    def of(seed: int | None) -> tuple[float, float | None]:
-        rows = [i for i, passage in enumerate(given) if seed is None or passage.seed == seed]
-        loss = statistics.fmean(loss for i in rows for loss in record["losses"][i])
-        if full is None or "best" not in full:
-            return math.exp(loss), None
-        pairs = [pair for i in rows for pair in zip(record["best"][i], full["best"][i], strict=True)]
-        return math.exp(loss), statistics.fmean(a == b for a, b in pairs)
-
-    perplexity, agreement = of(None)
-    each = [of(seed) for seed in seeds]
-    agreements = [share for _, share in each if share is not None]
+def read(make: Loader, system: System, length: int, given: Sequence[Passage], watch: Watch) -> Line:
+    """Mean loss and expectations of a system at every passage; see ``jobs.Measure``."""
+    running: Any = make(system, length)
+    found = [followed(running.llm, passage.context, passage.following) for passage in given]
     return {
-        "perplexity": perplexity,
-        "perplexity_spread": statistics.stdev(value for value, _ in each) if len(each) > 1 else None,
-        "agreement": agreement,
-        "agreement_spread": statistics.stdev(agreements) if len(agreements) > 1 else None,
+        "losses": [statistics.fmean(losses) for losses, _ in found],
+        "best": [best for _, best in found],
+        "kv_bytes": running.kv_bytes,
     }
+
+
+def compared(
+    given: Sequence[Passage], losses: Sequence[float], best: Sequence[Any], full: Sequence[Any] | None
+) -> Line:
+    """Perplexity, and the share of tokens that full expects too, over all passages; their spread over seeds.
+
+    Args:
+        given: the passages, all of one length.
+        losses: mean loss of each.
+        best: the tokens that were expected at each.
+        full: those that the full cache expects; None: not known.
+    """
+    seeds = [passage.seed for passage in given]
+    line: Line = {
+        "perplexity": math.exp(statistics.fmean(losses)),
+        "perplexity_spread": spread([math.exp(loss) for loss in means(seeds, losses).values()]),
+    }
+    if full is None:
+        return line | {"agreement": None, "agreement_spread": None}
+    shares = [statistics.fmean(map(operator.eq, own, theirs)) for own, theirs in zip(best, full, strict=True)]
+    return line | {"agreement": statistics.fmean(shares), "agreement_spread": spread(means(seeds, shares).values())}
+
+
+def books(bench: Bench) -> Row:
+    """Perplexity and agreement with full, which is measured first even where it was not asked for."""
+    config = bench.config
+    bench.note("books: tokens")
+    given = {length: passages(config, bench.tokenizer, length) for length in config.numbers("lengths")}
+    # The rule of one-shot is that of full, and its passes are not ours.
+    others = (one for one in bench.systems if not one.query_first and one.cache not in ("full", ONE_SHOT))
+    found, expected = list[Line](), dict[int, Any]()
+    for system in (System("full", None), *others):
+        for line in bench.lines("books", read, system, given):
+            if "best" in line:
+                length, losses, best = line["length"], line.pop("losses"), line.pop("best")
+                if system.cache == "full":
+                    expected[length] = best
+                line |= compared(given[length], losses, best, expected.get(length))
+            found.append(line)
+    title = "perplexity of what follows a long context, and share of tokens that full expects too"
+    conditions = {
+        "books": Path(str(config.books)).name,
+        "passages": len(next(iter(given.values()))),
+        "seeds": ",".join(config.seeds),
+        "follow": config.follow,
+    }
+    return row("books", title, found, conditions)

@@ -13,6 +13,8 @@ from sakiyomi.core.memory import parse_bytes
 from sakiyomi.evaluation.settings import TargetSettings
 
 FORMATS = ("leval", "longbench", "infinitebench")
+LEAST = {"lengths": 8, "seeds": 0}
+"""The least number of each list of whole numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,18 +97,18 @@ class LongConfig(LongSettings):
             raise InputError("templates belong to questions of format longbench; leave them out")
         for budget in self.budgets:
             budget_pairs(budget, 8)
-        self.numbers("lengths", least=8)
-        self.numbers("seeds", least=0)
+        for name in LEAST:
+            self.numbers(name)
         if self.limit_bytes is not None and not self.memory:
             raise InputError("memory_limit needs each system in a process of its own, and memory is off; leave one out")
 
-    def numbers(self, name: str, *, least: int) -> list[int]:
-        """A list of whole numbers, ascending.
+    def numbers(self, name: str) -> list[int]:
+        """The lengths or the seeds, ascending.
 
         Raises:
-            InputError: one is not.
+            InputError: one is no such number.
         """
-        words = getattr(self, name)
+        words, least = getattr(self, name), LEAST[name]
         if not all(re.fullmatch(r"\d+", word) and int(word) >= least for word in words):
             raise InputError(f"{name} is {','.join(words)}; expected whole numbers of at least {least}")
         return sorted({int(word) for word in words})

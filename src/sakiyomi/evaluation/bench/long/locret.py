@@ -149,7 +149,7 @@ def fitting(config: LocretConfig, sizes: Any, checkpoint: Checkpoint) -> Row:
     itemsize = dtype.itemsize if dtype is not None else {"float32": 4}.get(str(checkpoint.dtype), 2)
     weights = checkpoint.bytes_as(itemsize)
     lines = []
-    for length in config.long().numbers("lengths", least=8):
+    for length in config.long().numbers("lengths"):
         for name, spec in config.systems().items():
             policy, packing, _, _ = read_cache(spec)
             held = length

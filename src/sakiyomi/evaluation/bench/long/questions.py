@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.readers import READERS
-from sakiyomi.train.long_tasks import Example, Task, named, read_filler
+from sakiyomi.train.long_tasks import Example, Task, hits, named, read_filler
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Question:
         seed: that drew it.
         tokens: the prompt.
         answer_tokens: most new tokens.
-        score: of an answer, 0 to 1.
+        score: of an answer, 0 to 1; other processes can be given it.
         ahead: the prompt with the question in front of the text too, for systems that decide with it; None: not known.
         spans: (begin, end) in tokens: where in the prompt the answer stands, as far as that is known.
     """
@@ -41,15 +42,18 @@ class Question:
     ahead: tuple[int, ...] | None = None
     spans: tuple[tuple[int, int], ...] = ()
 
-    def asked(self, query_first: bool = False, *, later: bool = False) -> dict[str, Any]:
-        """What a system is given, as JSON values.
+    def prompt(self, query_first: bool) -> tuple[int, ...]:
+        """Token ids for a system.
 
         Args:
             query_first: the question stands in front of the text too.
-            later: it is a later turn of a conversation: a begin token belongs to the first alone.
+
+        Raises:
+            InputError: it cannot, because it is not known apart from the text.
         """
-        tokens = self.ahead if query_first and self.ahead is not None else self.tokens
-        return {"tokens": tokens[1:] if later else tokens, "answer_tokens": self.answer_tokens}
+        if query_first and self.ahead is None:
+            raise InputError("questions of a file are not known apart from their text; query-first is for made tasks")
+        return self.ahead if query_first and self.ahead is not None else self.tokens
 
 
 Source = Callable[[int], list[Question]]
@@ -66,7 +70,7 @@ def source(config: LongConfig, tokenizer: Any) -> Source:
         InputError: a task is not known.
         LoadError, InputError: the file cannot be read, or is of another form.
     """
-    seeds = config.numbers("seeds", least=0)
+    seeds = config.numbers("seeds")
     if config.questions is None or config.format is None:
         tasks = tasks_of(config)
         return lambda length: [
@@ -109,7 +113,7 @@ def made(name: str, task: Task, seed: int, length: int, place: int, config: Long
     # verbose=False: longer than the tokenizer's own limit is what is wanted here, no reason for a warning
     tokens, ahead = (tuple(tokenizer(example.prompt(first), verbose=False)["input_ids"]) for first in (False, True))
     new = config.max_new_tokens or task.answer_tokens
-    score = partial(task.score, example=example)
+    score = partial(hits, answers=example.answers)  # for other processes: a task may hold what cannot be sent
     return Question(name, seed, tokens, new, score, ahead, tuple(_in_tokens(example, tokenizer)))
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sakiyomi.cache.policies import read_cache
-from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.hf_names import cache_argument
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
@@ -93,9 +92,19 @@ class System:
         # What recalls has a budget for what attention reads, and all pairs in main memory.
         return "reduced" if policy is None or policy.recalls else "bounded"
 
+    @property
+    def label(self) -> str:
+        """Name and budget."""
+        return " ".join(filter(None, (self.name, self.budget)))
+
     def pairs(self, length: int) -> int | None:
         """KV pairs at a context of so many tokens."""
         return None if self.budget is None else budget_pairs(self.budget, length)
+
+    def line(self, length: int) -> dict[str, Any]:
+        """The beginning of its line at a context of so many tokens."""
+        about = {"name": self.name, "spec": self.spec, "kind": self.kind, "budget": self.budget}
+        return about | {"pairs": self.pairs(length), "length": length, "starred": False}
 
 
 def systems(specs: Sequence[str], budgets: Sequence[str]) -> list[System]:
@@ -206,22 +215,6 @@ class OneShot:
         return Answer(text, len(output), first - began, ended - first)
 
 
-@contextmanager
-def caught(length: int) -> Iterator[dict[str, Any]]:
-    """Keep an error inside the block as a record if a user could have caused it; other errors are raised.
-
-    Args:
-        length: of the context that was tried.
-    """
-    record: dict[str, Any] = {}
-    try:
-        yield record
-    except (MemoryLimitError, MemoryError, torch.OutOfMemoryError) as error:
-        record |= {"length": length, "error": str(error) or "no memory is left", "over": True}
-    except SakiyomiError as error:
-        record |= {"length": length, "error": error.message, "over": False}
-
-
 class Loader:
     """Makes systems, one at a time: the one before is freed first.
 
@@ -231,7 +224,7 @@ class Loader:
             alone.
     """
 
-    def __init__(self, options: dict[str, Any], *, shared: bool) -> None:
+    def __init__(self, options: Mapping[str, Any], *, shared: bool) -> None:
         self._options, self._shared = options, shared
         self._loaded: Any = None
         self._key: tuple[str, int | None] | None = None
@@ -267,4 +260,4 @@ class Loader:
 
     def _ours(self, spec: str, budget: int | None) -> Ours | OneShot:
         shared = {"target": (self._model().model, self._model().tokenizer)} if self._shared else {}
-        return Ours(LLM(**self._options | shared, draft="none", cache=spec, kv_budget=budget, max_batch=1))
+        return Ours(LLM(**{**self._options, **shared}, draft="none", cache=spec, kv_budget=budget, max_batch=1))
