@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.evaluation.bench.long.config import split_list
 from sakiyomi.evaluation.bench.long.readers import read_rows, require
-from sakiyomi.evaluation.bench.study import append, line, whole_lines
+from sakiyomi.evaluation.bench.study import line, whole_lines
 
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 SPEC_BENCH = "math_reasoning"
@@ -53,21 +54,17 @@ def read_questions(path: str | Path) -> list[Question]:
         InputError: it holds nothing.
     """
     path = Path(path).expanduser()
-    found: list[Question] = []
+    found: dict[int | str, Question] = {}
     for row in read_rows(path, needs=("question_id", "category", "turns")):
-        turns = require(row, "turns", list, path)
+        turns, kind = require(row, "turns", list, path), require(row, "category", str, path)
         if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise LoadError(f"'turns' in {str(path)!r} is {turns!r:.60}; it has to be a list of texts")
-        kind = require(row, "category", str, path)
-        found.append(Question(require(row, "question_id", (int, str), path), kind, tuple(turns), kind))
-    seen: set[int | str] = set()
-    for question in found:
-        if question.id in seen:
+        question = Question(require(row, "question_id", (int, str), path), kind, tuple(turns), kind)
+        if question.id in found:
             raise LoadError(f"question_id {question.id!r} stands twice in {str(path)!r}; each has to have its own")
-        seen.add(question.id)
-    if any(question.kind == SPEC_BENCH for question in found):
-        return [Question(q.id, "mt-bench" if q.kind in MT_BENCH else q.kind, q.turns, q.kind) for q in found]
-    return found
+        found[question.id] = question
+    joined = MT_BENCH if any(question.kind == SPEC_BENCH for question in found.values()) else ()
+    return [replace(one, category="mt-bench") if one.kind in joined else one for one in found.values()]
 
 
 def own_questions() -> list[Question]:
@@ -85,15 +82,12 @@ def chosen(questions: Sequence[Question], categories: Sequence[str], count: int)
     known = dict.fromkeys(name for question in questions for name in (question.category, question.kind))
     if unknown := [name for name in wanted if name not in known]:
         raise InputError(f"there is no category {unknown[0]!r}; these questions have {', '.join(known)}")
-    taken: dict[str, int] = {}
-    found = []
+    groups: dict[str, list[Question]] = defaultdict(list)
     for question in questions:
-        if wanted and not {question.category, question.kind} & set(wanted):
-            continue
-        taken[question.category] = taken.get(question.category, 0) + 1
-        if taken[question.category] <= count:
-            found.append(question)
-    return found
+        if not wanted or {question.category, question.kind} & set(wanted):
+            groups[question.category].append(question)
+    taken = {question.id for group in groups.values() for question in group[:count]}
+    return [question for question in questions if question.id in taken]
 
 
 def digest(questions: Sequence[Question]) -> str:
@@ -134,6 +128,11 @@ class Record:
     note: str = ""
     answers: tuple[str, ...] = ()
 
+    @property
+    def key(self) -> tuple[int | str, str]:
+        """Question and drafter."""
+        return self.question, self.draft
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values; empty ones are left out."""
         return {name: value for name, value in vars(self).items() if value not in ("", ())}
@@ -161,12 +160,14 @@ class Results:
         conditions: of the run that began the file.
         records: by question and drafter.
         path: file that gets new ones; None: none does.
+        notes: why some drafters are not there; no file has them.
     """
 
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
     conditions: Mapping[str, Any] = field(default_factory=dict)
     records: dict[tuple[int | str, str], Record] = field(default_factory=dict)
     path: Path | None = None
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: str | Path) -> Results:
@@ -194,65 +195,50 @@ class Results:
                 raise LoadError(
                     f"line {number} of {str(path)!r} is no result of bench spec; delete that line"
                 ) from None
-            found.records[record.question, record.draft] = record
+            found.records[record.key] = record
         return found
 
     @classmethod
-    def begin(cls, path: str | Path | None, settings: Mapping[str, Any], conditions: Mapping[str, Any]) -> Results:
-        """Go on with a file if it is there, or begin it.
-
-        Raises:
-            LoadError: it cannot be read or written, or holds something else.
-            InputError: it was made with other settings.
-        """
-        fresh = cls(settings, conditions)
-        if path is None:
-            return fresh
-        found = cls.kept(path)
-        if found is None:
-            found = replace(fresh, path=Path(path).expanduser())
-        else:
-            found.check(settings, "now")
-        found.write()
-        return found
-
-    @classmethod
-    def kept(cls, path: str | Path) -> Results | None:
-        """What is in a file already; None: there is none, or it is empty.
+    def kept(cls, path: str | Path | None) -> Results:
+        """What is in a file already: nothing where there is none, or it is empty.
 
         Raises:
             LoadError: it cannot be read, or holds something else; or there is no folder for it.
         """
+        if path is None:
+            return cls()
         place = Path(path).expanduser()
         if not place.parent.is_dir():
             raise LoadError(f"cannot write {str(place)!r} (there is no such folder); choose another --out")
         empty = not place.exists() or (place.is_file() and not place.stat().st_size)
-        return None if empty else cls.read(place)
+        return cls(path=place) if empty else cls.read(place)
 
-    def check(self, settings: Mapping[str, Any], where: str) -> None:
-        """Refuse to be joined with what was made otherwise.
+    def add(self, more: Results, where: str = "now") -> None:
+        """Take in results of the same settings, those of the first ones; the file is written anew, in one piece.
+
+        Args:
+            more: the results; where both have one, theirs counts.
+            where: names them in an error.
 
         Raises:
             InputError: names the first settings that differ.
+            LoadError: the file cannot be written.
         """
-        if apart := differences(self.settings, settings):
+        if not self.settings:
+            self.settings, self.conditions = more.settings, more.conditions
+        if apart := differences(self.settings, more.settings):
             said = "; ".join(f"{name} {old!r:.60}, {where} {new!r:.60}" for name, (old, new) in list(apart.items())[:3])
             raise InputError(
-                f"{str(self.path)!r} was made with other settings ({said}); ask for the same, or name another file"
+                f"results cannot be put together that were made with other settings ({said}); ask for the same, name "
+                "another file, and use equal machines as workers"
             )
-
-    def add(self, records: Sequence[Record]) -> None:
-        """Take records in, and write them behind the others.
-
-        Raises:
-            LoadError: they cannot be written.
-        """
-        self.records |= {(record.question, record.draft): record for record in records}
+        self.records |= more.records
+        self.notes = more.notes
         if self.path is not None:
-            append(self.path, [record.to_dict() for record in records], "choose another --out")
+            self.write()
 
     def write(self) -> None:
-        """Write the whole file anew: there may be hours of work in it.
+        """Write the whole file anew.
 
         Raises:
             LoadError: it cannot be written.
@@ -278,9 +264,7 @@ def join(several: Sequence[Results]) -> Results:
     """
     if not several:
         raise InputError("no file was given; name one or more that bench spec has made")
-    first = several[0]
-    joined = Results(first.settings, first.conditions)
+    joined = Results()
     for results in several:
-        first.check(results.settings, f"in {str(results.path)!r}")
-        joined.records |= results.records
+        joined.add(results, f"in {str(results.path)!r}")
     return joined

@@ -27,7 +27,7 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race
+from sakiyomi.evaluation.bench.runner import Contender, Lap, race
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
 from sakiyomi.evaluation.bench.spec.results import (
     PLAIN,
@@ -35,7 +35,6 @@ from sakiyomi.evaluation.bench.spec.results import (
     Record,
     Results,
     chosen,
-    differences,
     digest,
     own_questions,
     read_questions,
@@ -49,27 +48,11 @@ from sakiyomi.model_executor.loading import has_encoder
 COUNTS = ("rounds", "committed", "drafted", "accepted", "prefill_seconds")
 
 
-@dataclass(frozen=True)
-class Answered:
-    """What came of a question.
-
-    Attributes:
-        settings: what has to be the same for all of them.
-        conditions: of the machine.
-        notes: why some drafters are not there.
-        records: of the drafters that had not answered yet, and of plain decoding beside them.
-    """
-
-    settings: dict[str, Any]
-    conditions: dict[str, Any]
-    notes: list[str]
-    records: list[Record]
-
-
 Asked = tuple[Question, frozenset[str]]
 """A question, and whose answers are known already."""
-Share = Callable[[SpecConfig, str, str, Sequence[Asked]], Generator[Answered, None, None]]
-"""Has questions answered, in any order: with these settings, this template and this digest of the questions' file."""
+Share = Callable[[SpecConfig, str, str, Sequence[Asked]], Generator[Results, None, None]]
+"""Has questions answered, in any order, and gives what is new; with these settings, this template and this digest of
+the questions' file."""
 
 
 def run(config: SpecConfig, note: Note = silent, share: Share | None = None) -> list[Row]:
@@ -88,35 +71,21 @@ def run(config: SpecConfig, note: Note = silent, share: Share | None = None) -> 
     template = read_template(config.template)
     _check(config)
     before = None if config.against is None else Results.read(config.against)
-    kept = None if config.out is None else Results.kept(config.out)
-    known = () if kept is None else kept.records
-    asked = [(question, frozenset(name for of, name in known if of == question.id)) for question in wanted]
-    results, notes = kept, list[str]()
-    begun = False
+    results = Results.kept(config.out)
+    asked = [(one, frozenset(name for of, name in results.records if of == one.id)) for one in wanted]
     with closing((share or partial(_here, note))(config, template, digest(questions), asked)) as found:
-        for number, answered in enumerate(found, 1):
-            if not begun:
-                results = Results.begin(config.out, answered.settings, answered.conditions)
-                notes, begun = answered.notes, True
-            assert results is not None
-            if apart := differences(results.settings, answered.settings):
-                what = ", ".join(apart)
-                raise InputError(
-                    f"workers differ in {what}, and their times cannot be put together; use equal machines"
-                )
-            if answered.records:
-                results.add(answered.records)
+        for number, more in enumerate(found, 1):
+            results.add(more)
             if share is not None:
                 note(f"{number} of {len(wanted)} questions are answered")
-    assert results is not None
-    return rows(results, notes) + ([] if before is None else [since(results, before)])
+    return rows(results) + ([] if before is None else [since(results, before)])
 
 
 def _here(
     note: Note, config: SpecConfig, template: str, file: str, asked: Sequence[Asked]
-) -> Generator[Answered, None, None]:
+) -> Generator[Results, None, None]:
     spec = Spec(config, template, file, note)
-    yield spec.answered([])  # settings and file are compared before any work
+    yield spec.results([])  # settings and file are compared before any work
     for place, (question, known) in enumerate(asked, start=1):
         where = f"question {place} of {len(asked)} ({question.category}), "
         yield spec.answer(question, known, lambda text, where=where: note(where + text))  # type: ignore[misc]
@@ -162,15 +131,16 @@ class Spec:
                 [llm.tokenizer(STORIES[0]).input_ids[:room]], SamplingParams(max_new_tokens=16, gamma=config.gamma)
             )
 
-    def answer(self, question: Question, known: Collection[str], note: Note = silent) -> Answered:
-        """Have all drafters answer whose answer is not kept yet."""
+    def answer(self, question: Question, known: Collection[str], note: Note = silent) -> Results:
+        """Have all drafters answer whose answer is not kept yet, and plain decoding beside them."""
         missing = [name for name in self._ways if name not in known]
         asked = {name: self._ways[name] for name in dict.fromkeys((PLAIN, *missing))} if missing else {}
-        return self.answered(_ask(self._config, self._llm, self._talk(question), asked, note) if asked else [])
+        return self.results(_ask(self._config, self._llm, self._talk(question), asked, note) if asked else [])
 
-    def answered(self, records: list[Record]) -> Answered:
+    def results(self, records: Sequence[Record]) -> Results:
         """These records, with what they were measured under."""
-        return Answered(self._settings, self._conditions, self._notes, records)
+        found = {record.key: record for record in records}
+        return Results(self._settings, self._conditions, found, notes=self._notes)
 
 
 def _check(config: SpecConfig) -> None:
@@ -179,10 +149,7 @@ def _check(config: SpecConfig) -> None:
     Raises:
         InputError: a draft that is none, or that remembers what it must not.
         UnsupportedError: a draft that changes how the target itself runs.
-        LoadError: the file of results holds something else.
     """
-    if config.out is not None:
-        Results.kept(config.out)
     for spec in config.draft:
         for part in parse_drafters(spec):
             kind, _, argument = str(part).partition(":")
@@ -277,23 +244,21 @@ def _ask(
     judge = NearTies(llm.target, talk.prompts)
     contenders = [Contender(name, partial(talk.lap, way, params), judge) for name, way in ways.items()]
     standings = race(contenders, repeats=config.repeats, warm_up=0, note=note)
-    return [_record(talk, standing, standings[0]) for standing in standings]
-
-
-def _record(talk: Talk, standing: Standing, plain: Standing) -> Record:
-    agreement = standing.agreement
-    return Record(
-        talk.question.id,
-        talk.question.category,
-        standing.name,
-        tuple(map(_lap, standing.laps)),
-        tuple(map(_lap, plain.laps)),
-        bool(agreement.equal),
-        agreement.accepted,
-        agreement.note,
-        tuple(talk.answers) if standing is plain else (),
-    )
-
-
-def _lap(lap: Lap) -> dict[str, float]:
-    return {"tokens": lap.tokens, "seconds": lap.seconds, **lap.figures}
+    laps = [
+        tuple({"tokens": lap.tokens, "seconds": lap.seconds, **lap.figures} for lap in standing.laps)
+        for standing in standings
+    ]
+    return [
+        Record(
+            talk.question.id,
+            talk.question.category,
+            standing.name,
+            own,
+            laps[0],
+            bool(standing.agreement.equal),
+            standing.agreement.accepted,
+            standing.agreement.note,
+            tuple(talk.answers) if standing is standings[0] else (),
+        )
+        for standing, own in zip(standings, laps, strict=True)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from sakiyomi.evaluation.bench.config import BenchConfig
 
 KINDS = ("speech", "summaries", "translation", "code", "chat")
 """What a pair is asked to do; all but chat are scored."""
+FIELDS = ("source", "audio", "reference")
+"""Of a line of a file."""
 WAYS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -73,28 +76,27 @@ class TasksConfig:
         Raises:
             InputError: a kind is not known, named twice, or there is none.
         """
-        found: dict[str, Path] = {}
-        for text in self.data:
-            kind, _, path = text.partition("=")
-            if kind not in KINDS or not path or kind in found:
-                raise InputError(f"data is {text!r}; expected KIND=FILE with each of {', '.join(KINDS)} at most once")
-            found[kind] = Path(path).expanduser()
+        found = self._named("data", KINDS, f"KIND=FILE with each of {', '.join(KINDS)} at most once")
         if not found:
             raise InputError("no data is given; expected one or more, for instance: summaries=articles.jsonl")
-        return found
+        return {kind: Path(path).expanduser() for kind, path in found.items()}
 
     def names(self) -> dict[str, str]:
         """What the fields of a line are called.
 
         Raises:
-            InputError: there is no such field.
+            InputError: there is no such field, or it is named twice.
         """
-        found = {name: name for name in ("source", "audio", "reference")}
-        for text in self.columns:
-            name, _, own = text.partition("=")
-            if name not in found or not own:
-                raise InputError(f"columns is {text!r}; expected source=NAME, audio=NAME or reference=NAME")
-            found[name] = own
+        expected = "source=NAME, audio=NAME or reference=NAME, each at most once"
+        return {name: name for name in FIELDS} | self._named("columns", FIELDS, expected)
+
+    def _named(self, option: str, known: Collection[str], expected: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for text in getattr(self, option):
+            name, _, value = text.partition("=")
+            if name not in known or not value or name in found:
+                raise InputError(f"{option} is {text!r}; expected {expected}")
+            found[name] = value
         return found
 
     @property
