@@ -86,7 +86,7 @@ def read_books(config: LongConfig) -> list[str]:
     assert config.books is not None
     path = Path(config.books).expanduser()
     if path.name.removesuffix(".gz").endswith(".jsonl"):
-        return [str(row["text"]) for row in itertools.islice(read_rows(path, needs=("text",)), config.count)]
+        return [str(row["text"]) for row in itertools.islice(read_rows(path, {"text": object}), config.count)]
     return [read_text(path)]
 
 

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.tokens import TokenNames
@@ -82,19 +80,11 @@ def _draw_kept(tokenizer: Any, folder: Path, system: System, question: Question,
     """Draw what a system kept of a prompt; the map of a longer prompt replaces that of a shorter one."""
     tokens = question.prompt(system.query_first)
     names = TokenNames(tokenizer)
-    most = [max(map(len, layer)) for layer in kept]
-    layers = [
-        np.array([own + [-1] * (width - len(own)) for own in layer]) for layer, width in zip(kept, most, strict=True)
-    ]
     name = f"{system.name} {system.budget}"
     file = re.sub(r"[^A-Za-z0-9.-]+", "-", f"kept {name}").strip("-")
-    kept_map(
-        layers,
-        [names(token)[0] for token in tokens],
-        folder / f"{file}.png",
-        spans=question.spans if tokens == question.tokens else (),
-        title=f"{name}: pairs kept of {len(tokens)} tokens by layer and head, red where the answer stands",
-    )
+    spans = question.spans if tokens == question.tokens else ()
+    title = f"{name}: pairs kept of {len(tokens)} tokens by layer and head, red where the answer stands"
+    kept_map(kept, [names(token)[0] for token in tokens], folder / f"{file}.png", spans, title)
 
 
 def _tokenizer(target: str) -> Any:

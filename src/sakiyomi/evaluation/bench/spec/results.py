@@ -21,7 +21,7 @@ from typing import Any
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.evaluation.bench.long.config import split_list
-from sakiyomi.evaluation.bench.long.readers import read_rows, require
+from sakiyomi.evaluation.bench.long.readers import read_rows
 from sakiyomi.evaluation.bench.study import line, whole_lines
 
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
@@ -55,11 +55,11 @@ def read_questions(path: str | Path) -> list[Question]:
     """
     path = Path(path).expanduser()
     found: dict[int | str, Question] = {}
-    for row in read_rows(path, needs=("question_id", "category", "turns")):
-        turns, kind = require(row, "turns", list, path), require(row, "category", str, path)
+    for row in read_rows(path, {"question_id": int | str, "category": str, "turns": list}):
+        turns, kind = row["turns"], row["category"]
         if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise LoadError(f"'turns' in {str(path)!r} is {turns!r:.60}; it has to be a list of texts")
-        question = Question(require(row, "question_id", (int, str), path), kind, tuple(turns), kind)
+        question = Question(row["question_id"], kind, tuple(turns), kind)
         if question.id in found:
             raise LoadError(f"question_id {question.id!r} stands twice in {str(path)!r}; each has to have its own")
         found[question.id] = question

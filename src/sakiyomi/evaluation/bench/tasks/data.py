@@ -56,7 +56,7 @@ def read_questions(
         InputError: it holds nothing, has no references, or sounds that no speech can be told from.
         UnsupportedError: it is a folder, and pyarrow is not installed.
     """
-    rows = _saved(path) if path.is_dir() else read_rows(path, needs=())
+    rows = _saved(path) if path.is_dir() else read_rows(path, {})
     found = []
     for number, row in enumerate(itertools.islice(rows, count), start=1):
         where = f"row {number} of {str(path)!r}"
