@@ -376,7 +376,7 @@ def test_systems_answer_the_same_prompts(pair: tuple[Any, Any]) -> None:
 
 @pytest.mark.thorough
 def test_one_shot_writes_what_full_writes(pair: tuple[Any, Any]) -> None:
-    make = Loader(OPTIONS | {"target": pair}, shared=True)
+    make = Loader(OPTIONS | {"target": pair})
     questions = [list(range(3, 3 + n)) for n in (20, 70, 71)]
     full, once = ({}, {})
     written = []
@@ -537,7 +537,7 @@ def test_what_each_kept_is_drawn(pair: tuple[Any, Any], tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_what_was_kept_are_places_of_the_prompt(pair: tuple[Any, Any]) -> None:
-    make = Loader(OPTIONS | {"target": pair, "chunk_size": 16}, shared=True)
+    make = Loader(OPTIONS | {"target": pair, "chunk_size": 16})
     system = System("streaming[sinks=2,local=8]", "24")
     question = Question("story", 0, tuple(range(3, 63)), 3, len)
     found = answers(make, system, 60, [question, question], Watch("cpu", None), kept=True)

@@ -161,7 +161,7 @@ def _run(log: Path, out: Connection, job: Job, options: Mapping[str, Any]) -> No
     with log.open("wb") as file:  # what libraries print is shown only where the process fails
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
-    for line in lines(job, Loader(options, shared=False)):
+    for line in lines(job, Loader(options)):
         out.send(line)
 
 

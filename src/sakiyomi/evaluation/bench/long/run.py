@@ -22,7 +22,7 @@ from sakiyomi.evaluation.bench.long.table import growth, table
 from sakiyomi.evaluation.bench.long.turns import turns
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.study import attempted
-from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
+from sakiyomi.model_executor.loading.model import load_model, parse_device, parse_dtype
 
 SHARED = {"peak_bytes", "grown_bytes"}
 """Figures that are not one system's alone where all of them are in one process."""
@@ -47,9 +47,7 @@ def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures
         raise InputError("a loaded pair cannot be measured in processes of its own; pass memory=False, or its folder")
     tokenizer = _tokenizer(config.target) if target is None else target[1]
     kept = None if pictures is None else partial(_draw_kept, tokenizer, Path(pictures))
-    found = systems(config.systems, config.budgets)
-    perform = _performer(config, config.target if target is None else target)
-    bench = Bench(config, source(config, tokenizer), found, perform, note, device, tokenizer, kept)
+    prompts, found = source(config, tokenizer), systems(config.systems, config.budgets)
     wanted: dict[str, Callable[[Bench], Row]] = {"long": table}
     if config.books is not None:
         read_books(config)
@@ -57,6 +55,8 @@ def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures
     if config.turns:
         tasks_of(config)
         wanted["turns"] = turns
+    perform = _performer(config, config.target if target is None else target)
+    bench = Bench(config, prompts, found, perform, note, device, tokenizer, kept)
 
     def rows() -> Iterator[Row]:
         for name, measure in wanted.items():
@@ -68,11 +68,12 @@ def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures
 
 
 def _performer(config: LongConfig, target: Any) -> Callable[[Job], Iterable[Line]]:
-    options = {"target": target, "dtype": config.dtype, "device": config.device, "chunk_size": config.chunk_size}
-    options["compile"] = "auto" if config.compile else False
+    options = {"target": target, "dtype": config.dtype, "device": config.device}
+    more = {"chunk_size": config.chunk_size, "compile": "auto" if config.compile else False}
     if config.memory:
-        return partial(apart, options=options)
-    loader = Loader(options, shared=True)
+        return partial(apart, options=options | more)
+    loaded = load_model(**options)
+    loader = Loader(options | more | {"target": (loaded.model, loaded.tokenizer)})
     return lambda job: (line | dict.fromkeys(SHARED & line.keys()) for line in lines(job, loader))
 
 

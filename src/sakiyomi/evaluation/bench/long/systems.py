@@ -20,10 +20,11 @@ from sakiyomi.core.hf_names import cache_argument
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import budget_pairs
-from sakiyomi.model_executor.loading import load_model, stop_tokens
+from sakiyomi.model_executor.loading import Loaded, load_model, stop_tokens
 
 ONE_SHOT = "one-shot"
 QUERY_FIRST = "query-first"
+PLACED = ("dtype", "device")
 UNBOUNDED = ("full", ONE_SHOT, "quant", "offload", "minference", "kvquant")
 """Systems whose attention reads every pair, in some form or place: they have no budget."""
 
@@ -172,18 +173,21 @@ class OneShot:
     """Transformers' own forward over the whole prompt, attention as one matrix, then token by token: O(n^2) memory.
 
     Args:
-        model: a transformers causal language model with eager attention.
-        tokenizer: of the model.
-        stop: end tokens.
+        loaded: a causal language model, which runs with eager attention from now on.
+
+    Raises:
+        UnsupportedError: it cannot.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, stop: Sequence[int]) -> None:
-        if model.config._attn_implementation != "eager":
+    def __init__(self, loaded: Loaded) -> None:
+        self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        self._model.set_attn_implementation("eager")
+        if (runs := self._model.config._attn_implementation) != "eager":
             raise UnsupportedError(
-                f"one-shot needs attention as a matrix, and {type(model).__name__} runs "
-                f"{model.config._attn_implementation}; leave the system out"
+                f"one-shot needs attention as a matrix, and {type(self._model).__name__} runs {runs}; leave the system "
+                "out"
             )
-        self._model, self._tokenizer, self._stop = model, tokenizer, frozenset(stop)
+        self._stop = frozenset(stop_tokens(self._model, self._tokenizer))
         self.kv_bytes = self.far_bytes = 0
 
     def predicted_bytes(self, columns: int) -> int:
@@ -219,14 +223,12 @@ class Loader:
     """Makes systems, one at a time: the one before is freed first.
 
     Args:
-        options: arguments of ``LLM``, beside those that make a system; target, dtype and device are among them.
-        shared: keep the transformers model between them; else each reads the files anew and packs them, as it would
-            alone.
+        options: arguments of ``LLM``, beside those that make a system; target, dtype and device are among them. A
+            target that is loaded already is shared by all systems; else each reads the files anew.
     """
 
-    def __init__(self, options: Mapping[str, Any], *, shared: bool) -> None:
-        self._options, self._shared = options, shared
-        self._loaded: Any = None
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
         self._key: tuple[str, int | None] | None = None
         self._running: Ours | OneShot | None = None
 
@@ -236,10 +238,13 @@ class Loader:
         Raises:
             SakiyomiError: it cannot be.
         """
-        key = (system.cache, system.pairs(length))
+        spec, budget = key = (system.cache, system.pairs(length))
         if key != self._key or self._running is None:
             self.release()
-            self._running = self._one_shot() if system.cache == ONE_SHOT else self._ours(*key)
+            if spec == ONE_SHOT:
+                self._running = OneShot(load_model(**{name: self._options[name] for name in ("target", *PLACED)}))
+            else:
+                self._running = Ours(LLM(**self._options, draft="none", cache=spec, kv_budget=budget, max_batch=1))
             self._key = key
         return self._running
 
@@ -247,17 +252,3 @@ class Loader:
         """Free the system."""
         self._running = self._key = None
         gc.collect()
-
-    def _model(self) -> Any:
-        if self._loaded is None:
-            self._loaded = load_model(**{name: self._options[name] for name in ("target", "dtype", "device")})
-        return self._loaded
-
-    def _one_shot(self) -> Ours | OneShot:
-        loaded = self._model()
-        loaded.model.set_attn_implementation("eager")
-        return OneShot(loaded.model, loaded.tokenizer, stop_tokens(loaded.model, loaded.tokenizer))
-
-    def _ours(self, spec: str, budget: int | None) -> Ours | OneShot:
-        shared = {"target": (self._model().model, self._model().tokenizer)} if self._shared else {}
-        return Ours(LLM(**{**self._options, **shared}, draft="none", cache=spec, kv_budget=budget, max_batch=1))
