@@ -1,7 +1,7 @@
-"""Whole books: how well a system expects what follows a long context, and how often it expects what full does.
+"""Row ``books``: perplexity of the text that follows a long context, and agreement with the full cache.
 
-The text that follows is the next chapter where the book has chapters. It is read token by token, as it would be
-written, so that a system that evicts while it writes does so here too; nothing is computed that generation does not.
+The text that follows is the next chapter if the book has chapters. It is read token by token, as in generation, so that
+a system that evicts while decoding does so here too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, Loader, System
 from sakiyomi.evaluation.bench.report import Row
 
 CHARACTERS = 8
-"""A token has fewer on average: so many a token are tokenised, not the whole book."""
+"""Characters tokenised per token that is needed, more than a token has on average: the book is not tokenised whole."""
 _HEADING = re.compile(
     r"\n\s*\n(?=[ ]*(?:(?:CHAPTER|Chapter|BOOK|Book|PART|Part)\s+\S+|[IVXLC]+\.\s|[A-Z][A-Z ,.’'-]{5,60}\n))"
 )
@@ -42,10 +42,10 @@ _PARAGRAPH = re.compile(r"\n\s*\n")
 
 @dataclass(frozen=True)
 class Passage:
-    """A context and what follows it.
+    """A context and the text after it.
 
     Attributes:
-        seed: that chose the place.
+        seed: chose the place.
         context, following: token ids.
     """
 
@@ -55,7 +55,7 @@ class Passage:
 
 
 def passages(config: LongConfig, tokenizer: Any, length: int) -> list[Passage]:
-    """A place of each book and seed, at the beginning of a chapter if there is one far enough into it.
+    """A place in each book for each seed: the beginning of a chapter, else of a paragraph, far enough into the book.
 
     Raises:
         LoadError: the file cannot be read.
@@ -108,11 +108,11 @@ def _passage(text: str, rng: Any, seed: int, length: int, follow: int, tokenizer
 
 
 class Forced(LogitsProcessor):
-    """Notes what a model expects at every place behind a prompt, and lets it write one given text.
+    """Makes a model write a given text after a prompt, and records its loss and best token at each place.
 
     Args:
         prompt_tokens: tokens of the prompt.
-        following: what is written.
+        following: token ids of the text.
     """
 
     def __init__(self, prompt_tokens: int, following: Sequence[int]) -> None:
@@ -132,7 +132,7 @@ class Forced(LogitsProcessor):
 
 
 def followed(llm: LLM, context: Sequence[int], following: Sequence[int]) -> tuple[list[float], list[int]]:
-    """Losses (nats) of a text that follows a context, and the token that was expected most at each of its places."""
+    """Losses (nats) of a text that follows a context, and the most probable token at each of its places."""
     forced = Forced(len(context), following)
     params = SamplingParams(max_new_tokens=len(following), ignore_eos=True, logits_processors=[forced])
     (done,) = llm.generate([list(context)], params)
@@ -146,7 +146,7 @@ def followed(llm: LLM, context: Sequence[int], following: Sequence[int]) -> tupl
 
 
 def read(make: Loader, system: System, length: int, given: Sequence[Passage], watch: Watch) -> Line:
-    """Mean loss and expectations of a system at every passage; see ``jobs.Measure``."""
+    """Mean loss and most probable tokens of a system for every passage; see ``jobs.Measure``."""
     running: Any = make(system, length)
     found = [followed(running.llm, passage.context, passage.following) for passage in given]
     return {
@@ -159,13 +159,13 @@ def read(make: Loader, system: System, length: int, given: Sequence[Passage], wa
 def compared(
     given: Sequence[Passage], losses: Sequence[float], best: Sequence[Any], full: Sequence[Any] | None
 ) -> Line:
-    """Perplexity, and the share of tokens that full expects too, over all passages; their spread over seeds.
+    """Perplexity, and agreement with the full cache, over all passages; their spread over seeds.
 
     Args:
         given: the passages, all of one length.
         losses: mean loss of each.
-        best: the tokens that were expected at each.
-        full: those that the full cache expects; None: not known.
+        best: the most probable tokens of each.
+        full: those of the full cache; None: not known.
     """
     seeds = [passage.seed for passage in given]
     line: Line = {
@@ -179,11 +179,11 @@ def compared(
 
 
 def books(bench: Bench) -> Row:
-    """Perplexity and agreement with full, which is measured first even where it was not asked for."""
+    """Perplexity and agreement of every system; the full cache is measured first, even if it was not asked for."""
     config = bench.config
     bench.note("books: tokens")
     given = {length: passages(config, bench.tokenizer, length) for length in config.numbers("lengths")}
-    # The rule of one-shot is that of full, and its passes are not ours.
+    # one-shot computes what full does, and cannot be made to write a given text.
     others = (one for one in bench.systems if not one.query_first and one.cache not in ("full", ONE_SHOT))
     found, expected = list[Line](), dict[int, Any]()
     for system in (System("full", None), *others):

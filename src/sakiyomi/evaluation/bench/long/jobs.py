@@ -1,6 +1,6 @@
-"""What all rows of ``bench long`` share: each system does a job, here or in a process of its own, and gives lines.
+"""Runs what a row of ``bench long`` asks of a system, in this process or in one of its own, and collects the lines.
 
-In a process of its own the peak memory is the system's, and one that is killed ends no other.
+A process of its own gives the system's own peak memory. If the operating system kills it, the other systems still run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN = 300  # characters of what a process that failed said last
 
 
 class Watch:
-    """Memory of this process, or of the GPU, beside what there was when the first system was ready.
+    """Measures the memory of this process or of the GPU, and enforces the limit.
 
     Args:
         device: "cpu" or a GPU.
@@ -47,10 +47,10 @@ class Watch:
         self.ready: int | None = None
 
     def begin(self, more: int) -> None:
-        """Before the questions of one length.
+        """Start measuring, before the questions of one length.
 
         Args:
-            more: bytes that they are known to take beyond those held now.
+            more: bytes that they need beyond those held now.
 
         Raises:
             MemoryLimitError: that is over the limit.
@@ -79,8 +79,8 @@ class Watch:
 
 
 Measure = Callable[[Loader, System, int, Any, Watch], Line]
-"""Figures of a system at a context of so many tokens, from what it is given there. For another process: a function of a
-module."""
+"""Gives the figures of a system at one context length (tokens) from its prompts. It must be a function of a module, so
+that it can be sent to another process."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Job:
     Attributes:
         measure: gives the figures of one length.
         system: whose they are.
-        batches: what the system is given, by tokens of the context, shortest first.
+        batches: prompts by context length in tokens, shortest first.
         device: "cpu" or a GPU.
         limit: most bytes that may be held at once; None: no limit.
     """
@@ -103,11 +103,11 @@ class Job:
 
 
 def lines(job: Job, make: Loader) -> Iterator[Line]:
-    """A line for each length; one without figures has a reason. Lengths above one that is over the memory are skipped.
+    """Run a job: a line for each length, with figures or with the reason why there are none.
 
-    Errors that no user can cause are raised.
+    After a length that does not fit into memory the longer ones are skipped. Errors that no user can cause are raised.
     """
-    make.release()  # what an earlier job has allocated would count as this one's
+    make.release()  # memory of an earlier job would count as this one's
     watch, over = Watch(job.device, job.limit), ""
     for length, given in job.batches.items():
         found: Line = {"state": "", "note": ""}
@@ -124,7 +124,7 @@ def lines(job: Job, make: Loader) -> Iterator[Line]:
 
 
 def apart(job: Job, options: Mapping[str, Any]) -> Iterator[Line]:
-    """The lines of a job that runs in a process of its own; where that ends early, the missing lines say why.
+    """Run a job in a process of its own. If that process ends early, the missing lines say why.
 
     Args:
         job: see ``lines``.
@@ -145,7 +145,7 @@ def apart(job: Job, options: Mapping[str, Any]) -> Iterator[Line]:
                 yield line
         except EOFError:
             process.join()
-        finally:  # also after Ctrl-C here; kernels that it may still compile are of no use
+        finally:  # also after Ctrl-C; the process may still be compiling kernels that nobody needs
             process.kill()
             process.join()
         said = log.read_text(errors="replace", encoding="utf-8")[-_SHOWN:] if log.is_file() else ""
@@ -158,7 +158,7 @@ def apart(job: Job, options: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _run(log: Path, out: Connection, job: Job, options: Mapping[str, Any]) -> None:
-    with log.open("wb") as file:  # what libraries print is shown only where the process fails
+    with log.open("wb") as file:  # output of libraries is shown only if the process fails
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     for line in lines(job, Loader(options)):
@@ -173,11 +173,11 @@ class Bench:
         config: lengths, limit and so on.
         source: of the prompts.
         systems: in order.
-        perform: does a job and gives its lines: here, or in a process of its own.
-        note: is told what is going on.
+        perform: runs a job, in this process or in one of its own.
+        note: receives progress messages.
         device: "cpu" or a GPU.
         tokenizer: of the target, for rows that make prompts of their own.
-        kept: is told what a system kept of the first prompt of each length; None: not wanted.
+        kept: receives the pairs that a system kept of the first prompt of each length; None: not wanted.
     """
 
     config: LongConfig
@@ -190,13 +190,13 @@ class Bench:
     kept: Callable[[System, Any, list[list[list[int]]]], None] | None = None
 
     def lines(self, what: str, measure: Measure, system: System, batches: Mapping[int, Any]) -> list[Line]:
-        """A line of a system for each length."""
+        """Run a job: a line for each length."""
         self.note(f"{what}: {system.label}")
         return list(self.perform(Job(measure, system, batches, self.device, self.config.limit_bytes)))
 
 
 def row(name: str, title: str, found: Sequence[Line], conditions: Mapping[str, Any]) -> Row:
-    """A row of these lines; below it stands why some have no figures, each reason of a system once."""
+    """A row of these lines, with a note for each reason why a system has no figures."""
     lengths: dict[tuple[str, str], list[str]] = {}
     for line in found:
         if line["note"]:
@@ -214,5 +214,5 @@ def means(names: Iterable[Any], values: Iterable[float]) -> dict[str, float]:
 
 
 def spread(values: Collection[float]) -> float | None:
-    """Standard deviation; None of a single value."""
+    """Standard deviation; None for a single value."""
     return statistics.stdev(values) if len(values) > 1 else None

@@ -1,4 +1,4 @@
-"""``sakiyomi bench locret``: what fits, then every system once, then the article's four tables from those figures."""
+"""``sakiyomi bench locret``: which device each system fits in, one measurement, and the article's four tables of it."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def _shape(sizes: Any) -> Shape:
 
 
 def run(config: LocretConfig, note: Note = silent, *, pictures: str | None = None) -> Iterator[Row]:
-    """Give what fits in which memory, what was measured of every system, and the tables.
+    """Yield the table of devices, the rows of ``bench long``, and the article's tables.
 
     Args:
         config: what is asked for.
-        note: is told what is going on.
+        note: receives progress messages.
         pictures: folder for maps of what each system kept of one prompt; None: none are drawn.
 
     Raises:
@@ -126,7 +126,7 @@ def _tables(config: LocretConfig, whole: Row) -> Iterator[Row]:
 def fitting(config: LocretConfig, shape: Shape, checkpoint: Checkpoint) -> Row:
     """Weights, keys and values of each system at each length, and the smallest device that holds both.
 
-    Rows of a chunk, and what the libraries take, come on top.
+    Activations of a chunk and memory of the libraries are not included.
     """
     dtype = parse_dtype(config.dtype)
     itemsize = dtype.itemsize if dtype is not None else {"float32": 4}.get(str(checkpoint.dtype), 2)

@@ -1,6 +1,6 @@
 """Pictures of the rows of ``bench long``, and of what a cache kept. Needs matplotlib; imports no torch.
 
-One file a question: right answers against memory, memory against length, memory against turns, books.
+One file each for right answers against memory, memory against length, memory against turns, and books.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLASSES = {
 
 
 def check(folder: str, name: str = "plot") -> None:
-    """Refuse before any measuring what could not be drawn after it; the folder is made.
+    """Check, before anything is measured, that pictures can be written; the folder is created.
 
     Args:
         folder: for pictures.
@@ -55,10 +55,10 @@ def check(folder: str, name: str = "plot") -> None:
 
 
 def draw(rows: Sequence[Row], folder: str, conditions: Mapping[str, Any]) -> list[Path]:
-    """Draw what there is to draw, each into a file of its own.
+    """Draw each row that has figures into its own file.
 
     Returns:
-        The files: accuracy.png, memory.png, turns.png, books.png, as far as they are.
+        The files that were written, of accuracy.png, memory.png, turns.png, books.png.
 
     Raises:
         LoadError: one cannot be written.
@@ -96,7 +96,7 @@ def _groups(lines: Lines, *needs: str) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _styles(groups: Mapping[str, Lines], theme: Theme) -> dict[str, dict[str, Any]]:
-    """A colour a system and a mark a budget; of more systems than colours the marks continue."""
+    """A colour for each system and a mark for each budget; if colours repeat, the marks differ."""
     systems, budgets = (
         list(dict.fromkeys(of(lines[0]) for lines in groups.values())) for of in (_system, itemgetter("budget"))
     )
@@ -128,7 +128,7 @@ def _panel_points(
 ) -> None:
     """A point a system, with its spread, at the bytes that it holds.
 
-    Systems of one budget hold the same bytes, and one would hide the others: they stand side by side.
+    Systems with the same bytes are drawn side by side, so that none hides another.
     """
     styles = _styles(groups, theme)
     shown = [(name, line) for name, group in groups.items() for line in group if line["length"] == length]
@@ -147,8 +147,8 @@ def _panel_points(
 def _memory(growth: Row) -> list[Panel]:
     """Keys and values, and what the process grew by, against the length: of each class of systems its first one.
 
-    Both axes go by powers, so that the exponent is the slope. A budget that is a share of the context is a class of its
-    own.
+    Both axes are logarithmic, so that the slope is the exponent. Budgets that are a share of the context are a class of
+    their own.
     """
     classes = {(fit["class"], fit["on_paper"]): fit for fit in reversed(growth.lines)}
     fits = [fit for fit in growth.lines if fit in classes.values()]

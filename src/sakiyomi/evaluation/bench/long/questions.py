@@ -1,6 +1,6 @@
-"""Prompts as token ids, each with a rule that judges its answer: of made tasks, or of a file.
+"""Prompts as token ids, each with the rule that judges its answer: from made tasks, or from a file.
 
-Made once for all systems. Knows a tokenizer and no model.
+All systems get the same prompts. Knows a tokenizer and no model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Question:
     """One prompt.
 
     Attributes:
-        task: that it belongs to.
-        seed: that drew it.
+        task: its name.
+        seed: drew it.
         tokens: the prompt.
         answer_tokens: most new tokens.
-        score: of an answer, 0 to 1; other processes can be given it.
-        ahead: the prompt with the question in front of the text too, for systems that decide with it; None: not known.
-        spans: (begin, end) in tokens: where in the prompt the answer stands, as far as that is known.
+        score: judges an answer, 0 to 1; it can be sent to other processes.
+        ahead: the prompt with the question in front of the text too (query-first); None: not known.
+        spans: (begin, end) in tokens: places of the answer in the prompt, if known.
     """
 
     task: str
@@ -49,7 +49,7 @@ class Question:
             query_first: the question stands in front of the text too.
 
         Raises:
-            InputError: it cannot, because it is not known apart from the text.
+            InputError: the question is not known apart from the text.
         """
         if query_first and self.ahead is None:
             raise InputError("questions of a file are not known apart from their text; query-first is for made tasks")
@@ -63,8 +63,8 @@ Source = Callable[[int], list[Question]]
 def source(config: LongConfig, tokenizer: Any) -> Source:
     """Prompts of made tasks, or of a file.
 
-    Of made tasks there are ``count`` of each for each seed; what the answer needs stands anywhere. Of a file each seed
-    draws ``count`` questions, and long ones lose their middle.
+    Made tasks: ``count`` prompts of each task for each seed, with the answer anywhere in the text. A file: each seed
+    draws ``count`` questions, and long prompts are cut in the middle.
 
     Raises:
         InputError: a task is not known.
@@ -113,12 +113,12 @@ def made(name: str, task: Task, seed: int, length: int, place: int, config: Long
     # verbose=False: longer than the tokenizer's own limit is what is wanted here, no reason for a warning
     tokens, ahead = (tuple(tokenizer(example.prompt(first), verbose=False)["input_ids"]) for first in (False, True))
     new = config.max_new_tokens or task.answer_tokens
-    score = partial(hits, answers=example.answers)  # for other processes: a task may hold what cannot be sent
+    score = partial(hits, answers=example.answers)  # a task itself cannot be sent to another process
     return Question(name, seed, tokens, new, score, ahead, tuple(_in_tokens(example, tokenizer)))
 
 
 def _in_tokens(example: Example, tokenizer: Any) -> Iterator[tuple[int, int]]:
-    """The spans of an example in tokens, which it has in characters; none where the tokenizer does not know places."""
+    """The spans of an example in tokens; none if the tokenizer does not map characters to tokens."""
     if not tokenizer.is_fast:
         return
     # The context is the beginning of the prompt: what follows changes no place within it.
@@ -138,7 +138,7 @@ def middle_cut(tokens: Sequence[int], length: int) -> list[int]:
 
 
 def tasks_of(config: LongConfig) -> dict[str, Task]:
-    """The made tasks that are asked for, with the text that they hide things in.
+    """The configured made tasks, with the text that they hide facts in.
 
     Raises:
         InputError: one is not known, or hides nothing.

@@ -1,4 +1,4 @@
-"""Questions from files of one's own, in the forms of three collections: L-Eval, LongBench, InfiniteBench.
+"""Questions from the user's files, in the formats of three collections: L-Eval, LongBench, InfiniteBench.
 
 Knows no model and no tokenizer. A new form is a reader in ``READERS``; a new task of a collection is a line in
 ``tasks.toml``.

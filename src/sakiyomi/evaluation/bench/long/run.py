@@ -33,7 +33,7 @@ def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures
 
     Args:
         config: what is asked for.
-        note: is told what is going on.
+        note: receives progress messages.
         target: a loaded ``(model, tokenizer)`` pair in the place of ``config.target``; only with ``memory`` off, since
             it cannot be given to other processes.
         pictures: folder for maps of what each system kept of one prompt; None: none are drawn.

@@ -1,6 +1,6 @@
-"""The systems of the comparison: what each is called, whether it has a budget, and how one at a time is made.
+"""The systems that are compared: their names, budgets and classes, and how each is loaded.
 
-Two kinds of them answer in one form: ours, whatever its cache, and transformers with the whole prompt in one pass.
+Two kinds have the same methods: our engine with any cache, and transformers with the whole prompt in one pass.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ ONE_SHOT = "one-shot"
 QUERY_FIRST = "query-first"
 PLACED = ("dtype", "device")
 UNBOUNDED = ("full", ONE_SHOT, "quant", "offload", "minference", "kvquant")
-"""Systems whose attention reads every pair, in some form or place: they have no budget."""
+"""Systems whose attention reads every pair; they have no budget."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer, and what it took.
+    """One answer and its timings.
 
     Attributes:
         text: new text.
         tokens: new tokens.
         prefill_seconds: wall clock up to the first token; eviction between chunks is in it.
         decode_seconds: wall clock from there to the last token.
-        kept: positions of the prompt's tokens that were not evicted, by layer and key head; None where nothing was
-            evicted, or this was not asked for.
+        kept: positions of the prompt's tokens that were not evicted, by layer and key head; None if nothing was evicted
+            or it was not requested.
     """
 
     text: str
@@ -74,13 +74,13 @@ class System:
 
     @property
     def query_first(self) -> bool:
-        """Whether it sees the question before it reads the text. Such systems stand apart from the others."""
+        """Whether its prompts have the question in front of the text too."""
         return QUERY_FIRST in self.spec.split("+")
 
     @property
     def kind(self) -> str:
         """Its class of memory: "one-shot", "full", "reduced" (all pairs, smaller or elsewhere) or "bounded";
-        "unknown" where there is no such system.
+        "unknown" if there is no such system.
         """
         if self.cache in (ONE_SHOT, "full"):
             return self.cache
@@ -90,7 +90,7 @@ class System:
             return "unknown"  # its lines say why it is refused
         if policy is None and packing is None and offloaded is None:
             return "full"
-        # What recalls has a budget for what attention reads, and all pairs in main memory.
+        # A policy that recalls keeps all pairs in main memory; its budget bounds what attention reads.
         return "reduced" if policy is None or policy.recalls else "bounded"
 
     @property
@@ -144,9 +144,9 @@ class Ours:
         return max(0, cache.needs(1, columns) - cache.bytes)
 
     def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
-        """Greedy, of at most so many new tokens; with what stayed of the prompt, if that is wanted.
+        """Greedy answer of at most ``most`` new tokens; ``kept``: also report which pairs of the prompt stayed.
 
-        Each prompt is a conversation of its own: nothing of the one before is used again.
+        Prompts share nothing: no prefix is reused.
         """
         began = time.perf_counter()
         first = last = began
@@ -161,7 +161,7 @@ class Ours:
         return Answer(text, count, first - began, last - first, stayed)
 
     def _kept(self) -> list[list[list[int]]] | None:
-        """Asked for between two rounds: the prompt's end is an eviction boundary."""
+        """Called between two rounds; the end of the prompt is an eviction boundary."""
         places = getattr(self.llm.target.eviction, "places", None)
         if places is None:
             return None

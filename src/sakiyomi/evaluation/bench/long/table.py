@@ -1,6 +1,6 @@
-"""The table: every system on the same prompts, what it got right, what it held and how fast it was.
+"""Row ``long``: right answers, memory and speed of every system on the same prompts; row ``memory``: how memory grows.
 
-Where memory is limited, a system that does not fit is tried again at shorter contexts: the starred line.
+If a system does not fit into the memory limit, the longest context that fits is searched; its line has a star.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sakiyomi.evaluation.bench.report import Row
 EXPECTED = {"one-shot": 2.0, "full": 1.0, "reduced": 1.0, "bounded": 0.0}
 """Exponent of memory by length that a class of systems has on paper."""
 RETRIES = 3
-WARM = 64  # tokens of a first prompt, which no figure counts: kernels load, buffers are made
+WARM = 64  # tokens of a warm-up prompt, which loads kernels and allocates buffers
 TITLE = (
     "right answers in percent (± standard deviation over seeds, s.e. standard error over prompts), keys and values, "
     "memory and speed"
@@ -31,11 +31,11 @@ TITLE = (
 def answers(
     make: Loader, system: System, length: int, given: Sequence[Question], watch: Watch, *, kept: bool = False
 ) -> Line:
-    """What a system answers to questions, what it holds meanwhile, and how fast it is; see ``jobs.Measure``.
+    """Right answers of a system to these questions, its memory and its speed; see ``jobs.Measure``.
 
     Args:
         make, system, length, given, watch: see there.
-        kept: tell also what stayed of the first prompt.
+        kept: also report which pairs of the first prompt were kept.
     """
     prompts = [question.prompt(system.query_first) for question in given]
     running = make(system, length)
@@ -62,7 +62,7 @@ def answers(
 
 
 def right(questions: Sequence[Question], texts: Sequence[str]) -> Line:
-    """Right answers: shares of all questions, of each task's and of each seed's."""
+    """Share of right answers, over all questions, by task and by seed."""
     scores = [question.score(text) for question, text in zip(questions, texts, strict=True)]
     tasks = means((question.task for question in questions), scores)
     seeds = means((question.seed for question in questions), scores)
@@ -128,9 +128,9 @@ def _starred(bench: Bench, system: System, fitting: int, below: int) -> Iterator
         if length <= fitting:
             return True
         try:
-            # The one that takes most; the others of this length are as long.
+            # The longest one; the others of this length are about as long.
             question = max(bench.source(length), key=lambda q: len(q.tokens) + q.answer_tokens)
-        except InputError:  # a task has no prompt as short as that
+        except InputError:  # the task has no prompt that short
             return False
         return not bench.lines(f"do {length} tokens fit", answers, system, {length: [question]})[0]["state"]
 
@@ -142,7 +142,7 @@ def _starred(bench: Bench, system: System, fitting: int, below: int) -> Iterator
         if not line["state"]:
             yield line | {"name": f"{system.name} *", "starred": True}
             return
-        length = length * 7 // 8  # one prompt fitted, and what others left behind did not
+        length = length * 7 // 8  # one prompt fitted, and all of them did not
 
 
 def growth(measured: Row) -> Row | None:

@@ -1,4 +1,4 @@
-"""A conversation that grows: every turn is a whole question of a made task, so that right answers are known."""
+"""Row ``turns``: a conversation that grows. Each turn is a question of a made task, whose answer can be judged."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ TITLE = "one conversation that grows: right answers in percent, and bytes after 
 
 
 def talk(make: Loader, system: System, length: int, given: Sequence[Sequence[Question]], watch: Watch) -> Line:
-    """What a system answers in conversations, each as far as it goes; see ``jobs.Measure``.
+    """Right answers of a system in conversations, and memory after each turn; see ``jobs.Measure``.
 
-    The model's own replies stay in the conversation. Bytes are those of the first one.
+    The model's own replies stay in the conversation. A conversation that no longer fits ends early. Bytes are those of
+    the first conversation.
     """
     done, why = list[tuple[list[float], dict[str, list[int]]]](), ""
     for questions in given:
-        make.release()  # what the conversation before has allocated would be there from the first turn on
+        make.release()  # memory of the conversation before would count from the first turn on
         scores, tokens, kv, resident = list[float](), list[int](), list[int](), list[int]()
         try:
             running: Any = make(system, length)  # never one-shot, which keeps nothing between two prompts
@@ -62,7 +63,7 @@ def talk(make: Loader, system: System, length: int, given: Sequence[Sequence[Que
 
 
 def turns(bench: Bench) -> Row:
-    """One conversation a seed, each system the same ones."""
+    """One conversation for each seed, the same ones for every system."""
     config, tokenizer = bench.config, bench.tokenizer
     tasks, names = tasks_of(config), list(islice(cycle(config.tasks), config.turns))
     given = [

@@ -3,9 +3,9 @@
 Questions come in the form of FastChat's, which Spec-Bench and SPEED-Bench share, from files or our own:
 ``{"question_id": 81, "category": "writing", "turns": ["...", "..."]}``.
 
-Result files are JSON Lines, the settings in the first one, then one for each question and drafter. A line stands on its
-own: it has the laps of its drafter and those of plain decoding between them. So files with the same settings can be
-joined, and a run continues where another has stopped.
+Result files are JSON Lines, the settings in the first one, then one for each question and drafter. Each line has
+the runs of its drafter and the runs of plain decoding that were interleaved with them. So files with the same settings
+can be joined, and a stopped run can be continued.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SPEC_BENCH = "math_reasoning"
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """A question of one or more turns.
 
     Attributes:
-        id: tells it from the others of its file.
-        category: that it counts for.
-        turns: what is said, one after the other, each behind the answer to the last.
-        kind: the file's own category.
+        id: unique in its file.
+        category: the column of the tables that it counts for.
+        turns: user messages; each follows the answer to the one before.
+        kind: the category as the file names it.
     """
 
     id: int | str
@@ -68,12 +68,12 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def own_questions() -> list[Question]:
-    """A few that travel with the package, in the categories of SPEED-Bench (arXiv 2604.09557); written for this."""
+    """Questions that come with the package, in the categories of SPEED-Bench (arXiv 2604.09557)."""
     return read_questions(Path(__file__).with_name("own.jsonl"))
 
 
 def chosen(questions: Sequence[Question], categories: Sequence[str], count: int) -> list[Question]:
-    """Of each category the first so many; only these categories, if some are named.
+    """The first ``count`` questions of each category; only of these categories, if some are named.
 
     Raises:
         InputError: one of them is not there.
@@ -91,7 +91,7 @@ def chosen(questions: Sequence[Question], categories: Sequence[str], count: int)
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """Tells two sets of questions apart, as hexadecimal digits."""
+    """Hexadecimal digest of a set of questions."""
     text = json.dumps([[q.id, q.category, q.turns] for q in questions])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -104,18 +104,18 @@ Lap = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Record:
-    """What one drafter made of one question.
+    """The result of one drafter on one question.
 
     Attributes:
         question: its id.
-        category: that it counts for.
+        category: the column of the tables that it counts for.
         draft: spec of the drafter; "none": plain decoding.
-        laps: of the drafter.
-        plain: of plain decoding, each beside the lap of its place.
-        equal: all answers are the plain ones, to the last token.
-        explained: they are, or part where rounding decides.
-        note: where and by how much they part.
-        answers: texts of the plain answers, with its own record only.
+        laps: measured runs of the drafter.
+        plain: runs of plain decoding; each was interleaved with the drafter's run of the same index.
+        equal: all answers equal the plain ones, to the last token.
+        explained: they are equal, or differ only at a near-tie that rounding decides.
+        note: where and by how much they differ.
+        answers: texts of the plain answers; in the record of plain decoding only.
     """
 
     question: int | str
@@ -153,14 +153,14 @@ class Record:
 
 @dataclass
 class Results:
-    """Records of one set of settings.
+    """Records that were made with the same settings.
 
     Attributes:
-        settings: what has to be the same in a file that they can be joined with.
+        settings: must be equal in results that are joined.
         conditions: of the run that began the file.
         records: by question and drafter.
-        path: file that gets new ones; None: none does.
-        notes: why some drafters are not there; no file has them.
+        path: file that new records are written to; None: they are not kept.
+        notes: why some drafters are missing; not in the file.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class Results:
 
     @classmethod
     def read(cls, path: str | Path) -> Results:
-        """A file of results. A last line that was not written to its end is left out.
+        """Read a file of results. An incomplete last line is ignored.
 
         Raises:
             LoadError: it cannot be read, or holds something else.
@@ -200,7 +200,7 @@ class Results:
 
     @classmethod
     def kept(cls, path: str | Path | None) -> Results:
-        """What is in a file already: nothing where there is none, or it is empty.
+        """Read a file of results that may not exist yet; it is then empty.
 
         Raises:
             LoadError: it cannot be read, or holds something else; or there is no folder for it.
@@ -214,10 +214,10 @@ class Results:
         return cls(path=place) if empty else cls.read(place)
 
     def add(self, more: Results, where: str = "now") -> None:
-        """Take in results of the same settings, those of the first ones; the file is written anew, in one piece.
+        """Add results of the same settings; the file is rewritten atomically.
 
         Args:
-            more: the results; where both have one, theirs counts.
+            more: the results; they replace records of the same question and drafter.
             where: names them in an error.
 
         Raises:
@@ -251,13 +251,13 @@ class Results:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that are not the same, with both values."""
+    """Settings that differ, with both values."""
     names = dict.fromkeys([*one, *other])
     return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
 
 
 def join(several: Sequence[Results]) -> Results:
-    """One set of results; of what several have, that of the last counts.
+    """All results in one; the last record of a question and drafter is used.
 
     Raises:
         InputError: they were made with other settings, or there is none.

@@ -2,8 +2,8 @@
 
 The protocol of Spec-Bench (Xia et al. 2024, arXiv 2401.07851): one request at a time, greedy, wall clock with the
 prompt's pass, plain decoding in the same run. Two things are stricter here. All drafters answer a question before the
-next one is asked, so that a machine that slows down slows all of them; the plain answer to a turn stands in every
-next prompt, so that texts that part at a near-tie do not make other work of the turns behind.
+next one is asked, so that a change of the machine's speed affects all of them. Every prompt of a later turn contains
+the plain answers, so that all drafters get the same prompts even after a near-tie.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ COUNTS = ("rounds", "committed", "drafted", "accepted", "prefill_seconds")
 
 
 Asked = tuple[Question, frozenset[str]]
-"""A question, and whose answers are known already."""
+"""A question, and the drafters whose results are known already."""
 Share = Callable[[SpecConfig, str, str, Sequence[Asked]], Generator[Results, None, None]]
-"""Has questions answered, in any order, and gives what is new; with these settings, this template and this digest of
-the questions' file."""
+"""Has questions answered in any order, and yields the new results. Takes settings, chat template, digest of the
+questions' file, and the questions."""
 
 
 def run(config: SpecConfig, note: Note = silent, share: Share | None = None) -> list[Row]:
-    """Measure what is not known yet, and give the tables of everything that is.
+    """Measure what no file of results has yet, and make the tables of all results.
 
     Args:
         config: what is asked for.
-        note: is told what is going on.
-        share: has the questions answered; by default one after the other is, here.
+        note: receives progress messages.
+        share: has the questions answered elsewhere; by default they are answered here.
 
     Raises:
-        SakiyomiError: a file, a drafter or a setting is wrong; before any work where that can be told.
+        SakiyomiError: a file, a drafter or a setting is wrong.
     """
     questions = own_questions() if config.questions is None else read_questions(config.questions)
     wanted = chosen(questions, config.categories, config.count)
@@ -98,7 +98,7 @@ class Spec:
         config: what is asked for.
         template: of chats.
         file: digest of that of the questions, for the settings.
-        note: is told what is going on.
+        note: receives progress messages.
 
     Raises:
         SakiyomiError: something cannot be loaded, or there is no room for answers.
@@ -132,7 +132,7 @@ class Spec:
             )
 
     def answer(self, question: Question, known: Collection[str], note: Note = silent) -> Results:
-        """Have all drafters answer whose answer is not kept yet, and plain decoding beside them."""
+        """Have every drafter without a known result answer, and plain decoding beside them."""
         missing = [name for name in self._ways if name not in known]
         asked = {name: self._ways[name] for name in dict.fromkeys((PLAIN, *missing))} if missing else {}
         return self.results(_ask(self._config, self._llm, self._talk(question), asked, note) if asked else [])
@@ -165,7 +165,7 @@ def _check(config: SpecConfig) -> None:
 
 
 def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, EngineView], list[str]]:
-    """An engine for each drafter, and why some are not there."""
+    """An engine for each drafter, and why some are missing."""
     specs = [*config.draft]
     if not specs:
         specs = available(llm, PairConfig(target=config.target))
@@ -182,7 +182,7 @@ def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, Engine
 
 
 def _settings(config: SpecConfig, llm: LLM, template: str, file: str) -> dict[str, Any]:
-    """What has to be the same where results are put together."""
+    """Settings that must be equal in results that are joined."""
     shown = template if template in WORDS else hashlib.sha256(template.encode()).hexdigest()[:16]
     same = ("max_new_tokens", "prompt_tokens", "gamma", "repeats", "system", "exact")
     known = machine.conditions()
@@ -200,13 +200,12 @@ def _settings(config: SpecConfig, llm: LLM, template: str, file: str) -> dict[st
 
 @dataclass
 class Talk:
-    """A question and the prompts of its turns, which are made when the plain answers are known.
+    """A question and the prompts of its turns; each is made when the plain answer before it is known.
 
     Attributes:
         dialogue: makes prompts.
-        most: tokens that a prompt may have; of longer ones the middle is left out, so that a template's words and the
-            last message stay.
-        question: what is asked.
+        most: tokens that a prompt may have; longer ones are cut in the middle, so that template and last message stay.
+        question: the question.
         prompts: token ids of the turns so far, the same for all drafters.
         answers: plain ones.
     """

@@ -1,4 +1,4 @@
-"""What results say: speed-ups and tokens a pass by category, in one file or in several side by side. Measures nothing.
+"""Tables of results: speed-ups and tokens per pass by category, of one file or of several side by side.
 
 As in Spec-Bench (Xia et al. 2024, arXiv 2401.07851) a speed-up is the mean over questions of tokens a second, by that
 of plain decoding beside it, the prompt's pass included; mean accepted tokens are those of all passes together.
@@ -27,7 +27,7 @@ OWN = {ALL, "name", "decode", "tau", "tokens_per_second", "equal", "near_ties", 
 
 
 def figures(records: Sequence[Record]) -> dict[str, Any]:
-    """Of one drafter on some questions; no speed where an answer is not the plain one, and nothing explains that."""
+    """Figures of one drafter on some questions; no speed if an answer differs from the plain one without a near-tie."""
     defects = sum(not record.explained for record in records)
     sides = [[record.laps for record in records], [record.plain for record in records]]
     ours, plain = (statistics.fmean(map(_speed, laps)) for laps in sides)
@@ -44,17 +44,17 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _speed(laps: Iterable[Mapping[str, float]]) -> float:
-    """Tokens per second, the median of laps."""
+    """Tokens per second, the median over runs."""
     return statistics.median(lap["tokens"] / lap["seconds"] for lap in laps)
 
 
 def _decoding(laps: Iterable[Mapping[str, float]]) -> float:
-    """The same behind the prompts: tokens of the passes that follow, and the time that is left for them."""
+    """Tokens per second without the prompts' passes, the median over runs."""
     return statistics.median(lap["committed"] / max(lap["seconds"] - lap["prefill_seconds"], 1e-9) for lap in laps)
 
 
 def _passes(record: Record) -> tuple[float, float]:
-    """Tokens and passes of all laps."""
+    """Tokens and passes of all runs."""
     return sum(lap["committed"] for lap in record.laps), sum(lap["rounds"] for lap in record.laps)
 
 
@@ -76,7 +76,7 @@ def rows(results: Results) -> list[Row]:
         each = {name: figures(own) for name in categories if (own := [r for r in records if r.category == name])}
 
         def by_category(key: str, each: Mapping[str, Mapping[str, Any]] = each) -> dict[str, Any]:
-            # None of the columns of our own may be hidden by a category of that name.
+            # A category must not hide one of our own columns of the same name.
             return {f"{name}." if name in OWN else name: each.get(name, {}).get(key) for name in categories}
 
         speeds.append(
@@ -110,7 +110,7 @@ def _groups(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def _standing(draft: str, records: Sequence[Record]) -> Standing:
-    """All questions together as one contender, lap by lap."""
+    """All questions together as one contender, run by run."""
     found = figures(records)
     laps = [
         Lap(sum(lap["seconds"] for lap in each), int(sum(lap["tokens"] for lap in each)))
@@ -154,7 +154,7 @@ def _apart(one: Results, other: Results, *names: str) -> list[str]:
 
 
 def since(now: Results, before: Results) -> Row:
-    """Where drafts are accepted less than in an earlier file, on the questions and drafters of both.
+    """Compare tokens per pass with an earlier file, on the questions and drafters that both have.
 
     Raises:
         InputError: nothing is in both.
@@ -190,7 +190,7 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> None:
-    """Draw the speed-ups of the first row, ``spec``; of a drafter without one a gap stays.
+    """Draw the speed-ups of the first row, ``spec``; a drafter without a speed-up has no bar.
 
     Raises:
         LoadError: the file cannot be written.

@@ -1,6 +1,6 @@
 """Questions with their right answers, from a .jsonl or a folder of ``datasets``, and how right answers are.
 
-Questions are texts, or sounds in parts. Answers are scored by the libraries that their field uses.
+Questions are texts, or sounds in parts. Answers are scored by libraries: jiwer, rouge-score, sacrebleu.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, Unsupport
 from sakiyomi.evaluation.bench.long.readers import read_object, read_rows
 
 SLOWEST = 8000
-"""Samples a second below which speech cannot be told: a telephone has as many."""
+"""Lowest sampling rate (samples a second) of speech, that of a telephone."""
 STATE, SPLITS = "state.json", "dataset_dict.json"
 """Of a folder that ``datasets`` saved, and of one with several of them."""
 
@@ -53,7 +53,7 @@ def read_questions(
 
     Raises:
         LoadError: the file, or a sound, cannot be read, or a line has nothing to ask.
-        InputError: it holds nothing, has no references, or sounds that no speech can be told from.
+        InputError: it holds nothing, has no references, or a sampling rate is too low for speech.
         UnsupportedError: it is a folder, and pyarrow is not installed.
     """
     rows = _saved(path) if path.is_dir() else read_rows(path, {})

@@ -1,4 +1,4 @@
-"""transformers' ``generate`` on a target of any kind, alone or with an assistant; and what it thinks of two texts."""
+"""transformers' ``generate`` on a target of any kind, with text or sound; and the judge of greedy answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = Callable[[int, Sequence[int]], Tensor]
 
 
 class Peer(Transformers):
-    """One way of calling ``generate``, with the model's own settings except for length and sampling.
+    """Calls ``generate`` with the model's own generation settings except for length and sampling.
 
     Args:
         target: as transformers runs it.
@@ -47,7 +47,7 @@ class Peer(Transformers):
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
     def __call__(self, prompt: str | Audio | Sequence[int], params: SamplingParams) -> list[int]:
-        """New tokens, the end token and what forces a language or a task perhaps among them."""
+        """New tokens; among them may be the end token and tokens that force a language or a task."""
         given = self.question(prompt)
         language = getattr(prompt, "language", None)
         done = self._generated(params, **given, **({} if language is None else {"language": language}))[0].tolist()
@@ -84,10 +84,10 @@ class Peer(Transformers):
 
 
 class _Rounding(HFReference):
-    """Asks a function for logits, by the number of the text; two tokens are a near-tie within the rounding of a logit.
+    """Judges texts by logits from a function; two tokens are a near-tie within the rounding error of a logit.
 
     Args:
-        row: the function.
+        row: gives logits, by the number of the text.
         dtype: of its rows.
     """
 
@@ -96,12 +96,12 @@ class _Rounding(HFReference):
         self._row, self._dtype = row, dtype
 
     def measure(self, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-        """The rounding of the largest logit at the beginning of a text, the largest of all texts so far."""
+        """Rounding error of the largest logit at the beginning of the text, the maximum over texts."""
         self.noise = max(self.noise, torch.finfo(self._dtype).eps * float(self.logits(prompt, tokens[:1]).abs().max()))
         return self.noise
 
     def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """(1, V): of the last token."""
+        """(1, V): the row that predicts the last token."""
         return self._row(prompt[0], tokens[:-1])[None].float()
 
 

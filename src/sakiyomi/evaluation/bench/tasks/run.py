@@ -1,4 +1,4 @@
-"""``sakiyomi bench tasks``: plain and drafted, ours and transformers', on the reader's own tasks and their answers."""
+"""``sakiyomi bench tasks``: plain and drafted generation, ours and transformers', on the user's own tasks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Write = Callable[[Any, SamplingParams], tuple[Sequence[int], Stats | None]]
 """Answers a prompt: its tokens, and what our engine counted."""
 TITLE = "seconds an answer and tokens/s, one at a time; answers of equal weights compared"
 ASSISTED = "transformers assisted"
-HEARD = 30.0  # seconds at once, where the model is not known yet and questions are only looked at
+HEARD = 30.0  # seconds of a part of a sound, while questions are only checked and no model is loaded
 
 
 def run(config: TasksConfig, note: Note = silent) -> Iterator[Row]:
-    """Give the row of each kind of task when it is done: its ways, temperatures and contenders are the lines.
+    """Yield a row for each kind of task, with a line for each way, temperature and contender.
 
     Raises:
         SakiyomiError: what is asked for cannot be; before any work.
@@ -49,7 +49,7 @@ def run(config: TasksConfig, note: Note = silent) -> Iterator[Row]:
 
 
 class _Pair:
-    """Target and draft, as we and transformers hold them, with the weights in one way.
+    """Target and draft for us and for transformers, with the weights held in one way.
 
     Args:
         config: names the target.
@@ -74,7 +74,7 @@ class _Pair:
         if "offload" not in self._way:
             return found
         read = type(found.model).from_pretrained
-        with warnings.catch_warnings():  # accelerate asks for a place of every tensor, and then takes it for a module
+        with warnings.catch_warnings():  # accelerate asks for every tensor, and then warns that it is no module
             warnings.filterwarnings("ignore", "The following device_map keys do not match")
             return replace(found, model=read(found.folder, device_map=_on_disk(found.model), dtype=found.model.dtype))
 
@@ -95,7 +95,7 @@ def _questions(config: TasksConfig, kind: str, seconds: float | None) -> list[Qu
 def _row(
     config: TasksConfig, note: Note, kind: str, score: tuple[str, Score] | None, pairs: Mapping[str, _Pair]
 ) -> Row:
-    """Every way at every temperature, with their conditions."""
+    """Measure every way at every temperature."""
     lines: list[dict[str, Any]] = []
     notes: list[str] = []
     for way, pair in pairs.items():
@@ -122,10 +122,10 @@ def _tell(note: Note, kind: str, where: str, text: str) -> None:
 
 
 class _Asked:
-    """Questions as a pair is given them, and the ways of answering.
+    """The questions of a task as prompts for a pair, and the contenders that answer them.
 
     Args:
-        config: how much.
+        config: the settings.
         kind: of ``config.KINDS``.
         pair: answers.
     """
@@ -142,7 +142,7 @@ class _Asked:
         self._prompts = [self._templated(part) if chat else part for part in parts]
 
     def contenders(self, heat: float) -> list[Contender]:
-        """Every way of answering at a temperature: transformers', then ours; greedy answers are compared."""
+        """The contenders at a temperature: transformers, then ours. Greedy answers are compared."""
         pair, llm, config, prompts = self._pair, self._llm, self._config, self._prompts
         begins = [llm.engine.process(prompt).tokens for prompt in prompts]
         most = min(config.max_new_tokens, llm.max_context - max(map(len, begins)))
@@ -177,7 +177,7 @@ class _Asked:
     def line(
         self, standing: Standing, assisted: Standing | None, way: str, heat: float, score: tuple[str, Score] | None
     ) -> dict[str, Any]:
-        """What a contender needed, beside transformers' assisted generation, and how right its answers are."""
+        """A line of the table: speed, ratio to transformers' assisted generation, score of the answers."""
         shown = standing.to_dict()
         speed = shown["tokens_per_second"]
         return {
@@ -194,7 +194,7 @@ class _Asked:
         }
 
     def _templated(self, part: Any) -> list[int]:
-        """A question of a chat in the model's own form."""
+        """A question in the model's chat template."""
         said = [{"role": "user", "content": part}]
         made = self._llm.tokenizer.apply_chat_template(
             said, add_generation_prompt=True, tokenize=True, return_dict=True
@@ -202,7 +202,7 @@ class _Asked:
         return list(made["input_ids"])
 
     def _lap(self, write: Write, params: SamplingParams) -> Lap:
-        """All prompts, one after the other; of an answer its own tokens, without those that begin and end it."""
+        """Answer all prompts, one after the other. Special tokens are removed, so that answers can be compared."""
         done: list[tuple[Sequence[int], Stats | None]] = []
         special = set(self._llm.tokenizer.all_special_ids)
 
@@ -215,7 +215,7 @@ class _Asked:
         return lap.more(tau=Stats.total(counted).tau) if counted else lap
 
     def _answered(self, outputs: Sequence[Sequence[int]]) -> tuple[list[str], list[Sequence[str]]]:
-        """Texts of the answers, those to the parts of a sound joined, and the right ones."""
+        """Texts of the answers, with the parts of a sound joined, and the references."""
         decode = self._llm.tokenizer.batch_decode
         texts = iter(decode([list(tokens) for tokens in outputs], skip_special_tokens=True))
         questions = self._questions
