@@ -13,9 +13,9 @@ class SpecConfig(TargetSettings):
     """Which drafters are measured, on which questions.
 
     Attributes:
-        draft: drafter to measure (again for each). By default every drafter that the target can use here: prompt-lookup,
-            suffix, ngram, its own first layers, itself in 8 bits, its draft model and Medusa heads, and suffix merged
-            with the draft model.
+        draft: drafter to measure (again for each). By default all that the target can use here: prompt-lookup, suffix,
+            ngram, its own first layers, itself in 8 bits, its draft model and Medusa heads, and suffix merged with the
+            draft model.
         questions: .jsonl with question_id, category and turns, the format of Spec-Bench, MT-bench and SPEED-Bench; by
             default a few questions in the categories of SPEED-Bench that come with the package.
         categories: only these (again for each, or with commas).
