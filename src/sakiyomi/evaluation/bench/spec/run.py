@@ -25,6 +25,7 @@ from sakiyomi.engine.chat_template import WORDS, Dialogue, read_template
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note, silent
+from sakiyomi.evaluation.bench.long.questions import middle_cut
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, race
@@ -222,17 +223,14 @@ class Talk:
         for turn, said in enumerate(self.question.turns):
             if turn == len(self.prompts):
                 before = list(zip(self.question.turns, self.answers, strict=False))
-                self.prompts.append(self._cut(self.dialogue.read(self.dialogue.messages_with(said, before))))
+                prompt = self.dialogue.read(self.dialogue.messages_with(said, before))
+                self.prompts.append(middle_cut(prompt, self.most))
             done += way.generate([self.prompts[turn]], params)
             if turn == len(self.answers):
                 self.answers.append(done[-1].text)
         total = Stats.total(result.stats for result in done)
         counted = {name: float(getattr(total, name)) for name in COUNTS}
         return Lap(total.seconds, total.tokens, tuple(tuple(result.token_ids) for result in done), counted)
-
-    def _cut(self, prompt: list[int]) -> list[int]:
-        head = self.most // 2
-        return prompt if len(prompt) <= self.most else prompt[:head] + prompt[head - self.most :]
 
 
 def _ask(
