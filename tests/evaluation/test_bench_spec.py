@@ -343,9 +343,9 @@ def test_other_files_are_no_results(tmp_path: Path) -> None:
         with pytest.raises(LoadError, match="line 2"):
             Results.read(good.path)
     with pytest.raises(LoadError, match="cannot be read"):
-        Results.begin(tmp_path, {}, {})
+        Results.kept(tmp_path)
     with pytest.raises(LoadError, match="cannot write"):
-        Results.begin(tmp_path / "no" / "where.jsonl", {}, {})
+        Results.kept(tmp_path / "no" / "where.jsonl")
     with pytest.raises(InputError, match="no result"):
         rows(results(path=tmp_path / "empty.jsonl"))
 
