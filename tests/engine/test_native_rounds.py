@@ -20,10 +20,11 @@ from sakiyomi.drafters.native_trees import NativeTrees
 from sakiyomi.drafters.tree_reader import TreeReader
 from sakiyomi.drafters.trees import Choices
 from sakiyomi.engine import engine as engine_module
-from sakiyomi.engine import native_rounds, native_turns
+from sakiyomi.engine import native_turns
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.pace import Pace
 from sakiyomi.kernels.build import native
+from sakiyomi.model_executor import kernel_rounds
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.program import Program
 from sakiyomi.model_executor.runner import ModelRunner
@@ -57,9 +58,9 @@ def engine() -> LLM:
 @pytest.fixture
 def by_python() -> Iterator[None]:
     """Python runs the passes of rounds, as it does those of models that have no program."""
-    rounds = engine().engine._native
+    rounds = engine().engine._native._rounds
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_rounds, "_program", lambda replay, model: 0)
+        patch.setattr(kernel_rounds, "_program", lambda replay, model: 0)
         rounds._made_for = []
         yield
     rounds._made_for = []
@@ -348,7 +349,7 @@ def test_a_row_without_numbers_is_pythons_matter(monkeypatch: pytest.MonkeyPatch
     requests = [loop.submit(prompt, params) for prompt in PROMPTS[:2]]
     for _ in range(3):
         loop.step()
-    passes, spoilt = loop._native._passes, set()
+    passes, spoilt = loop._native._rounds._passes, set()
 
     def spoil(code: int, replay: Any) -> Any:
         def run(ids: Any, positions: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.confidence import RANKS
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.model import ModelDrafter, Seat
-from sakiyomi.drafters.native_trees import EXTENT, level_seconds, pack_extent, place_children
+from sakiyomi.drafters.native_trees import level_seconds, pack_asked, pack_none, place_children
 from sakiyomi.drafters.tree_reader import begin_tree, is_drawn
 from sakiyomi.drafters.trees import BUILDERS, native_shape
 from sakiyomi.engine.request import Request
@@ -21,7 +20,6 @@ from sakiyomi.sampling.rng import Uniforms
 from sakiyomi.sampling.verifiers.native import Case, pack_case
 
 AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
-_ASKED = struct.Struct("=q")  # Asked in round.h, before its extent
 
 
 class Size(NamedTuple):
@@ -92,14 +90,14 @@ def size_of(request: Request, turn: Turn, gamma: int, drafter: ModelDrafter | No
     if depth == turn.size.depth and (not depth or context.params.builder == "chain"):
         return turn.size  # nothing of a chain changes but its depth
     if not depth or drafter is None:
-        turn.size = Size(0, 0, 0, 0, None, None, _ASKED.pack(turn.number) + bytes(EXTENT.size))
+        turn.size = Size(0, 0, 0, 0, None, None, pack_none(turn.number))
         return turn.size
     confidence, worth = drafter.reader.confidence[context.rule], None if is_drawn(context) else context.worth
     tree, builder = begin_tree(context, depth, context.nodes, lambda: confidence.ranks)
     shape = native_shape(builder, depth, tree.nodes)
     assert shape is not None
     children = place_children(shape)
-    asked = _ASKED.pack(turn.number) + pack_extent(tree, builder, shape, children, worth, confidence)
+    asked = pack_asked(turn.number, tree, builder, shape, children, worth, confidence)
     turn.size = Size(depth, tree.nodes, shape.width, shape.rows, worth, children, asked)
     return turn.size
 

@@ -10,7 +10,7 @@ import logging
 import struct
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -254,7 +254,7 @@ class ModelRunner(Session):
     def native_passes(self, rows: int, slot: int | None, length: int) -> tuple[int, tuple[int, ...]] | None:
         """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.
 
-        They may where decoding passes of so many rows are replayed and no callback reads their plans: see ``replay``.
+        They may where decoding passes of so many rows are replayed and no callback reads their plans.
 
         Args:
             rows: of the largest pass.
@@ -272,41 +272,6 @@ class ModelRunner(Session):
         # A size that was not compared, for want of memory, is passed over: the next larger one is taken.
         sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
         return (session, sizes) if sizes and sizes[-1] >= rows else None
-
-    def replay(self, size: int, take: Callable[[int], int]) -> tuple[int, int]:
-        """Run passes that the kernels have described, and whose inputs they have written to what ``replayed`` gives.
-
-        Args:
-            size: rows of the first one.
-            take: takes the address of the logits of each, (1, rows, V), and says how many rows the next has; not
-                positive: no more.
-
-        Returns:
-            Passes that were run, and what `take` said last.
-        """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.replay(size, take)
-        recorder, count, now = self.recorder, 0, time.perf_counter
-        assert recorder is not None
-        passes: dict[int, tuple[int, float]] = {}  # by rows: how many, and their seconds
-        recorder.fresh = False
-        with self.lock:
-            while size > 0:
-                replay, ids, positions = self.replayed(size)
-                began = now()
-                logits, _ = replay(ids, positions)
-                spent, count = now() - began, count + 1
-                self.forward_seconds += spent
-                if recorder.fresh:  # it was captured first
-                    recorder.fresh, self.clock.made = False, self.clock.made + 1
-                else:
-                    times, seconds = passes.get(size, (0, 0.0))
-                    passes[size] = times + 1, seconds + spent
-                size = take(logits.data_ptr())
-        for rows, (times, seconds) in passes.items():
-            self.clock.add(rows, True, seconds / times)
-        return count, size
 
     def replayed(self, size: int) -> tuple[PassForward, Tensor, Tensor]:
         """The recording of a described pass of so many rows, and its inputs: token ids, and positions behind them."""
