@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
-from sakiyomi.drafters.trees import Builder, CandidateTree, Shape, native_shape
+from sakiyomi.drafters.trees import Builder, CandidateTree, native_shape
 from sakiyomi.model_executor.kernel_rounds import KernelRounds
 from sakiyomi.model_executor.runner import ModelRunner
 
@@ -26,6 +26,55 @@ _ROOT = struct.Struct("=5q3d2Qq")  # Root in growth.h
 _SHAPES = {"chain": 0, "best-first": 1, "ddtree": 2, "dynamic": 3, "fixed": 4}
 _RULES = {"greedy": 0, "coupled": 1}  # else 2 where candidates are drawn, and 3
 FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
+
+
+class TreeSize(NamedTuple):
+    """How large the tree of a request may become in a round.
+
+    Attributes:
+        depth, nodes: at most; depth 0: no tree grows in the kernels.
+        width: most rows of a level.
+        rows: candidates that are read of all levels, at most.
+        worth: what a token is worth, where that is weighed.
+        children: of a fixed shape, which the kernels read as long as this is there.
+        asked: all this of a request, as the kernels take it.
+    """
+
+    depth: int
+    nodes: int
+    width: int
+    rows: int
+    worth: TokenValue | None
+    children: Any
+    asked: bytes
+
+    @classmethod
+    def none(cls, number: int, nodes: int = 0) -> TreeSize:
+        """Of a request with this number in the kernels whose draft, of so many nodes, does not grow there."""
+        return cls(0, nodes, 0, 0, None, None, _ASKED.pack(number, *[0] * 8, *[0.0] * 6))
+
+    @classmethod
+    def of(
+        cls, number: int, tree: CandidateTree, builder: Builder, worth: TokenValue | None, confidence: Confidence
+    ) -> TreeSize | None:
+        """Of a tree without a level; None: the kernels do not know its shape.
+
+        Args:
+            number: of the request in the kernels.
+            tree, builder: the tree, and what decides its shape.
+            worth: what a token is worth, where that is weighed.
+            confidence: what turns scores into chances.
+        """
+        shape = native_shape(builder, tree.depth, tree.nodes)
+        if shape is None:
+            return None
+        children = (ctypes.c_int64 * len(shape.children))(*shape.children) if shape.children else None
+        limits = tree.depth, tree.nodes, builder.candidate_count(tree, -1), worth is not None
+        about = _SHAPES[shape.kind], shape.width, shape.rows, 0 if children is None else ctypes.addressof(children)
+        price, rate = (worth.price(tree.nodes), worth.rate) if worth is not None else (0.0, 0.0)
+        weights = tree.floor, price, rate, FOLLOWED, confidence.sharpness, confidence.coverage
+        asked = _ASKED.pack(number, *limits, *about, *weights)
+        return cls(tree.depth, tree.nodes, shape.width, shape.rows, worth, children, asked)
 
 
 class NativeTrees:
@@ -52,29 +101,28 @@ class NativeTrees:
         Returns:
             How many passes that took; None: nothing was done, these trees grow in Python.
         """
-        shapes, rounds = [], self._rounds
-        for state in states:
-            shape = _shape_of(state)
-            if shape is None:
+        sizes: list[TreeSize] = []
+        for number, state in enumerate(states):
+            size = _size_of(number, state)
+            if size is None:
                 return None
-            shapes.append(shape)
-        both = list(zip(states, shapes, strict=True))
-        missing, width = sum([state.first - state.held for state in states]), sum([shape.width for shape in shapes])
-        if not both or not rounds.ready([max(missing, width)], lambda: [(states[0].slot, states[0].held)]):
+            sizes.append(size)
+        rounds, first = self._rounds, states[0] if states else None
+        missing, width = sum([state.first - state.held for state in states]), sum([size.width for size in sizes])
+        if first is None or not rounds.ready([max(missing, width)], lambda: [(first.slot, first.held)]):
             return None
-        if not all(self._model.cache.has_room(state.slot, state.first + shape.rows) for state, shape in both):
+        room = [(state.slot, state.first + size.rows) for state, size in zip(states, sizes, strict=True)]
+        if not all(self._model.cache.has_room(*each) for each in room):
             return None
-        children = [place_children(shape) for shape in shapes]  # kept alive while the kernels read them
-        asked, tables = b"", []
-        for i, (state, shape) in enumerate(both):
-            tables.append(self._table(i, shape.rows + 1) if state.drawn else None)
+        tables = [
+            self._table(i, size.rows + 1) if state.drawn else None
+            for i, (state, size) in enumerate(zip(states, sizes, strict=True))
+        ]
+        for i, state in enumerate(states):
             seat_tree(rounds, i, state, tables[i])
-            about = state.candidates, state.builder, shape, children[i], state.worth, state.confidence
-            asked += pack_asked(i, *about)
-        weighed = any(state.worth is not None for state in states)
-        widest = max(shape.width for shape in shapes)
-        seconds = level_seconds(self._model, widest, besides) if weighed else None
-        grown = rounds.run(len(states), asked, seconds)
+        weighed = any(size.worth is not None for size in sizes)
+        seconds = level_seconds(self._model, max(size.width for size in sizes), besides) if weighed else None
+        grown = rounds.run(len(states), b"".join([size.asked for size in sizes]), seconds)
         if grown is None:
             return None
         for i, state in enumerate(states):
@@ -118,11 +166,6 @@ class NativeTrees:
             state.context.noise.fork(state.name).counter = stream % 2**64
 
 
-def place_children(shape: Shape) -> Any:
-    """Array of the children of a fixed shape for the kernels, which must be kept alive; None for other shapes."""
-    return (ctypes.c_int64 * len(shape.children))(*shape.children) if shape.children else None
-
-
 def level_seconds(model: ModelRunner, rows: int, besides: float) -> ctypes.Array[ctypes.c_double]:
     """Seconds of a pass by its rows, with the seconds of a level outside the model added."""
     found: list[float] = [besides]
@@ -130,37 +173,6 @@ def level_seconds(model: ModelRunner, rows: int, besides: float) -> ctypes.Array
         size = model.padded(len(found))
         found += [model.pass_seconds(size) + besides] * (size + 1 - len(found))
     return (ctypes.c_double * len(found))(*found)
-
-
-def pack_asked(
-    number: int,
-    tree: CandidateTree,
-    builder: Builder,
-    shape: Shape,
-    children: Any,
-    worth: TokenValue | None,
-    confidence: Confidence,
-) -> bytes:
-    """How large a request's tree may become, as the kernels take it.
-
-    Args:
-        number: of the request there.
-        tree: without a level.
-        builder, shape: of it.
-        children: see ``place_children``.
-        worth: what a token is worth, where that is weighed.
-        confidence: what turns scores into chances.
-    """
-    limits = tree.depth, tree.nodes, builder.candidate_count(tree, -1), worth is not None
-    about = _SHAPES[shape.kind], shape.width, shape.rows, 0 if children is None else ctypes.addressof(children)
-    price, rate = (worth.price(tree.nodes), worth.rate) if worth is not None else (0.0, 0.0)
-    learnt = confidence.sharpness, confidence.coverage
-    return _ASKED.pack(number, *limits, *about, tree.floor, price, rate, FOLLOWED, *learnt)
-
-
-def pack_none(number: int) -> bytes:
-    """As ``pack_asked``, of a request that has no tree in this round."""
-    return _ASKED.pack(number, *[0] * 8, *[0.0] * 6)
 
 
 def seat_tree(rounds: KernelRounds, number: int, state: DraftTreeState, probs: Tensor | None = None) -> None:
@@ -184,9 +196,8 @@ def seat_tree(rounds: KernelRounds, number: int, state: DraftTreeState, probs: T
     rounds.kernels.sk_seat(rounds.number, number, root, len(missing), len(stops), tokens)
 
 
-def _shape_of(state: DraftTreeState) -> Shape | None:
-    """The shape of a tree that the kernels can grow; None for others, such as trees with logits processors."""
-    candidates = state.candidates
-    if type(state) is not DraftTreeState or state.sampler.edits or candidates.levels:
+def _size_of(number: int, state: DraftTreeState) -> TreeSize | None:
+    """The size of a tree that the kernels can grow; None for others, such as trees with logits processors."""
+    if type(state) is not DraftTreeState or state.sampler.edits or state.candidates.levels:
         return None
-    return native_shape(state.builder, candidates.depth, candidates.nodes)
+    return TreeSize.of(number, state.candidates, state.builder, state.worth, state.confidence)

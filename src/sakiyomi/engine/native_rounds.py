@@ -1,7 +1,7 @@
 """Rounds that the compiled kernels run: draft, score, verify, commit. Python reads what was committed.
 
-Used for requests that draft chains or trees with a draft model, or nothing, where no Python callback runs between the
-passes. All others, and all requests in a round with them, have the round of ``Engine``, which gives the same.
+Used where no Python callback runs between the passes. Drafts of a draft model grow there too; those of other drafters
+are given. All other requests, and all in a round with them, have the round of ``Engine``, which gives the same.
 `kernels/round.h` keeps a request from round to round. If something else happened to it in between, its length shows it.
 """
 
@@ -12,22 +12,25 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from sakiyomi.cache.eviction import FullCache
 from sakiyomi.core.errors import RemovedError
-from sakiyomi.core.outputs import FinishReason, Step
+from sakiyomi.core.outputs import Step
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.model import LONG, ModelDrafter
-from sakiyomi.drafters.native_trees import seat_tree
-from sakiyomi.engine.native_turns import PassTables, Turn, judged, size_of
-from sakiyomi.engine.request import Request, RoundVerdict
+from sakiyomi.drafters.native_trees import TreeSize, seat_tree
+from sakiyomi.engine.native_turns import PassTables, Turn, judged, pack_draft, size_of
+from sakiyomi.engine.request import Request
 from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
-from sakiyomi.model_executor.kernel_rounds import Drafting, KernelRounds, Places
+from sakiyomi.model_executor.features import PassOutput
+from sakiyomi.model_executor.kernel_rounds import Committed, Drafting, KernelRounds, Places
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.sampling.verifiers.native import KINDS
+from sakiyomi.sampling.verifiers import Rows
 
 logger = logging.getLogger("sakiyomi")
-_HEAD = 10  # numbers before the tokens of a request, see Rounds::write in round.h
-_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
+_NO_LOGITS = torch.empty(0)
 
 
 class NativeRounds:
@@ -42,7 +45,7 @@ class NativeRounds:
     def __init__(self, target: ModelRunner, drafter: Drafter | None, speculation: SpeculationController) -> None:
         self._target, self._speculation = target, speculation
         self._drafter = drafter if type(drafter) is ModelDrafter and drafter.native else None
-        self._able = drafter is None or self._drafter is not None
+        self._given = drafter is not None and self._drafter is None  # drafts are given
         model = self._drafter.model if self._drafter is not None else None
         self._rounds = KernelRounds(model, target, target.vocab_size)
         self._turns: dict[int, Turn] = {}
@@ -57,7 +60,7 @@ class NativeRounds:
             self._rounds.kernels.sk_leave(self._rounds.number, turn.number)
 
     def run(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> list[Step] | None:
-        """A round of these requests.
+        """A round of these requests, whose drafts grow in the kernels.
 
         Args:
             requests: with their prompts read.
@@ -65,15 +68,28 @@ class NativeRounds:
             clock: of the round.
 
         Returns:
+            What was committed; None: nothing was done, drafts are Python's.
+        """
+        return None if self._given else self._run(requests, depths, None, clock)
+
+    def score(self, requests: Sequence[Request], drafted: DraftBatch, clock: RoundClock) -> list[Step] | None:
+        """Score, verify and commit these drafts of Python.
+
+        Returns:
             What was committed; None: nothing was done, the round is Python's.
         """
-        if not self._able:
+        if not self._given or any(request.fault is not None for request in requests):
             return None
+        return self._run(requests, [0] * len(requests), drafted, clock)
+
+    def _run(
+        self, requests: Sequence[Request], depths: Sequence[int], drafted: DraftBatch | None, clock: RoundClock
+    ) -> list[Step] | None:
         drafter = self._drafter
         before = drafter.prefill_seconds if drafter is not None else 0.0
         done: Drafting | None = None
         try:
-            asked = self._begin(requests, depths)
+            asked = self._begin(requests, depths, drafted.drafts if drafted is not None else None)
             if asked is not None:
                 done = self._rounds.run(len(requests), asked, *self._costs)
         except Exception as error:
@@ -87,36 +103,41 @@ class NativeRounds:
         if done.passes and drafter is not None:
             drafter.reader.passes += done.passes
             drafter.reader.took(done.passes, done.besides)
-        clock.scored(requests, DraftBatch([], done.seconds, catching_up, done.passes, done.passes > 0))
-        return self._take(requests, clock)
+        clock.scored(requests, drafted or DraftBatch([], done.seconds, catching_up, done.passes, done.passes > 0))
+        return self._take(requests, drafted.drafts if drafted is not None else None, clock)
 
-    def _take(self, requests: Sequence[Request], clock: RoundClock) -> list[Step]:
-        """Read what a round has committed."""
-        whole, real = self._rounds.whole, self._rounds.real
-        steps, levels, kept, rows = [], [], [], 0
-        at = done = 0
-        for request in requests:
-            accepted, began, first = whole[at + 4], at, done
-            end, middle = at + _HEAD + accepted + 1, done + accepted + 1
-            at, done = end + 1 + 2 * whole[end], middle + accepted
-            places = []
-            for i in range(end + 1, at, 2):
-                rank, listed = whole[i : i + 2]
-                scores = real[done : done + listed] if listed > 1 else ()
-                places.append((rank, scores))
-                done += len(scores)
-            step = self._commit(request, whole[began:end], real[first:middle], real[middle : middle + accepted], places)
-            steps.append(step)
-            rows += 1 + whole[began + 2]
-            levels.append(whole[began + 3])
-            kept.append(len(step.token_ids) - 1)
-        self._speculation.observe(requests, levels, kept, rows, clock)
+    def _take(self, requests: Sequence[Request], drafts: Sequence[Draft] | None, clock: RoundClock) -> list[Step]:
+        """Take over what a round has committed."""
+        steps, rows = [], 0
+        committed = self._rounds.committed(len(requests))
+        features = self._rounds.features(self._target.sizes[-1]) if self._speculation.wants_states else None
+        for i, (request, found) in enumerate(zip(requests, committed, strict=True)):
+            try:
+                if features is not None:
+                    self._speculation.give_states(request, PassOutput(_NO_LOGITS, features), rows, found.path)
+                steps.append(self._commit(request, found, drafts[i] if drafts is not None else None))
+            except Exception as error:
+                steps.append(request.fail(error))
+            except BaseException:
+                # Ctrl-C between cache and tokens: what they hold may no longer belong together.
+                request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
+                raise
+            rows += 1 + found.nodes
+        kept = [len(step.token_ids) - 1 for step in steps]
+        self._speculation.observe(requests, [found.depth for found in committed], kept, rows, clock)
         return steps
 
     # ------------------------------------------------------------ before the passes
 
-    def _begin(self, requests: Sequence[Request], depths: Sequence[int]) -> bytes | None:
+    def _begin(
+        self, requests: Sequence[Request], depths: Sequence[int], drafts: Sequence[Draft] | None
+    ) -> bytes | None:
         """What to ask of the kernels; None: they cannot.
+
+        Args:
+            requests: of the round.
+            depths: of drafts that grow there.
+            drafts: that are given; None: they grow there.
 
         Raises:
             MemoryLimitError: there is no room for it.
@@ -147,7 +168,11 @@ class NativeRounds:
                 lacking = True
         if lacking:
             self._seat(requests, turns, depths)
+        if drafts is not None and not self._give(requests, turns, drafts):
+            return None
         sizes = [size_of(*each, self._drafter) for each in zip(requests, turns, depths, strict=True)]
+        if drafts is not None:
+            sizes = [turn.size for turn in turns]
         missing = width = 0
         for turn, size in zip(turns, sizes, strict=True):
             if size.depth:
@@ -156,8 +181,8 @@ class NativeRounds:
         rows = len(requests) + sum([size.nodes for size in sizes])
         if not rounds.ready([max(missing, width), rows][-len(rounds.models) :], places):
             return None
-        if self._generation != rounds.generation:  # made anew: it knows none of them
-            return self._begin(requests, depths)
+        if self._generation != rounds.generation:  # a new object, which knows no request
+            return self._begin(requests, depths, drafts)
         moved = target.cache.moved or draft.cache.moved
         for request, turn in zip(requests, turns, strict=True):
             turn.reserve(request, target, draft, moved)
@@ -191,50 +216,48 @@ class NativeRounds:
                 turn.stream = context.noise.fork(drafter.name) if state.drawn else None
                 seat_tree(self._rounds, turn.number, state)
 
-    # ------------------------------------------------------------ what comes of them
+    # ------------------------------------------------------------ after the passes
 
-    def _commit(
-        self,
-        request: Request,
-        whole: list[int],
-        chances: list[float],
-        probs: list[float],
-        places: Sequence[tuple[int, Sequence[float]]],
-    ) -> Step:
-        """Take what the kernels have committed of a request.
+    def _give(self, requests: Sequence[Request], turns: Sequence[Turn], drafts: Sequence[Draft]) -> bool:
+        """Give the kernels the drafts of a round; False: they do not take one of them."""
+        for request, turn, draft in zip(requests, turns, drafts, strict=True):
+            numbers: list[int] = []
+            packed = pack_draft(request, draft, self._target.vocab_size, numbers)
+            if not packed or not (self._target.backend.keeps or draft.tree.is_chain):
+                return False
+            given = packed, struct.pack(f"={len(numbers)}q", *numbers)
+            self._rounds.kernels.sk_draft(self._rounds.number, turn.number, *given)
+            turn.size = TreeSize.none(turn.number, len(draft.tree.tokens))
+        return True
+
+    def _commit(self, request: Request, found: Committed, draft: Draft | None) -> Step:
+        """Take over what was committed of a request.
 
         Args:
             request: whose it is.
-            whole: numbers, and behind them the tokens.
-            chances: of the tokens.
-            probs: what the draft gave those of its own.
-            places: where the target came to in the tree: which of the candidates it chose (-1: none), and their scores.
+            found: as the kernels left it.
+            draft: that was given; None: it grew there.
         """
-        used, ended, nodes, _, accepted, refused, kind, held, stream, drawn = whole[:_HEAD]
-        verdict = RoundVerdict(
-            whole[_HEAD:], used, _REASONS[ended], nodes, accepted, refused, KINDS[kind], chances, probs
-        )
         turn, drafter = self._turns[request.context.id], self._drafter
-        try:
-            request.cached += accepted + 1
-            turn.length += accepted + 1
-            request.context.noise.counter = stream % 2**64
-            step = request.commit_round(verdict, drafter.name if drafter is not None else "")
-            if places and drafter is not None:
-                seat = turn.seat
-                assert seat is not None
-                if turn.stream is not None:
-                    turn.stream.counter = drawn % 2**64
-                seat.held += request.context.tokens[len(seat.held) : held]
-                seat.sure = len(seat.held)
-                if step.finish_reason is None:
-                    learn = drafter.reader.confidence[request.context.rule].learn
-                    for rank, scores in places:
-                        learn(scores, rank if rank >= 0 else None)
-            return step
-        except Exception as error:
-            return request.fail(error)
-        except BaseException:
-            # Ctrl-C between cache and tokens: what they hold may no longer belong together.
-            request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
-            raise
+        request.cached += len(found.tokens)
+        turn.length += len(found.tokens)
+        request.context.noise.counter = found.stream % 2**64
+        if draft is not None:
+            verdict = Verdict(
+                tuple(found.path), found.tokens[-1], found.kind, tuple(found.refused), tuple(found.chances)
+            )
+            rows = Rows(_NO_LOGITS, request.sampler, len(request.tokens))  # nobody reads them, see `judged`
+            return request.commit(draft, verdict, rows)
+        step = request.commit_round(found, drafter.name if drafter is not None else "")
+        if found.places and drafter is not None:
+            seat = turn.seat
+            assert seat is not None
+            if turn.stream is not None:
+                turn.stream.counter = found.drawn % 2**64
+            seat.held += request.context.tokens[len(seat.held) : found.held]
+            seat.sure = len(seat.held)
+            if step.finish_reason is None:
+                learn = drafter.reader.confidence[request.context.rule].learn
+                for rank, scores in found.places:
+                    learn(scores, rank if rank >= 0 else None)
+        return step

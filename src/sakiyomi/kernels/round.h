@@ -71,6 +71,7 @@ struct Rounds {
   std::vector<int64_t> table, numbers;
   std::vector<const void*> passes;  // logits of the draft model's, which are held until the round is over
   std::vector<Tensor> held;         // those of passes that were run here
+  std::vector<Tensor> states;       // hidden states of the target's pass, if it was run here
   Clock::time_point began;
 
   // The next pass, as Python reads it.
@@ -78,7 +79,7 @@ struct Rounds {
   static int64_t of_target(int64_t size) { return 2 * size + 1; }
 
   int64_t begin(int64_t count, const Asked* asked, const double* level) {
-    round.clear(), held.clear(), passes.clear(), forest.trees.clear();
+    round.clear(), held.clear(), states.clear(), passes.clear(), forest.trees.clear();
     times[0] = times[1] = 0, began = Clock::now();
     for (int64_t i = 0; i < count; ++i) {
       Request& own = requests[asked[i].number];
@@ -113,6 +114,7 @@ struct Rounds {
       const auto start = Clock::now();
       program->run(size, ids, ids + size, -1, nullptr, nullptr);
       held.push_back(program->logits());
+      if (scoring) states = program->states();
       took(code, seconds_since(start));
       code = take(held.back().data());
     }
@@ -257,7 +259,7 @@ struct Rounds {
   }
 
   // Commits one verdict, and leaves for Python: how many tokens count, why the text ends there, nodes, their depth, accepted and
-  // refused ones, the ending, tokens that the draft has read, both streams, then the tokens, and what `tell` says; their chances, the draft's
+  // refused ones, the ending, tokens that the draft has read, both streams, then the tokens, accepted and refused nodes, and what `tell` says; their chances, the draft's
   // of the path, and what `tell` says.
   void write(Request& own, const Verdict& found, int64_t*& to, double*& real) {
     const Nodes& nodes = own.nodes;
@@ -288,6 +290,7 @@ struct Rounds {
                       own.ask.held, int64_t(own.judged.stream), int64_t(own.ask.stream)})
       *to++ = x;
     to = std::copy(tokens.begin(), tokens.end(), to);
+    for (const auto* part : {&found.path, &found.refused}) to = std::copy(part->begin(), part->end(), to);
     real = std::copy(found.chances.begin(), found.chances.end(), real);
     for (int64_t node : found.path) *real++ = own.grows ? prob_of(own, nodes.candidates[node]) : 0;
     if (own.grows) tell(own, tokens, to, real);
@@ -339,6 +342,26 @@ void sk_seat(int64_t rounds, int64_t number, const void* root, int64_t missing, 
   const int64_t *from = (const int64_t*)tokens, *ends = from + missing;
   (Root&)own.ask = *(const Root*)root;
   own.missing.assign(from, ends), own.stops.assign(ends, ends + stops);
+}
+
+// The draft of its next round, which did not grow here, as `sk_verify` takes it.
+void sk_draft(int64_t rounds, int64_t number, const void* judged, const int64_t* numbers) {
+  const Case& given = *(const Case*)judged;
+  const int64_t *parents = numbers + given.nodes, *draws = parents + given.nodes;
+  Nodes& to = ((Rounds*)rounds)->requests[number].nodes;
+  to = {{}, {numbers, parents}, {parents, draws}, {draws, draws + 2 * given.draws}, given.distinct, 0, given.probs};
+  std::vector<int64_t> depths;
+  for (int64_t parent : to.parents) {
+    depths.push_back(parent < 0 ? 1 : depths[parent] + 1);
+    to.depth = std::max(to.depth, depths.back());
+  }
+}
+
+// Copies the hidden states of the target's pass, if it was run here; whether it was.
+int sk_states(int64_t rounds, void* const* to) {
+  const auto& states = ((Rounds*)rounds)->states;
+  for (size_t i = 0; i < states.size(); ++i) std::memcpy(to[i], states[i].data(), states[i].numel() * states[i].element_size());
+  return !states.empty();
 }
 
 void sk_leave(int64_t rounds, int64_t number) { ((Rounds*)rounds)->requests[number].taken = false; }

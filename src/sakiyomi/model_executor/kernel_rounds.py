@@ -14,19 +14,58 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sakiyomi.core.outputs import FinishReason
+from sakiyomi.core.tree import VerdictKind
 from sakiyomi.kernels.build import loaded
 from sakiyomi.kernels.native import HALF, numbers
 from sakiyomi.model_executor.attention.registry import PassForward
+from sakiyomi.model_executor.features import PassStates
 from sakiyomi.model_executor.program import Program
 from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.sampling.verifiers.native import KINDS
 
 logger = logging.getLogger("sakiyomi")
 OFTEN = 8  # rounds after which passes' clocks are read again
 _PASSES = 256  # as most_passes in round.h
-_HEAD = 14  # numbers of a request without drafts, see Rounds::write in round.h
+_HEAD = 10  # numbers before the tokens of a request, see Rounds::write in round.h
+_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
 Places = Sequence[tuple[int | None, int]]
 """Of each model a slot and how many tokens it holds, behind which passes may be compared; None: there is none."""
+
+
+class Committed(NamedTuple):
+    """What a round has committed of a request, see `Rounds::write` in `round.h`.
+
+    Attributes:
+        used: how many of the tokens count.
+        reason: why the text ends there; None: it does not end.
+        nodes, depth: of the draft.
+        kind: of the target's own token.
+        held: tokens that the draft model has read.
+        stream, drawn: states of the streams of uniforms of the verdicts and of the candidates.
+        tokens: the accepted ones, and the target's own.
+        path, refused: accepted and refused nodes.
+        chances: what the target gave the tokens.
+        probs: what the draft gave the accepted ones.
+        places: for each place in the tree that the target came to, which of its candidates it chose (-1: none), and
+            their scores.
+    """
+
+    used: int
+    reason: FinishReason | None
+    nodes: int
+    depth: int
+    kind: VerdictKind
+    held: int
+    stream: int
+    drawn: int
+    tokens: list[int]
+    path: list[int]
+    refused: list[int]
+    chances: list[float]
+    probs: list[float]
+    places: list[tuple[int, Sequence[float]]]
 
 
 class Drafting(NamedTuple):
@@ -54,7 +93,6 @@ class KernelRounds:
     Attributes:
         kernels, number: the library, and the number of the object there; 0: there is none yet.
         generation: how often it was made; each time it knows no requests.
-        whole, real: what the last round has committed, as `Rounds::write` in `round.h` leaves it.
     """
 
     def __init__(self, draft: ModelRunner | None, target: ModelRunner | None, width: int) -> None:
@@ -68,23 +106,52 @@ class KernelRounds:
         self._checked: set[int] = set()
         self._unreadable = False
         self._results: tuple[Any, Any, Any] = (), (), ()
+        self._states: tuple[Tensor, ...] | None = None  # of the target, where its pass was run here
         self._since = 0
 
     def __del__(self) -> None:
         if self.number:
             self.kernels.sk_free_rounds(self.number)
 
-    @property
-    def whole(self) -> list[int]:
-        """See the class."""
-        ints: list[int] = self._results[0][2 : self._results[0][0]]
-        return ints
+    def committed(self, count: int) -> list[Committed]:
+        """What the last round has committed of so many requests."""
+        ints, doubles, _ = self._results
+        whole, real, at, done = ints[2 : ints[0]], doubles[: ints[1]], 0, 0
+        found = []
+        for _ in range(count):
+            used, ended, nodes, depth, accepted, refused, kind, held, stream, drawn = whole[at : at + _HEAD]
+            at += _HEAD
+            path, others = at + accepted + 1, at + 2 * accepted + 1
+            lists = whole[at:path], whole[path:others], whole[others : others + refused]
+            middle, end = done + accepted + 1, done + 2 * accepted + 1
+            weights = real[done:middle], real[middle:end]
+            at, done, places = others + refused + 1, end, []
+            for _ in range(whole[at - 1]):
+                rank, listed = whole[at : at + 2]
+                scores = real[done : done + listed] if listed > 1 else ()
+                places.append((rank, scores))
+                at, done = at + 2, done + len(scores)
+            about = used, _REASONS[ended], nodes, depth, KINDS[kind], held, stream, drawn
+            found.append(Committed(*about, *lists, *weights, places))
+        return found
 
-    @property
-    def real(self) -> list[float]:
-        """See the class."""
-        doubles: list[float] = self._results[1][: self._results[0][1]]
-        return doubles
+    def features(self, rows: int) -> PassStates:
+        """Hidden states of the target's pass in the last round.
+
+        Args:
+            rows: of the pass.
+        """
+        assert self._target is not None
+        code = int(self._results[2][2 * int(self._results[2][0])])
+        states = self._states
+        if states is None:
+            program = self._passes[code][0]
+            assert isinstance(program, Program)
+            made = [torch.empty(1, code // 2, width, dtype=dtype) for width, dtype in program.rows[1:]]
+            self.kernels.sk_states(self.number, (ctypes.c_void_p * len(made))(*[each.data_ptr() for each in made]))
+            states = tuple(made)
+        layers = self._target.weights.capture.layers
+        return PassStates(layers[: len(states)], states, rows)
 
     def ready(self, rows: Sequence[int], places: Callable[[], Places]) -> bool:
         """Whether the kernels may describe passes of up to so many rows of each model; see ``ModelRunner.describable``.
@@ -127,7 +194,7 @@ class KernelRounds:
         most = self._target.sizes[-1] if self._target is not None else 0
         # Each row of a round has a token, and may be a place with no more candidates than there are rows.
         doubles = [(ctypes.c_double * count)() for count in ((2 + most) * most, 2 + 2 * _PASSES)]
-        self._results = numbers([0] * (_HEAD * most)), doubles[0], doubles[1]
+        self._results = numbers([0] * ((_HEAD + 8) * most)), doubles[0], doubles[1]
         self.kernels = kernels
         self.number = kernels.sk_rounds(tables[1], tables[0], *self._results)
         self._rows = [_compared(model, count) for model, count in zip(self.models, rows, strict=True)]
@@ -152,6 +219,7 @@ class KernelRounds:
         kernels, now = self.kernels, time.perf_counter
         held: list[Tensor] = []
         fresh: set[int] = set()
+        self._states = None
         with self.models[0].lock, self.models[-1].lock:
             code = kernels.sk_round(self.number, count, asked, level, scored)
             while code > 0:
@@ -159,9 +227,10 @@ class KernelRounds:
                 recorder = self._model(code).recorder
                 assert recorder is not None
                 recorder.fresh, began = False, now()
-                logits = replay(ids, positions)[0]
+                logits, states = replay(ids, positions)
                 spent = now() - began
                 held.append(logits)  # the kernels may look at it again
+                self._states = states if code % 2 else None
                 if recorder.fresh:  # it was captured first
                     fresh.add(code)
                 if code not in self._checked and not self._readable(code, logits):

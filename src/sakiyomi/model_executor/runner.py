@@ -7,9 +7,7 @@ rows, slots and logits; it knows no drafts and no sampling.
 from __future__ import annotations
 
 import logging
-import struct
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -91,8 +89,6 @@ class ModelRunner(Session):
         Returns:
             Logits of each row of the segments in order, or of each segment with `last`, and hidden states.
         """
-        if not last and self.describable() and (found := self._score_described(segments)) is not None:
-            return found
         if self.exact and len(segments) > 1 and sum(len(segment.tokens) for segment in segments) > self.sizes[-1]:
             # Beyond the largest size a pass would have another number of rows, and round otherwise.
             half = len(segments) // 2
@@ -222,34 +218,6 @@ class ModelRunner(Session):
             or self._note is not None
             or eviction.observations is not None
         )
-
-    def _score_described(self, segments: Sequence[SequenceRows]) -> PassOutput | None:
-        """A pass over decoding rows that the kernels describe; None: such a pass is not replayed."""
-        table: list[int] = []
-        rows, most = 0, self.sizes[-1]
-        for part in segments:
-            rows += len(part.tokens)
-            table += part.slot, len(part.tokens), part.length, part.done
-            if part.prompt or part.block or rows > most:
-                return None
-        size = self.sizes[bisect_left(self.sizes, rows)]
-        assert self.recorder is not None
-        if size not in self.recorder.ready:
-            return None
-        replay, ids, positions = self.replayed(size)
-        table += (token for part in segments for token in part.tokens)
-        for part in segments:
-            table += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
-        with self.lock:
-            packed = struct.pack(f"={len(table)}q", *table)
-            self.backend.describe(len(segments), packed, size, ids.data_ptr())
-            self.recorder.fresh = False
-            began = time.perf_counter()
-            found = replay(ids, positions)
-            spent = time.perf_counter() - began
-        self.forward_seconds += spent
-        self.clock.add(size, True, spent, fresh=self.recorder.fresh)
-        return self._output(found, rows, None)
 
     def native_passes(self, rows: int, slot: int | None, length: int) -> tuple[int, tuple[int, ...]] | None:
         """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.

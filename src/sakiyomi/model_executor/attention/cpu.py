@@ -135,10 +135,6 @@ class CpuBackend(AttentionBackend):
         finally:
             self._attach_layer(layer)
 
-    def describe(self, segments: int, table: bytes, size: int, inputs: int) -> None:
-        """See ``AttentionBackend.describe``."""
-        self._library.sk_rows(self.session, segments, table, size, inputs)
-
     def want(self, rows: Tensor, layers: int) -> None:
         """See ``AttentionBackend``."""
         self._library.sk_want(len(rows), rows.data_ptr(), layers - 1)

@@ -160,18 +160,6 @@ class AttentionBackend(ABC):
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Describe this thread's next pass; `size` counts filler rows too."""
 
-    def describe(self, segments: int, table: bytes, size: int, inputs: int) -> None:
-        """As ``begin``, where there is a ``session``, and write the inputs of the pass, too.
-
-        Args:
-            segments: how many.
-            table: int64: of each its slot, rows, length and ``done`` (see ``SequenceRows``); the tokens of all their
-                rows; the parents of all rows of their trees, -1 for none.
-            size: rows of the pass with those that only fill it up.
-            inputs: address of (2, size) int64, token ids and positions; written.
-        """
-        raise NotImplementedError
-
     def want(self, rows: Tensor, layers: int) -> None:  # noqa: B027
         """Restrict the pass that `begin` described to the results of these rows, (K,) int64, ascending.
 

@@ -90,10 +90,6 @@ class TritonBackend(CudaBackend):
         frame = self.frame_of(size)
         frame.plan.copy_(frame.host, non_blocking=True)
 
-    def describe(self, segments: int, table: bytes, size: int, inputs: int) -> None:
-        """See ``AttentionBackend.describe``."""
-        self._library.sk_rows(self.session, segments, table, size, inputs)
-
     def frame_of(self, size: int) -> _Frame:
         """The pass that was begun, its plan written to pinned memory; sets `size` and `columns`."""
         frame = self.sized.get(size) or self._frame(size, (2 + self._kernels.FIELDS) * size + FIRST_NODES)
