@@ -86,7 +86,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("rows-one-too-early", "commit", "kernels/round.h", "engine/test_native_rounds.py",
      "rows.push_back(node + 1);", "rows.push_back(node);"),
     ("draft-keeps-a-row", "roll back", "kernels/round.h", "engine/test_native_rounds.py",
-     "kept.ask.held = kept.ask.first + read.size(),", "kept.ask.held = kept.ask.first + read.size() + 1,"),
+     "own.ask.held = own.ask.first + read.size();", "own.ask.held = own.ask.first + read.size() + 1;"),
     ("state-keeps-a-token", "roll back", "cache/recurrent_store.py", "cache/test_recurrent_store.py",
      "if length < record.at:", "if length + 1 < record.at:"),
     ("worst-pairs-stay", "eviction order", "cache/policies/base.py", "cache/test_policies.py",

@@ -142,6 +142,13 @@ class Program {
   // The first output of the last pass, which is the caller's from now on.
   Tensor logits() { return std::exchange(tensors_[outputs_[0].value], Tensor()); }
 
+  // The others: hidden states of the layers that are captured.
+  std::vector<Tensor> states() const {
+    std::vector<Tensor> found;
+    for (size_t i = 1; i < outputs_.size(); ++i) found.push_back(tensors_[outputs_[i].value].another());
+    return found;
+  }
+
  private:
   // How many values a step makes.
   static int64_t given_by(const Step& step) { return step.op == Op::torch ? step.given[2].value : 1; }

@@ -35,6 +35,7 @@ class Program:
     Attributes:
         number: of the program in the kernels.
         calls: names of the operators of torch that it calls.
+        rows: see above.
 
     Raises:
         UnsupportedError: there are no kernels, or one of its operators cannot be called.
@@ -53,7 +54,7 @@ class Program:
         self.calls = tuple(text for text in steps.texts if "::" in text)
         self._held, self._functions = steps.constants, builder.functions
         self._tables, self._table_rows = builder.tables, 0
-        self._rows = tuple(rows)
+        self.rows = tuple(rows)
         code = numbers(steps.code)
         tables = numbers([number for number, _ in self._tables])
         about = [
@@ -72,7 +73,7 @@ class Program:
 
     def gives(self, vocab: int, dtype: torch.dtype) -> bool:
         """Whether its logits have this width and dtype."""
-        return self._rows[0] == (vocab, dtype)
+        return self.rows[0] == (vocab, dtype)
 
     def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> PassResult:
         """Run the pass that was begun.
@@ -85,7 +86,7 @@ class Program:
             RuntimeError: it cannot be run.
         """
         count = ids.shape[1] if keep is None else len(keep)
-        made = [torch.empty(1, count, width, dtype=dtype) for width, dtype in self._rows]
+        made = [torch.empty(1, count, width, dtype=dtype) for width, dtype in self.rows]
         places = (ctypes.c_void_p * len(made))(*[tensor.data_ptr() for tensor in made])
         why = ctypes.c_char_p()
         kept = (-1, None) if keep is None else (count, keep.data_ptr())

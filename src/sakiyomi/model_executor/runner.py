@@ -7,10 +7,8 @@ slots and logits, not with drafts and sampling.
 from __future__ import annotations
 
 import logging
-import struct
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -90,8 +88,6 @@ class ModelRunner(Session):
         Returns:
             Logits of each row of the segments in order, or of each segment with `last`, and hidden states.
         """
-        if not last and self.describable() and (found := self._score_described(segments)) is not None:
-            return found
         if self.exact and len(segments) > 1 and sum(len(segment.tokens) for segment in segments) > self.sizes[-1]:
             # A pass beyond the largest size would round differently, so it is split.
             half = len(segments) // 2
@@ -213,38 +209,10 @@ class ModelRunner(Session):
             or eviction.observations is not None
         )
 
-    def _score_described(self, segments: Sequence[SequenceRows]) -> PassOutput | None:
-        """Run a pass over decoding rows that the kernels describe; None: such a pass is not replayed."""
-        table: list[int] = []
-        rows, most = 0, self.sizes[-1]
-        for part in segments:
-            rows += len(part.tokens)
-            table += part.slot, len(part.tokens), part.length, part.done
-            if part.prompt or part.block or rows > most:
-                return None
-        size = self.sizes[bisect_left(self.sizes, rows)]
-        assert self.recorder is not None
-        if size not in self.recorder.ready:
-            return None
-        replay, ids, positions = self.replayed(size)
-        table += (token for part in segments for token in part.tokens)
-        for part in segments:
-            table += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
-        with self.lock:
-            packed = struct.pack(f"={len(table)}q", *table)
-            self.backend.describe(len(segments), packed, size, ids.data_ptr())
-            self.recorder.fresh = False
-            began = time.perf_counter()
-            found = replay(ids, positions)
-            spent = time.perf_counter() - began
-        self.forward_seconds += spent
-        self.clock.add(size, True, spent, fresh=self.recorder.fresh)
-        return self._output(found, rows, None)
-
     def native_passes(self, rows: int, slot: int | None, length: int) -> tuple[int, tuple[int, ...]] | None:
         """The number of this session in the kernels, and the row counts of passes that they may describe themselves.
 
-        None: decoding passes of so many rows are not replayed, or a callback reads their plans. See ``replay``.
+        They may where decoding passes of so many rows are replayed and no callback reads their plans.
 
         Args:
             rows: of the largest pass.
@@ -263,39 +231,6 @@ class ModelRunner(Session):
         # A size that was not compared, for lack of memory, is left out: the next larger one is used.
         sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
         return (session, sizes) if sizes and sizes[-1] >= rows else None
-
-    @torch.no_grad()
-    def replay(self, size: int, take: Callable[[int], int]) -> tuple[int, int]:
-        """Run passes that the kernels have described, with the inputs that they have written (see ``replayed``).
-
-        Args:
-            size: rows of the first one.
-            take: takes the address of the logits of each, (1, rows, V), and returns the rows of the next one; 0 or
-                less: there is none.
-
-        Returns:
-            Number of passes that were run, and the last result of `take`.
-        """
-        recorder, count, now = self.recorder, 0, time.perf_counter
-        assert recorder is not None
-        passes: dict[int, tuple[int, float]] = {}  # by rows: number of passes, and their seconds
-        recorder.fresh = False
-        with self.lock:
-            while size > 0:
-                replay, ids, positions = self.replayed(size)
-                began = now()
-                logits, _ = replay(ids, positions)
-                spent, count = now() - began, count + 1
-                self.forward_seconds += spent
-                if recorder.fresh:  # it was captured first
-                    recorder.fresh, self.clock.made = False, self.clock.made + 1
-                else:
-                    times, seconds = passes.get(size, (0, 0.0))
-                    passes[size] = times + 1, seconds + spent
-                size = take(logits.data_ptr())
-        for rows, (times, seconds) in passes.items():
-            self.clock.add(rows, True, seconds / times)
-        return count, size
 
     def replayed(self, size: int) -> tuple[PassForward, Tensor, Tensor]:
         """The recording of a described pass of so many rows, and its inputs: token ids, and positions behind them."""

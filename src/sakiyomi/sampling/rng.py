@@ -115,11 +115,11 @@ class RequestNoise(Uniforms):
         kernels = loaded()
         if kernels is not None:
             weights, count = np.ascontiguousarray(weights, np.float32), min(count, weights.size)
-            tokens, sums = (ctypes.c_int64 * count)(), (ctypes.c_double * count)()
+            ranked, sums = (ctypes.c_int64 * count)(), (ctypes.c_double * count)()
             known = (None, 0) if support is None else (support.ctypes.data, support.size)
             row = weights.ctypes.data, weights.size, count
-            found: int = kernels.sk_ranked(*row, self.state, position, *known, tokens, sums)
-            return tokens[:found], sums[:found]
+            found: int = kernels.sk_ranked(*row, self.state, position, *known, ranked, sums)
+            return ranked[:found], sums[:found]
         tokens = weights.nonzero()[0] if support is None else support
         return _best(weights[tokens], self._noise(position, tokens), tokens, count)
 

@@ -18,7 +18,6 @@ from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.policies.sparse import Sparse
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.kernels.build import loaded
 from sakiyomi.kernels.native import PackedWeights
 
 PassResult = tuple[Tensor, tuple[Tensor, ...]]
@@ -160,20 +159,6 @@ class AttentionBackend(ABC):
     @abstractmethod
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Describe this thread's next pass; `size` includes filler rows."""
-
-    def describe(self, segments: int, table: bytes, size: int, inputs: int) -> None:
-        """As ``begin``, for backends with a ``session``; also writes the inputs of the pass.
-
-        Args:
-            segments: number of segments.
-            table: int64: slot, rows, length and ``done`` (see ``SequenceRows``) of each; the tokens of all rows; the
-                parents of all rows of their trees, -1 for none.
-            size: rows of the pass, filler rows included.
-            inputs: address of (2, size) int64, token ids and positions; written.
-        """
-        library = loaded()
-        assert library is not None and self.session is not None, "see session"
-        library.sk_rows(self.session, segments, table, size, inputs)
 
     def want(self, rows: Tensor, layers: int) -> None:  # noqa: B027
         """Restrict the pass that `begin` described to the results of these rows, (K,) int64, ascending.

@@ -72,7 +72,7 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
             record = kept.get(name)
             # Failed sections are measured again.
             known = record is not None and record["row"]["error"] is None
-            same = known and record["asked"] == config.asked(SECTIONS[name].reads)
+            same = record is not None and known and record["asked"] == config.asked(SECTIONS[name].reads)
             if not config.redraw and (config.again or not same):
                 place = f"section {number} of {len(wanted)}"
                 work.begin(name, lambda text, place=place: note(f"{place}, {text}"))  # type: ignore[misc]

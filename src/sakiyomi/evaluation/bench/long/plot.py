@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.evaluation.bench.draw import MARK, WIDTH, curve, need_matplotlib
+from sakiyomi.evaluation.bench.draw import MARK, WIDTH, need_matplotlib
 from sakiyomi.evaluation.bench.pictures import MARKS, Lines, Panel, Theme, drawable, drawing
 from sakiyomi.evaluation.bench.report import Row
 
@@ -163,7 +163,8 @@ def _panel_growth(fits: Lines, size: str, exponent: str, label: str, axes: Any, 
         slope = "" if fit.get(exponent) is None else f": slope {fit[exponent]:.2f}"
         shown = CLASSES[fit["class"]] + ("" if _name(fit) == fit["class"] else f" ({_name(fit)})") + slope
         lines.sort(key=itemgetter("length"))
-        curve(axes, lines, "length", size, f"{MARKS[0]}-", 1e-6, color=colour, label=shown, markersize=5)
+        lengths, heights = [line["length"] for line in lines], [line[size] / 1e6 for line in lines]
+        axes.plot(lengths, heights, f"{MARKS[0]}-", color=colour, label=shown, markersize=5)
     lengths = sorted({line["length"] for line in table.lines if line.get("kv_bytes") and not line["starred"]})
     axes.set(xscale="log", yscale="log", xlabel="tokens of the context", ylabel=label)
     axes.set_xticks(lengths, [str(length) for length in lengths])
