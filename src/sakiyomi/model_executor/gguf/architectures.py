@@ -1,0 +1,563 @@
+"""Architectures of GGUF files: which model of transformers each is, and how keys and tensors are called there.
+
+A tensor's name in a file is "blk.3.attn_q.weight": the layer, the part, the suffix. ``parts`` says what a part is called
+in the model; a part with a suffix is looked for first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sakiyomi.model_executor.gguf.changes import (
+    DECAY,
+    EXPERTS,
+    GROUPED,
+    INTERLEAVED,
+    INTERLEAVED_BIAS,
+    KEYS,
+    LATENT,
+    PLUS_ONE,
+    QKV_CONVOLUTION,
+    QKV_ROWS,
+    QUERIES,
+    ROW,
+    SQUEEZED,
+    TURNED,
+    VALUE_COLUMNS,
+    VALUE_DECAY,
+    VALUE_HEADS,
+    VALUE_ROWS,
+    Change,
+)
+
+
+class Facts(dict[str, Any]):
+    """Metadata of an architecture by their names without it; those that are asked for are known to be used."""
+
+    def __init__(self, held: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        super().__init__(held)
+        self.tensors = tensors
+        self.used: set[str] = set()
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """A value, or the default."""
+        self.used.add(key)
+        return self.get(key, default)
+
+    def has(self, part: str) -> bool:
+        """Whether some layer has this tensor, such as "attn_q.bias"."""
+        return any(name.endswith(f".{part}") for name in self.tensors)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture.
+
+    Attributes:
+        model_type: of the configuration.
+        parts: names of tensors in the model by those in the file.
+        keys: names in the configuration by those of the metadata; a dot leads into a dictionary.
+        fixed: what the configuration says besides.
+        changes: by the name of the part in the file.
+        joins: tensors of the model that are made of several, by their names there: the parts, and how.
+        settle: completes the configuration where the tables above cannot say it.
+        layers: where the layers are in the model.
+        unused: metadata that say nothing new.
+    """
+
+    model_type: str
+    parts: Mapping[str, str]
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    joins: Mapping[str, tuple[tuple[str, ...], Change]] = field(default_factory=dict)
+    settle: Callable[[Facts, dict[str, Any]], None] = lambda facts, config: None
+    layers: str = "model.layers"
+    unused: tuple[str, ...] = ()
+
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}  # fmt: skip
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_LLAMA = _TOP | _ATTENTION | _MLP | _NORMS
+_ROUTED = {"ffn_gate_inp": "mlp.gate", "ffn_down_exps.weight": "mlp.experts.down_proj"}
+_EXPERTS = {"mlp.experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), EXPERTS)}
+
+_SIZES = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+}  # fmt: skip
+_ROTARY = {"rope.freq_base": "rope_parameters.rope_theta"}
+_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_WIDTH = {"attention.key_length": "head_dim"}
+_NARROW = _SIZES | _ROTARY | _RMS
+_BASE = _NARROW | _WIDTH
+_ROUTING = {
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
+_TURNED_HEADS = {"attn_q": QUERIES, "attn_k": KEYS}
+_GEMMA_NORMS = dict.fromkeys(
+    ("attn_norm", "ffn_norm", "output_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm"),
+    PLUS_ONE,
+)
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+# ---------------------------------------------------------------- what the tables cannot say
+
+
+def _biases(facts: Facts, config: dict[str, Any]) -> None:
+    config["attention_bias"] = facts.has("attn_q.bias")
+    config["mlp_bias"] = facts.has("ffn_up.bias")
+
+
+def _llama(facts: Facts, config: dict[str, Any]) -> None:
+    _biases(facts, config)
+    if facts.take("expert_count"):
+        config |= {"model_type": "mixtral", "num_local_experts": facts.take("expert_count")}
+        config["num_experts_per_tok"] = facts.take("expert_used_count", 2)
+
+
+def _partial(facts: Facts, config: dict[str, Any]) -> None:
+    """The share of a head's width that positions turn."""
+    width = facts.take("attention.key_length") or config["hidden_size"] // config["num_attention_heads"]
+    turned = facts.take("rope.dimension_count", width)
+    config["rope_parameters"]["partial_rotary_factor"] = turned / width
+
+
+def _pattern(facts: Facts, config: dict[str, Any], every: int) -> None:
+    """Kinds of layers: sliding windows, and every so many layers the whole text."""
+    given = facts.take("attention.sliding_window_pattern")
+    count = config["num_hidden_layers"]
+    if given is None or isinstance(given, int):
+        every = given or every
+        sliding = [bool((layer + 1) % every) for layer in range(count)]
+    else:
+        sliding = [bool(each) for each in given]
+    config["layer_types"] = [_SLIDING if each else _FULL for each in sliding]
+
+
+def _gemma2(facts: Facts, config: dict[str, Any]) -> None:
+    width = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = width if config["num_hidden_layers"] == 46 else config["head_dim"]  # 46: of 27B
+    _pattern(facts, config, 2)
+
+
+def _gemma3(facts: Facts, config: dict[str, Any]) -> None:
+    config.setdefault("head_dim", 256)
+    width = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = width if config["num_hidden_layers"] == 62 else config["head_dim"]  # 62: of 27B
+    _pattern(facts, config, 6)
+    theta = config["rope_parameters"].pop("rope_theta", 1e6)
+    full = {"rope_type": "default", "rope_theta": theta}
+    factor = facts.take("rope.scaling.factor")
+    if facts.take("rope.scaling.type") == "linear" and factor:
+        full |= {"rope_type": "linear", "factor": factor}
+    local = {"rope_type": "default", "rope_theta": facts.take("rope.freq_base_swa", 10000.0)}
+    config["rope_parameters"] = {_FULL: full, _SLIDING: local}
+
+
+def _gemma4(facts: Facts, config: dict[str, Any]) -> None:
+    """Layers of two kinds differ in the width of heads, positions and the number of keys; the last share keys."""
+    _pattern(facts, config, 6)
+    kinds, wide = config["layer_types"], facts.take("attention.key_length")
+    narrow = facts.take("attention.key_length_swa", wide)
+    config |= {"head_dim": narrow, "global_head_dim": wide}
+    groups = config["num_key_value_heads"]
+    if not isinstance(groups, int):
+        by_kind = dict(zip(kinds, (int(each) for each in groups), strict=False))
+        config["num_key_value_heads"] = by_kind.get(_SLIDING, int(groups[0]))
+        if _FULL in by_kind:
+            config["num_global_key_value_heads"] = by_kind[_FULL]
+    inner = config["intermediate_size"]
+    if not isinstance(inner, int):
+        config["intermediate_size"] = int(inner[0])
+        config["use_double_wide_mlp"] = int(max(inner)) == 2 * int(inner[0])
+    config["attention_k_eq_v"] = any(
+        f"blk.{layer}.attn_k.weight" in facts.tensors and f"blk.{layer}.attn_v.weight" not in facts.tensors
+        for layer in range(config["num_hidden_layers"])
+    )
+    config["vocab_size_per_layer_input"] = config["vocab_size"]
+    if facts.take("expert_count"):
+        config |= {"enable_moe_block": True, "num_experts": facts.take("expert_count")}
+        config["top_k_experts"] = facts.take("expert_used_count")
+        config["moe_intermediate_size"] = facts.take("expert_feed_forward_length")
+    freqs = facts.take("rope_freqs.weight")
+    theta = config["rope_parameters"].pop("rope_theta", 1e6)
+    full = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": 1.0}
+    if freqs is not None:
+        full["partial_rotary_factor"] = sum(each == 1.0 for each in freqs) / len(freqs)
+    turned = facts.take("rope.dimension_count_swa", narrow)
+    local: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.take("rope.freq_base_swa", 10000.0)}
+    if turned != narrow:
+        local["partial_rotary_factor"] = turned / narrow
+    config["rope_parameters"] = {_FULL: full, _SLIDING: local}
+    facts.take("rope.dimension_count")
+
+
+def _phi3(facts: Facts, config: dict[str, Any]) -> None:
+    _partial(facts, config)
+    config["sliding_window"] = facts.take("attention.sliding_window") or None
+
+
+def _falcon(facts: Facts, config: dict[str, Any]) -> None:
+    groups, heads = config.pop("num_key_value_heads", 1), config["num_attention_heads"]
+    new = facts.has("attn_norm_2.weight")
+    config |= {"new_decoder_architecture": new, "num_kv_heads": groups if new else heads}
+    config |= {"multi_query": groups == 1 and not new, "parallel_attn": True, "alibi": False}
+    config["ffn_hidden_size"] = config.pop("intermediate_size", 4 * config["hidden_size"])
+    config["bias"] = facts.has("attn_qkv.bias")
+
+
+def _starcoder2(facts: Facts, config: dict[str, Any]) -> None:
+    config["use_bias"] = facts.has("attn_q.bias")
+    config["sliding_window"] = facts.take("attention.sliding_window") or None
+
+
+def _gpt_oss(facts: Facts, config: dict[str, Any]) -> None:
+    config["attention_bias"] = facts.has("attn_q.bias")
+    _pattern(facts, config, 2)
+    facts.take("feed_forward_length")
+    if facts.take("rope.scaling.type") == "yarn":
+        given = {
+            name: facts.take(f"rope.scaling.{key}", default)
+            for key, name, default in (
+                ("factor", "factor", 32.0), ("yarn_beta_fast", "beta_fast", 32.0), ("yarn_beta_slow", "beta_slow", 1.0),
+                ("original_context_length", "original_max_position_embeddings", 4096),
+            )
+        }  # fmt: skip
+        config["rope_parameters"] |= {"rope_type": "yarn", "truncate": False, **given}
+
+
+def _lfm2(facts: Facts, config: dict[str, Any]) -> None:
+    groups = [int(each) for each in config["num_key_value_heads"]]
+    config["num_key_value_heads"] = max(groups)
+    config["layer_types"] = [_FULL if each else "conv" for each in groups]
+    config["conv_bias"] = facts.has("shortconv.in_proj.bias")
+
+
+def _qwen35(facts: Facts, config: dict[str, Any]) -> None:
+    """Linear attention with full attention every few layers; the layers that predict further tokens are left out."""
+    config["num_hidden_layers"] -= facts.take("nextn_predict_layers", 0)
+    values = config["linear_num_value_heads"]
+    config["linear_value_head_dim"] = facts.take("ssm.inner_size") // values
+    sections = [int(each) for each in facts.take("rope.dimension_sections", []) if each]
+    if sections:
+        config["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
+    _partial(facts, config)
+    every = facts.take("full_attention_interval", 4)
+    config["layer_types"] = [
+        "linear_attention" if (layer + 1) % every else _FULL for layer in range(config["num_hidden_layers"])
+    ]
+
+
+def _deepseek2(facts: Facts, config: dict[str, Any]) -> None:
+    """Latent attention; version 3 chooses experts by a corrected sigmoid."""
+    turned = facts.take("rope.dimension_count")
+    latent = facts.take("attention.key_length_mla") is not None
+    whole = facts.take("attention.key_length_mla" if latent else "attention.key_length")
+    config |= {"qk_rope_head_dim": turned, "qk_nope_head_dim": whole - turned}
+    config["v_head_dim"] = facts.take("attention.value_length_mla" if latent else "attention.value_length")
+    config["num_key_value_heads"] = config["num_attention_heads"]
+    config.setdefault("q_lora_rank", None)
+    config["norm_topk_prob"] = bool(facts.take("expert_weights_norm", False))
+    third = facts.has("exp_probs_b.bias") or facts.take("expert_gating_func", 1) == 2
+    config["model_type"] = "deepseek_v3" if third else "deepseek_v2"
+    config["n_group"] = facts.take("expert_group_count", 1)
+    config["topk_group"] = facts.take("expert_group_used_count", 1)
+    if not third:
+        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
+    config["attention_bias"] = facts.has("attn_kv_a_mqa.bias")
+
+
+def _cohere(facts: Facts, config: dict[str, Any]) -> None:
+    config["attention_bias"] = facts.has("attn_q.bias")
+    config["use_qk_norm"] = facts.has("attn_q_norm.weight")
+
+
+def _cohere2(facts: Facts, config: dict[str, Any]) -> None:
+    config["attention_bias"] = facts.has("attn_q.bias")
+    _pattern(facts, config, 4)
+
+
+def _olmo2(facts: Facts, config: dict[str, Any]) -> None:
+    config["attention_bias"] = facts.has("attn_q.bias")
+    if facts.take("attention.sliding_window"):
+        config |= {"model_type": "olmo3", "sliding_window": facts.take("attention.sliding_window")}
+        _pattern(facts, config, 4)
+
+
+def _smollm3(facts: Facts, config: dict[str, Any]) -> None:
+    _biases(facts, config)
+    config |= {"no_rope_layer_interval": 4, "use_sliding_window": False}
+
+
+def _mamba(facts: Facts, config: dict[str, Any]) -> None:
+    config.pop("max_position_embeddings", None)
+    config["expand"] = facts.take("ssm.inner_size") // config["hidden_size"]
+    config["use_conv_bias"] = facts.has("ssm_conv1d.bias")
+    for key in ("feed_forward_length", "attention.head_count", "ssm.dt_b_c_rms", "context_length"):
+        facts.take(key)
+
+
+def _stablelm(facts: Facts, config: dict[str, Any]) -> None:
+    _partial(facts, config)
+    config["use_qkv_bias"] = facts.has("attn_q.bias")
+    config["use_parallel_residual"] = bool(facts.take("use_parallel_residual", True)) and not facts.has("ffn_norm.weight")
+    config["qk_layernorm"] = facts.has("attn_q_norm.weight")
+
+
+def _gpt2(facts: Facts, config: dict[str, Any]) -> None:
+    config["n_inner"] = facts.take("feed_forward_length")
+
+
+def _qwen2_moe(facts: Facts, config: dict[str, Any]) -> None:
+    config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+# ---------------------------------------------------------------- the architectures
+
+_QWEN3_MOE = Architecture(
+    "qwen3_moe", _LLAMA | _HEAD_NORMS | _ROUTED, _BASE | _ROUTING, {"norm_topk_prob": True},
+    joins=_EXPERTS, settle=_qwen2_moe,
+)  # fmt: skip
+_SHARED = {
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}  # fmt: skip
+_LINEAR_ATTENTION = {
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias",
+}  # fmt: skip
+_QWEN35 = Architecture(
+    "qwen3_5_text",
+    _LLAMA | _HEAD_NORMS | _LINEAR_ATTENTION | {"post_attention_norm": "post_attention_layernorm"},
+    _BASE | {
+        "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    changes=_GEMMA_NORMS | {
+        "attn_qkv": QKV_ROWS, "attn_gate": VALUE_ROWS, "ssm_alpha": VALUE_HEADS, "ssm_beta": VALUE_HEADS,
+        "ssm_conv1d": QKV_CONVOLUTION, "ssm_out": VALUE_COLUMNS, "ssm_a": VALUE_DECAY, "ssm_dt": VALUE_HEADS,
+    },
+    settle=_qwen35,
+)  # fmt: skip
+_GEMMA = Architecture("gemma", _LLAMA, _BASE, changes=_GEMMA_NORMS)
+_GEMMA2 = Architecture(
+    "gemma2",
+    _TOP | _ATTENTION | _MLP | {
+        "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    _BASE | {
+        "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+        "attention.sliding_window": "sliding_window",
+    },
+    changes=_GEMMA_NORMS, settle=_gemma2,
+)  # fmt: skip
+_LATENT_ATTENTION = {
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}  # fmt: skip
+_BLOCK = {
+    "attn_norm": "ln_1", "ffn_norm": "ln_2", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
+    "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+}  # fmt: skip
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        "llama", _LLAMA | _ROUTED, _BASE, changes=_TURNED_HEADS, joins=_EXPERTS, settle=_llama
+    ),
+    "mistral3": Architecture("ministral3", _LLAMA, _BASE, changes=_TURNED_HEADS),
+    "qwen2": Architecture("qwen2", _LLAMA, _BASE),
+    "qwen2moe": Architecture(
+        "qwen2_moe", _LLAMA | _ROUTED | _SHARED,
+        _BASE | _ROUTING | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {"norm_topk_prob": False}, changes={"ffn_gate_inp_shexp": ROW}, joins=_EXPERTS, settle=_qwen2_moe,
+    ),
+    "qwen3": Architecture("qwen3", _LLAMA | _HEAD_NORMS, _BASE, settle=_biases),
+    "qwen3moe": _QWEN3_MOE,
+    "qwen35": _QWEN35,
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", dict(_QWEN35.parts) | _ROUTED | _SHARED,
+        dict(_QWEN35.keys) | _ROUTING | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        changes=dict(_QWEN35.changes) | {"ffn_gate_inp_shexp": ROW}, joins=_EXPERTS, settle=_qwen35,
+    ),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3": Architecture(
+        "gemma3_text", dict(_GEMMA2.parts) | _HEAD_NORMS, dict(_GEMMA2.keys), changes=_GEMMA_NORMS, settle=_gemma3
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        dict(_GEMMA2.parts) | _HEAD_NORMS | {
+            "layer_output_scale.weight": "layer_scalar", "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale", "ffn_down_exps.weight": "experts.down_proj",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2", "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+        },
+        _NARROW | {
+            "attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        },
+        joins={"experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), EXPERTS)}, settle=_gemma4,
+        unused=("attention.value_length", "attention.value_length_swa"),
+    ),
+    "phi3": Architecture(
+        "phi3", _TOP | _NORMS | {
+            "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        }, _BASE, settle=_phi3,
+    ),
+    "granite": Architecture(
+        "granite", _LLAMA, _BASE | {
+            "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+        }, changes=_TURNED_HEADS, settle=_biases,
+    ),
+    "falcon": Architecture(
+        "falcon", {
+            "token_embd": "transformer.word_embeddings", "output_norm": "transformer.ln_f", "output": "lm_head",
+            "attn_norm": "input_layernorm", "attn_norm_2": "ln_mlp", "attn_qkv": "self_attention.query_key_value",
+            "attn_output": "self_attention.dense", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h",
+        },
+        _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "layer_norm_epsilon"},
+        changes={"attn_qkv": GROUPED}, settle=_falcon, layers="transformer.h", unused=("tensor_data_layout",),
+    ),
+    "starcoder2": Architecture(
+        "starcoder2", _TOP | _ATTENTION | _NORMS | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "norm_epsilon"}, settle=_starcoder2,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss", _TOP | _ATTENTION | _NORMS | {
+            "post_attention_norm": "post_attention_layernorm", "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router", "ffn_down_exps.weight": "mlp.experts.down_proj",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        _BASE | {
+            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+            "attention.sliding_window": "sliding_window", "expert_feed_forward_length": "intermediate_size",
+        },
+        changes={"ffn_down_exps.weight": TURNED},
+        joins={
+            "mlp.experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), INTERLEAVED),
+            "mlp.experts.gate_up_proj_bias": (("ffn_gate_exps.bias", "ffn_up_exps.bias"), INTERLEAVED_BIAS),
+        },
+        settle=_gpt_oss,
+    ),
+    "lfm2": Architecture(
+        "lfm2", {
+            "token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head",
+            "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+            "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
+            "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj", "shortconv.conv": "conv.conv",
+        },
+        _SIZES | _ROTARY | {
+            "attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache",
+        },
+        {"block_auto_adjust_ff_dim": False}, changes={"shortconv.conv": SQUEEZED}, settle=_lfm2,
+    ),
+    "deepseek2": Architecture(
+        "deepseek_v2", _LLAMA | _LATENT_ATTENTION | _ROUTED | {
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        },
+        _NARROW | {
+            "attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank",
+            "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
+            "expert_shared_count": "n_shared_experts", "expert_feed_forward_length": "moe_intermediate_size",
+            "leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor",
+        },
+        joins=_EXPERTS | {"self_attn.kv_b_proj.weight": (("attn_k_b.weight", "attn_v_b.weight"), LATENT)},
+        settle=_deepseek2, unused=("attention.value_length", "attention.key_length"),
+    ),
+    "command-r": Architecture(
+        "cohere", _LLAMA | _HEAD_NORMS,
+        _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+        settle=_cohere,
+    ),
+    "cohere2": Architecture(
+        "cohere2", _LLAMA,
+        _SIZES | _ROTARY | {
+            "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale",
+            "attention.sliding_window": "sliding_window",
+        },
+        settle=_cohere2,
+    ),
+    "olmo": Architecture(
+        "olmo", _LLAMA, _SIZES | _ROTARY | {"attention.clamp_kqv": "clip_qkv"}, changes=_TURNED_HEADS,
+        unused=("attention.layer_norm_epsilon",),
+    ),
+    "olmo2": Architecture(
+        "olmo2", _TOP | _ATTENTION | _MLP | _HEAD_NORMS | {
+            "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        _BASE, settle=_olmo2,
+    ),
+    "smollm3": Architecture("smollm3", _LLAMA, _BASE, changes=_TURNED_HEADS, settle=_smollm3),
+    "mamba": Architecture(
+        "mamba", {
+            "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head",
+            "attn_norm": "norm", "ssm_in": "mixer.in_proj", "ssm_conv1d": "mixer.conv1d", "ssm_x": "mixer.x_proj",
+            "ssm_dt": "mixer.dt_proj", "ssm_out": "mixer.out_proj", "ssm_a": "mixer.A_log", "ssm_d": "mixer.D",
+        },
+        {
+            "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "vocab_size": "vocab_size",
+            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "state_size", "ssm.time_step_rank": "time_step_rank",
+        },
+        changes={"ssm_conv1d.weight": SQUEEZED, "ssm_a": DECAY}, settle=_mamba, layers="backbone.layers",
+    ),
+    "stablelm": Architecture(
+        "stablelm", _LLAMA, _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "layer_norm_eps"}, settle=_stablelm
+    ),
+    "nemotron": Architecture(
+        "nemotron", _LLAMA, _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "norm_eps"},
+        {"hidden_act": "relu2"},
+        changes={"attn_norm.weight": PLUS_ONE, "ffn_norm.weight": PLUS_ONE, "output_norm.weight": PLUS_ONE},
+        settle=_partial,
+    ),
+    "gpt2": Architecture(
+        "gpt2", _BLOCK | {
+            "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        {
+            "context_length": "n_positions", "embedding_length": "n_embd", "block_count": "n_layer",
+            "attention.head_count": "n_head", "attention.layer_norm_epsilon": "layer_norm_epsilon",
+            "vocab_size": "vocab_size",
+        },
+        changes=dict.fromkeys(
+            ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"), TURNED
+        ),
+        settle=_gpt2, layers="transformer.h", unused=("attention.head_count_kv",),
+    ),
+    "minimax-m2": Architecture(
+        "minimax_m2", _LLAMA | _HEAD_NORMS | _ROUTED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+        _BASE | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        {"use_routing_bias": True}, joins=_EXPERTS, settle=_partial,
+        unused=("expert_feed_forward_length", "expert_gating_func"),
+    ),
+}  # fmt: skip
+"""By ``general.architecture``."""
