@@ -195,7 +195,8 @@ class _Parser:
             return self.text(key)
         if kind != _ARRAY:
             form = self.form(key, kind)
-            return np.frombuffer(self.take(form.itemsize, key), form)[0].item()
+            value = np.frombuffer(self.take(form.itemsize, key), form)[0]
+            return float(str(value)) if form == np.float32 else value.item()  # 1e-06 as somebody wrote it
         inner, count = self.number("<I"), self.number("<Q")
         if inner == _STRING:
             self.check(count, 8, f"texts of {key}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.gguf.changes import (
     DECAY,
     EXPERTS,
@@ -63,6 +64,7 @@ class Architecture:
         changes: by the name of the part in the file.
         joins: tensors of the model that are made of several, by their names there: the parts, and how.
         settle: completes the configuration where the tables above cannot say it.
+        renamed: parts that have another name in the model, by its configuration.
         layers: where the layers are in the model.
         unused: metadata that say nothing new.
     """
@@ -74,6 +76,7 @@ class Architecture:
     changes: Mapping[str, Change] = field(default_factory=dict)
     joins: Mapping[str, tuple[tuple[str, ...], Change]] = field(default_factory=dict)
     settle: Callable[[Facts, dict[str, Any]], None] = lambda facts, config: None
+    renamed: Callable[[Any], Mapping[str, str]] = lambda config: {}
     layers: str = "model.layers"
     unused: tuple[str, ...] = ()
 
@@ -187,7 +190,8 @@ def _gemma4(facts: Facts, config: dict[str, Any]) -> None:
         f"blk.{layer}.attn_k.weight" in facts.tensors and f"blk.{layer}.attn_v.weight" not in facts.tensors
         for layer in range(config["num_hidden_layers"])
     )
-    config["vocab_size_per_layer_input"] = config["vocab_size"]
+    if (table := facts.tensors.get("per_layer_token_embd.weight")) is not None:
+        config["vocab_size_per_layer_input"] = table.shape[0]
     if facts.take("expert_count"):
         config |= {"enable_moe_block": True, "num_experts": facts.take("expert_count")}
         config["top_k_experts"] = facts.take("expert_used_count")
@@ -255,10 +259,10 @@ def _qwen35(facts: Facts, config: dict[str, Any]) -> None:
     if sections:
         config["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
     _partial(facts, config)
-    every = facts.take("full_attention_interval", 4)
-    config["layer_types"] = [
-        "linear_attention" if (layer + 1) % every else _FULL for layer in range(config["num_hidden_layers"])
-    ]
+    every, given = facts.take("full_attention_interval", 4), facts.take("attention.recurrent_layers")
+    count = config["num_hidden_layers"]
+    linear = [bool((layer + 1) % every) for layer in range(count)] if given is None else given[:count]
+    config["layer_types"] = ["linear_attention" if each else _FULL for each in linear]
 
 
 def _deepseek2(facts: Facts, config: dict[str, Any]) -> None:
@@ -294,6 +298,9 @@ def _olmo2(facts: Facts, config: dict[str, Any]) -> None:
     config["attention_bias"] = facts.has("attn_q.bias")
     if facts.take("attention.sliding_window"):
         config |= {"model_type": "olmo3", "sliding_window": facts.take("attention.sliding_window")}
+        theta = facts.take("rope.freq_base_swa")
+        if theta not in (None, config["rope_parameters"]["rope_theta"]):
+            raise UnsupportedError(f"windows whose positions turn by {theta}, and not as the other layers' do")
         _pattern(facts, config, 4)
 
 
@@ -437,11 +444,12 @@ ARCHITECTURES = {
     "falcon": Architecture(
         "falcon", {
             "token_embd": "transformer.word_embeddings", "output_norm": "transformer.ln_f", "output": "lm_head",
-            "attn_norm": "input_layernorm", "attn_norm_2": "ln_mlp", "attn_qkv": "self_attention.query_key_value",
+            "attn_norm": "input_layernorm", "attn_norm_2": "ln_attn", "attn_qkv": "self_attention.query_key_value",
             "attn_output": "self_attention.dense", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h",
         },
         _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "layer_norm_epsilon"},
         changes={"attn_qkv": GROUPED}, settle=_falcon, layers="transformer.h", unused=("tensor_data_layout",),
+        renamed=lambda config: {"attn_norm": "ln_mlp"} if config.new_decoder_architecture else {},
     ),
     "starcoder2": Architecture(
         "starcoder2", _TOP | _ATTENTION | _NORMS | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
@@ -534,7 +542,7 @@ ARCHITECTURES = {
     ),
     "nemotron": Architecture(
         "nemotron", _LLAMA, _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "norm_eps"},
-        {"hidden_act": "relu2"},
+        {"hidden_act": "relu2"}, unused=("attention.layer_norm_rms_epsilon",),
         changes={"attn_norm.weight": PLUS_ONE, "ffn_norm.weight": PLUS_ONE, "output_norm.weight": PLUS_ONE},
         settle=_partial,
     ),

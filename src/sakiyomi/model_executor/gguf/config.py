@@ -19,7 +19,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 """Divisors of rotary frequencies: they become part of the configuration."""
 _FOLDER = "use the model's folder in Hugging Face format"
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-_NEVER_USED = ("attention.value_length", "rope.dimension_count", "rope.scaling.finetuned", "vocab_size")
+_NEVER_USED = ("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.scaling.finetuned", "vocab_size")
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -60,6 +60,7 @@ def build_config(file: GgufFile) -> Any:
 
     architecture, path = architecture_of(file), file.paths[0]
     facts = _facts(file)
+    facts.used.update(architecture.unused)
     values: dict[str, Any] = {"rope_parameters": {"rope_type": "default"}, **architecture.fixed}
     for key, name in architecture.keys.items():
         if (value := facts.take(key)) is not None:
@@ -85,7 +86,7 @@ def build_config(file: GgufFile) -> Any:
         raise LoadError(
             f"{path} is no intact GGUF file: its configuration cannot be read ({one_line(error)}); download it again"
         ) from error
-    unused = sorted(set(facts) - facts.used - {*architecture.unused, *_NEVER_USED, *ROPE_TENSORS})
+    unused = sorted(set(facts) - facts.used - {*_NEVER_USED, *ROPE_TENSORS})
     if unused:
         logger.warning("%s: metadata of the model that are not used: %s", path, ", ".join(unused))
     return config
@@ -182,7 +183,12 @@ def _rotary(config: Any, facts: Facts, path: Path) -> None:
 
 
 def _check_width(config: Any, facts: Facts, rotary: dict[str, Any], path: Path) -> None:
-    """Refuse heads of which only a part is turned, in a model that turns the whole."""
+    """Refuse heads of another width than the model would have, or of which positions turn a part where it turns all."""
+    width = facts.get("attention.key_length")
+    if width is not None and "attention.key_length" not in facts.used and width != head_dim(config):
+        raise UnsupportedError(
+            f"{path} has heads of {width} values, and this architecture has {head_dim(config)} here; {_FOLDER}"
+        )
     turned = facts.get("rope.dimension_count")
     if turned is None or "rope.dimension_count" in facts.used or "partial_rotary_factor" in rotary:
         return

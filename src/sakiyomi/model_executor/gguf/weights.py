@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ def weights_of(file: GgufFile, architecture: Architecture, config: Any) -> tuple
     waiting: dict[str, dict[str, GgufTensor]] = {}
     unused: list[str] = []
     layers = int(config.num_hidden_layers)
+    parts = {**architecture.parts, **architecture.renamed(config)}
     for name, tensor in file.tensors.items():
         match = _LAYER.fullmatch(name)
         prefix, part = ("", name) if match is None else (f"{architecture.layers}.{match[1]}.", match[2])
@@ -61,27 +62,27 @@ def weights_of(file: GgufFile, architecture: Architecture, config: Any) -> tuple
             unused.append(name)
         elif (join := _join_of(architecture, part)) is not None and match is not None:
             waiting.setdefault(prefix + join, {})[part] = tensor
-        elif (own := _name_of(architecture, part)) is not None:
+        elif (own := _name_of(parts, part)) is not None:
             leaf = part.rpartition(".")[0]
             change = architecture.changes.get(part, architecture.changes.get(leaf, SAME))
             found.append(Weight(prefix + own, (tensor,), change))
         elif name not in ROPE_TENSORS:
             unused.append(name)
     for name, held in waiting.items():
-        parts, change = next(join for each, join in architecture.joins.items() if name.endswith(f".{each}"))
-        if all(part in held for part in parts):
-            found.append(Weight(name, tuple(held[part] for part in parts), change))
+        held_by, change = next(join for each, join in architecture.joins.items() if name.endswith(f".{each}"))
+        if all(part in held for part in held_by):
+            found.append(Weight(name, tuple(held[part] for part in held_by), change))
         else:
             unused += [tensor.name for tensor in held.values()]
     return found, unused
 
 
-def _name_of(architecture: Architecture, part: str) -> str | None:
+def _name_of(parts: Mapping[str, str], part: str) -> str | None:
     """What a part is called in the model, with its suffix; None: it belongs to none."""
-    if part in architecture.parts:
-        return architecture.parts[part]
+    if part in parts:
+        return parts[part]
     leaf, _, suffix = part.rpartition(".")
-    own = architecture.parts.get(leaf)
+    own = parts.get(leaf)
     return None if own is None else f"{own}.{suffix}"
 
 
