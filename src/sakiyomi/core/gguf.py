@@ -88,6 +88,27 @@ class GgufFile:
         return sum(tensor.size for tensor in self.tensors.values())
 
 
+def pieces(path: Path) -> tuple[Path, ...]:
+    """All pieces of a model of which this file is one, in order; the file itself where its name says no other.
+
+    Raises:
+        LoadError: some are missing.
+    """
+    cut = _PIECE.fullmatch(path.name)
+    if cut is None:
+        return (path,)
+    count = int(cut[3])
+    if not 0 < int(cut[2]) <= count:
+        raise LoadError(f"the name of {path} says it is piece {int(cut[2])} of {count}; give it the name that it had")
+    found = tuple(path.with_name(f"{cut[1]}-{part:05}-of-{cut[3]}.gguf") for part in range(1, count + 1))
+    if missing := [each.name for each in found if not each.is_file()]:
+        raise LoadError(
+            f"{len(missing)} of the {count} pieces of {cut[1]!r} are missing in {path.parent} "
+            f"({', '.join(missing[:3])}); download them again"
+        )
+    return found
+
+
 def read_gguf(path: Path) -> GgufFile:
     """Read the metadata and the list of tensors of a GGUF file, or of all pieces of a model of which it is one.
 
@@ -95,17 +116,7 @@ def read_gguf(path: Path) -> GgufFile:
         LoadError: it is damaged or cut off, is none, or a piece is missing.
         UnsupportedError: a version or byte order that is not read.
     """
-    cut = _PIECE.fullmatch(path.name)
-    paths = (path,)
-    if cut:
-        count = int(cut[3])
-        paths = tuple(path.with_name(f"{cut[1]}-{part:05}-of-{cut[3]}.gguf") for part in range(1, count + 1))
-        missing = [each.name for each in paths if not each.is_file()]
-        if missing or not paths:
-            raise LoadError(
-                f"{len(missing)} of the {count} pieces of {cut[1]!r} are missing in {path.parent} "
-                f"({', '.join(missing[:3])}); download them again"
-            )
+    paths = pieces(path)
     files = [_Parser(each).parse() for each in paths]
     metadata = files[0].metadata
     tensors: dict[str, GgufTensor] = {}

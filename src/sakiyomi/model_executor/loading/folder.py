@@ -10,6 +10,7 @@ from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.hub import fetch
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.model_folder import TOKENIZER_REMEDY, check_tokenizer, gguf_file, local_folder
+from sakiyomi.model_executor.gguf.folder import NOTE
 from sakiyomi.model_executor.loading.families import has_encoder, read_config, text_config
 from sakiyomi.model_executor.loading.reader import quiet
 
@@ -24,12 +25,14 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     Raises:
         LoadError: there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not trust_remote_code:
         check_tokenizer(folder)
     try:
         with quiet():
+            if (folder / NOTE).is_file():  # whose tokenizer is whole; AutoTokenizer puts a model's usual one in its place
+                return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the libraries below raise their own kinds, bare Exception among them
         raise LoadError(f"the tokenizer in {folder} cannot be read ({one_line(error)}); {TOKENIZER_REMEDY}") from error

@@ -20,10 +20,12 @@ import torch
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.core.embedded import in_package
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.gguf import read_gguf
 from sakiyomi.core.hub import fetch
 from sakiyomi.core.memory import require_bytes
 from sakiyomi.core.model_folder import gguf_file, local_folder
 from sakiyomi.kernels.quantization import check_quantization
+from sakiyomi.model_executor.gguf.folder import checkpoint_of, settings_folder
 from sakiyomi.model_executor.loading.accelerated import read_quantized
 from sakiyomi.model_executor.loading.families import (
     check_adapter,
@@ -34,7 +36,6 @@ from sakiyomi.model_executor.loading.families import (
 )
 from sakiyomi.model_executor.loading.fit import by_layer, check_memory
 from sakiyomi.model_executor.loading.folder import read_extractor, read_tokenizer
-from sakiyomi.model_executor.loading.gguf import read_gguf
 from sakiyomi.model_executor.loading.offload import Offload, parse_offload, read_offloaded
 from sakiyomi.model_executor.loading.options import parse_device, parse_dtype
 from sakiyomi.model_executor.loading.packed import (
@@ -142,7 +143,7 @@ def load_model(
         return config
 
     gguf = gguf_file(name)
-    folder = gguf.parent if gguf is not None else local_folder(name)
+    folder = local_folder(name) if gguf is None else settings_folder(gguf)
     own = gguf is None and folder is not None and not in_package(folder)
     recorded = recorded and place.type == "cpu" and not (offloaded or gguf or trust_remote_code or allow_pickle)
     if folder is None:
@@ -152,11 +153,10 @@ def load_model(
         if (found := read_recording(folder, wanted, quantize, lambda: whole().model, fits)) is not None:
             return Loaded(found[0], found[2], name, folder, owned=True, prepared=found[1])
     checkpoint: Checkpoint | None
+    config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
     if gguf is not None:
-        config, tokenizer, checkpoint = read_gguf(gguf)
-        check_supported(config, name)
+        checkpoint = checkpoint_of(read_gguf(gguf))
     else:
-        config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
         checkpoint = None if is_packed(folder) else read_checkpoint(folder, allow_pickle=allow_pickle)
     if checkpoint is None:
         _check_packed(name, packed, quantize, offload)

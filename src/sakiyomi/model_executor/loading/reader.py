@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ import torch
 
 from sakiyomi.core.checkpoint import LAYER, Checkpoint
 from sakiyomi.core.errors import LoadError, MemoryLimitError
+from sakiyomi.core.gguf import read_gguf
 from sakiyomi.core.memory import readable
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.pack import is_linear
+from sakiyomi.model_executor.gguf.config import architecture_of
+from sakiyomi.model_executor.gguf.weights import state_dict, weights_of
 from sakiyomi.model_executor.loading.families import auto_class
-from sakiyomi.model_executor.loading.unpacking import as_numbers, unpacking
 from sakiyomi.model_executor.multimodal import names_aside
 
 logger = logging.getLogger("sakiyomi")
@@ -68,10 +71,11 @@ class Reader:
 
         if quantization is not None:
             options |= {"quantization_config": quantization, "device_map": {"": self.device}}
-        if self.gguf is not None:
-            options |= {"gguf_file": self.gguf.name, **as_numbers(), "config": self.config}
-        else:
+        place: Path | None = self.folder
+        if self.gguf is None:
             options["use_safetensors"] = None if self.allow_pickle else True
+        else:
+            place, options = None, options | {"config": copy.deepcopy(self.config), "state_dict": self._unpacked()}
         # Any: its signature knows nothing of output_loading_info.
         reader: Any = getattr(transformers, auto_class(self.config))
         size = self.checkpoint.stored_bytes
@@ -79,11 +83,10 @@ class Reader:
             with (
                 TORCH_STATE,
                 quiet(),
-                unpacking(self.name, self.gguf),
                 progress(f"loading {self.name} ({readable(size)})", size=size),
             ):
                 model, report = reader.from_pretrained(
-                    self.folder,
+                    place,
                     dtype=self.dtype,
                     trust_remote_code=self.trust_remote_code,
                     local_files_only=True,
@@ -94,6 +97,8 @@ class Reader:
             raise MemoryLimitError(f"memory ran out while {self.name!r} was read; choose a smaller model") from error
         except Exception as error:  # every model class and quantizer raises its own kinds
             raise LoadError(f"the weights in {self.folder} cannot be loaded ({one_line(error)})") from error
+        if self.gguf is not None:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(self.folder)
         self._check_unused(model, sorted(report["unexpected_keys"]))
         missing = sorted(report["missing_keys"])
         if missing:
@@ -103,6 +108,16 @@ class Reader:
                 "...): they would be random; the files belong to another kind of model"
             )
         return model
+
+    def _unpacked(self) -> dict[str, torch.Tensor]:
+        """The tensors of a GGUF file by their names in the model, as numbers; those that belong to none are named."""
+        assert self.gguf is not None
+        file = read_gguf(self.gguf)
+        weights, unused = weights_of(file, architecture_of(file), self.config)
+        if unused:
+            shown = ", ".join([*unused[:3], *(["..."] if unused[3:] else [])])
+            logger.warning("%s: %d tensors of the file are not used: %s", self.name, len(unused), shown)
+        return dict(state_dict(weights, self.config, self.dtype))
 
     def _check_unused(self, model: Any, names: list[str]) -> None:
         """Refuse files with more layers than the configuration, and name other tensors that are not read.
