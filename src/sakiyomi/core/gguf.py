@@ -264,7 +264,7 @@ class _Parser:
             self.damaged(f"it would hold {count} {what} in {len(self.view)} bytes")
 
     def cut(self, what: str) -> NoReturn:
-        raise LoadError(f"{self.path} is cut off: it ends inside {what} ({len(self.view)} bytes); download it again")
+        self.damaged(f"it is cut off: it ends inside {what}, at {len(self.view)} bytes")
 
     def damaged(self, reason: str) -> NoReturn:
         raise LoadError(f"{self.path} is no intact GGUF file ({reason}); download it again")

@@ -282,6 +282,8 @@ def _deepseek2(facts: Facts, config: dict[str, Any]) -> None:
     if not third:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
     config["attention_bias"] = facts.has("attn_kv_a_mqa.bias")
+    if (mixed := facts.take("rope.scaling.yarn_log_multiplier")) is not None:  # llama.cpp keeps a tenth of one of two
+        config["rope_parameters"] |= {"mscale": 10 * mixed, "mscale_all_dim": 10 * mixed}
 
 
 def _cohere(facts: Facts, config: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ logger = logging.getLogger("sakiyomi")
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Divisors of rotary frequencies: they become part of the configuration."""
 _FOLDER = "use the model's folder in Hugging Face format"
+_KEPT = ("rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim")
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 _NEVER_USED = ("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.scaling.finetuned", "vocab_size")
 
@@ -170,15 +171,13 @@ def _rotary(config: Any, facts: Facts, path: Path) -> None:
             config.original_max_position_embeddings = own
         case "linear" | "yarn", [] if factor is not None:
             new = {name: given.pop(key) for key, name in _YARN.items() if key in given} | {"factor": factor}
-            if (mixed := given.pop("yarn_log_multiplier", None)) is not None:  # .1 x mscale_all_dim, of DeepSeek
-                new |= {"mscale": 10 * mixed, "mscale_all_dim": 10 * mixed}
     width = int(head_dim(config) * old.get("partial_rotary_factor", 1.0)) // 2
     factors = [held for held in (freqs, short, long) if held is not None]
     if new is None or given or "rope_theta" not in old or any(len(held) != width for held in factors):
         named = ", ".join([*tensors, f"rope.scaling.type {kind}", *(f"rope.scaling.{key}" for key in given)])
         raise UnsupportedError(f"{path} has rotary positions that are not read here ({named}); {_FOLDER}")
     new |= {"rope_type": "longrope" if tensors else kind, "original_max_position_embeddings": own}
-    kept = {key: old[key] for key in ("rope_theta", "partial_rotary_factor") if key in old}
+    kept = {key: old[key] for key in _KEPT if key in old}
     config.rope_parameters = kept | new
 
 

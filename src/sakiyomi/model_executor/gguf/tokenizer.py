@@ -280,11 +280,16 @@ def _ends(vocabulary: _Vocabulary) -> tuple[int, ...]:
     found = [number for number in named if number is not None and 0 <= number < len(vocabulary.tokens)]
     if vocabulary.kind == "llama" and vocabulary.read("eos_token_id") is None:
         found.insert(0, 2)
-    found += [numbers[text] for text in ENDS if text in numbers]
+    found += [n for text in ENDS if (n := numbers.get(text)) is not None and _marks(text, vocabulary.types[n])]
     for marks, text in _NO_ENDS:
         if all(mark in numbers for mark in marks) and vocabulary.read("eos_token_id") != numbers.get(text):
             found = [number for number in found if number != numbers.get(text)]
     return tuple(dict.fromkeys(found))
+
+
+def _marks(text: str, kind: int) -> bool:
+    """Whether a token stands for more than its text: old files call some of these normal."""
+    return kind != _NORMAL or text.startswith(("<|", "<｜"))
 
 
 def _templates(file: GgufFile) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from sakiyomi.core.progress import progress
 from sakiyomi.kernels.pack import is_linear
 from sakiyomi.model_executor.gguf.config import architecture_of
 from sakiyomi.model_executor.gguf.weights import state_dict, weights_of
-from sakiyomi.model_executor.loading.families import auto_class
+from sakiyomi.model_executor.loading.families import auto_class, causal_class
 from sakiyomi.model_executor.multimodal import names_aside
 
 logger = logging.getLogger("sakiyomi")
@@ -78,6 +78,7 @@ class Reader:
             place, options = None, options | {"config": copy.deepcopy(self.config), "state_dict": self._unpacked()}
         # Any: its signature knows nothing of output_loading_info.
         reader: Any = getattr(transformers, auto_class(self.config))
+        reader = reader if self.gguf is None else causal_class(self.config)
         size = self.checkpoint.stored_bytes
         try:
             with (
@@ -96,7 +97,7 @@ class Reader:
         except MemoryError as error:
             raise MemoryLimitError(f"memory ran out while {self.name!r} was read; choose a smaller model") from error
         except Exception as error:  # every model class and quantizer raises its own kinds
-            raise LoadError(f"the weights in {self.folder} cannot be loaded ({one_line(error)})") from error
+            raise LoadError(f"the weights in {self.gguf or self.folder} cannot be loaded ({one_line(error)})") from error
         if self.gguf is not None:
             model.generation_config = transformers.GenerationConfig.from_pretrained(self.folder)
         self._check_unused(model, sorted(report["unexpected_keys"]))
@@ -104,7 +105,7 @@ class Reader:
         if missing:
             # transformers only warns and leaves these at random.
             raise LoadError(
-                f"the weights in {self.folder} lack {len(missing)} tensors of {type(model).__name__} ({missing[0]}, "
+                f"the weights in {self.gguf or self.folder} lack {len(missing)} tensors of {type(model).__name__} ({missing[0]}, "
                 "...): they would be random; the files belong to another kind of model"
             )
         return model
