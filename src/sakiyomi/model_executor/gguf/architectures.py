@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.model_executor.gguf import special
 from sakiyomi.model_executor.gguf.changes import (
     DECAY,
     EXPERTS,
@@ -34,24 +34,6 @@ from sakiyomi.model_executor.gguf.changes import (
 )
 
 
-class Facts(dict[str, Any]):
-    """Metadata of an architecture by their names without it; those that are asked for are known to be used."""
-
-    def __init__(self, held: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-        super().__init__(held)
-        self.tensors = tensors
-        self.used: set[str] = set()
-
-    def take(self, key: str, default: Any = None) -> Any:
-        """A value, or the default."""
-        self.used.add(key)
-        return self.get(key, default)
-
-    def has(self, part: str) -> bool:
-        """Whether some layer has this tensor, such as "attn_q.bias"."""
-        return any(name.endswith(f".{part}") for name in self.tensors)
-
-
 @dataclass(frozen=True)
 class Architecture:
     """An architecture.
@@ -64,6 +46,7 @@ class Architecture:
         changes: by the name of the part in the file.
         joins: tensors of the model that are made of several, by their names there: the parts, and how.
         settle: completes the configuration where the tables above cannot say it.
+        tell: metadata for such a configuration that the tables do not say.
         renamed: parts that have another name in the model, by its configuration.
         layers: where the layers are in the model.
         unused: metadata that say nothing new.
@@ -75,7 +58,8 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
     joins: Mapping[str, tuple[tuple[str, ...], Change]] = field(default_factory=dict)
-    settle: Callable[[Facts, dict[str, Any]], None] = lambda facts, config: None
+    settle: Callable[[special.Facts, dict[str, Any]], None] = lambda facts, config: None
+    tell: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     renamed: Callable[[Any], Mapping[str, str]] = lambda config: {}
     layers: str = "model.layers"
     unused: tuple[str, ...] = ()
@@ -113,232 +97,12 @@ _GEMMA_NORMS = dict.fromkeys(
     ("attn_norm", "ffn_norm", "output_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm"),
     PLUS_ONE,
 )
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-
-
-# ---------------------------------------------------------------- what the tables cannot say
-
-
-def _biases(facts: Facts, config: dict[str, Any]) -> None:
-    config["attention_bias"] = facts.has("attn_q.bias")
-    config["mlp_bias"] = facts.has("ffn_up.bias")
-
-
-def _llama(facts: Facts, config: dict[str, Any]) -> None:
-    _biases(facts, config)
-    if facts.take("expert_count"):
-        config |= {"model_type": "mixtral", "num_local_experts": facts.take("expert_count")}
-        config["num_experts_per_tok"] = facts.take("expert_used_count", 2)
-
-
-def _partial(facts: Facts, config: dict[str, Any]) -> None:
-    """The share of a head's width that positions turn."""
-    width = facts.take("attention.key_length") or config["hidden_size"] // config["num_attention_heads"]
-    turned = facts.take("rope.dimension_count", width)
-    config["rope_parameters"]["partial_rotary_factor"] = turned / width
-
-
-def _pattern(facts: Facts, config: dict[str, Any], every: int) -> None:
-    """Kinds of layers: sliding windows, and every so many layers the whole text."""
-    given = facts.take("attention.sliding_window_pattern")
-    count = config["num_hidden_layers"]
-    if given is None or isinstance(given, int):
-        every = given or every
-        sliding = [bool((layer + 1) % every) for layer in range(count)]
-    else:
-        sliding = [bool(each) for each in given]
-    config["layer_types"] = [_SLIDING if each else _FULL for each in sliding]
-
-
-def _gemma2(facts: Facts, config: dict[str, Any]) -> None:
-    width = config["hidden_size"] // config["num_attention_heads"]
-    config["query_pre_attn_scalar"] = width if config["num_hidden_layers"] == 46 else config["head_dim"]  # 46: of 27B
-    _pattern(facts, config, 2)
-
-
-def _gemma3(facts: Facts, config: dict[str, Any]) -> None:
-    config.setdefault("head_dim", 256)
-    width = config["hidden_size"] // config["num_attention_heads"]
-    config["query_pre_attn_scalar"] = width if config["num_hidden_layers"] == 62 else config["head_dim"]  # 62: of 27B
-    _pattern(facts, config, 6)
-    theta = config["rope_parameters"].pop("rope_theta", 1e6)
-    full = {"rope_type": "default", "rope_theta": theta}
-    factor = facts.take("rope.scaling.factor")
-    if facts.take("rope.scaling.type") == "linear" and factor:
-        full |= {"rope_type": "linear", "factor": factor}
-    local = {"rope_type": "default", "rope_theta": facts.take("rope.freq_base_swa", 10000.0)}
-    config["rope_parameters"] = {_FULL: full, _SLIDING: local}
-
-
-def _gemma4(facts: Facts, config: dict[str, Any]) -> None:
-    """Layers of two kinds differ in the width of heads, positions and the number of keys; the last share keys."""
-    _pattern(facts, config, 6)
-    kinds, wide = config["layer_types"], facts.take("attention.key_length")
-    narrow = facts.take("attention.key_length_swa", wide)
-    config |= {"head_dim": narrow, "global_head_dim": wide}
-    groups = config["num_key_value_heads"]
-    if not isinstance(groups, int):
-        by_kind = dict(zip(kinds, (int(each) for each in groups), strict=False))
-        config["num_key_value_heads"] = by_kind.get(_SLIDING, int(groups[0]))
-        if _FULL in by_kind:
-            config["num_global_key_value_heads"] = by_kind[_FULL]
-    inner = config["intermediate_size"]
-    if not isinstance(inner, int):
-        config["intermediate_size"] = int(inner[0])
-        config["use_double_wide_mlp"] = int(max(inner)) == 2 * int(inner[0])
-    config["attention_k_eq_v"] = any(
-        f"blk.{layer}.attn_k.weight" in facts.tensors and f"blk.{layer}.attn_v.weight" not in facts.tensors
-        for layer in range(config["num_hidden_layers"])
-    )
-    if (table := facts.tensors.get("per_layer_token_embd.weight")) is not None:
-        config["vocab_size_per_layer_input"] = table.shape[0]
-    if facts.take("expert_count"):
-        config |= {"enable_moe_block": True, "num_experts": facts.take("expert_count")}
-        config["top_k_experts"] = facts.take("expert_used_count")
-        config["moe_intermediate_size"] = facts.take("expert_feed_forward_length")
-    freqs = facts.take("rope_freqs.weight")
-    theta = config["rope_parameters"].pop("rope_theta", 1e6)
-    full = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": 1.0}
-    if freqs is not None:
-        full["partial_rotary_factor"] = sum(each == 1.0 for each in freqs) / len(freqs)
-    turned = facts.take("rope.dimension_count_swa", narrow)
-    local: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.take("rope.freq_base_swa", 10000.0)}
-    if turned != narrow:
-        local["partial_rotary_factor"] = turned / narrow
-    config["rope_parameters"] = {_FULL: full, _SLIDING: local}
-    facts.take("rope.dimension_count")
-
-
-def _phi3(facts: Facts, config: dict[str, Any]) -> None:
-    _partial(facts, config)
-    config["sliding_window"] = facts.take("attention.sliding_window") or None
-
-
-def _falcon(facts: Facts, config: dict[str, Any]) -> None:
-    groups, heads = config.pop("num_key_value_heads", 1), config["num_attention_heads"]
-    new = facts.has("attn_norm_2.weight")
-    config |= {"new_decoder_architecture": new, "num_kv_heads": groups if new else heads}
-    config |= {"multi_query": groups == 1 and not new, "parallel_attn": True, "alibi": False}
-    config["ffn_hidden_size"] = config.pop("intermediate_size", 4 * config["hidden_size"])
-    config["bias"] = facts.has("attn_qkv.bias")
-
-
-def _starcoder2(facts: Facts, config: dict[str, Any]) -> None:
-    config["use_bias"] = facts.has("attn_q.bias")
-    config["sliding_window"] = facts.take("attention.sliding_window") or None
-
-
-def _gpt_oss(facts: Facts, config: dict[str, Any]) -> None:
-    config["attention_bias"] = facts.has("attn_q.bias")
-    _pattern(facts, config, 2)
-    facts.take("feed_forward_length")
-    if facts.take("rope.scaling.type") == "yarn":
-        given = {
-            name: facts.take(f"rope.scaling.{key}", default)
-            for key, name, default in (
-                ("factor", "factor", 32.0), ("yarn_beta_fast", "beta_fast", 32.0), ("yarn_beta_slow", "beta_slow", 1.0),
-                ("original_context_length", "original_max_position_embeddings", 4096),
-            )
-        }  # fmt: skip
-        config["rope_parameters"] |= {"rope_type": "yarn", "truncate": False, **given}
-
-
-def _lfm2(facts: Facts, config: dict[str, Any]) -> None:
-    groups = [int(each) for each in config["num_key_value_heads"]]
-    config["num_key_value_heads"] = max(groups)
-    config["layer_types"] = [_FULL if each else "conv" for each in groups]
-    config["conv_bias"] = facts.has("shortconv.in_proj.bias")
-
-
-def _qwen35(facts: Facts, config: dict[str, Any]) -> None:
-    """Linear attention with full attention every few layers; the layers that predict further tokens are left out."""
-    config["num_hidden_layers"] -= facts.take("nextn_predict_layers", 0)
-    values = config["linear_num_value_heads"]
-    config["linear_value_head_dim"] = facts.take("ssm.inner_size") // values
-    sections = [int(each) for each in facts.take("rope.dimension_sections", []) if each]
-    if sections:
-        config["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
-    _partial(facts, config)
-    every, given = facts.take("full_attention_interval", 4), facts.take("attention.recurrent_layers")
-    count = config["num_hidden_layers"]
-    linear = [bool((layer + 1) % every) for layer in range(count)] if given is None else given[:count]
-    config["layer_types"] = ["linear_attention" if each else _FULL for each in linear]
-
-
-def _deepseek2(facts: Facts, config: dict[str, Any]) -> None:
-    """Latent attention; version 3 chooses experts by a corrected sigmoid."""
-    turned = facts.take("rope.dimension_count")
-    latent = facts.take("attention.key_length_mla") is not None
-    whole = facts.take("attention.key_length_mla" if latent else "attention.key_length")
-    config |= {"qk_rope_head_dim": turned, "qk_nope_head_dim": whole - turned}
-    config["v_head_dim"] = facts.take("attention.value_length_mla" if latent else "attention.value_length")
-    config["num_key_value_heads"] = config["num_attention_heads"]
-    config.setdefault("q_lora_rank", None)
-    config["norm_topk_prob"] = bool(facts.take("expert_weights_norm", False))
-    third = facts.has("exp_probs_b.bias") or facts.take("expert_gating_func", 1) == 2
-    config["model_type"] = "deepseek_v3" if third else "deepseek_v2"
-    config["n_group"] = facts.take("expert_group_count", 1)
-    config["topk_group"] = facts.take("expert_group_used_count", 1)
-    if not third:
-        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
-    config["attention_bias"] = facts.has("attn_kv_a_mqa.bias")
-    if (mixed := facts.take("rope.scaling.yarn_log_multiplier")) is not None:  # llama.cpp keeps a tenth of one of two
-        config["rope_parameters"] |= {"mscale": 10 * mixed, "mscale_all_dim": 10 * mixed}
-
-
-def _cohere(facts: Facts, config: dict[str, Any]) -> None:
-    config["attention_bias"] = facts.has("attn_q.bias")
-    config["use_qk_norm"] = facts.has("attn_q_norm.weight")
-
-
-def _cohere2(facts: Facts, config: dict[str, Any]) -> None:
-    config["attention_bias"] = facts.has("attn_q.bias")
-    _pattern(facts, config, 4)
-
-
-def _olmo2(facts: Facts, config: dict[str, Any]) -> None:
-    config["attention_bias"] = facts.has("attn_q.bias")
-    if facts.take("attention.sliding_window"):
-        config |= {"model_type": "olmo3", "sliding_window": facts.take("attention.sliding_window")}
-        theta = facts.take("rope.freq_base_swa")
-        if theta not in (None, config["rope_parameters"]["rope_theta"]):
-            raise UnsupportedError(f"windows whose positions turn by {theta}, and not as the other layers' do")
-        _pattern(facts, config, 4)
-
-
-def _smollm3(facts: Facts, config: dict[str, Any]) -> None:
-    _biases(facts, config)
-    config |= {"no_rope_layer_interval": 4, "use_sliding_window": False}
-
-
-def _mamba(facts: Facts, config: dict[str, Any]) -> None:
-    config.pop("max_position_embeddings", None)
-    config["expand"] = facts.take("ssm.inner_size") // config["hidden_size"]
-    config["use_conv_bias"] = facts.has("ssm_conv1d.bias")
-    for key in ("feed_forward_length", "attention.head_count", "ssm.dt_b_c_rms", "context_length"):
-        facts.take(key)
-
-
-def _stablelm(facts: Facts, config: dict[str, Any]) -> None:
-    _partial(facts, config)
-    config["use_qkv_bias"] = facts.has("attn_q.bias")
-    config["use_parallel_residual"] = bool(facts.take("use_parallel_residual", True)) and not facts.has("ffn_norm.weight")
-    config["qk_layernorm"] = facts.has("attn_q_norm.weight")
-
-
-def _gpt2(facts: Facts, config: dict[str, Any]) -> None:
-    config["n_inner"] = facts.take("feed_forward_length")
-
-
-def _qwen2_moe(facts: Facts, config: dict[str, Any]) -> None:
-    config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-
 
 # ---------------------------------------------------------------- the architectures
 
 _QWEN3_MOE = Architecture(
     "qwen3_moe", _LLAMA | _HEAD_NORMS | _ROUTED, _BASE | _ROUTING, {"norm_topk_prob": True},
-    joins=_EXPERTS, settle=_qwen2_moe,
+    joins=_EXPERTS, settle=special.qwen2_moe,
 )  # fmt: skip
 _SHARED = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
@@ -361,7 +125,7 @@ _QWEN35 = Architecture(
         "attn_qkv": QKV_ROWS, "attn_gate": VALUE_ROWS, "ssm_alpha": VALUE_HEADS, "ssm_beta": VALUE_HEADS,
         "ssm_conv1d": QKV_CONVOLUTION, "ssm_out": VALUE_COLUMNS, "ssm_a": VALUE_DECAY, "ssm_dt": VALUE_HEADS,
     },
-    settle=_qwen35,
+    settle=special.qwen35, tell=special.tell_qwen35,
 )  # fmt: skip
 _GEMMA = Architecture("gemma", _LLAMA, _BASE, changes=_GEMMA_NORMS)
 _GEMMA2 = Architecture(
@@ -374,7 +138,7 @@ _GEMMA2 = Architecture(
         "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
         "attention.sliding_window": "sliding_window",
     },
-    changes=_GEMMA_NORMS, settle=_gemma2,
+    changes=_GEMMA_NORMS, settle=special.gemma2, tell=special.tell_gemma2,
 )  # fmt: skip
 _LATENT_ATTENTION = {
     "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
@@ -388,27 +152,30 @@ _BLOCK = {
 
 ARCHITECTURES = {
     "llama": Architecture(
-        "llama", _LLAMA | _ROUTED, _BASE, changes=_TURNED_HEADS, joins=_EXPERTS, settle=_llama
+        "llama", _LLAMA | _ROUTED, _BASE, changes=_TURNED_HEADS, joins=_EXPERTS, settle=special.llama,
+        tell=special.tell_llama
     ),
     "mistral3": Architecture("ministral3", _LLAMA, _BASE, changes=_TURNED_HEADS),
     "qwen2": Architecture("qwen2", _LLAMA, _BASE),
     "qwen2moe": Architecture(
         "qwen2_moe", _LLAMA | _ROUTED | _SHARED,
         _BASE | _ROUTING | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        {"norm_topk_prob": False}, changes={"ffn_gate_inp_shexp": ROW}, joins=_EXPERTS, settle=_qwen2_moe,
+        {"norm_topk_prob": False}, changes={"ffn_gate_inp_shexp": ROW}, joins=_EXPERTS, settle=special.qwen2_moe,
     ),
-    "qwen3": Architecture("qwen3", _LLAMA | _HEAD_NORMS, _BASE, settle=_biases),
+    "qwen3": Architecture("qwen3", _LLAMA | _HEAD_NORMS, _BASE, settle=special.biases),
     "qwen3moe": _QWEN3_MOE,
     "qwen35": _QWEN35,
     "qwen35moe": Architecture(
         "qwen3_5_moe_text", dict(_QWEN35.parts) | _ROUTED | _SHARED,
         dict(_QWEN35.keys) | _ROUTING | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        changes=dict(_QWEN35.changes) | {"ffn_gate_inp_shexp": ROW}, joins=_EXPERTS, settle=_qwen35,
+        changes=dict(_QWEN35.changes) | {"ffn_gate_inp_shexp": ROW}, joins=_EXPERTS, settle=special.qwen35,
+        tell=special.tell_qwen35,
     ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": Architecture(
-        "gemma3_text", dict(_GEMMA2.parts) | _HEAD_NORMS, dict(_GEMMA2.keys), changes=_GEMMA_NORMS, settle=_gemma3
+        "gemma3_text", dict(_GEMMA2.parts) | _HEAD_NORMS, dict(_GEMMA2.keys), changes=_GEMMA_NORMS, settle=special.gemma3,
+        tell=special.tell_gemma3
     ),
     "gemma4": Architecture(
         "gemma4_text",
@@ -428,20 +195,21 @@ ARCHITECTURES = {
             "attention.shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
         },
-        joins={"experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), EXPERTS)}, settle=_gemma4,
+        joins={"experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), EXPERTS)}, settle=special.gemma4,
+        tell=special.tell_gemma4,
         unused=("attention.value_length", "attention.value_length_swa"),
     ),
     "phi3": Architecture(
         "phi3", _TOP | _NORMS | {
             "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "ffn_up": "mlp.gate_up_proj",
             "ffn_down": "mlp.down_proj",
-        }, _BASE, settle=_phi3,
+        }, _BASE, settle=special.phi3, tell=special.tell_phi3,
     ),
     "granite": Architecture(
         "granite", _LLAMA, _BASE | {
             "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
             "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
-        }, changes=_TURNED_HEADS, settle=_biases,
+        }, changes=_TURNED_HEADS, settle=special.biases,
     ),
     "falcon": Architecture(
         "falcon", {
@@ -450,12 +218,13 @@ ARCHITECTURES = {
             "attn_output": "self_attention.dense", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h",
         },
         _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "layer_norm_epsilon"},
-        changes={"attn_qkv": GROUPED}, settle=_falcon, layers="transformer.h", unused=("tensor_data_layout",),
+        changes={"attn_qkv": GROUPED}, settle=special.falcon,
+        tell=special.tell_falcon, layers="transformer.h", unused=("tensor_data_layout",),
         renamed=lambda config: {"attn_norm": "ln_mlp"} if config.new_decoder_architecture else {},
     ),
     "starcoder2": Architecture(
         "starcoder2", _TOP | _ATTENTION | _NORMS | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "norm_epsilon"}, settle=_starcoder2,
+        _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "norm_epsilon"}, settle=special.starcoder2,
     ),
     "gpt-oss": Architecture(
         "gpt_oss", _TOP | _ATTENTION | _NORMS | {
@@ -472,7 +241,7 @@ ARCHITECTURES = {
             "mlp.experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), INTERLEAVED),
             "mlp.experts.gate_up_proj_bias": (("ffn_gate_exps.bias", "ffn_up_exps.bias"), INTERLEAVED_BIAS),
         },
-        settle=_gpt_oss,
+        settle=special.gpt_oss, tell=special.tell_gpt_oss,
     ),
     "lfm2": Architecture(
         "lfm2", {
@@ -486,7 +255,8 @@ ARCHITECTURES = {
         _SIZES | _ROTARY | {
             "attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache",
         },
-        {"block_auto_adjust_ff_dim": False}, changes={"shortconv.conv": SQUEEZED}, settle=_lfm2,
+        {"block_auto_adjust_ff_dim": False}, changes={"shortconv.conv": SQUEEZED}, settle=special.lfm2,
+        tell=special.tell_lfm2,
     ),
     "deepseek2": Architecture(
         "deepseek_v2", _LLAMA | _LATENT_ATTENTION | _ROUTED | {
@@ -500,12 +270,13 @@ ARCHITECTURES = {
             "leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor",
         },
         joins=_EXPERTS | {"self_attn.kv_b_proj.weight": (("attn_k_b.weight", "attn_v_b.weight"), LATENT)},
-        settle=_deepseek2, unused=("attention.value_length", "attention.key_length"),
+        settle=special.deepseek2,
+        tell=special.tell_deepseek2, unused=("attention.value_length", "attention.key_length"),
     ),
     "command-r": Architecture(
         "cohere", _LLAMA | _HEAD_NORMS,
         _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
-        settle=_cohere,
+        settle=special.cohere, tell=special.tell_cohere,
     ),
     "cohere2": Architecture(
         "cohere2", _LLAMA,
@@ -513,7 +284,7 @@ ARCHITECTURES = {
             "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale",
             "attention.sliding_window": "sliding_window",
         },
-        settle=_cohere2,
+        settle=special.cohere2, tell=special.tell_cohere2,
     ),
     "olmo": Architecture(
         "olmo", _LLAMA, _SIZES | _ROTARY | {"attention.clamp_kqv": "clip_qkv"}, changes=_TURNED_HEADS,
@@ -523,9 +294,9 @@ ARCHITECTURES = {
         "olmo2", _TOP | _ATTENTION | _MLP | _HEAD_NORMS | {
             "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
         },
-        _BASE, settle=_olmo2,
+        _BASE, settle=special.olmo2, tell=special.tell_olmo2,
     ),
-    "smollm3": Architecture("smollm3", _LLAMA, _BASE, changes=_TURNED_HEADS, settle=_smollm3),
+    "smollm3": Architecture("smollm3", _LLAMA, _BASE, changes=_TURNED_HEADS, settle=special.smollm3),
     "mamba": Architecture(
         "mamba", {
             "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head",
@@ -537,16 +308,18 @@ ARCHITECTURES = {
             "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel",
             "ssm.state_size": "state_size", "ssm.time_step_rank": "time_step_rank",
         },
-        changes={"ssm_conv1d.weight": SQUEEZED, "ssm_a": DECAY}, settle=_mamba, layers="backbone.layers",
+        changes={"ssm_conv1d.weight": SQUEEZED, "ssm_a": DECAY}, settle=special.mamba,
+        tell=special.tell_mamba, layers="backbone.layers",
     ),
     "stablelm": Architecture(
-        "stablelm", _LLAMA, _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "layer_norm_eps"}, settle=_stablelm
+        "stablelm", _LLAMA, _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "layer_norm_eps"}, settle=special.stablelm,
+        tell=special.tell_stablelm
     ),
     "nemotron": Architecture(
         "nemotron", _LLAMA, _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "norm_eps"},
         {"hidden_act": "relu2"}, unused=("attention.layer_norm_rms_epsilon",),
         changes={"attn_norm.weight": PLUS_ONE, "ffn_norm.weight": PLUS_ONE, "output_norm.weight": PLUS_ONE},
-        settle=_partial,
+        settle=special.partial, tell=special.tell_partial,
     ),
     "gpt2": Architecture(
         "gpt2", _BLOCK | {
@@ -561,12 +334,12 @@ ARCHITECTURES = {
         changes=dict.fromkeys(
             ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"), TURNED
         ),
-        settle=_gpt2, layers="transformer.h", unused=("attention.head_count_kv",),
+        settle=special.gpt2, tell=special.tell_gpt2, layers="transformer.h", unused=("attention.head_count_kv",),
     ),
     "minimax-m2": Architecture(
         "minimax_m2", _LLAMA | _HEAD_NORMS | _ROUTED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
         _BASE | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        {"use_routing_bias": True}, joins=_EXPERTS, settle=_partial,
+        {"use_routing_bias": True}, joins=_EXPERTS, settle=special.partial, tell=special.tell_partial,
         unused=("expert_feed_forward_length", "expert_gating_func"),
     ),
 }  # fmt: skip

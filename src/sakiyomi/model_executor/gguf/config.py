@@ -11,7 +11,8 @@ import numpy as np
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.gguf import GgufFile
 from sakiyomi.core.messages import one_line
-from sakiyomi.model_executor.gguf.architectures import ARCHITECTURES, Architecture, Facts
+from sakiyomi.model_executor.gguf.architectures import ARCHITECTURES, Architecture
+from sakiyomi.model_executor.gguf.special import Facts, width_of
 
 logger = logging.getLogger("sakiyomi")
 
@@ -171,7 +172,7 @@ def _rotary(config: Any, facts: Facts, path: Path) -> None:
             config.original_max_position_embeddings = own
         case "linear" | "yarn", [] if factor is not None:
             new = {name: given.pop(key) for key, name in _YARN.items() if key in given} | {"factor": factor}
-    width = int(head_dim(config) * old.get("partial_rotary_factor", 1.0)) // 2
+    width = int(width_of(config) * old.get("partial_rotary_factor", 1.0)) // 2
     factors = [held for held in (freqs, short, long) if held is not None]
     if new is None or given or "rope_theta" not in old or any(len(held) != width for held in factors):
         named = ", ".join([*tensors, f"rope.scaling.type {kind}", *(f"rope.scaling.{key}" for key in given)])
@@ -184,20 +185,15 @@ def _rotary(config: Any, facts: Facts, path: Path) -> None:
 def _check_width(config: Any, facts: Facts, rotary: dict[str, Any], path: Path) -> None:
     """Refuse heads of another width than the model would have, or of which positions turn a part where it turns all."""
     width = facts.get("attention.key_length")
-    if width is not None and "attention.key_length" not in facts.used and width != head_dim(config):
+    if width is not None and "attention.key_length" not in facts.used and width != width_of(config):
         raise UnsupportedError(
-            f"{path} has heads of {width} values, and this architecture has {head_dim(config)} here; {_FOLDER}"
+            f"{path} has heads of {width} values, and this architecture has {width_of(config)} here; {_FOLDER}"
         )
     turned = facts.get("rope.dimension_count")
     if turned is None or "rope.dimension_count" in facts.used or "partial_rotary_factor" in rotary:
         return
-    if turned != head_dim(config):
+    if turned != width_of(config):
         raise UnsupportedError(
-            f"{path} turns {turned} of the {head_dim(config)} values of a head by position, which this architecture "
+            f"{path} turns {turned} of the {width_of(config)} values of a head by position, which this architecture "
             f"does not have here; {_FOLDER}"
         )
-
-
-def head_dim(config: Any) -> int:
-    """Width of a head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

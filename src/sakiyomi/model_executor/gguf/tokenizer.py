@@ -152,6 +152,11 @@ def _pre_tokenizers() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("pre_tokenizers.toml").read_text(encoding="utf-8"))
 
 
+def pre_tokenizer_names() -> list[str]:
+    """One name of each way of cutting words, the most usual first."""
+    return [each["names"][0] for each in _pre_tokenizers().values() if isinstance(each, dict)]
+
+
 def _merges(vocabulary: _Vocabulary, path: Path) -> list[tuple[str, str]]:
     """Pairs of tokens in the order in which they are merged; a first part may begin with a space."""
     given = vocabulary.read("merges")
