@@ -18,7 +18,7 @@ from sakiyomi.core.progress import progress
 from sakiyomi.model_executor.gguf.architectures import ARCHITECTURES, Architecture
 from sakiyomi.model_executor.gguf.changes import SAME
 from sakiyomi.model_executor.gguf.config import ROPE_TENSORS
-from sakiyomi.model_executor.gguf.special import global_width, width_of
+from sakiyomi.model_executor.gguf.special import of_full_layers, width_of
 from sakiyomi.model_executor.gguf.tokenizer import build_tokenizer, pre_tokenizer_names
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")
@@ -104,7 +104,8 @@ def _metadata(config: Any, architecture: Architecture) -> dict[str, Any]:
 
 def _dig(config: Any, name: str) -> Any:
     first, *rest = name.split(".")
-    value = getattr(config, first, None)
+    value = config.to_dict().get(first)
+    value = getattr(config, first, None) if value is None else value
     for part in rest:
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
@@ -198,7 +199,7 @@ def _divisors(model: Any) -> list[tuple[str, Tensor]] | None:
     rope = getattr(config, "rope_parameters", None) or {}
     full = rope.get("full_attention", {})
     if full.get("rope_type") == "proportional":
-        count = global_width(config) // 2
+        count = of_full_layers(config.to_dict(), "head_dim") // 2
         turned = int(count * full.get("partial_rotary_factor", 1.0))
         return [(ROPE_TENSORS[0], torch.tensor([1.0] * turned + [1e30] * (count - turned)))]
     kind = rope.get("rope_type", "default")

@@ -165,33 +165,32 @@ def gemma4(facts: Facts, config: dict[str, Any]) -> None:
     facts.take("rope.dimension_count")
 
 
-def global_width(config: Any) -> int:
-    """Width of the heads of Gemma 4's layers that see the whole text."""
-    own = getattr(config, "per_layer_config", None) or {}
-    widths = [own[key]["head_dim"] for key in own if config.layer_types[int(key)] == _FULL and "head_dim" in own[key]]
-    return int(getattr(config, "global_head_dim", None) or next(iter(widths), config.head_dim))
+def of_full_layers(held: Mapping[str, Any], name: str) -> Any:
+    """What Gemma 4's layers that see the whole text have for this name, in its configuration as a dictionary."""
+    own, kinds = held.get("per_layer_config") or {}, held["layer_types"]
+    found = [one[name] for layer, one in own.items() if kinds[int(layer)] == _FULL and name in one]
+    return next(iter(found), held[name])
 
 
 def tell_gemma4(config: Any) -> dict[str, Any]:
     """Metadata of Gemma 4: two kinds of layers, the last of which share keys."""
-    full, local, wide_head = config.rope_parameters[_FULL], config.rope_parameters[_SLIDING], global_width(config)
-    groups, kinds, count = config.num_key_value_heads, config.layer_types, config.num_hidden_layers
-    wide = getattr(config, "num_global_key_value_heads", None) or groups
-    own = count - config.num_kv_shared_layers
-    inner = config.intermediate_size
+    held = config.to_dict()  # the configuration itself refuses to say what differs between layers
+    full, local = held["rope_parameters"][_FULL], held["rope_parameters"][_SLIDING]
+    groups, width, kinds = held["num_key_value_heads"], held["head_dim"], held["layer_types"]
+    wide, all_groups = of_full_layers(held, "head_dim"), of_full_layers(held, "num_key_value_heads")
+    own, inner = len(kinds) - held["num_kv_shared_layers"], held["intermediate_size"]
     told = {
         "rope.freq_base": full["rope_theta"], "rope.freq_base_swa": local["rope_theta"],
-        "attention.key_length": wide_head, "attention.value_length": wide_head,
-        "attention.key_length_swa": config.head_dim, "attention.value_length_swa": config.head_dim,
-        "rope.dimension_count": wide_head,
-        "rope.dimension_count_swa": int(config.head_dim * local.get("partial_rotary_factor", 1.0)),
+        "attention.key_length": wide, "attention.value_length": wide, "rope.dimension_count": wide,
+        "attention.key_length_swa": width, "attention.value_length_swa": width,
+        "rope.dimension_count_swa": int(width * local.get("partial_rotary_factor", 1.0)),
+        "attention.head_count_kv": groups,
     }  # fmt: skip
-    if wide != groups:
-        told["attention.head_count_kv"] = [wide if kind == _FULL else groups for kind in kinds]
-    if config.use_double_wide_mlp:
-        told["feed_forward_length"] = [inner if layer < own else 2 * inner for layer in range(count)]
+    if all_groups != groups:
+        told["attention.head_count_kv"] = [all_groups if kind == _FULL else groups for kind in kinds]
+    if held["use_double_wide_mlp"]:
+        told["feed_forward_length"] = [inner if layer < own else 2 * inner for layer in range(len(kinds))]
     return told | tell_pattern(config)
-
 
 
 def phi3(facts: Facts, config: dict[str, Any]) -> None:
