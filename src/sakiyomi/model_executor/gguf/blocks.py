@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sakiyomi.core.errors import LoadError
-from sakiyomi.kernels.blocks import Parts, numbers
+from sakiyomi.kernels.blocks import Blocks, Parts, numbers
+from sakiyomi.kernels.native import PackedEmbedding, PackedExperts, PackedLinear, PackedWeights
 
 _PIECE = 1 << 20  # numbers that are dequantized at once
 
@@ -40,6 +41,24 @@ class BlockType:
         """Of a block."""
         return sum(self.fields.values())
 
+    @property
+    def number_dtype(self) -> torch.dtype | None:
+        """Of numbers that are no codes."""
+        return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(self.name)
+
+    def row_elements(self, data: Tensor) -> int:
+        """Numbers of a row of bytes `(..., bytes)`.
+
+        Raises:
+            LoadError: the bytes are no whole blocks.
+        """
+        if data.dtype != torch.uint8 or data.ndim < 2 or data.shape[-1] % self.bytes:
+            raise LoadError(
+                f"got {tuple(data.shape)} of {data.dtype} as rows of {self.name}, whose blocks have {self.bytes} "
+                "bytes: expected uint8 (rows, a multiple of that)"
+            )
+        return data.shape[-1] // self.bytes * self.elements
+
     def row_bytes(self, elements: int) -> int:
         """Bytes of a row of so many numbers.
 
@@ -59,11 +78,7 @@ class BlockType:
         Raises:
             LoadError: the bytes are no whole blocks.
         """
-        if data.dtype != torch.uint8 or data.ndim != 2 or data.shape[1] % self.bytes:
-            raise LoadError(
-                f"got {tuple(data.shape)} of {data.dtype} as rows of {self.name}, whose blocks have {self.bytes} "
-                "bytes: expected uint8 (rows, a multiple of that)"
-            )
+        self.row_elements(data)
         blocks = data.unflatten(1, (-1, self.bytes))
         return self.split(dict(zip(self.fields, blocks.split(list(self.fields.values()), 2), strict=True)))
 
@@ -82,12 +97,11 @@ def dequantize(name: str, data: Tensor) -> Tensor:
         LoadError: the bytes are no whole blocks.
     """
     kind = BLOCK_TYPES[name]
-    width = data.shape[-1] // kind.bytes * kind.elements
-    found = torch.empty((len(data), width) if data.ndim == 2 else (0, 0))
+    width = kind.row_elements(data)
+    found = torch.empty(len(data), width)
     step = max(1, _PIECE // max(1, width))
-    for first in range(0, max(1, len(data)), step):
-        piece = numbers(name, kind.parts(data[first : first + step]))
-        found[first : first + step] = piece
+    for first in range(0, len(data), step):
+        found[first : first + step] = numbers(name, kind.parts(data[first : first + step]))
     return found
 
 
@@ -200,3 +214,60 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
 """By name."""
 TYPE_NAMES: Mapping[int, str] = {kind.number: kind.name for kind in BLOCK_TYPES.values()}
 """By GGML's number."""
+
+
+def add_linear(
+    table: PackedWeights, name: str, data: Tensor, bias: Tensor | None, dtype: torch.dtype, *, rounded: bool = True
+) -> PackedLinear:
+    """A linear layer whose weight is a tensor of a GGUF file; its numbers stay as they are.
+
+    Args:
+        table: the model's, in the kernels.
+        name: of the tensor's type.
+        data: its rows, uint8 `(out, bytes)`.
+        bias: of the layer, or none.
+        dtype: of the layer's rows: float32 or bfloat16.
+        rounded: rows are rounded to 8 bits, each 32 neighbours with a scale; see ``Blocks``. Types without scales
+            (F32, F16, BF16) are always multiplied by rows as they are.
+
+    Raises:
+        LoadError: the bytes are no whole blocks.
+    """
+    kind = BLOCK_TYPES[name]
+    if kind.number_dtype is dtype:
+        return table.add_linear(kind.parts(data).codes, bias)
+    return table.add_blocks(data, bias, kind.row_elements(data), dtype, Blocks(name, rounded), kind.parts)
+
+
+def add_embedding(
+    table: PackedWeights, name: str, data: Tensor, dtype: torch.dtype, *, scale: float = 1.0
+) -> PackedEmbedding:
+    """An embedding, likewise. Of one that is the head's weight, too, ``share_embedding`` makes one.
+
+    Args:
+        table, name, data, dtype: as above.
+        scale: by which rows are multiplied.
+    """
+    kind = BLOCK_TYPES[name]
+    layer = table.add_blocks(data, None, kind.row_elements(data), dtype, Blocks(name, rounded=False), kind.parts)
+    return share_embedding(table, layer, scale=scale)
+
+
+def share_embedding(table: PackedWeights, layer: PackedLinear, *, scale: float = 1.0) -> PackedEmbedding:
+    """The embedding whose rows are a layer's weight in a block format."""
+    assert layer.blocks is not None, "made by add_linear of another type than the rows'"
+    return table.adopt_embedding(
+        layer.tensors(), layer.in_features, layer.out_features, layer.dtype, layer.blocks, scale
+    )
+
+
+def add_experts(
+    table: PackedWeights, name: str, data: Tensor, biases: Tensor | None, dtype: torch.dtype, *, rounded: bool = True
+) -> PackedExperts:
+    """A stack of experts, likewise, of uint8 `(count, out, bytes)` and biases `(count, out)` or none."""
+    kind = BLOCK_TYPES[name]
+    if kind.number_dtype is dtype:
+        stack = kind.parts(data.flatten(0, 1)).codes.unflatten(0, data.shape[:2])
+        return table.add_experts(stack, biases)
+    inputs = kind.row_elements(data)
+    return table.add_block_experts(data, biases, inputs, dtype, Blocks(name, rounded), kind.parts)
