@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,9 +89,3 @@ def _name_of(parts: Mapping[str, str], part: str) -> str | None:
 def _join_of(architecture: Architecture, part: str) -> str | None:
     """The tensor of the model that is made of this part and others."""
     return next((name for name, (parts, _) in architecture.joins.items() if part in parts), None)
-
-
-def state_dict(weights: list[Weight], config: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the model in this dtype, one after the other."""
-    for weight in weights:
-        yield weight.name, weight.numbers(config, dtype)

@@ -6,6 +6,7 @@ files, memory.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
@@ -24,8 +25,11 @@ from sakiyomi.core.gguf import read_gguf
 from sakiyomi.core.hub import fetch
 from sakiyomi.core.memory import require_bytes
 from sakiyomi.core.model_folder import gguf_file, local_folder
+from sakiyomi.core.progress import progress
+from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.quantization import check_quantization
 from sakiyomi.model_executor.gguf.folder import checkpoint_of, settings_folder
+from sakiyomi.model_executor.gguf.layers import named_weights, read_blocks
 from sakiyomi.model_executor.loading.accelerated import read_quantized
 from sakiyomi.model_executor.loading.families import (
     check_adapter,
@@ -34,7 +38,7 @@ from sakiyomi.model_executor.loading.families import (
     read_config,
     text_config,
 )
-from sakiyomi.model_executor.loading.fit import by_layer, check_memory
+from sakiyomi.model_executor.loading.fit import by_layer, check_memory, without_weights
 from sakiyomi.model_executor.loading.folder import read_extractor, read_tokenizer
 from sakiyomi.model_executor.loading.offload import Offload, parse_offload, read_offloaded
 from sakiyomi.model_executor.loading.options import parse_device, parse_dtype
@@ -43,13 +47,14 @@ from sakiyomi.model_executor.loading.packed import (
     copy_place,
     is_packed,
     packed_files,
+    put_layers,
     read_about,
     read_packed,
     remove_leftovers,
     save_packed,
     source_key,
 )
-from sakiyomi.model_executor.loading.placeholder import register
+from sakiyomi.model_executor.loading.placeholder import METHOD, register
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.reader import Reader
 from sakiyomi.model_executor.loading.recorder import save_recording
@@ -62,6 +67,8 @@ if TYPE_CHECKING:
 __all__ = ["Loaded", "load_model", "parse_device", "parse_dtype", "stop_tokens"]
 
 logger = logging.getLogger("sakiyomi")
+ROW_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of rows that the kernels multiply by blocks."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,8 @@ def load_model(
         loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code, config)
     else:
         final = wanted or _stored_dtype(config, checkpoint)
+        if gguf is not None and place.type == "cpu" and wanted is None and final is torch.float16:
+            final = torch.bfloat16  # of rows; the file's numbers stay as they are
         reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
         loaded = _load(reader, tokenizer, quantize, offloaded, own)
         copy = copy_place(folder, quantize, final, beside=own) if quantize and not has_encoder(config) else None
@@ -186,6 +195,8 @@ def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload
         raise InputError(f"quantize={quantize!r}: {reader.name!r} is quantized already; leave quantize at None")
     if quantize and has_encoder(reader.config):
         check_quantization(f"quantize={quantize!r}", reader.dtype)
+    elif reader.gguf is not None and quantize is None and offload is None and _runs_blocks(reader):
+        return _as_blocks(reader, tokenizer)
     elif quantize and offload is None:
         load = _to_be_quantized if reader.device.type == "cpu" else _by_torchao
         return load(reader, tokenizer, quantize, own)
@@ -220,6 +231,48 @@ def _check_packed(name: str, packed: bool, quantize: str | None, offload: object
         raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model's own folder")
     if quantize:
         raise InputError(f"quantize={quantize!r}: {name!r} is a packed copy already; leave quantize at None")
+
+
+BLOCKS = "gguf"
+"""In the name of the packed copy of a GGUF file, where others say how their layers are quantized."""
+
+
+def _runs_blocks(reader: Reader) -> bool:
+    """Whether the kernels multiply the blocks of a GGUF file as they are."""
+    return reader.device.type == "cpu" and reader.dtype in ROW_DTYPES and PackedWeights.create() is not None
+
+
+def _as_blocks(reader: Reader, tokenizer: Any) -> Loaded:
+    """A model whose layers are the blocks of a GGUF file: from their packed copy, or put in the kernels' order now."""
+    assert reader.gguf is not None
+    key = source_key(reader.folder, reader.checkpoint)
+    place = copy_place(reader.gguf, BLOCKS, reader.dtype, beside=False)
+    remove_leftovers(place)
+    if is_packed(place):
+        try:
+            return _from_packed(
+                place, reader.name, tokenizer, reader.dtype, reader.device, False, reader.config, key=key
+            )
+        except LoadError as error:
+            logger.warning("%s: it is packed anew now", error.message.removesuffix(f"; {REMEDY}"))
+    require_bytes(reader.checkpoint.stored_bytes, f"the model {reader.name!r}", remedy="choose a smaller file")
+    native = PackedWeights.create()
+    assert native is not None, "see _runs_blocks"
+    weights = named_weights(read_gguf(reader.gguf), reader.config, reader.name)
+    with progress(f"packing {reader.gguf.name} for the kernels", size=reader.checkpoint.stored_bytes):
+        made = read_blocks(weights, without_weights(reader.config, reader.dtype), native, reader.dtype)
+    register()
+    config = copy.deepcopy(reader.config)
+    config.quantization_config = {"quant_method": METHOD, "layers": sorted(made.layers)}
+    model = reader.read(tensors=made.others, config=config)
+    put_layers(model, made.layers)
+    prepared = Prepared(native=native, shapes=None, report=None, siblings=[])
+    save = functools.partial(
+        save_packed, place=place, source=reader.folder, key=key, config=reader.config, tokenizer=tokenizer
+    )
+    return Loaded(
+        model.eval(), tokenizer, reader.name, reader.folder, owned=True, prepared=prepared, save=save
+    )
 
 
 def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool) -> Loaded:

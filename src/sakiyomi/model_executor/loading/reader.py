@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,7 @@ from sakiyomi.core.messages import one_line
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.pack import is_linear
-from sakiyomi.model_executor.gguf.config import architecture_of
-from sakiyomi.model_executor.gguf.weights import state_dict, weights_of
+from sakiyomi.model_executor.gguf.layers import named_weights
 from sakiyomi.model_executor.loading.families import auto_class, causal_class
 from sakiyomi.model_executor.multimodal import names_aside
 
@@ -60,8 +59,13 @@ class Reader:
     gguf: Path | None = None
     config: Any = None
 
-    def read(self, quantization: Any = None, **options: Any) -> Any:
+    def read(self, quantization: Any = None, tensors: Mapping[str, torch.Tensor] | None = None, **options: Any) -> Any:
         """The model, in main memory; on its device if torchao is to quantize it there.
+
+        Args:
+            quantization: of torchao.
+            tensors: of the model, by name; None: they are read from its files.
+            options: for ``from_pretrained``.
 
         Raises:
             LoadError: tensors are missing or cannot be read.
@@ -75,7 +79,8 @@ class Reader:
         if self.gguf is None:
             options["use_safetensors"] = None if self.allow_pickle else True
         else:
-            place, options = None, options | {"config": copy.deepcopy(self.config), "state_dict": self._unpacked()}
+            tensors = self._unpacked() if tensors is None else tensors
+            place, options = None, {"config": copy.deepcopy(self.config), **options, "state_dict": dict(tensors)}
         # Any: its signature knows nothing of output_loading_info.
         reader: Any = getattr(transformers, auto_class(self.config))
         reader = reader if self.gguf is None else causal_class(self.config)
@@ -111,14 +116,10 @@ class Reader:
         return model
 
     def _unpacked(self) -> dict[str, torch.Tensor]:
-        """The tensors of a GGUF file by their names in the model, as numbers; those that belong to none are named."""
+        """The tensors of a GGUF file by their names in the model, as numbers."""
         assert self.gguf is not None
-        file = read_gguf(self.gguf)
-        weights, unused = weights_of(file, architecture_of(file), self.config)
-        if unused:
-            shown = ", ".join([*unused[:3], *(["..."] if unused[3:] else [])])
-            logger.warning("%s: %d tensors of the file are not used: %s", self.name, len(unused), shown)
-        return dict(state_dict(weights, self.config, self.dtype))
+        weights = named_weights(read_gguf(self.gguf), self.config, self.name)
+        return {weight.name: weight.numbers(self.config, self.dtype) for weight in weights}
 
     def _check_unused(self, model: Any, names: list[str]) -> None:
         """Refuse files with more layers than the configuration, and name other tensors that are not read.
