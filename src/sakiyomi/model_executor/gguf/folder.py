@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from sakiyomi.core.checkpoint import Checkpoint
+from sakiyomi.core.checkpoint import GGUF_NOTE, Checkpoint
 from sakiyomi.core.digests import json_digest
 from sakiyomi.core.files import cache_folder, partial
 from sakiyomi.core.gguf import GgufFile, pieces, read_gguf
@@ -23,8 +23,6 @@ from sakiyomi.core.version import __version__
 from sakiyomi.model_executor.gguf.config import build_config
 from sakiyomi.model_executor.gguf.tokenizer import build_tokenizer
 
-NOTE = "gguf.json"
-"""Names the file of which a folder was made."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -57,7 +55,7 @@ def settings_folder(path: Path) -> Path:
     _write(fresh / "generation_config.json", settings)
     _write(fresh / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.settings})
     tokenizer.backend.save(str(fresh / "tokenizer.json"), pretty=False)
-    _write(fresh / NOTE, {"file": str(path.resolve())})
+    _write(fresh / GGUF_NOTE, {"file": str(path.resolve())})
     if fresh != place:
         try:
             fresh.rename(place)
@@ -73,7 +71,7 @@ def _write(path: Path, content: object) -> None:
 
 def _remove_older(place: Path, path: Path) -> None:
     """Remove what another version made of this file, or this one of the file that was there before."""
-    for other in place.parent.glob(f"{glob.escape(path.stem)}-*/{NOTE}"):
+    for other in place.parent.glob(f"{glob.escape(path.stem)}-*/{GGUF_NOTE}"):
         with suppress(OSError, ValueError, KeyError):
             if other.parent != place and json.loads(other.read_text(encoding="utf-8"))["file"] == str(path.resolve()):
                 shutil.rmtree(other.parent, ignore_errors=True)

@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from sakiyomi.core.checkpoint import GGUF_NOTE
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.hub import fetch
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.model_folder import TOKENIZER_REMEDY, check_tokenizer, gguf_file, local_folder
-from sakiyomi.model_executor.gguf.folder import NOTE
 from sakiyomi.model_executor.loading.families import has_encoder, read_config, text_config
 from sakiyomi.model_executor.loading.reader import quiet
 
@@ -31,7 +31,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         check_tokenizer(folder)
     try:
         with quiet():
-            if (folder / NOTE).is_file():  # whose tokenizer is whole; AutoTokenizer puts a model's usual one in its place
+            if (folder / GGUF_NOTE).is_file():  # whose tokenizer is whole; AutoTokenizer puts a model's usual one in its place
                 return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the libraries below raise their own kinds, bare Exception among them

@@ -152,7 +152,7 @@ def load_model(
     gguf = gguf_file(name)
     folder = local_folder(name) if gguf is None else settings_folder(gguf)
     own = gguf is None and folder is not None and not in_package(folder)
-    recorded = recorded and place.type == "cpu" and not (offloaded or gguf or trust_remote_code or allow_pickle)
+    recorded = recorded and place.type == "cpu" and not (offloaded or trust_remote_code or allow_pickle)
     if folder is None:
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     elif recorded:
@@ -167,7 +167,7 @@ def load_model(
         checkpoint = None if is_packed(folder) else read_checkpoint(folder, allow_pickle=allow_pickle)
     if checkpoint is None:
         _check_packed(name, packed, quantize, offload)
-        copy: Path | None = folder
+        copy_of: Path | None = folder
         loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code, config)
     else:
         final = wanted or _stored_dtype(config, checkpoint)
@@ -175,8 +175,10 @@ def load_model(
             final = torch.bfloat16  # of rows; the file's numbers stay as they are
         reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
         loaded = _load(reader, tokenizer, quantize, offloaded, own)
-        copy = copy_place(folder, quantize, final, beside=own) if quantize and not has_encoder(config) else None
-    record = functools.partial(save_recording, folder, wanted, quantize, copy, tokenizer) if recorded else None
+        how = quantize or (BLOCKS if gguf is not None and offloaded is None and _runs_blocks(reader) else None)
+        packs = how is not None and not has_encoder(config)
+        copy_of = copy_place(gguf or folder, how, final, beside=own) if how is not None and packs else None
+    record = functools.partial(save_recording, folder, wanted, quantize, copy_of, tokenizer) if recorded else None
     return replace(loaded, extractor=read_extractor(folder, config), record=record)
 
 
