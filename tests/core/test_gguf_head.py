@@ -16,7 +16,19 @@ from damage import DAMAGES, refusals
 from sakiyomi.core.errors import LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.core.gguf import BLOCKS, pieces, read_gguf
 
-_FORMS = {"u8": 0, "i8": 1, "u16": 2, "i16": 3, "u32": 4, "i32": 5, "f32": 6, "bool": 7, "u64": 10, "i64": 11, "f64": 12}
+_FORMS = {
+    "u8": 0,
+    "i8": 1,
+    "u16": 2,
+    "i16": 3,
+    "u32": 4,
+    "i32": 5,
+    "f32": 6,
+    "bool": 7,
+    "u64": 10,
+    "i64": 11,
+    "f64": 12,
+}
 _LETTERS = dict(zip(_FORMS, "BbHhIif?Qqd", strict=True))
 
 

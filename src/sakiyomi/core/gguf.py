@@ -29,7 +29,19 @@ BLOCKS = {
     39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
 """Types of tensors by their number: name, values a block, bytes a block."""
-_NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _STRING, _ARRAY = 8, 9
 _PIECE = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_DIMENSIONS = 4
@@ -143,7 +155,7 @@ class _Parser:
             self.data: Any = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
         except OSError as error:
             raise LoadError(f"{path} cannot be read ({error})") from error
-        self.view = memoryview(self.data)
+        self.view = memoryview(self.data)  # type: ignore[arg-type]
         self.place = 0
 
     def parse(self) -> GgufFile:

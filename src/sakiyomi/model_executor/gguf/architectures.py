@@ -1,7 +1,7 @@
 """Architectures of GGUF files: which model of transformers each is, and how keys and tensors are called there.
 
-A tensor's name in a file is "blk.3.attn_q.weight": the layer, the part, the suffix. ``parts`` says what a part is called
-in the model; a part with a suffix is looked for first.
+A tensor's name in a file is "blk.3.attn_q.weight": the layer, the part, the suffix. ``parts`` says what a part is
+called in the model; a part with a suffix is looked for first.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ ARCHITECTURES = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": Architecture(
-        "gemma3_text", dict(_GEMMA2.parts) | _HEAD_NORMS, dict(_GEMMA2.keys), changes=_GEMMA_NORMS, settle=special.gemma3,
-        tell=special.tell_gemma3
+        "gemma3_text", dict(_GEMMA2.parts) | _HEAD_NORMS, dict(_GEMMA2.keys), changes=_GEMMA_NORMS,
+        settle=special.gemma3, tell=special.tell_gemma3,
     ),
     "gemma4": Architecture(
         "gemma4_text",
@@ -195,8 +195,8 @@ ARCHITECTURES = {
             "attention.shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
         },
-        joins={"experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), EXPERTS)}, settle=special.gemma4,
-        tell=special.tell_gemma4,
+        joins={"experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), EXPERTS)},
+        settle=special.gemma4, tell=special.tell_gemma4,
         unused=("attention.value_length", "attention.value_length_swa"),
     ),
     "phi3": Architecture(
@@ -312,8 +312,8 @@ ARCHITECTURES = {
         tell=special.tell_mamba, layers="backbone.layers",
     ),
     "stablelm": Architecture(
-        "stablelm", _LLAMA, _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "layer_norm_eps"}, settle=special.stablelm,
-        tell=special.tell_stablelm
+        "stablelm", _LLAMA, _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "layer_norm_eps"},
+        settle=special.stablelm, tell=special.tell_stablelm,
     ),
     "nemotron": Architecture(
         "nemotron", _LLAMA, _SIZES | _ROTARY | {"attention.layer_norm_epsilon": "norm_eps"},

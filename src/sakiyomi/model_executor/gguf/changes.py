@@ -34,11 +34,13 @@ def _one(undo: Callable[[Tensor, Any], Tensor], redo: Callable[[Tensor, Any], Te
 
 def _halves(tensor: Tensor, heads: int) -> Tensor:
     """Rows of each head from (pair, half) to (half, pair): rotary positions turn halves here, neighbours there."""
-    return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+    turned: Tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+    return turned
 
 
 def _neighbours(tensor: Tensor, heads: int) -> Tensor:
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    turned: Tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    return turned
 
 
 SAME = _one(lambda t, c: t, lambda t, c: t, rows=True)
@@ -65,7 +67,9 @@ EXPERTS = Change(
 """Gates and inputs of all experts, (experts, 2 x width, in)."""
 
 
-def joined(change: Callable[[Any], Callable[[Tensor], Tensor]], back: Callable[[Any], Callable[[Tensor], Tensor]]) -> Change:
+def joined(
+    change: Callable[[Any], Callable[[Tensor], Tensor]], back: Callable[[Any], Callable[[Tensor], Tensor]]
+) -> Change:
     """A change of rows that depends on the configuration: ``change(config)(tensor)``."""
     return _one(lambda t, c: change(c)(t), lambda t, c: back(c)(t), rows=True)
 
@@ -127,7 +131,8 @@ def _value_heads(tensor: Tensor, config: Any, width: int, *, back: bool) -> Tens
     """Heads of values from "by place in their group" to "by group" (of a key's head), or back; (heads x width, ...)."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     sizes = (keys, values // keys, width) if back else (values // keys, keys, width)
-    return tensor.unflatten(0, sizes).transpose(0, 1).reshape(tensor.shape)
+    turned: Tensor = tensor.unflatten(0, sizes).transpose(0, 1).reshape(tensor.shape)
+    return turned
 
 
 def _values(width_of: Callable[[Any], int], skipped: Callable[[Any], int] = lambda config: 0) -> Change:
@@ -136,9 +141,7 @@ def _values(width_of: Callable[[Any], int], skipped: Callable[[Any], int] = lamb
         moved = _value_heads(tensor[first:], config, width_of(config), back=back)
         return torch.cat([tensor[:first], moved]) if first else moved
 
-    return _one(
-        lambda t, c: turned(t, c, back=False), lambda t, c: turned(t, c, back=True), rows=True
-    )
+    return _one(lambda t, c: turned(t, c, back=False), lambda t, c: turned(t, c, back=True), rows=True)
 
 
 def _value_width(config: Any) -> int:

@@ -21,7 +21,13 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 _FOLDER = "use the model's folder in Hugging Face format"
 _KEPT = ("rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim")
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-_NEVER_USED = ("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.scaling.finetuned", "vocab_size")
+_NEVER_USED = (
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "rope.scaling.finetuned",
+    "vocab_size",
+)
 
 
 def architecture_of(file: GgufFile) -> Architecture:

@@ -220,7 +220,8 @@ def _llama3(rope: Mapping[str, Any], width: int) -> Tensor:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = length * frequencies / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
-    return 1 / ((1 - share) / factor + share)
+    divisors: Tensor = 1 / ((1 - share) / factor + share)
+    return divisors
 
 
 # ---------------------------------------------------------------- the tokenizer

@@ -10,7 +10,7 @@ import glob
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -86,5 +86,5 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
     return Checkpoint(file.paths, elements, file.stored_bytes, _layers(file.tensors))
 
 
-def _layers(names: Sequence[str] | dict[str, object]) -> int:
+def _layers(names: Iterable[str]) -> int:
     return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("blk.")), default=-1)

@@ -136,7 +136,7 @@ def _embeddings(made: BlockModel, named: dict[str, Weight], skeleton: Any, dtype
         if scale is None or weight is None or not (blocks := _blocks(weight, config)):
             continue
         kind, data = blocks
-        _check(weight, data, kind, module.weight.shape)  # type: ignore[arg-type, union-attr]
+        _check(weight, data, kind, module.weight.shape)
         tied = name == entry and config.tie_word_embeddings and names[id(head)] not in made.layers
         shared: PackedLinear | None = None
         if tied:

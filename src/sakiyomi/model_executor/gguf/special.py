@@ -1,7 +1,7 @@
 """What tables cannot say of the architectures of GGUF files: configurations completed, and told in metadata again.
 
-Each function completes the configuration of an architecture by facts of the file; ``tell_...`` gives the metadata that it
-reads.
+Each function completes the configuration of an architecture by facts of the file; ``tell_...`` gives the
+metadata that it reads.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ def width_of(config: Any) -> int:
 
 
 def biases(facts: Facts, config: dict[str, Any]) -> None:
+    """Whether there are biases."""
     config["attention_bias"] = facts.has("attn_q.bias")
     config["mlp_bias"] = facts.has("ffn_up.bias")
 
 
 def llama(facts: Facts, config: dict[str, Any]) -> None:
+    """Llama, Mistral and, where there are experts, Mixtral."""
     biases(facts, config)
     if facts.take("expert_count"):
         config |= {"model_type": "mixtral", "num_local_experts": facts.take("expert_count")}
@@ -57,7 +59,6 @@ def tell_llama(config: Any) -> dict[str, Any]:
     return told
 
 
-
 def partial(facts: Facts, config: dict[str, Any]) -> None:
     """The share of a head's width that positions turn."""
     width = facts.take("attention.key_length") or config["hidden_size"] // config["num_attention_heads"]
@@ -69,7 +70,6 @@ def tell_partial(config: Any) -> dict[str, Any]:
     """The width of a head that positions turn."""
     share = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
     return {"rope.dimension_count": int(width_of(config) * share)}
-
 
 
 def pattern(facts: Facts, config: dict[str, Any], every: int) -> None:
@@ -89,8 +89,8 @@ def tell_pattern(config: Any) -> dict[str, Any]:
     return {"attention.sliding_window_pattern": [kind == _SLIDING for kind in config.layer_types]}
 
 
-
 def gemma2(facts: Facts, config: dict[str, Any]) -> None:
+    """Gemma 2: windows in every second layer."""
     width = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = width if config["num_hidden_layers"] == 46 else config["head_dim"]  # 46: of 27B
     pattern(facts, config, 2)
@@ -101,8 +101,8 @@ def tell_gemma2(config: Any) -> dict[str, Any]:
     return {"attention.value_length": config.head_dim}
 
 
-
 def gemma3(facts: Facts, config: dict[str, Any]) -> None:
+    """Gemma 3: windows in five of six layers, whose positions turn by another base."""
     config.setdefault("head_dim", 256)
     width = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = width if config["num_hidden_layers"] == 62 else config["head_dim"]  # 62: of 27B
@@ -123,7 +123,6 @@ def tell_gemma3(config: Any) -> dict[str, Any]:
     if full.get("rope_type") == "linear":
         told |= {"rope.scaling.type": "linear", "rope.scaling.factor": full["factor"]}
     return told | {"attention.value_length": config.head_dim} | tell_pattern(config)
-
 
 
 def gemma4(facts: Facts, config: dict[str, Any]) -> None:
@@ -194,6 +193,7 @@ def tell_gemma4(config: Any) -> dict[str, Any]:
 
 
 def phi3(facts: Facts, config: dict[str, Any]) -> None:
+    """Phi 3."""
     partial(facts, config)
     config["sliding_window"] = facts.take("attention.sliding_window") or None
 
@@ -203,8 +203,8 @@ def tell_phi3(config: Any) -> dict[str, Any]:
     return tell_partial(config) | {"attention.sliding_window": config.sliding_window or 0}
 
 
-
 def falcon(facts: Facts, config: dict[str, Any]) -> None:
+    """Falcon, of its first and its second form."""
     groups, heads = config.pop("num_key_value_heads", 1), config["num_attention_heads"]
     new = facts.has("attn_norm_2.weight")
     config |= {"new_decoder_architecture": new, "num_kv_heads": groups if new else heads}
@@ -223,13 +223,14 @@ def tell_falcon(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-
 def starcoder2(facts: Facts, config: dict[str, Any]) -> None:
+    """StarCoder 2."""
     config["use_bias"] = facts.has("attn_q.bias")
     config["sliding_window"] = facts.take("attention.sliding_window") or None
 
 
 def gpt_oss(facts: Facts, config: dict[str, Any]) -> None:
+    """gpt-oss: windows in every second layer, positions of YaRN."""
     config["attention_bias"] = facts.has("attn_q.bias")
     pattern(facts, config, 2)
     facts.take("feed_forward_length")
@@ -249,8 +250,8 @@ def tell_gpt_oss(config: Any) -> dict[str, Any]:
     return tell_pattern(config)
 
 
-
 def lfm2(facts: Facts, config: dict[str, Any]) -> None:
+    """LFM2: layers without keys are convolutions."""
     groups = [int(each) for each in config["num_key_value_heads"]]
     config["num_key_value_heads"] = max(groups)
     config["layer_types"] = [_FULL if each else "conv" for each in groups]
@@ -265,7 +266,6 @@ def tell_lfm2(config: Any) -> dict[str, Any]:
         inner = int((config.block_ffn_dim_multiplier or 1.0) * int(2 * inner / 3))
         inner = -(-inner // step) * step
     return {"attention.head_count_kv": groups, "feed_forward_length": inner}
-
 
 
 def qwen35(facts: Facts, config: dict[str, Any]) -> None:
@@ -294,7 +294,6 @@ def tell_qwen35(config: Any) -> dict[str, Any]:
         "full_attention_interval": linear.index(False) + 1 if False in linear else len(linear) + 1,
         "attention.recurrent_layers": linear,
     }  # fmt: skip
-
 
 
 def deepseek2(facts: Facts, config: dict[str, Any]) -> None:
@@ -332,8 +331,8 @@ def tell_deepseek2(config: Any) -> dict[str, Any]:
     return told
 
 
-
 def cohere(facts: Facts, config: dict[str, Any]) -> None:
+    """Cohere's Command R."""
     config["attention_bias"] = facts.has("attn_q.bias")
     config["use_qk_norm"] = facts.has("attn_q_norm.weight")
 
@@ -343,13 +342,14 @@ def tell_cohere(config: Any) -> dict[str, Any]:
     return {"rope.scaling.type": "none", "rope.dimension_count": width_of(config)}
 
 
-
 def cohere2(facts: Facts, config: dict[str, Any]) -> None:
+    """Cohere's Command R7B: windows in three of four layers."""
     config["attention_bias"] = facts.has("attn_q.bias")
     pattern(facts, config, 4)
 
 
 def olmo2(facts: Facts, config: dict[str, Any]) -> None:
+    """OLMo 2, and OLMo 3 where there are windows."""
     config["attention_bias"] = facts.has("attn_q.bias")
     if facts.take("attention.sliding_window"):
         config |= {"model_type": "olmo3", "sliding_window": facts.take("attention.sliding_window")}
@@ -368,13 +368,14 @@ def tell_olmo2(config: Any) -> dict[str, Any]:
     return told | {"attention.sliding_window": config.sliding_window} | tell_pattern(config)
 
 
-
 def smollm3(facts: Facts, config: dict[str, Any]) -> None:
+    """SmolLM3: every fourth layer has no positions."""
     biases(facts, config)
     config |= {"no_rope_layer_interval": 4, "use_sliding_window": False}
 
 
 def mamba(facts: Facts, config: dict[str, Any]) -> None:
+    """Mamba."""
     config.pop("max_position_embeddings", None)
     config["expand"] = facts.take("ssm.inner_size") // config["hidden_size"]
     config["use_conv_bias"] = facts.has("ssm_conv1d.bias")
@@ -390,11 +391,13 @@ def tell_mamba(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-
 def stablelm(facts: Facts, config: dict[str, Any]) -> None:
+    """StableLM."""
     partial(facts, config)
     config["use_qkv_bias"] = facts.has("attn_q.bias")
-    config["use_parallel_residual"] = bool(facts.take("use_parallel_residual", True)) and not facts.has("ffn_norm.weight")
+    config["use_parallel_residual"] = bool(facts.take("use_parallel_residual", True)) and not facts.has(
+        "ffn_norm.weight"
+    )
     config["qk_layernorm"] = facts.has("attn_q_norm.weight")
 
 
@@ -403,8 +406,8 @@ def tell_stablelm(config: Any) -> dict[str, Any]:
     return tell_partial(config) | {"use_parallel_residual": bool(config.use_parallel_residual)}
 
 
-
 def gpt2(facts: Facts, config: dict[str, Any]) -> None:
+    """GPT-2."""
     config["n_inner"] = facts.take("feed_forward_length")
 
 
@@ -413,8 +416,8 @@ def tell_gpt2(config: Any) -> dict[str, Any]:
     return {"feed_forward_length": config.n_inner or 4 * config.n_embd, "attention.head_count_kv": config.n_head}
 
 
-
 def qwen2_moe(facts: Facts, config: dict[str, Any]) -> None:
+    """Qwen 2 and 3 with experts in every layer."""
     config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 

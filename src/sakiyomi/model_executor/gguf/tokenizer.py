@@ -300,7 +300,9 @@ def _marks(text: str, kind: int) -> bool:
 def _templates(file: GgufFile) -> dict[str, Any]:
     """The chat template; where the file has several, a list of them by name, as transformers keeps it."""
     prefix = "tokenizer.chat_template"
-    found = {key.removeprefix(f"{prefix}."): file.metadata[key] for key in file.metadata if key.startswith(f"{prefix}.")}
+    found = {
+        key.removeprefix(f"{prefix}."): file.metadata[key] for key in file.metadata if key.startswith(f"{prefix}.")
+    }
     default = file.metadata.get(prefix)
     if default is None and not found:
         return {}

@@ -31,7 +31,9 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         check_tokenizer(folder)
     try:
         with quiet():
-            if (folder / GGUF_NOTE).is_file():  # whose tokenizer is whole; AutoTokenizer puts a model's usual one in its place
+            if (
+                folder / GGUF_NOTE
+            ).is_file():  # whose tokenizer is whole; AutoTokenizer puts a model's usual one in its place
                 return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the libraries below raise their own kinds, bare Exception among them

@@ -123,7 +123,8 @@ def load_model(
             there is one, else they stay on disk until ``ModelRunner`` packs them, one after the other; on a GPU torchao
             quantizes them here.
         offload: "disk", "cpu", "auto" or a folder: where weights stay between passes (see ``LLM``).
-        packed: whether a folder of ``save_packed`` is accepted. Only ``ModelRunner`` can run such a model.
+        packed: whether a folder of ``save_packed`` is accepted, and blocks of a GGUF file may stay as they are. Only
+            ``ModelRunner`` can run such a model.
         encoder_decoder: whether a model with an encoder is accepted.
         recorded: whether it may come from a recording (``loading/recording.py``), which only ``ModelRunner`` runs.
         fits: called with the configuration before weights are read; raises if the model does not fit.
@@ -171,13 +172,14 @@ def load_model(
         loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code, config)
     else:
         final = wanted or _stored_dtype(config, checkpoint)
-        if gguf is not None and place.type == "cpu" and wanted is None and final is torch.float16:
+        blocks = gguf is not None and packed and quantize is None and offloaded is None and _can_run_blocks(place)
+        if blocks and wanted is None and final is torch.float16:
             final = torch.bfloat16  # of rows; the file's numbers stay as they are
+        blocks = blocks and final in ROW_DTYPES
         reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
-        loaded = _load(reader, tokenizer, quantize, offloaded, own)
-        how = quantize or (BLOCKS if gguf is not None and offloaded is None and _runs_blocks(reader) else None)
-        packs = how is not None and not has_encoder(config)
-        copy_of = copy_place(gguf or folder, how, final, beside=own) if how is not None and packs else None
+        loaded = _as_blocks(reader, tokenizer) if blocks else _load(reader, tokenizer, quantize, offloaded, own)
+        how = BLOCKS if blocks else None if has_encoder(config) else quantize
+        copy_of = copy_place(gguf or folder, how, final, beside=own) if how is not None else None
     record = functools.partial(save_recording, folder, wanted, quantize, copy_of, tokenizer) if recorded else None
     return replace(loaded, extractor=read_extractor(folder, config), record=record)
 
@@ -197,8 +199,6 @@ def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload
         raise InputError(f"quantize={quantize!r}: {reader.name!r} is quantized already; leave quantize at None")
     if quantize and has_encoder(reader.config):
         check_quantization(f"quantize={quantize!r}", reader.dtype)
-    elif reader.gguf is not None and quantize is None and offload is None and _runs_blocks(reader):
-        return _as_blocks(reader, tokenizer)
     elif quantize and offload is None:
         load = _to_be_quantized if reader.device.type == "cpu" else _by_torchao
         return load(reader, tokenizer, quantize, own)
@@ -239,9 +239,9 @@ BLOCKS = "gguf"
 """In the name of the packed copy of a GGUF file, where others say how their layers are quantized."""
 
 
-def _runs_blocks(reader: Reader) -> bool:
-    """Whether the kernels multiply the blocks of a GGUF file as they are."""
-    return reader.device.type == "cpu" and reader.dtype in ROW_DTYPES and PackedWeights.create() is not None
+def _can_run_blocks(device: torch.device) -> bool:
+    """Whether there are kernels that multiply the blocks of a GGUF file as they are."""
+    return device.type == "cpu" and PackedWeights.create() is not None
 
 
 def _as_blocks(reader: Reader, tokenizer: Any) -> Loaded:
@@ -259,7 +259,7 @@ def _as_blocks(reader: Reader, tokenizer: Any) -> Loaded:
             logger.warning("%s: it is packed anew now", error.message.removesuffix(f"; {REMEDY}"))
     require_bytes(reader.checkpoint.stored_bytes, f"the model {reader.name!r}", remedy="choose a smaller file")
     native = PackedWeights.create()
-    assert native is not None, "see _runs_blocks"
+    assert native is not None, "see _can_run_blocks"
     weights = named_weights(read_gguf(reader.gguf), reader.config, reader.name)
     with progress(f"packing {reader.gguf.name} for the kernels", size=reader.checkpoint.stored_bytes):
         made = read_blocks(weights, without_weights(reader.config, reader.dtype), native, reader.dtype)
@@ -272,9 +272,7 @@ def _as_blocks(reader: Reader, tokenizer: Any) -> Loaded:
     save = functools.partial(
         save_packed, place=place, source=reader.folder, key=key, config=reader.config, tokenizer=tokenizer
     )
-    return Loaded(
-        model.eval(), tokenizer, reader.name, reader.folder, owned=True, prepared=prepared, save=save
-    )
+    return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=True, prepared=prepared, save=save)
 
 
 def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool) -> Loaded:

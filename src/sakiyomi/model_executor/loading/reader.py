@@ -84,7 +84,7 @@ class Reader:
         # Any: its signature knows nothing of output_loading_info.
         reader: Any = getattr(transformers, auto_class(self.config))
         reader = reader if self.gguf is None else causal_class(self.config)
-        size = self.checkpoint.stored_bytes
+        size, files = self.checkpoint.stored_bytes, self.gguf or self.folder
         try:
             with (
                 TORCH_STATE,
@@ -102,7 +102,7 @@ class Reader:
         except MemoryError as error:
             raise MemoryLimitError(f"memory ran out while {self.name!r} was read; choose a smaller model") from error
         except Exception as error:  # every model class and quantizer raises its own kinds
-            raise LoadError(f"the weights in {self.gguf or self.folder} cannot be loaded ({one_line(error)})") from error
+            raise LoadError(f"the weights in {files} cannot be loaded ({one_line(error)})") from error
         if self.gguf is not None:
             model.generation_config = transformers.GenerationConfig.from_pretrained(self.folder)
         self._check_unused(model, sorted(report["unexpected_keys"]))
@@ -110,7 +110,7 @@ class Reader:
         if missing:
             # transformers only warns and leaves these at random.
             raise LoadError(
-                f"the weights in {self.gguf or self.folder} lack {len(missing)} tensors of {type(model).__name__} ({missing[0]}, "
+                f"the weights in {files} lack {len(missing)} tensors of {type(model).__name__} ({missing[0]}, "
                 "...): they would be random; the files belong to another kind of model"
             )
         return model

@@ -24,7 +24,7 @@ from sakiyomi.core.files import whole_file
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-from sakiyomi.kernels.native import PackedLayer, PackedLinear, packed_tensors
+from sakiyomi.kernels.native import PackedLayer, packed_tensors
 from sakiyomi.model_executor.loading.packed import packed_files, same_layers, source_key
 from sakiyomi.model_executor.loading.recorded_tokenizer import recorded_tokenizer
 from sakiyomi.model_executor.loading.recording import (
@@ -184,7 +184,7 @@ def _bare(script: io.BytesIO) -> bytes:
     return bare.getvalue()
 
 
-def _place(name: str, layer: PackedLinear, source: TensorSource, embeddings: list[str]) -> dict[str, Any]:
+def _place(name: str, layer: PackedLayer, source: TensorSource, embeddings: list[str]) -> dict[str, Any]:
     """Where a packed layer's weight and bias are in the checkpoint: tied weights are those of an embedding, and some
     have other names there.
 
