@@ -44,6 +44,8 @@ def _neighbours(tensor: Tensor, heads: int) -> Tensor:
 
 
 SAME = _one(lambda t, c: t, lambda t, c: t, rows=True)
+NUMBERS = _one(lambda t, c: t, lambda t, c: t)
+"""Weights that others than their layer read, and which so are never kept in blocks."""
 QUERIES = _one(
     lambda t, c: _halves(t, c.num_attention_heads), lambda t, c: _neighbours(t, c.num_attention_heads), rows=True
 )
