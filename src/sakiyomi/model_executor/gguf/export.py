@@ -18,16 +18,33 @@ from sakiyomi.core.progress import progress
 from sakiyomi.model_executor.gguf.architectures import ARCHITECTURES, Architecture
 from sakiyomi.model_executor.gguf.changes import SAME
 from sakiyomi.model_executor.gguf.config import ROPE_TENSORS
+from sakiyomi.model_executor.gguf.quantize import K_FORMATS, quantize_k
 from sakiyomi.model_executor.gguf.special import of_full_layers, width_of
 from sakiyomi.model_executor.gguf.tokenizer import build_tokenizer, pre_tokenizer_names
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")
-"""Types in which matrices are written; vectors stay in F32."""
+TYPES = {kind: (kind, kind) for kind in ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_0", "Q5_1", "Q4_0", "Q4_1")} | {
+    "Q5_K_M": ("Q5_K", "Q6_K"),
+    "Q4_K_M": ("Q4_K", "Q6_K"),
+}
+"""Types in which matrices are written: most, and those that bear rounding worst; vectors stay in F32."""
 _OTHERS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "deepseek_v3": "deepseek2"}
+_NEXT = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # of rows that are no multiple of 256
+_SMALL = ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp")
+_WORST = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps")
 _SAMPLES = (
     "The fox went 12345 miles, didn't it?  Yes!\n\n\tif x == 1:\r\n        return ½",
     "昔々、あるところに Việt Nam Ελλάδα ñandú 🙂🙂 a1b2c3 don'T WE'LL naïve",
 )
+
+
+def check_type(kind: str) -> None:
+    """Refuse a type in which nothing is written.
+
+    Raises:
+        InputError: it is none of ``TYPES``.
+    """
+    if kind not in TYPES:
+        raise InputError(f"the type is {kind!r}; expected {', '.join(TYPES)}")
 
 
 def write_gguf(path: Path, model: Any, tokenizer: Any, kind: str) -> None:
@@ -46,8 +63,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, kind: str) -> None:
     """
     import gguf
 
-    if kind not in TYPES:
-        raise InputError(f"the type is {kind!r}; expected {', '.join(TYPES)}")
+    check_type(kind)
     name, architecture = _architecture(model.config)
     metadata = _metadata(model.config, architecture)
     vocabulary = _vocabulary(tokenizer, int(model.config.vocab_size))
@@ -59,8 +75,8 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, kind: str) -> None:
             for key, value in vocabulary.items():
                 _add(writer, key, value)
             for part, tensor in _tensors(model, architecture):
-                form = _form(tensor, kind, part)
-                writer.add_tensor(part, gguf.quantize(tensor.numpy(), form), raw_dtype=form)
+                form = _form(tensor, part, kind, int(model.config.num_hidden_layers))
+                writer.add_tensor(part, _rounded(tensor, form), raw_dtype=form)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
@@ -79,15 +95,31 @@ def _architecture(config: Any) -> tuple[str, Architecture]:
     return found[kind], ARCHITECTURES[found[kind]]
 
 
-def _form(tensor: Tensor, kind: str, part: str) -> Any:
-    """The type of a tensor: of a matrix the one asked for, if its rows are whole blocks."""
+def _form(tensor: Tensor, part: str, kind: str, layers: int) -> Any:
+    """The type of a tensor: of a matrix the one asked for, or the next finer one of which its rows are whole blocks.
+
+    In the mixtures the head, and in the layers that need it most values and what an MLP gives, are the finer type.
+    """
     import gguf
 
     types = gguf.GGMLQuantizationType
-    if tensor.ndim < 2 or "ssm_conv1d" in part or "shortconv.conv" in part:
+    if tensor.ndim < 2 or any(small in part for small in _SMALL):
         return types.F32
-    form = types[kind]
-    return types.F16 if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[form][0] else form  # as llama.cpp's own writer
+    most, fine = TYPES[kind]
+    layer = int(part.split(".")[1]) if part.startswith("blk.") else -1
+    needs = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    finer = part == "output.weight" or (layer >= 0 and needs and any(f".{each}." in part for each in _WORST))
+    name = fine if finer else most
+    for other in (name, _NEXT.get(name, "F16"), "F16"):
+        if not tensor.shape[-1] % gguf.GGML_QUANT_SIZES[types[other]][0]:
+            return types[other]
+    raise AssertionError("F16 has blocks of one number")
+
+
+def _rounded(tensor: Tensor, form: Any) -> Any:
+    import gguf
+
+    return quantize_k(form.name, tensor) if form.name in K_FORMATS else gguf.quantize(tensor.numpy(), form)
 
 
 # ---------------------------------------------------------------- metadata
