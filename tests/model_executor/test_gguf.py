@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import MambaConfig
 
 from architectures import greedy, prompt
 from damage import DAMAGES, refusals
@@ -19,7 +18,6 @@ from sakiyomi import LLM, LoadError, MemoryLimitError, SakiyomiError, SamplingPa
 from sakiyomi.evaluation.bench.engines import gguf_files
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.model_executor.loading.gguf_metadata import use_facts
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -167,13 +165,6 @@ def test_what_nobody_reads_is_named(
     ]
 
 
-def test_a_model_without_attention_has_metadata_as_well(caplog: pytest.LogCaptureFixture) -> None:
-    use_facts(MambaConfig(), {"architecture": "mamba", "ssm.time_step_rank": 1, "odd": 2}, Path("m.gguf"))
-    assert [record.getMessage() for record in caplog.records] == [
-        "m.gguf: metadata of the model that are not used: odd"
-    ]
-
-
 @pytest.mark.parametrize(("add", "named"), [
     (tensor("rope_freqs.weight", [1.0] * 3), "rope_freqs.weight"),
     (tensor("rope_factors_long.weight", [1.0] * 4), "rope_factors_long.weight"),
@@ -269,9 +260,9 @@ def test_no_such_file(tmp_path: Path) -> None:
     refused(LoadError, "there is no file", "nowhere.gguf", target=tmp_path / "nowhere.gguf")
 
 
-def test_the_package_is_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_install_reads_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    refused(LoadError, "needs the package gguf; pip install gguf", target=file)
+    assert load_model(file).model.config.model_type == "llama"
 
 
 def test_a_file_that_does_not_fit_unpacked(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,10 +111,11 @@ add_group(app, "tune", tune.medusa, main=tune.pair)
 add_group(
     app,
     "export",
+    export.gguf,
     export.medusa,
     export.speculators,
     export.stages,
-    help="Export trained heads to other tools; cut a model.",
+    help="Export models and trained heads to other tools; cut a model.",
 )
 app.add_typer(train.app, name="train")
 

@@ -5,6 +5,7 @@
 //   sakiyomi_cpu::cross   attention over what is kept of each request's source (encoder-decoder models)
 //   sakiyomi_cpu::recur   states that go on from row to row: convolutions, linear attention, state-space models
 //   sakiyomi_cpu::experts rows x the weight of the expert that each of them has chosen
+//   sakiyomi_cpu::look_up rows of a weight in a block format, by their numbers
 //   sakiyomi_cpu::norm    root mean square norms
 //   sakiyomi_cpu::gated   act(gate) * up
 //   sakiyomi_cpu::rotate  rotary embedding of queries or keys
@@ -29,6 +30,7 @@
 #include "elementwise.h"
 #include "growth.h"
 #include "linear.h"
+#include "multiply.h"
 #include "norms.h"
 #include "program.h"
 #include "prompt.h"
@@ -208,6 +210,25 @@ Tensor experts(const Tensor& input, const Tensor& chosen, int64_t first, int64_t
     for (int64_t i = 0; i < n; ++i)
       std::memcpy((char*)y.data() + rows[e][i] * out * size, products.data() + i * out * size, out * size);
   }
+  return y;
+}
+
+// Rows of a weight in a block format by their numbers, int64 of any shape.
+Tensor look_up(const Tensor& numbers, int64_t index, int64_t width) {
+  Pass& pass = current;
+  check(pass.session && index < (int64_t)pass.session->weights->weights.size(), "sakiyomi_cpu::look_up called outside a pass");
+  const Weight& w = pass.session->weights->weights[index];
+  check(w.form && width == w.in && numbers.dtype() == torch.aoti_torch_dtype_int64, "sakiyomi_cpu::look_up: shapes or types differ");
+  Tensor copy;
+  if (!numbers.is_contiguous()) copy = numbers.contiguous_copy();
+  const Tensor& which = copy.defined() ? copy : numbers;
+  const int64_t *from = (const int64_t*)which.data(), count = which.numel();
+  check(std::all_of(from, from + count, [&](int64_t number) { return number >= 0 && number < w.out; }), "sakiyomi_cpu::look_up: a row that is none");
+  std::vector<int64_t> shape = which.shape();
+  shape.push_back(w.in);
+  Tensor y = Tensor::empty(shape, dtype_of(w.half));
+  if (w.half) look_up(w, from, count, (bf16*)y.data());
+  else look_up(w, from, count, (float*)y.data());
   return y;
 }
 
@@ -487,6 +508,8 @@ void call_experts(Value* stack, uint64_t, uint64_t) {
   stack[0] = experts(x, chosen, stack[2], stack[3], stack[4]).release();
 }
 
+void call_look_up(Value* stack, uint64_t, uint64_t) { stack[0] = look_up(Tensor(stack[0]), stack[1], stack[2]).release(); }
+
 void call_norm(Value* stack, uint64_t, uint64_t) {
   const std::vector<Tensor> rows = tensors_of(stack[0]);
   const Tensor weight(stack[1]);
@@ -522,6 +545,7 @@ const char* sk_bind(void* library) try {
   add("cross", "cross(Tensor q, int layer, float scaling) -> Tensor", &call_cross);
   add("recur", "recur(Tensor[] rows, Tensor[] fixed, int number) -> Tensor", &call_recur);
   add("experts", "experts(Tensor x, Tensor chosen, int first, int count, int out) -> Tensor", &call_experts);
+  add("look_up", "look_up(Tensor numbers, int index, int width) -> Tensor", &call_look_up);
   add("norm", "norm(Tensor[] rows, Tensor weight, float eps, int form) -> Tensor", &call_norm);
   add("gated", "gated(Tensor gate, Tensor up, int form) -> Tensor", &call_gated);
   add("rotate", "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", &call_rotate);
@@ -587,12 +611,24 @@ void sk_free_session(int64_t m) {
   delete (Session*)m;
 }
 
-// `half`: whether rows are bf16; `scale`, `sum` and `scales`: see Weight, null where they do not belong.
+// `half`: whether rows are bf16; `scale`, `sum` and `scales`: see Weight, null where they do not belong. `type`: GGML's number of a block
+// format; -1: the weight is in none. `grouped`: see Weight. Answers the weight's number; -1: the type is not known.
 int64_t sk_weight(int64_t w, const void* data, const float* bias, const float* scale, const int32_t* sum, const void* scales, int64_t in,
-                  int64_t out, int half) {
+                  int64_t out, int half, int64_t type, int grouped) {
   auto& weights = ((Weights*)w)->weights;
-  weights.push_back({data, bias, scale, sum, (const bf16*)scales, in, out, half != 0, {}});
+  const BlockFormat* form = block_format(type);
+  if (type >= 0 && !form) return -1;
+  weights.push_back({data, bias, scale, sum, (const bf16*)scales, in, out, half != 0, {}, form, grouped && form->scaled()});
   return (int64_t)weights.size() - 1;
+}
+
+// Rows of a weight in a block format by their numbers, outside of a pass. 0: one of them is none.
+int sk_look_up(int64_t w, int64_t index, const int64_t* numbers, int64_t count, void* to) {
+  const Weight& weight = ((Weights*)w)->weights[index];
+  if (!std::all_of(numbers, numbers + count, [&](int64_t number) { return number >= 0 && number < weight.out; })) return 0;
+  if (weight.half) look_up(weight, numbers, count, (bf16*)to);
+  else look_up(weight, numbers, count, (float*)to);
+  return 1;
 }
 
 // Weights of one model that read the same input in every pass: whichever comes first has all computed.

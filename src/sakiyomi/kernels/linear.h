@@ -8,10 +8,8 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cmath>
-#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -95,6 +93,8 @@ struct Nearby {
   }
 };
 
+struct BlockFormat;
+
 struct Weight {
   // fp32: [ceil(out/32)][in][32]; bf16: [ceil(out/32)][in/2][32][2]; 8 bits: [ceil(out/32)][ceil(in/4)][32][4]; 4 bits:
   // [ceil(out/32)][in/4][16][4], each byte a weight of channel i in its lower half and one of channel 16 + i in the upper
@@ -106,6 +106,8 @@ struct Weight {
   int64_t in, out;
   bool half;            // rows are bf16
   std::vector<int64_t> siblings;  // weights that read the same input in every pass, itself included; empty if there are none
+  const BlockFormat* form = nullptr;  // of a GGUF file's blocks, see blocks.h; null: none of them
+  bool grouped = false;               // blocks: rows are rounded to bytes, in groups
 
   bool rounded() const { return scale || scales; }
 };
@@ -611,67 +613,6 @@ void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
         for (int64_t i = g * group_length; i < (g + 1) * group_length; ++i) sum += bytes[i];
         to.sums[r * groups + g] = sum;
       }
-    }
-  });
-}
-
-// Several layers on the same rows: their blocks are shared out among the threads as if they were one layer's.
-template <typename T>
-void multiply(const std::vector<const Weight*>& weights, const T* x, void* const* outs, int64_t rows) {
-  std::vector<int64_t> ends;
-  for (const Weight* w : weights) ends.push_back((ends.empty() ? 0 : ends.back()) + (w->out + block_width - 1) / block_width);
-  static thread_local Bytes bytes;
-  const Bytes* rounded = &bytes;  // this thread's, for all threads
-  auto any = [&](auto which) { return std::any_of(weights.begin(), weights.end(), which); };
-  const bool in_bytes = any([](const Weight* w) { return w->rounded(); });
-  if (in_bytes) to_bytes(x, rows, weights[0]->in, any([](const Weight* w) { return w->scales != nullptr; }), bytes);
-  const bool tiled = tiles_fit(weights[0]->in);
-#if defined(BF16_PAIRS)
-  const T* wide = x;
-#else
-  static thread_local std::vector<float> widened;
-  const float* wide = (const float*)x;
-  if constexpr (std::is_same_v<T, bf16>) {
-    const bool needed = !tiled && any([](const Weight* w) { return !w->rounded(); });
-    widened.resize(needed ? rows * weights[0]->in : 0);
-    float* to = widened.data();
-    wide = to;  // this thread's, for all threads
-    parallel_for(0, widened.size(), 1 << 15, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) to[i] = widen(x[i]);
-    });
-  }
-#endif
-  const int64_t row_bytes = in_bytes ? bytes.stride * sizeof(RowByte) : weights[0]->in * sizeof(*wide);
-  const bool in_panels = !tiled && rows * row_bytes > bytes_in_panels;
-  const int64_t together = in_panels ? std::max<int64_t>(1, panel_bytes / row_bytes / strip_rows) * strip_rows : std::max<int64_t>(1, rows);
-  // Below about 100k multiplications a second thread costs more than it brings.
-  const int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * std::min(rows, together)));
-  // Threads take some blocks at a time, so that none waits for one that other work holds up.
-  const int64_t blocks = ends.back(), all = blocks * ((rows + together - 1) / together), share = std::max<int64_t>(grain, blocks / pieces_of_work);
-  std::atomic<int64_t> next = 0;
-  parallel_for(0, all, grain, [&](int64_t, int64_t) {
-    std::optional<Tiles> tiles;
-    if (tiled) tiles.emplace(rows);
-    int64_t t = 0, end = 0;
-    for (;; ++t) {
-      if (t == end) t = next.fetch_add(share), end = std::min(all, t + share);
-      if (t >= all) break;
-      const int64_t place = t % blocks, row = t / blocks * together;
-      const Panel panel{row, std::min(rows, row + together)};
-      const int64_t i = std::upper_bound(ends.begin(), ends.end(), place) - ends.begin();
-      const Weight& w = *weights[i];
-      T* y = (T*)outs[i];
-      int64_t first = (place - (i ? ends[i - 1] : 0)) * block_width;
-      if (w.scales)
-        block_of_halves(w, *rounded, panel, y, first);
-      else if (w.scale && tiled)
-        block_of_tiles(w, *rounded, rows, y, first);
-      else if (w.scale)
-        block(w, *rounded, panel, y, first);
-      else if (std::is_same_v<T, bf16> && tiled)
-        block_of_tiles(w, (const bf16*)x, rows, (bf16*)y, first);
-      else
-        block(w, wide, panel, y, first);
     }
   });
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.kernels.blocks import FORMATS, Blocks, Parts, pack_blocks
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.weight_memory import WeightMemory
 
@@ -83,14 +85,24 @@ def packed_tensors(
     weight: Tensor, bias: Tensor | None, bits: int, memory: WeightMemory | None = None
 ) -> dict[str, Tensor]:
     """What the kernels read of a layer, by the names in `PARTS`; weights lie in `memory`, if one is given."""
+    return packed_rows(weight.detach(), bias, PACKERS[bits], memory)
+
+
+def packed_rows(
+    rows: Tensor,
+    bias: Tensor | None,
+    pack: Callable[[Tensor], dict[str, Tensor]],
+    memory: WeightMemory | None = None,
+) -> dict[str, Tensor]:
+    """The same by any packer of rows, a row of each output channel."""
     # In pieces, so that nothing of the size of a large weight is held beside it and its packed form.
     tensors: dict[str, Tensor] = {}
     at: dict[str, int] = {}
-    for piece in weight.detach().split(PIECE):
-        for name, part in PACKERS[bits](piece).items():
+    for piece in rows.split(PIECE):
+        for name, part in pack(piece).items():
             if name not in tensors:
-                rows = len(part) if len(piece) == len(weight) else -(-len(weight) * len(part) // PIECE)
-                tensors[name], at[name] = _empty((rows, *part.shape[1:]), part.dtype, memory), 0
+                count = len(part) if len(piece) == len(rows) else -(-len(rows) * len(part) // PIECE)
+                tensors[name], at[name] = _empty((count, *part.shape[1:]), part.dtype, memory), 0
             tensors[name][at[name] : at[name] + len(part)] = part
             at[name] += len(part)
     if bias is not None:
@@ -107,16 +119,29 @@ PACKERS: dict[int, Callable[[Tensor], dict[str, Tensor]]] = {16: pack_weight, 8:
 """By bits of a weight; 16 stands for "as it is"."""
 
 
+Split = Callable[[Tensor], Parts]
+"""Takes rows of a file, uint8 `(rows, bytes)`, apart."""
+
+
+def _packer(name: str, split: Split) -> Callable[[Tensor], dict[str, Tensor]]:
+    """Packs rows in a block format, uint8 `(out, bytes)`."""
+    return lambda rows: {"data": pack_blocks(name, split(rows))}
+
+
 class PackedLayer(nn.Module):
     """What lies in the kernel's table: a linear layer, or a stack of them.
 
     Attributes:
         index: its number there, of a stack that of its first.
         count: of linear layers in a stack; None: it is one.
-        bits: of a weight: 16 (as it was), 8 or 4.
+        bits: of a weight: 16 (as it was), 8 or 4; in a block format those of a code.
         in_features, out_features: its sizes.
+        dtype: of rows.
+        blocks: the block format; None: it is in none.
         weight: empty; some models ask a layer's weight for its dtype or device.
     """
+
+    weight: Tensor
 
     def __init__(
         self,
@@ -127,13 +152,17 @@ class PackedLayer(nn.Module):
         bits: int,
         tensors: dict[str, Tensor],
         count: int | None = None,
+        blocks: Blocks | None = None,
     ) -> None:
         super().__init__()
-        self.index, self.bits, self.count = index, bits, count
-        self.in_features, self.out_features = in_features, out_features
-        self.weight = torch.empty(0, dtype=dtype)
+        self.index, self.bits, self.count, self.blocks = index, bits, count, blocks
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
+        self._set_weight()
         for name, tensor in tensors.items():
             self.register_buffer(f"packed_{name}", tensor, persistent=False)
+
+    def _set_weight(self) -> None:
+        self.weight = torch.empty(0, dtype=self.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """What the kernel reads, by the names of `PackedWeights.adopt`."""
@@ -142,7 +171,8 @@ class PackedLayer(nn.Module):
     def extra_repr(self) -> str:
         """For printing the model."""
         stack = "" if self.count is None else f", count={self.count}"
-        return f"{self.in_features}, {self.out_features}, index={self.index}, bits={self.bits}{stack}"
+        blocks = "" if self.blocks is None else f", blocks={self.blocks.name}"
+        return f"{self.in_features}, {self.out_features}, index={self.index}, bits={self.bits}{stack}{blocks}"
 
 
 class PackedLinear(PackedLayer):
@@ -160,6 +190,57 @@ class PackedExperts(PackedLayer):
         """Rows (N, in), or one for each choice (N K, in), and the experts of each (N, K), to (N K, out)."""
         made: Tensor = torch.ops.sakiyomi_cpu.experts(x, chosen, self.index, self.count, self.out_features)
         return made
+
+
+class PackedEmbedding(PackedLayer):
+    """An embedding whose rows are those of a weight in a block format in the kernel's table.
+
+    Attributes:
+        scale: by which rows are multiplied.
+        num_embeddings, embedding_dim: as of torch's.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        blocks: Blocks,
+        tensors: dict[str, Tensor],
+        table: PackedWeights,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(index, in_features, out_features, dtype, FORMATS[blocks.name].bits, tensors, blocks=blocks)
+        self.num_embeddings, self.embedding_dim, self.scale = out_features, in_features, scale
+        self._table = weakref.ref(table)
+        self._numbers: weakref.ref[Tensor] | None = None
+
+    def _set_weight(self) -> None:
+        """It is made when it is asked for."""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """All rows as numbers `(vocabulary, width)`, without the scale: held as long as the caller holds them."""
+        found = self._numbers() if self._numbers is not None else None
+        if found is None:
+            found = self.rows(torch.arange(self.num_embeddings))
+            self._numbers = weakref.ref(found)
+        return found
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows (N, width) of these tokens (N), int64, without the scale, in a pass or between passes."""
+        table, ids = self._table(), ids.contiguous()
+        assert table is not None, "a layer's table lives as long as its model"
+        made = torch.empty((len(ids), self.in_features), dtype=self.dtype)
+        if not table.library.sk_look_up(table.number, self.index, ids.data_ptr(), len(ids), made.data_ptr()):
+            raise IndexError("index out of range in self")  # as torch says it
+        return made
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(...) int64 to (..., width)."""
+        made: Tensor = torch.ops.sakiyomi_cpu.look_up(ids, self.index, self.in_features)
+        return made if self.scale == 1.0 else made * torch.tensor(self.scale, dtype=self.dtype)
 
 
 class PackedWeights:
@@ -207,40 +288,103 @@ class PackedWeights:
         return self.adopt(packed_tensors(weight, bias, bits, self._memory), inner, out, weight.dtype, bits)
 
     def adopt(
-        self, tensors: dict[str, Tensor], in_features: int, out_features: int, dtype: torch.dtype, bits: int
+        self,
+        tensors: dict[str, Tensor],
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        bits: int,
+        blocks: Blocks | None = None,
     ) -> PackedLinear:
         """A layer from tensors that are packed already, named as in `PARTS`, as far as they belong to these bits."""
-        index = self._enter(tensors, in_features, out_features, dtype)
-        return PackedLinear(index, in_features, out_features, dtype, bits, tensors)
+        index = self._enter(tensors, in_features, out_features, dtype, blocks)
+        return PackedLinear(index, in_features, out_features, dtype, bits, tensors, blocks=blocks)
+
+    def adopt_embedding(
+        self,
+        tensors: dict[str, Tensor],
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        blocks: Blocks,
+        scale: float = 1.0,
+    ) -> PackedEmbedding:
+        """An embedding from tensors that are packed already, which may be those of a layer, too."""
+        index = self._enter({"data": tensors["data"]}, in_features, out_features, dtype, blocks)
+        return PackedEmbedding(index, in_features, out_features, dtype, blocks, {"data": tensors["data"]}, self, scale)
+
+    def add_blocks(
+        self, data: Tensor, bias: Tensor | None, inputs: int, dtype: torch.dtype, blocks: Blocks, split: Split
+    ) -> PackedLinear:
+        """Pack a weight in a block format; no number changes.
+
+        Args:
+            data: its rows, uint8 `(out, bytes)`.
+            bias: of the layer, or none.
+            inputs: numbers of a row.
+            dtype: of the layer's rows.
+            blocks: the format.
+            split: takes rows apart.
+        """
+        packed = packed_rows(data, bias, _packer(blocks.name, split), self._memory)
+        return self.adopt(packed, inputs, len(data), dtype, FORMATS[blocks.name].bits, blocks)
+
+    def add_block_experts(
+        self, data: Tensor, biases: Tensor | None, inputs: int, dtype: torch.dtype, blocks: Blocks, split: Split
+    ) -> PackedExperts:
+        """The same of all experts, `data` being `(count, out, bytes)`."""
+        made = self._stacked(len(data), biases, lambda i, bias: packed_rows(data[i], bias, _packer(blocks.name, split)))
+        return self.adopt_experts(made, inputs, data.shape[1], dtype, FORMATS[blocks.name].bits, blocks)
 
     def add_experts(self, weights: Tensor, biases: Tensor | None, *, bits: int = 16) -> PackedExperts:
         """Pack the weights `(count, out, in)` and biases `(count, out)` of all experts, as `add_linear` does one."""
         count, out, inner = weights.shape
+        tensors = self._stacked(count, biases, lambda i, bias: packed_tensors(weights[i], bias, bits))
+        return self.adopt_experts(tensors, inner, out, weights.dtype, bits)
+
+    def _stacked(
+        self, count: int, biases: Tensor | None, pack: Callable[[int, Tensor | None], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """What the kernels read of so many experts, each packed by itself."""
         tensors: dict[str, Tensor] = {}
         for i in range(count):
-            for name, part in packed_tensors(weights[i], None if biases is None else biases[i], bits).items():
+            for name, part in pack(i, None if biases is None else biases[i]).items():
                 if name not in tensors:
                     tensors[name] = _empty((count, *part.shape), part.dtype, self._memory)
                 tensors[name][i] = part
-        return self.adopt_experts(tensors, inner, out, weights.dtype, bits)
+        return tensors
 
     def adopt_experts(
-        self, tensors: dict[str, Tensor], in_features: int, out_features: int, dtype: torch.dtype, bits: int
+        self,
+        tensors: dict[str, Tensor],
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        bits: int,
+        blocks: Blocks | None = None,
     ) -> PackedExperts:
         """The same of tensors that are packed already, whose first dimension is that of the experts."""
         count = len(tensors["data"])
         numbers = [
-            self._enter({name: tensor[i] for name, tensor in tensors.items()}, in_features, out_features, dtype)
+            self._enter({name: tensor[i] for name, tensor in tensors.items()}, in_features, out_features, dtype, blocks)
             for i in range(count)
         ]
-        return PackedExperts(numbers[0], in_features, out_features, dtype, bits, tensors, count)
+        return PackedExperts(numbers[0], in_features, out_features, dtype, bits, tensors, count, blocks)
 
-    def _enter(self, tensors: dict[str, Tensor], in_features: int, out_features: int, dtype: torch.dtype) -> int:
+    def _enter(
+        self,
+        tensors: dict[str, Tensor],
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        blocks: Blocks | None,
+    ) -> int:
         """Put the tensors of one linear layer into the table, and give its number."""
         self._held.extend(tensors.values())
         parts = [pointer(tensors.get(name)) for name in PARTS]
         half = int(dtype == torch.bfloat16)
-        return int(self.library.sk_weight(self.number, *parts, in_features, out_features, half))
+        kind = (-1, 0) if blocks is None else (FORMATS[blocks.name].number, int(blocks.rounded))
+        return int(self.library.sk_weight(self.number, *parts, in_features, out_features, half, *kind))
 
     def join(self, layers: Sequence[PackedLayer]) -> None:
         """Layers that read the same input in every pass: the first one called computes all of them."""

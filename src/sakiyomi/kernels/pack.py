@@ -76,8 +76,9 @@ class Watch:
             self._within = None
 
         self._layers = [(module, type(module)) for module in self._model.modules() if is_linear(module)]
-        self._hooks = [layer.register_forward_pre_hook(begin) for layer, _ in self._layers]
-        self._hooks += [layer.register_forward_hook(end) for layer, _ in self._layers]
+        called = [module for module in self._model.modules() if is_linear(module) or type(module) is PackedLinear]
+        self._hooks = [layer.register_forward_pre_hook(begin) for layer in called]
+        self._hooks += [layer.register_forward_hook(end) for layer in called]
         watched = {kind: self._watched(kind) for _, kind in self._layers}
         for layer, kind in self._layers:
             layer.__class__ = watched[kind]

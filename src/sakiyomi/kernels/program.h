@@ -20,6 +20,7 @@ namespace {
 
 Tensor linear(const Tensor& input, int64_t index, int64_t out, void* to);
 Tensor experts(const Tensor& input, const Tensor& chosen, int64_t first, int64_t count, int64_t out);
+Tensor look_up(const Tensor& numbers, int64_t index, int64_t width);
 Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64_t index, double scaling, double softcap, int64_t window);
 Tensor cross(const Tensor& query, int64_t index, double scaling);
 Tensor recur(const std::vector<Tensor>& rows, const std::vector<Tensor>& fixed, int64_t number);
@@ -37,6 +38,7 @@ enum class Op : int64_t {
   norm,        // weight, eps, form, rows and perhaps a gate
   gated,       // gate, up, form
   rotate,      // x, cosines, sines
+  look_up,     // numbers of rows, layer, width
   rows,        // table, numbers of its rows
   kept,        // x, dimension: those of its rows that the pass is asked for
   size,        // x, dimension
@@ -196,6 +198,7 @@ class Program {
       case Op::norm: y = norm(tensors(given, 3, given.size()), tensor(given[0]), real(given[1]), number(given[2])); break;
       case Op::gated: y = gated(tensor(given[0]), tensor(given[1]), number(given[2])); break;
       case Op::rotate: y = rotate(tensor(given[0]), tensor(given[1]), tensor(given[2])); break;
+      case Op::look_up: y = look_up(tensor(given[0]), number(given[1]), number(given[2])); break;
       case Op::rows: y = rows(tensor(given[0]), tensor(given[1])); break;
       case Op::kept: {
         const Tensor& x = tensor(given[0]);

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "multiply.h"
 #include "row.h"
 
 namespace {

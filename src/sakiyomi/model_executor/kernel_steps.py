@@ -56,7 +56,10 @@ def _sum(inputs: list[Any], known: list[Any]) -> Iterable[Pair] | None:
 
 
 KERNEL_STEPS: Mapping[str, tuple[str, Order]] = {
-    **{f"sakiyomi_cpu::{name}": (name, _all) for name in ("linear", "experts", "attend", "cross", "gated", "rotate")},
+    **{
+        f"sakiyomi_cpu::{name}": (name, _all)
+        for name in ("linear", "experts", "attend", "cross", "gated", "rotate", "look_up")
+    },
     "sakiyomi_cpu::norm": ("norm", _norm),
     "sakiyomi_cpu::recur": ("recur", _recur),
     "aten::embedding": ("rows", _embedding),

@@ -15,9 +15,9 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.torch_steps import DTYPES, NUMBER, REAL, TENSOR, TEXT, WHOLE, Operand
 
 OPERATORS = (
-    "linear", "experts", "attend", "cross", "recur", "norm", "gated", "rotate", "rows", "kept", "size", "view",
-    "transpose", "unsqueeze", "slice", "part", "contiguous", "add", "sub", "mul", "div", "clamp_min", "clamp_max",
-    "whole", "torch",
+    "linear", "experts", "attend", "cross", "recur", "norm", "gated", "rotate", "look_up", "rows", "kept", "size",
+    "view", "transpose", "unsqueeze", "slice", "part", "contiguous", "add", "sub", "mul", "div", "clamp_min",
+    "clamp_max", "whole", "torch",
 )  # fmt: skip
 """In the order of Op in program.h."""
 ARITHMETIC = ("aten::add", "aten::sub", "aten::mul", "aten::floor_divide")

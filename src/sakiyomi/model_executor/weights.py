@@ -26,9 +26,9 @@ from sakiyomi.kernels.device import gpu_kernels
 from sakiyomi.kernels.elementwise import serve_gates, serve_rotary
 from sakiyomi.kernels.experts import expert_bytes, pack_experts
 from sakiyomi.kernels.joined import join_linears
-from sakiyomi.kernels.native import PackedLinear, PackedWeights
+from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights
 from sakiyomi.kernels.norms import serve_norms
-from sakiyomi.kernels.pack import is_linear, pack_linears
+from sakiyomi.kernels.pack import is_linear, join_siblings, pack_linears
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization
 from sakiyomi.model_executor.attention import BackendNeeds, op
 from sakiyomi.model_executor.attention.latent import serve_latents
@@ -186,7 +186,7 @@ class ModelWeights:
         """Find what the layers store, and have recurrent ones keep their states in our cache."""
         prepared, recorded = self._given.prepared, isinstance(self.module, RecordedModel)
         callers = stateful_modules(self.module)
-        if self.quantizing is None and (prepared is None or prepared.native is None):  # else its logits differ
+        if self.quantizing is None and (prepared is None or prepared.report is None):  # else its logits differ
             self.expect(bool(callers))
         shapes = prepared.shapes if prepared is not None else None
         if shapes is not None and not self._given.latents and any(shape.tied for shape in shapes):
@@ -254,8 +254,10 @@ class ModelWeights:
         apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded
         if self.expected is not None or apart or self.max_context < PROOF + 2:
             return
-        if self.packed is not None:
-            self.packed.begin(BatchPlan([]), 0)
+        prepared = self._given.prepared
+        table = self.packed if prepared is None else prepared.native
+        if table is not None:
+            table.begin(BatchPlan([]), 0)
         layers = None if stateful else _enough(self.module, int(self.config.num_hidden_layers))
         self.expected = _expect(self.module, self.vocab_size, self.device, layers, stateful=stateful)
 
@@ -334,7 +336,10 @@ class ModelWeights:
 
     def pack(self) -> None:
         """Switch to the device's kernels, if they support the model; quantize linear layers on the CPU if asked to."""
-        self.packed = self._given.prepared.native if self._given.prepared is not None else self._pack_own()
+        prepared = self._given.prepared
+        self.packed = prepared.native if prepared is not None else self._pack_own()
+        if self.packed is not None and not self.siblings and self._probed is not None:
+            self._join(self.packed, self._probed.siblings)
         if self.packed is not None and not isinstance(self.module, RecordedModel):
             _serve_elementwise(self.module)
         if on_gpu(self) and gpu_kernels(self.device) is not None:
@@ -346,6 +351,14 @@ class ModelWeights:
             if isinstance(site, Site):
                 site.compiled = self.packed is not None
         self.generation += 1
+
+    def _join(self, table: PackedWeights, groups: Sequence[Sequence[nn.Module]]) -> None:
+        """Have layers that were packed before the model was probed computed together."""
+        names = {id(part): name for name, part in self.module.named_modules()}
+        packed = [[layer for layer in group if isinstance(layer, PackedLinear)] for group in groups]
+        self.siblings = [[names[id(layer)] for layer in group] for group in packed if len(group) > 1]
+        for group in packed:
+            join_siblings(table, group)
 
     def _pack_own(self) -> PackedWeights | None:
         """The linear layers in the kernels; None: the kernels do not support them, or there is no memory for copies."""
@@ -433,8 +446,8 @@ def _device(model: Any) -> torch.device:
 
 def _count(module: nn.Module) -> int:
     """Number of a module's own weights, packed ones too."""
-    if isinstance(module, PackedLinear):
-        return module.in_features * module.out_features
+    if isinstance(module, PackedLayer):
+        return module.in_features * module.out_features * (module.count or 1)
     return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 

@@ -99,7 +99,7 @@ def check_supported(config: Any, name: str, model_class: type | None = None, *, 
         family_of(config, name)
         return
     if model_class is None:
-        model_class = _causal_class(config)
+        model_class = causal_class(config)
     if kind in _ENCODERS and not getattr(config, "is_decoder", False):
         raise UnsupportedError(
             f"{name!r} is an encoder ({kind}), not a causal language model; choose a decoder-only model"
@@ -173,7 +173,7 @@ def _is_causal(config: Any) -> bool:
     return type(config) in causal or type(config) not in seeing
 
 
-def _causal_class(config: Any) -> type | None:
+def causal_class(config: Any) -> type | None:
     """The causal class, or that of images and text, which writes text too; None: transformers has none."""
     causal, seeing = _classes()
     found = causal.get(type(config), None) or seeing.get(type(config), None)

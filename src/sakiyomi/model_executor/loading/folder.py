@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from sakiyomi.core.checkpoint import GGUF_NOTE
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.hub import fetch
 from sakiyomi.core.messages import one_line
@@ -24,12 +25,16 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     Raises:
         LoadError: there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not trust_remote_code:
         check_tokenizer(folder)
     try:
         with quiet():
+            if (
+                folder / GGUF_NOTE
+            ).is_file():  # whose tokenizer is whole; AutoTokenizer puts a model's usual one in its place
+                return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the libraries below raise their own kinds, bare Exception among them
         raise LoadError(f"the tokenizer in {folder} cannot be read ({one_line(error)}); {TOKENIZER_REMEDY}") from error

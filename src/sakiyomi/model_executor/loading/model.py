@@ -6,6 +6,7 @@ files, memory.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
@@ -20,10 +21,15 @@ import torch
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.core.embedded import in_package
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.gguf import read_gguf
 from sakiyomi.core.hub import fetch
 from sakiyomi.core.memory import require_bytes
 from sakiyomi.core.model_folder import gguf_file, local_folder
+from sakiyomi.core.progress import progress
+from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.quantization import check_quantization
+from sakiyomi.model_executor.gguf.folder import checkpoint_of, settings_folder
+from sakiyomi.model_executor.gguf.layers import named_weights, read_blocks
 from sakiyomi.model_executor.loading.accelerated import read_quantized
 from sakiyomi.model_executor.loading.families import (
     check_adapter,
@@ -32,9 +38,8 @@ from sakiyomi.model_executor.loading.families import (
     read_config,
     text_config,
 )
-from sakiyomi.model_executor.loading.fit import by_layer, check_memory
+from sakiyomi.model_executor.loading.fit import by_layer, check_memory, without_weights
 from sakiyomi.model_executor.loading.folder import read_extractor, read_tokenizer
-from sakiyomi.model_executor.loading.gguf import read_gguf
 from sakiyomi.model_executor.loading.offload import Offload, parse_offload, read_offloaded
 from sakiyomi.model_executor.loading.options import parse_device, parse_dtype
 from sakiyomi.model_executor.loading.packed import (
@@ -42,13 +47,14 @@ from sakiyomi.model_executor.loading.packed import (
     copy_place,
     is_packed,
     packed_files,
+    put_layers,
     read_about,
     read_packed,
     remove_leftovers,
     save_packed,
     source_key,
 )
-from sakiyomi.model_executor.loading.placeholder import register
+from sakiyomi.model_executor.loading.placeholder import METHOD, register
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.reader import Reader
 from sakiyomi.model_executor.loading.recorder import save_recording
@@ -61,6 +67,8 @@ if TYPE_CHECKING:
 __all__ = ["Loaded", "load_model", "parse_device", "parse_dtype", "stop_tokens"]
 
 logger = logging.getLogger("sakiyomi")
+ROW_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of rows that the kernels multiply by blocks."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,8 @@ def load_model(
             there is one, else they stay on disk until ``ModelRunner`` packs them, one after the other; on a GPU torchao
             quantizes them here.
         offload: "disk", "cpu", "auto" or a folder: where weights stay between passes (see ``LLM``).
-        packed: whether a folder of ``save_packed`` is accepted. Only ``ModelRunner`` can run such a model.
+        packed: whether a folder of ``save_packed`` is accepted, and blocks of a GGUF file may stay as they are. Only
+            ``ModelRunner`` can run such a model.
         encoder_decoder: whether a model with an encoder is accepted.
         recorded: whether it may come from a recording (``loading/recording.py``), which only ``ModelRunner`` runs.
         fits: called with the configuration before weights are read; raises if the model does not fit.
@@ -142,9 +151,9 @@ def load_model(
         return config
 
     gguf = gguf_file(name)
-    folder = gguf.parent if gguf is not None else local_folder(name)
+    folder = local_folder(name) if gguf is None else settings_folder(gguf)
     own = gguf is None and folder is not None and not in_package(folder)
-    recorded = recorded and place.type == "cpu" and not (offloaded or gguf or trust_remote_code or allow_pickle)
+    recorded = recorded and place.type == "cpu" and not (offloaded or trust_remote_code or allow_pickle)
     if folder is None:
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     elif recorded:
@@ -152,22 +161,26 @@ def load_model(
         if (found := read_recording(folder, wanted, quantize, lambda: whole().model, fits)) is not None:
             return Loaded(found[0], found[2], name, folder, owned=True, prepared=found[1])
     checkpoint: Checkpoint | None
+    config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
     if gguf is not None:
-        config, tokenizer, checkpoint = read_gguf(gguf)
-        check_supported(config, name)
+        checkpoint = checkpoint_of(read_gguf(gguf))
     else:
-        config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
         checkpoint = None if is_packed(folder) else read_checkpoint(folder, allow_pickle=allow_pickle)
     if checkpoint is None:
         _check_packed(name, packed, quantize, offload)
-        copy: Path | None = folder
+        copy_of: Path | None = folder
         loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code, config)
     else:
         final = wanted or _stored_dtype(config, checkpoint)
+        blocks = gguf is not None and packed and quantize is None and offloaded is None and _can_run_blocks(place)
+        if blocks and wanted is None and final is torch.float16:
+            final = torch.bfloat16  # of rows; the file's numbers stay as they are
+        blocks = blocks and final in ROW_DTYPES
         reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
-        loaded = _load(reader, tokenizer, quantize, offloaded, own)
-        copy = copy_place(folder, quantize, final, beside=own) if quantize and not has_encoder(config) else None
-    record = functools.partial(save_recording, folder, wanted, quantize, copy, tokenizer) if recorded else None
+        loaded = _as_blocks(reader, tokenizer) if blocks else _load(reader, tokenizer, quantize, offloaded, own)
+        how = BLOCKS if blocks else None if has_encoder(config) else quantize
+        copy_of = copy_place(gguf or folder, how, final, beside=own) if how is not None else None
+    record = functools.partial(save_recording, folder, wanted, quantize, copy_of, tokenizer) if recorded else None
     return replace(loaded, extractor=read_extractor(folder, config), record=record)
 
 
@@ -220,6 +233,46 @@ def _check_packed(name: str, packed: bool, quantize: str | None, offload: object
         raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model's own folder")
     if quantize:
         raise InputError(f"quantize={quantize!r}: {name!r} is a packed copy already; leave quantize at None")
+
+
+BLOCKS = "gguf"
+"""In the name of the packed copy of a GGUF file, where others say how their layers are quantized."""
+
+
+def _can_run_blocks(device: torch.device) -> bool:
+    """Whether there are kernels that multiply the blocks of a GGUF file as they are."""
+    return device.type == "cpu" and PackedWeights.create() is not None
+
+
+def _as_blocks(reader: Reader, tokenizer: Any) -> Loaded:
+    """A model whose layers are the blocks of a GGUF file: from their packed copy, or put in the kernels' order now."""
+    assert reader.gguf is not None
+    key = source_key(reader.folder, reader.checkpoint)
+    place = copy_place(reader.gguf, BLOCKS, reader.dtype, beside=False)
+    remove_leftovers(place)
+    if is_packed(place):
+        try:
+            return _from_packed(
+                place, reader.name, tokenizer, reader.dtype, reader.device, False, reader.config, key=key
+            )
+        except LoadError as error:
+            logger.warning("%s: it is packed anew now", error.message.removesuffix(f"; {REMEDY}"))
+    require_bytes(reader.checkpoint.stored_bytes, f"the model {reader.name!r}", remedy="choose a smaller file")
+    native = PackedWeights.create()
+    assert native is not None, "see _can_run_blocks"
+    weights = named_weights(read_gguf(reader.gguf), reader.config, reader.name)
+    with progress(f"packing {reader.gguf.name} for the kernels", size=reader.checkpoint.stored_bytes):
+        made = read_blocks(weights, without_weights(reader.config, reader.dtype), native, reader.dtype)
+    register()
+    config = copy.deepcopy(reader.config)
+    config.quantization_config = {"quant_method": METHOD, "layers": sorted(made.layers)}
+    model = reader.read(tensors=made.others, config=config)
+    put_layers(model, made.layers)
+    prepared = Prepared(native=native, shapes=None, report=None, siblings=[])
+    save = functools.partial(
+        save_packed, place=place, source=reader.folder, key=key, config=reader.config, tokenizer=tokenizer
+    )
+    return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=True, prepared=prepared, save=save)
 
 
 def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool) -> Loaded:

@@ -44,8 +44,9 @@ from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.files import cache_folder, sync
 from sakiyomi.core.memory import readable
 from sakiyomi.core.model_folder import PACKED_FILE
+from sakiyomi.kernels.blocks import FORMATS, Blocks
 from sakiyomi.kernels.experts import serve_experts
-from sakiyomi.kernels.native import PARTS, PackedLayer, PackedWeights, can_pack
+from sakiyomi.kernels.native import PARTS, PackedEmbedding, PackedLayer, PackedWeights, can_pack
 from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.kernels.quantization import QuantizationReport
 from sakiyomi.model_executor.loading.placeholder import METHOD
@@ -128,18 +129,15 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         config, tokenizer: of the model.
     """
     module, report = packed.module, packed.weights.quantization
-    layers = {name: child for name, child in module.named_modules() if isinstance(child, PackedLayer)}
-    tensors = {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.tensors().items()}
+    held = {name: child for name, child in module.named_modules() if isinstance(child, PackedLayer)}
+    layers = dict(sorted(held.items(), key=lambda item: item[1].index))  # as they are read again
+    tensors = _unshared(layer_tensors(layers))
     others = _unshared({**module.state_dict(), **tensors_aside(module)})
     about: dict[str, Any] = {
         "format": FORMAT,
         "source": key,
         "dtype": dtype_name(packed.dtype),
-        "layers": {
-            name: {"in": layer.in_features, "out": layer.out_features, "bits": layer.bits}
-            | ({} if layer.count is None else {"count": layer.count})
-            for name, layer in layers.items()
-        },
+        "layers": {name: _about(name, layer, layers) for name, layer in layers.items()},
         "experts": packed.weights.packed_experts,
         "siblings": packed.weights.siblings,
         "cache": [shape.as_json() for shape in packed.cache.shapes],
@@ -183,6 +181,25 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         place,
     )
     return True
+
+
+def layer_tensors(layers: Mapping[str, PackedLayer]) -> dict[str, Tensor]:
+    """What the kernels read of layers, by the names in a packed copy."""
+    return {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.tensors().items()}
+
+
+def _about(name: str, layer: PackedLayer, layers: Mapping[str, PackedLayer]) -> dict[str, Any]:
+    """A layer's entry in sakiyomi.json. An embedding may have the numbers of a layer, which are kept once."""
+    about: dict[str, Any] = {"in": layer.in_features, "out": layer.out_features, "bits": layer.bits}
+    if layer.count is not None:
+        about["count"] = layer.count
+    if layer.blocks is not None:
+        about["blocks"] = list(layer.blocks)
+    if isinstance(layer, PackedEmbedding):
+        about["scale"] = layer.scale
+    data = layer.tensors()["data"].data_ptr()
+    first = next(other for other, each in layers.items() if each.tensors()["data"].data_ptr() == data)
+    return about if first == name else about | {"data": first}
 
 
 def remove_leftovers(place: Path) -> None:
@@ -379,11 +396,7 @@ def read_layers(
         others.result()
         packed: dict[str, PackedLayer] = {}
         for name in about["layers"] if order is None else order:
-            layer = about["layers"][name]
-            parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
-            _check(name, layer, parts, dtype)
-            adopt = native.adopt_experts if "count" in layer else native.adopt
-            packed[name] = adopt(parts, layer["in"], layer["out"], dtype, layer["bits"])
+            packed[name] = _adopt(native, name, about["layers"][name], tensors, dtype)
         native.experts = about["experts"]
         for group in about["siblings"]:
             join_siblings(native, [packed[name] for name in group])
@@ -396,22 +409,49 @@ def same_layers(folder: Path, layers: Mapping[str, PackedLayer]) -> bool:
     """Whether a packed copy holds these layers, and none besides."""
     from safetensors import safe_open
 
-    held = {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.tensors().items()}
+    held = _unshared(layer_tensors(layers))
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         return set(file.keys()) == set(held) and all(torch.equal(file.get_tensor(name), held[name]) for name in held)
 
 
-def _check(name: str, layer: dict[str, int], parts: dict[str, Tensor], dtype: torch.dtype) -> None:
+def _adopt(
+    native: PackedWeights, name: str, layer: dict[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> PackedLayer:
+    """A layer of a copy, in the kernels' tables."""
+    parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
+    if "data" in layer:
+        parts["data"] = tensors[f"{layer['data']}.data"]
+    blocks = Blocks(*layer["blocks"]) if "blocks" in layer else None
+    _check(name, layer, blocks, parts, dtype)
+    sizes = layer["in"], layer["out"], dtype
+    if "scale" in layer:
+        assert blocks is not None
+        return native.adopt_embedding(parts, *sizes, blocks, layer["scale"])
+    adopt = native.adopt_experts if "count" in layer else native.adopt
+    return adopt(parts, *sizes, layer["bits"], blocks)
+
+
+def _check(
+    name: str, layer: dict[str, Any], blocks: Blocks | None, parts: dict[str, Tensor], dtype: torch.dtype
+) -> None:
     """Check the length of every tensor: the kernels read without checking."""
     out, inner, bits = layer["out"], layer["in"], layer["bits"]
-    blocks = -(-out // 32)
-    sizes = {
-        16: {"data": blocks * 32 * inner * dtype.itemsize},
-        8: {"data": blocks * 32 * -(-inner // 4) * 4, "scale": 4 * out, "sum": 4 * out},
-        4: {"data": blocks * 16 * inner, "scales": blocks * inner * 2},
-    }[bits] | ({"bias": 4 * out} if "bias" in parts else {})
+    if blocks is None:
+        rows = -(-out // 32)
+        fits, sizes = (
+            can_pack((out, inner), dtype, bits),
+            {
+                16: {"data": rows * 32 * inner * dtype.itemsize},
+                8: {"data": rows * 32 * -(-inner // 4) * 4, "scale": 4 * out, "sum": 4 * out},
+                4: {"data": rows * 16 * inner, "scales": rows * inner * 2},
+            }[bits],
+        )
+    else:
+        form = FORMATS[blocks.name]
+        fits, sizes = inner % form.length == 0 and bits == form.bits, {"data": form.size(out, inner)}
+    sizes |= {"bias": 4 * out} if "bias" in parts else {}
     sizes = {part: size * layer.get("count", 1) for part, size in sizes.items()}
     counts = {len(tensor) for tensor in parts.values()} if "count" in layer else set()
-    fits = can_pack((out, inner), dtype, bits) and counts <= {layer.get("count")}
+    fits = fits and counts <= {layer.get("count")}
     if not fits or {part: tensor.nbytes for part, tensor in parts.items()} != sizes:
         raise ValueError(f"{name} has tensors of other sizes than {inner} x {out} in {bits} bits takes")

@@ -17,6 +17,7 @@ class _Placeholder(nn.Identity):
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.empty(0, device="cpu")
+        self.weight._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def register() -> None:

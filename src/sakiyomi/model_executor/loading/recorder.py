@@ -24,7 +24,7 @@ from sakiyomi.core.files import whole_file
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-from sakiyomi.kernels.native import PackedLinear, packed_tensors
+from sakiyomi.kernels.native import PackedLayer, packed_tensors
 from sakiyomi.model_executor.loading.packed import packed_files, same_layers, source_key
 from sakiyomi.model_executor.loading.recorded_tokenizer import recorded_tokenizer
 from sakiyomi.model_executor.loading.recording import (
@@ -101,7 +101,7 @@ def _record(
     weights, module = runner.weights, runner.module
     names = {parameter.data_ptr(): name for name, parameter in module.named_parameters() if parameter.numel()}
     modules: dict[str, nn.Module] = dict(module.named_modules())
-    packed = {name: child for name, child in modules.items() if isinstance(child, PackedLinear)}
+    packed = {name: child for name, child in modules.items() if isinstance(child, PackedLayer)}
     layers = dict(sorted(packed.items(), key=lambda item: item[1].index))  # by which the graph calls them
     if [layer.index for layer in layers.values()] != list(range(len(layers))):
         raise UnsupportedError("its layers are not the first ones in the kernels' tables")
@@ -175,7 +175,7 @@ def _saved(graph: Any) -> bytes:
     return bare.getvalue()
 
 
-def _place(name: str, layer: PackedLinear, source: TensorSource, embeddings: list[str]) -> dict[str, Any]:
+def _place(name: str, layer: PackedLayer, source: TensorSource, embeddings: list[str]) -> dict[str, Any]:
     """The names of a packed layer's weight and bias in the checkpoint, which may be those of an embedding, or others.
 
     Raises:
@@ -208,7 +208,7 @@ def _prove(
     Raises:
         UnsupportedError: their logits differ.
     """
-    layers = {name: child for name, child in runner.module.named_modules() if isinstance(child, PackedLinear)}
+    layers = {name: child for name, child in runner.module.named_modules() if isinstance(child, PackedLayer)}
     recorded = assemble(about, script, weights, layers, whole=lambda model: model)
     own = runner.module
     last = [(rows, torch.tensor([rows - 1])) for rows in tried if rows < TRIED[-1]]

@@ -1,0 +1,462 @@
+// Rows x weights in the block formats of GGUF files, as blocks.py lays them out: rows as they are, or rounded to 8 bits with a scale for
+// each 32 neighbours.
+//
+// A block of 32 output channels and `length` inputs is a header, scales and minimums, and the codes of 32 inputs after 32 inputs, in
+// planes of bits. Sums of a group's products are whole numbers, and are added in order: a row's result does not depend on the others.
+
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "linear.h"
+#include "torch.h"
+#include "vector.h"
+
+namespace {
+
+constexpr int64_t tile_length = 32;  // inputs whose codes lie together
+constexpr int64_t most_groups = 16;  // of a block
+
+// Numbers for which codes stand, made positive by the format's offset.
+constexpr uint8_t iq4_table[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
+constexpr uint8_t fp4_table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// See BlockFormat in blocks.py.
+struct BlockFormat {
+  int64_t type;  // GGML's number
+  int bits, length, group, offset;
+  const uint8_t* table;
+  bool low;
+  int factors;
+
+  bool scaled() const { return bits <= 8; }
+  int64_t groups() const { return length / group; }
+  int64_t header() const { return scaled() ? (low ? 128 : 64) + (factors ? groups() * block_width * (factors == 8 && low ? 2 : 1) : 0) : 0; }
+  int64_t tile_size() const { return bits * 128; }
+  int64_t size() const { return header() + length / tile_length * tile_size(); }
+};
+
+constexpr int64_t f32_type = 0, f16_type = 1, bf16_type = 30, mxfp4_type = 39;
+constexpr BlockFormat block_formats[] = {
+    {f32_type, 32, 32, 32, 0, nullptr, false, 0},
+    {f16_type, 16, 32, 32, 0, nullptr, false, 0},
+    {bf16_type, 16, 32, 32, 0, nullptr, false, 0},
+    {2, 4, 32, 32, 8, nullptr, false, 0},              // Q4_0
+    {3, 4, 32, 32, 0, nullptr, true, 0},               // Q4_1
+    {6, 5, 32, 32, 16, nullptr, false, 0},             // Q5_0
+    {7, 5, 32, 32, 0, nullptr, true, 0},               // Q5_1
+    {8, 8, 32, 32, 128, nullptr, false, 0},            // Q8_0
+    {10, 2, 256, 16, 0, nullptr, true, 4},             // Q2_K
+    {11, 3, 256, 16, 4, nullptr, false, 8},            // Q3_K
+    {12, 4, 256, 32, 0, nullptr, true, 8},             // Q4_K
+    {13, 5, 256, 32, 0, nullptr, true, 8},             // Q5_K
+    {14, 6, 256, 16, 32, nullptr, false, 8},           // Q6_K
+    {20, 4, 32, 32, 127, iq4_table, false, 0},         // IQ4_NL
+    {23, 4, 256, 32, 127, iq4_table, false, 8},        // IQ4_XS
+    {mxfp4_type, 4, 32, 32, 12, fp4_table, false, 0},
+};
+
+inline const BlockFormat* block_format(int64_t type) {
+  const BlockFormat* found = std::find_if(std::begin(block_formats), std::end(block_formats), [&](const BlockFormat& f) { return f.type == type; });
+  return found == std::end(block_formats) ? nullptr : found;
+}
+
+using Whole = typename Native<int32_t>::type;
+using Real = typename Native<float>::type;
+typedef uint8_t Eights __attribute__((vector_size(native_bytes)));
+typedef uint16_t Sixteens __attribute__((vector_size(native_bytes)));
+constexpr int native_parts = 4 * block_width / native_bytes;  // vectors that hold a number of 32 bits of each channel
+constexpr int native_lanes = native_bytes / 4;
+
+// ---------------------------------------------------------------- scales
+
+// 16 float16 numbers.
+inline f16v load_halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (f16v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+  return {(f16v::Half)_mm256_cvtph_ps(load<__m128i>(from)), (f16v::Half)_mm256_cvtph_ps(load<__m128i>(from + 8))};
+#else
+  float all[16];
+  for (int t = 0; t < 16; ++t) {  // exact for all finite numbers
+    const float y = std::bit_cast<float>(uint32_t(from[t] & 0x7fff) << 13) * 0x1p112f;
+    all[t] = std::bit_cast<float>(std::bit_cast<uint32_t>(y) | uint32_t(from[t] & 0x8000) << 16);
+  }
+  return load16(all);
+#endif
+}
+
+// 16 signed bytes as numbers.
+inline f16v load_signed(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (f16v)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#elif defined(__AVX2__)
+  auto half = [](const int8_t* at) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at))); };
+  return {(f16v::Half)half(from), (f16v::Half)half(from + 8)};
+#else
+  float all[16];
+  for (int t = 0; t < 16; ++t) all[t] = from[t];
+  return load16(all);
+#endif
+}
+
+// Scales and minimums of a block's groups.
+struct Scales {
+  float scale[most_groups][block_width], low[most_groups][block_width];
+
+  // From the header of a block.
+  void read(const BlockFormat& form, const uint8_t* from) {
+    const int64_t groups = form.groups();
+    const int8_t* factors = (const int8_t*)from + (form.low ? 128 : 64);
+    for (int c = 0; c < 2; ++c) {
+      const uint16_t* halves = (const uint16_t*)from + 16 * c;
+      const f16v whole = form.type == mxfp4_type ? load16((const bf16*)halves) : load_halves(halves);
+      const f16v least = form.low ? load_halves(halves + 32) : f16v{};
+      if (!form.factors) {
+        store16(scale[0] + 16 * c, whole), store16(low[0] + 16 * c, least);
+        continue;
+      }
+      for (int64_t g = 0; g < groups; ++g) {
+        const int8_t* own = factors + g * block_width + 16 * c;
+        if (form.factors == 4) {  // scales and minimums share bytes
+          int8_t both[2][16];
+          for (int t = 0; t < 16; ++t) both[0][t] = own[t] & 15, both[1][t] = uint8_t(own[t]) >> 4;
+          store16(scale[g] + 16 * c, load_signed(both[0]) * whole), store16(low[g] + 16 * c, load_signed(both[1]) * least);
+          continue;
+        }
+        store16(scale[g] + 16 * c, load_signed(own) * whole);
+        if (form.low) store16(low[g] + 16 * c, load_signed(own + groups * block_width) * least);
+      }
+    }
+  }
+};
+
+// ---------------------------------------------------------------- codes
+
+inline Eights shifted(Eights x, int by) { return (Eights)((Sixteens)x >> by); }
+
+// 16 numbers by their places.
+inline Eights looked_up(const uint8_t* table, Eights codes) {
+#if defined(__AVX512BW__)
+  return (Eights)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(table)), (__m512i)codes);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (Eights)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(table)), (__m256i)codes);
+#else
+  for (int t = 0; t < native_bytes; ++t) codes[t] = table[codes[t]];
+  return codes;
+#endif
+}
+
+// Adds a number to those of `native_bytes` codes whose bit is set.
+inline Eights with_bit(Eights codes, const uint8_t* bits, uint8_t much) {
+#if defined(__AVX512BW__)
+  return (Eights)_mm512_mask_add_epi8((__m512i)codes, load<__mmask64>(bits), (__m512i)codes, _mm512_set1_epi8(much));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+  const __m256i each = _mm256_set1_epi64x(0x8040201008040201ll);
+  const __m256i own = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(load<int32_t>(bits)), spread), each);
+  return codes | (Eights)_mm256_and_si256(_mm256_cmpeq_epi8(own, each), _mm256_set1_epi8(much));
+#else
+  for (int t = 0; t < native_bytes; ++t) codes[t] += (bits[t / 8] >> (t % 8) & 1) * much;
+  return codes;
+#endif
+}
+
+// The codes of inputs 4 * k and on of a tile, of the channels c * native_lanes and on: four of each.
+template <int bits, bool table = false>
+struct Codes {
+  const uint8_t* tile;
+  const uint8_t* numbers = nullptr;  // of a table
+
+  inline Eights operator()(int64_t k, int c) const {
+    constexpr int per = 64 / native_bytes;
+    const int z = c / per, at = c % per * native_bytes, pair = 2 * (2 * (k % 2) + z);
+    if constexpr (bits == 8) return load<Eights>(tile + 128 * k + c * native_bytes);
+    Eights codes;
+    if constexpr (bits >= 4) codes = shifted(load<Eights>(tile + 64 * k + at), 4 * z) & 15;
+    else codes = shifted(load<Eights>(tile + 64 * (k / 2) + at), pair) & 3;
+    if constexpr (bits == 6) {
+      const Eights high = load<Eights>(tile + 512 + 64 * (k / 2) + at);
+      codes |= (pair > 4 ? shifted(high, pair - 4) : (Eights)((Sixteens)high << (4 - pair))) & 48;
+    }
+    if constexpr (bits == 5) codes = with_bit(codes, tile + 512 + 16 * k + c * native_bytes / 8, 16);
+    if constexpr (bits == 3) codes = with_bit(codes, tile + 256 + 16 * k + c * native_bytes / 8, 4);
+    if constexpr (table) codes = looked_up(numbers, codes);
+    return codes;
+  }
+};
+
+// Calls f with the codes of a tile, of a type of their own for each format.
+template <typename F>
+inline void with_codes(const BlockFormat& form, F f) {
+  switch (form.bits) {
+    case 2: return f(Codes<2>{});
+    case 3: return f(Codes<3>{});
+    case 4: return form.table ? f(Codes<4, true>{}) : f(Codes<4>{});
+    case 5: return f(Codes<5>{});
+    case 6: return f(Codes<6>{});
+    default: return f(Codes<8>{});
+  }
+}
+
+// ---------------------------------------------------------------- rows as they are
+
+// The numbers of a tile: [32 inputs][32 channels].
+inline void floats_of_tile(const BlockFormat& form, const uint8_t* tile, float* to) {
+  for (int64_t i = 0; i < tile_length * 2; ++i)
+    store16(to + 16 * i, form.bits == 32              ? load16((const float*)tile + 16 * i)
+                         : form.type == bf16_type ? load16((const bf16*)tile + 16 * i)
+                                                  : load_halves((const uint16_t*)tile + 16 * i));
+}
+
+template <typename C>
+inline void numbers_of_tile(const BlockFormat& form, C codes, const Scales& scales, int64_t first, float* to) {
+  const int steps = form.group / 4;
+  for (int64_t k = 0; k < tile_length / 4; ++k)
+    UNROLL for (int c = 0; c < native_parts; ++c) {
+      const int64_t g = first + k / steps;
+      const Real scale = load<Real>(scales.scale[g] + c * native_lanes), low = load<Real>(scales.low[g] + c * native_lanes);
+      const Whole all = (Whole)codes(k, c);
+      UNROLL for (int j = 0; j < 4; ++j) {
+        const Whole code = ((all >> (8 * j)) & 255) - form.offset;
+        const Real number = __builtin_convertvector(code, Real) * scale;
+        store(to + (4 * k + j) * block_width + c * native_lanes, form.low ? number + low : number);
+      }
+    }
+}
+
+// Reads the blocks of 32 output channels one after the other, as numbers.
+class NumberReader {
+ public:
+  NumberReader(const BlockFormat& form, const void* data, int64_t in, int64_t first)
+      : form_(form), at_((const uint8_t*)data + first / block_width * ((in + form.length - 1) / form.length) * form.size()) {}
+
+  // The next tile: [32 inputs][32 channels].
+  void next(float* to) {
+    if (!form_.scaled()) {
+      floats_of_tile(form_, at_, to);
+    } else {
+      if (left_ == 0) scales_.read(form_, at_), at_ += form_.header(), left_ = form_.length / tile_length;
+      const int64_t group = (form_.length / tile_length - left_--) * tile_length / form_.group;
+      with_codes(form_, [&](auto codes) {
+        codes.tile = at_, codes.numbers = form_.table;
+        numbers_of_tile(form_, codes, scales_, group, to);
+      });
+    }
+    at_ += form_.tile_size();
+  }
+
+ private:
+  const BlockFormat& form_;
+  const uint8_t* at_;
+  int64_t left_ = 0;  // tiles of the block
+  Scales scales_;
+};
+
+// One block of output channels; rows of numbers.
+template <typename T>
+void block_of_numbers(const Weight& w, const float* x, Panel panel, T* y, int64_t first) {
+  constexpr int64_t length = 4 * tile_length;
+  in_strips<rows_at_once>(panel, [&](int64_t row, int64_t count, bool) {
+    f16v sum[strip_rows][2];
+    for (int c = 0; c < 2; ++c) {
+      const f16v bias = some<f16v>(w.bias ? w.bias + first + 16 * c : nullptr, std::clamp<int64_t>(w.out - (first + 16 * c), 0, 16));
+      for (int64_t r = 0; r < count; ++r) sum[r][c] = bias;
+    }
+    NumberReader reader(*w.form, w.data, w.in, first);
+    alignas(64) float wide[length * block_width];
+    for (int64_t k = 0; k < w.in; k += length) {
+      const int64_t some = std::min(length, w.in - k);
+      for (int64_t i = 0; i < some; i += tile_length) reader.next(wide + i * block_width);
+      in_lines<rows_at_once>(count, [&](auto R, int64_t r) { dot<R()>(x + (row + r) * w.in + k, w.in, (const float*)wide, some, sum + r); });
+    }
+    for (int c = 0; c < 2; ++c)
+      for (int64_t r = 0; r < count; ++r)
+        put(y + (row + r) * w.out + first + 16 * c, sum[r][c], std::clamp<int64_t>(w.out - (first + 16 * c), 0, 16));
+  });
+}
+
+// Rows of a weight by their numbers, as an embedding gives them: [count][in].
+template <typename T>
+void look_up(const Weight& w, const int64_t* numbers, int64_t count, T* to) {
+  parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
+    float wide[tile_length * block_width];
+    for (int64_t i = begin; i < end; ++i) {
+      NumberReader reader(*w.form, w.data, w.in, numbers[i] / block_width * block_width);
+      for (int64_t k = 0; k < w.in; k += tile_length) {
+        reader.next(wide);
+        float row[tile_length];
+        for (int64_t j = 0; j < tile_length; ++j) row[j] = wide[j * block_width + numbers[i] % block_width];
+        for (int64_t j = 0; j < std::min(tile_length, w.in - k); j += 16)
+          put(to + i * w.in + k + j, load16(row + j), std::min<int64_t>(16, w.in - k - j));
+      }
+    }
+  });
+}
+
+// ---------------------------------------------------------------- rows in bytes
+
+#if defined(PAIRS)
+using GroupedByte = int32_t;  // a pair of a row's numbers, see `put_row`
+#else
+using GroupedByte = int8_t;
+#endif
+
+// Rows in 8 bits, each 32 neighbours with a scale.
+struct GroupedBytes {
+  std::vector<GroupedByte> data;  // [rows][in / row_bytes_step]
+  std::vector<float> scale;       // [rows][in / 32]
+  std::vector<int32_t> sums[2];   // [rows][in / 16], [rows][in / 32]: of the numbers
+  std::vector<float> wholes[2];   // these, times their scale
+  int64_t in;
+
+  const GroupedByte* at(int64_t row, int64_t k) const { return data.data() + (row * in + k) / row_bytes_step; }
+};
+
+template <typename T>
+void to_grouped(const T* x, int64_t rows, int64_t in, GroupedBytes& to) {
+  const int64_t groups = in / group_length;
+  to.in = in;
+  to.data.resize(rows * in / row_bytes_step), to.scale.resize(rows * groups);
+  for (int i = 0; i < 2; ++i) to.sums[i].resize(rows * groups * (2 - i)), to.wholes[i].resize(rows * groups * (2 - i));
+  parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * groups; i < end * groups; ++i) {
+      const T* from = x + i * group_length;
+      const f16v a = load16(from), b = load16(from + 16);
+      const i16v left = (i16v)a & 0x7fffffff, right = (i16v)b & 0x7fffffff;
+      // Without their signs numbers have the order of their bits, and a NaN is above all: it becomes the scale, and is seen.
+      const i16v tops = chosen(left > right, left, right);
+      int32_t top = 0;
+      for (int t = 0; t < 16; ++t) top = std::max(top, tops[t]);
+      const float most = std::bit_cast<float>(top), inverse = most > 0 ? 127.0f / most : 0.0f, scale = most / 127.0f;
+      int8_t bytes[group_length];
+      put_bytes(bytes, a * inverse), put_bytes(bytes + 16, b * inverse);
+#if defined(PAIRS)
+      put_row(bytes, group_length, to.data.data() + i * group_length / row_bytes_step);
+#else
+      std::memcpy(to.data.data() + i * group_length, bytes, group_length);
+#endif
+      int32_t sums[2] = {};
+      for (int t = 0; t < 16; ++t) sums[0] += bytes[t], sums[1] += bytes[16 + t];
+      to.scale[i] = scale;
+      for (int h = 0; h < 2; ++h) to.sums[0][2 * i + h] = sums[h], to.wholes[0][2 * i + h] = float(sums[h]) * scale;
+      to.sums[1][i] = sums[0] + sums[1], to.wholes[1][i] = float(sums[0] + sums[1]) * scale;
+    }
+  });
+}
+
+// Codes as they are multiplied.
+#if defined(PAIRS)
+using Ready = Pairs;
+inline Ready ready_of(Eights codes) {
+  return {_mm256_and_si256((__m256i)codes, _mm256_set1_epi16(255)), _mm256_srli_epi16((__m256i)codes, 8)};
+}
+#else
+using Ready = Eights;
+inline Ready ready_of(Eights codes) { return codes; }
+#endif
+
+// Adds the products of each channel's four codes and a row's four numbers.
+inline Whole add_products(Whole sum, const Ready& codes, const GroupedByte* x) {
+#if defined(PAIRS)
+  sum += (Whole)_mm256_madd_epi16(codes.even, _mm256_set1_epi32(x[0]));
+  return sum + (Whole)_mm256_madd_epi16(codes.odd, _mm256_set1_epi32(x[1]));
+#elif defined(__AVX512VNNI__)
+  return (Whole)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(load<int32_t>(x)));
+#else
+  for (int j = 0; j < 4; ++j) sum += (((Whole)codes >> (8 * j)) & 255) * int32_t(x[j]);
+  return sum;
+#endif
+}
+
+// A tile whose codes are taken apart already, for many rows.
+struct ReadyCodes {
+  const Ready* ready;
+  inline const Ready& operator()(int64_t k, int c) const { return ready[k * native_parts + c]; }
+};
+template <typename C>
+struct FreshCodes {
+  C codes;
+  inline Ready operator()(int64_t k, int c) const { return ready_of(codes(k, c)); }
+};
+
+// What a tile adds to the sums of R rows. `scales`: of the tile's groups; `lows` likewise, or null. `place`: of the tile in the rows.
+template <int R, int group, typename C>
+APART void add_tile(C codes, const GroupedBytes& x, int64_t row, int64_t place, int offset, const float* scales, const float* lows, f16v sums[][2]) {
+  constexpr int groups = tile_length / group, steps = group / 4;
+  const int64_t all = x.in / group, first = place * groups;
+  const int32_t* starts = x.sums[2 - groups].data() + row * all + first;
+  const float* wholes = x.wholes[2 - groups].data() + row * all + first;
+  const float* by = x.scale.data() + row * (x.in / group_length) + place;
+  for (int h = 0; h < groups; ++h) {
+    Whole part[R][native_parts];
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int c = 0; c < native_parts; ++c) part[r][c] = Whole{} - offset * starts[r * all + h];
+    for (int k = h * steps; k < (h + 1) * steps; k += 2)
+      UNROLL for (int odd = 0; odd < 2; ++odd)
+        UNROLL for (int c = 0; c < native_parts; ++c) {
+          const Ready ready = codes(k + odd, c);
+          UNROLL for (int r = 0; r < R; ++r) part[r][c] = add_products(part[r][c], ready, x.at(row + r, place * tile_length + 4 * (k + odd)));
+        }
+    UNROLL for (int c = 0; c < native_parts; ++c) {
+      const Real scale = load<Real>(scales + h * block_width + c * native_lanes);
+      UNROLL for (int r = 0; r < R; ++r) {
+        char* to = (char*)sums[r] + c * native_bytes;
+        Real sum = load<Real>(to) + __builtin_convertvector(part[r][c], Real) * (scale * by[r * (x.in / group_length)]);
+        if (lows) sum += load<Real>(lows + h * block_width + c * native_lanes) * wholes[r * all + h];
+        store(to, sum);
+      }
+    }
+  }
+}
+
+// One block of output channels; rows in bytes. C: codes of a format.
+template <int group, typename C, typename T>
+void block_of_codes(C codes, const Weight& w, const GroupedBytes& x, Panel panel, T* y, int64_t first) {
+  const BlockFormat& form = *w.form;
+  const int64_t blocks = w.in / form.length, tiles = form.length / tile_length, groups = tile_length / group;
+  codes.numbers = form.table;
+  in_strips<rows_of_halves>(panel, [&](int64_t row, int64_t count, bool many) {
+    f16v sum[strip_rows][2] = {};
+    const uint8_t* at = (const uint8_t*)w.data + first / block_width * blocks * form.size();
+    for (int64_t b = 0; b < blocks; ++b) {
+      Scales scales;
+      scales.read(form, at);
+      at += form.header();
+      for (int64_t t = 0; t < tiles; ++t, at += form.tile_size()) {
+        codes.tile = at;
+        const float *by = scales.scale[t * groups], *lows = form.low ? scales.low[t * groups] : nullptr;
+        auto through = [&](auto which, int64_t r, auto R) { add_tile<R(), group>(which, x, row + r, b * tiles + t, form.offset, by, lows, sum + r); };
+        if (many) {
+          Ready ready[tile_length / 4 * native_parts];
+          for (int64_t k = 0; k < tile_length / 4; k += 2)
+            UNROLL for (int i = 0; i < 2 * native_parts; ++i) ready[k * native_parts + i] = ready_of(codes(k + i / native_parts, i % native_parts));
+          in_lines<rows_at_once>(count, [&](auto R, int64_t r) { through(ReadyCodes{ready}, r, R); });
+        } else {
+          in_lines<rows_of_halves>(count, [&](auto R, int64_t r) { through(FreshCodes<C>{codes}, r, R); });
+        }
+      }
+    }
+    for (int c = 0; c < 2; ++c) {
+      const int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
+      const f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
+      for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] + bias, n);
+    }
+  });
+}
+
+template <typename T>
+void block_of_bytes(const Weight& w, const GroupedBytes& x, Panel panel, T* y, int64_t first) {
+  with_codes(*w.form, [&]<int bits, bool table>(Codes<bits, table> codes) {
+    constexpr int group = bits == 2 || bits == 3 || bits == 6 ? 16 : 32;
+    block_of_codes<group>(codes, w, x, panel, y, first);
+  });
+}
+
+}  // namespace
