@@ -39,6 +39,19 @@ class _Active(threading.local):
 _active = _Active()
 
 
+class _Pass(threading.local):
+    """A backend's pass, of each thread its own: a pass may begin between two layers of another thread's."""
+
+    def __init__(self) -> None:
+        self.begin(BatchPlan([]))
+
+    def begin(self, plan: BatchPlan) -> None:
+        """Forget the pass before."""
+        self.plan, self.count = plan, 0
+        self.masks: dict[tuple[int, int, int, torch.device], Tensor] = {}  # as they are asked for
+        self.biases: dict[int, Tensor] = {}
+
+
 class TorchBackend(AttentionBackend):
     """Attention of one session in plain torch: see ``AttentionBackend``."""
 
@@ -47,9 +60,7 @@ class TorchBackend(AttentionBackend):
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
         self.cache, self.sources = cache, sources
         self.by_row, self.distances, self.sparse = needs.exact, needs.distances, needs.sparse
-        self.plan, self._count = BatchPlan([]), 0
-        self._masks: dict[tuple[int, int, int, torch.device], Tensor] = {}  # of the pass, as they are asked for
-        self._biases: dict[int, Tensor] = {}
+        self._pass = _Pass()
 
     @classmethod
     def serves(cls, needs: BackendNeeds) -> bool:
@@ -58,39 +69,38 @@ class TorchBackend(AttentionBackend):
 
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Describe this thread's next pass; `size` includes filler rows."""
-        _active.backend, self.plan, self._count = self, plan, 0
+        _active.backend = self
+        self._pass.begin(plan)
         latent.prompts_by(None)
-        self._masks.clear()
-        self._biases.clear()
 
     def calls(self) -> int:
         """Attention calls since `begin`."""
-        return self._count
+        return self._pass.count
 
     def _mask(self, segment: int, window: int, dropped: int, device: torch.device) -> Tensor:
         """The segment's mask (rows, columns)."""
         key = (segment, window, dropped, device)
-        if key not in self._masks:
-            self._masks[key] = self.plan.visible(segment, window, device, dropped=dropped)
-        return self._masks[key]
+        if key not in self._pass.masks:
+            self._pass.masks[key] = self._pass.plan.visible(segment, window, device, dropped=dropped)
+        return self._pass.masks[key]
 
     def _bias(self, segment: int, rows: int, alibi: Alibi | None, heads: slice, device: torch.device) -> Tensor | None:
         """Added to the scores of a segment's rows by these query heads, (heads, rows, columns); None: nothing is."""
         if alibi is not None:
-            return alibi.scores(heads, self.plan.column_positions(segment, device)).expand(-1, rows, -1)
-        if self.distances is not None and segment not in self._biases:
-            far = self.plan.distances(segment, self.distances.device).clamp_max_(self.distances.shape[1] - 1)
-            self._biases[segment] = self.distances[:, far]
-        return self._biases.get(segment)
+            return alibi.scores(heads, self._pass.plan.column_positions(segment, device)).expand(-1, rows, -1)
+        if self.distances is not None and segment not in self._pass.biases:
+            far = self._pass.plan.distances(segment, self.distances.device).clamp_max_(self.distances.shape[1] - 1)
+            self._pass.biases[segment] = self.distances[:, far]
+        return self._pass.biases.get(segment)
 
     def write_and_attend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int
     ) -> Tensor:
         """Cache write and attention of one layer, see ``AttentionBackend.attend``."""
-        self._count += 1
+        self._pass.count += 1
         out = q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
         group = q.shape[1] // k.shape[1]
-        for i, (slot, first, rows, _, _) in enumerate(self.plan.table):
+        for i, (slot, first, rows, _, _) in enumerate(self._pass.plan.table):
             for part in self.cache.parts(layer, slot):
                 own = slice(part.heads.start * group, part.heads.stop * group)  # query heads
                 at = slice(first, first + rows)
@@ -111,14 +121,14 @@ class TorchBackend(AttentionBackend):
     ) -> Tensor:
         """Attention of one segment over heads with equally many dropped pairs: (rows, heads, dim); writes its pairs."""
         (queries, new_keys, new_values), device = fresh, fresh[0].device
-        slot, _, rows, length, prompt = self.plan.table[segment]
+        slot, _, rows, length, prompt = self._pass.plan.table[segment]
         first = length - part.dropped
         part.keys[:, first : first + rows] = new_keys
         part.values[:, first : first + rows] = new_values
         keys, values = self.cache.columns(layer, slot, part, first + rows)
         if self.sparse is not None and prompt:
             return attend_some(self.sparse, Chunk(queries, keys, scaling, softcap, window), values)
-        shape, sequence = self.cache.shapes[layer], self.plan.parts[segment]
+        shape, sequence = self.cache.shapes[layer], self._pass.plan.parts[segment]
         sinks = None if shape.sinks is None else shape.sinks[own]
         bias = self._bias(segment, rows, shape.alibi, own, device)
         by_row, tree = self.by_row and not prompt, sequence.block or sequence.parents is not None
@@ -143,7 +153,7 @@ class TorchBackend(AttentionBackend):
         out = q.new_zeros(1, q.shape[2], q.shape[1], q.shape[3])
         sources = self.sources
         assert sources is not None, "made with an encoder's cache"
-        for slot, first, rows, _, _ in self.plan.table:
+        for slot, first, rows, _, _ in self._pass.plan.table:
             count = int(sources.lengths[slot])
             if not count:
                 continue
