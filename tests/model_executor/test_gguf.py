@@ -15,8 +15,9 @@ import torch
 from architectures import greedy, prompt
 from damage import DAMAGES, refusals
 from sakiyomi import LLM, LoadError, MemoryLimitError, SakiyomiError, SamplingParams, UnsupportedError
-from sakiyomi.evaluation.bench.engines import gguf_files
 from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.model_executor.gguf import export
+from sakiyomi.model_executor.gguf.export import write_gguf
 from sakiyomi.model_executor.loading import load_model
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("files")
     for kind in ("F32", "BF16", "F16", "Q8_0", "Q4_0"):
-        gguf_files._write(place / f"{kind}.gguf", tiny_llama(), tiny_tokenizer(), kind)
+        write_gguf(place / f"{kind}.gguf", tiny_llama(), tiny_tokenizer(), kind)
     return place
 
 
@@ -74,15 +75,18 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 
 def with_more(path: Path, model: Any, monkeypatch: pytest.MonkeyPatch, add: Callable[[Any], None]) -> Path:
     """The file of a model in float32, with more in it than the weights and what they need."""
-    vocabulary = gguf_files._add_vocabulary
+    begin = gguf.GGUFWriter.write_header_to_file
 
     def more(writer: Any, *args: Any) -> None:
-        vocabulary(writer, *args)
         add(writer)
+        begin(writer, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_files, "_add_vocabulary", more)
-        gguf_files._write(path, model, tiny_tokenizer(), "F32")
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", more)
+        patch.setattr(export, "_divisors", lambda model: None)
+        patch.setattr(export, "_positions", lambda config: {})
+        patch.setattr(export, "build_config", lambda file: model.config)  # which may be refused, as is to be shown
+        write_gguf(path, model, tiny_tokenizer(), "F32")
     return path
 
 
@@ -223,14 +227,13 @@ def test_a_file_is_named_like_a_folder(file: Path) -> None:
 
 
 def test_a_file_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_files, "_add_vocabulary", lambda writer, *_: writer.add_tokenizer_model("no_vocab"))
-    gguf_files._write(tmp_path / "bare.gguf", tiny_llama(), None, "F32")
+    monkeypatch.setattr(export, "_vocabulary", lambda *_: {"tokenizer.ggml.model": "no_vocab"})
+    write_gguf(tmp_path / "bare.gguf", tiny_llama(), None, "F32")
     refused(LoadError, "holds no tokenizer", "(model, tokenizer)", target=tmp_path / "bare.gguf")
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "nonesuch")
-    gguf_files._add_vocabulary(writer, tiny_tokenizer(), 320)
     writer.add_tensor("token_embd.weight", torch.zeros(4, 4).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -121,4 +121,6 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_config(causal_models.config("bloom"))
     with pytest.raises(UnsupportedError, match="type 'bloom' is not written as GGUF; expected"):
         write_gguf(tmp_path / "m.gguf", other, tiny_tokenizer(), "F32")
+    with pytest.raises(UnsupportedError, match="do not hold this model's settings: hidden_act='gelu'"):
+        write_gguf(tmp_path / "m.gguf", tiny_llama(hidden_act="gelu"), tiny_tokenizer(), "F32")
     assert not list(tmp_path.iterdir())

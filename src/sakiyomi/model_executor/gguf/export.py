@@ -13,11 +13,11 @@ from torch import Tensor
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.files import whole_file
-from sakiyomi.core.gguf import GgufFile
+from sakiyomi.core.gguf import GgufFile, read_gguf
 from sakiyomi.core.progress import progress
 from sakiyomi.model_executor.gguf.architectures import ARCHITECTURES, Architecture
 from sakiyomi.model_executor.gguf.changes import SAME
-from sakiyomi.model_executor.gguf.config import ROPE_TENSORS
+from sakiyomi.model_executor.gguf.config import ROPE_TENSORS, build_config
 from sakiyomi.model_executor.gguf.quantize import K_FORMATS, quantize_k
 from sakiyomi.model_executor.gguf.special import of_full_layers, width_of
 from sakiyomi.model_executor.gguf.tokenizer import build_tokenizer, pre_tokenizer_names
@@ -28,6 +28,14 @@ TYPES = {kind: (kind, kind) for kind in ("F32", "F16", "BF16", "Q8_0", "Q6_K", "
 }
 """Types in which matrices are written: most, and those that bear rounding worst; vectors stay in F32."""
 _OTHERS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "deepseek_v3": "deepseek2"}
+_NOT_HELD = {
+    "architectures", "attention_dropout", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id", "hidden_dropout",
+    "initializer_range", "max_position_embeddings", "model_type", "output_router_logits", "pad_token_id",
+    "resid_pdrop", "rope_parameters", "router_aux_loss_coef", "sakiyomi_inflated", "transformers_version",
+    "use_cache", "_name_or_path", "attn_pdrop", "original_max_position_embeddings", "pretraining_tp",
+    "block_auto_adjust_ff_dim", "intermediate_size", "multi_query", "num_ln_in_parallel_attn", "no_rope_layers",
+}  # fmt: skip
+"""Settings that change no logits, sizes that tensors prove, and positions, which have a check of their own."""
 _NEXT = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # of rows that are no multiple of 256
 _SMALL = ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp")
 _WORST = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps")
@@ -61,27 +69,49 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, kind: str) -> None:
         UnsupportedError: an architecture, positions or a tokenizer that such files cannot hold, or that is not known.
         LoadError: the file cannot be written.
     """
-    import gguf
-
     check_type(kind)
     name, architecture = _architecture(model.config)
-    metadata = _metadata(model.config, architecture)
-    vocabulary = _vocabulary(tokenizer, int(model.config.vocab_size))
+    metadata = {f"{name}.{key}": value for key, value in _metadata(model.config, architecture).items()}
+    metadata |= _vocabulary(tokenizer, int(model.config.vocab_size))
     with whole_file(path, "choose another place") as fresh, progress(f"writing {path.name}"):
-        writer = gguf.GGUFWriter(fresh, name)
-        try:
-            for key, value in metadata.items():
-                _add(writer, f"{name}.{key}", value)
-            for key, value in vocabulary.items():
-                _add(writer, key, value)
-            for part, tensor in _tensors(model, architecture):
-                form = _form(tensor, part, kind, int(model.config.num_hidden_layers))
-                writer.add_tensor(part, _rounded(tensor, form), raw_dtype=form)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-        finally:
-            writer.close()
+        _write(fresh, name, metadata, model, kind)
+        _check_settings(model.config, build_config(read_gguf(fresh)))
+
+
+def _write(path: Path, name: str, metadata: Mapping[str, Any], model: Any, kind: str) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, name)
+    try:
+        for key, value in metadata.items():
+            _add(writer, key, value)
+        for part, tensor in _tensors(model, ARCHITECTURES[name]):
+            form = _form(tensor, part, kind, int(model.config.num_hidden_layers))
+            writer.add_tensor(part, _rounded(tensor, form), raw_dtype=form)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def _check_settings(config: Any, read: Any) -> None:
+    """Compare a model's configuration with the one that its file gives.
+
+    Raises:
+        UnsupportedError: such files do not hold a setting that changes what the model computes.
+    """
+    own, found = config.to_dict(), read.to_dict()
+    lost = [name for name in own.keys() & found.keys() - _NOT_HELD if not _alike(own[name], found[name])]
+    if lost:
+        shown = ", ".join(f"{name}={own[name]!r}" for name in sorted(lost))
+        raise UnsupportedError(f"GGUF files of {config.model_type} do not hold this model's settings: {shown}")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other) or one is None or not (one or other)  # None: what follows from other settings
 
 
 def _architecture(config: Any) -> tuple[str, Architecture]:
