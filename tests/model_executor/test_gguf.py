@@ -64,7 +64,8 @@ def test_the_same_tokens(files: Path, folder: Path, capfd: pytest.CaptureFixture
     wanted = written(folder)
     capfd.readouterr()  # what libraries say when they are imported first
     assert written(files / "F32.gguf") == wanted
-    assert capfd.readouterr() == ("", ""), "transformers shows a bar of its own"
+    shown = [line for text in capfd.readouterr() for line in text.splitlines() if "a packed copy of" not in line]
+    assert not shown, "transformers shows a bar of its own"
 
 
 # --- what transformers leaves out -------------------------------------------------------------------------------------

@@ -67,8 +67,6 @@ if TYPE_CHECKING:
 __all__ = ["Loaded", "load_model", "parse_device", "parse_dtype", "stop_tokens"]
 
 logger = logging.getLogger("sakiyomi")
-ROW_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of rows that the kernels multiply by blocks."""
 
 
 @dataclass(frozen=True)
@@ -160,26 +158,21 @@ def load_model(
         whole = functools.partial(load_model, name, dtype=dtype, device=place, quantize=quantize, packed=packed)
         if (found := read_recording(folder, wanted, quantize, lambda: whole().model, fits)) is not None:
             return Loaded(found[0], found[2], name, folder, owned=True, prepared=found[1])
-    checkpoint: Checkpoint | None
     config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
-    if gguf is not None:
-        checkpoint = checkpoint_of(read_gguf(gguf))
-    else:
-        checkpoint = None if is_packed(folder) else read_checkpoint(folder, allow_pickle=allow_pickle)
-    if checkpoint is None:
+    if gguf is None and is_packed(folder):
         _check_packed(name, packed, quantize, offload)
         copy_of: Path | None = folder
         loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code, config)
     else:
-        final = wanted or _stored_dtype(config, checkpoint)
-        blocks = gguf is not None and packed and quantize is None and offloaded is None and _can_run_blocks(place)
-        if blocks and wanted is None and final is torch.float16:
-            final = torch.bfloat16  # of rows; the file's numbers stay as they are
-        blocks = blocks and final in ROW_DTYPES
-        reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
-        loaded = _as_blocks(reader, tokenizer) if blocks else _load(reader, tokenizer, quantize, offloaded, own)
-        how = BLOCKS if blocks else None if has_encoder(config) else quantize
-        copy_of = copy_place(gguf or folder, how, final, beside=own) if how is not None else None
+        files = read_checkpoint(folder, allow_pickle=allow_pickle) if gguf is None else checkpoint_of(read_gguf(gguf))
+        final = wanted or _stored_dtype(config, files)
+        reader = Reader(name, folder, files, final, place, trust_remote_code, allow_pickle, gguf, config)
+        if packed and quantize is None and offloaded is None and gguf is not None and _can_run_blocks(reader, wanted):
+            loaded, copy_of = _as_blocks(reader, tokenizer)
+        else:
+            loaded = _load(reader, tokenizer, quantize, offloaded, own)
+            packs = quantize is not None and not has_encoder(config)
+            copy_of = copy_place(gguf or folder, quantize, final, beside=own) if quantize and packs else None
     record = functools.partial(save_recording, folder, wanted, quantize, copy_of, tokenizer) if recorded else None
     return replace(loaded, extractor=read_extractor(folder, config), record=record)
 
@@ -239,29 +232,38 @@ BLOCKS = "gguf"
 """In the name of the packed copy of a GGUF file, where others say how their layers are quantized."""
 
 
-def _can_run_blocks(device: torch.device) -> bool:
-    """Whether there are kernels that multiply the blocks of a GGUF file as they are."""
-    return device.type == "cpu" and PackedWeights.create() is not None
+def _can_run_blocks(reader: Reader, wanted: torch.dtype | None) -> bool:
+    """Whether there are kernels that multiply the blocks of a GGUF file as they are, with rows of the dtype wanted."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16 if wanted is None else torch.bfloat16)
+    return reader.device.type == "cpu" and reader.dtype in dtypes and PackedWeights.create() is not None
 
 
-def _as_blocks(reader: Reader, tokenizer: Any) -> Loaded:
-    """A model whose layers are the blocks of a GGUF file: from their packed copy, or put in the kernels' order now."""
-    assert reader.gguf is not None
+def _as_blocks(reader: Reader, tokenizer: Any) -> tuple[Loaded, Path]:
+    """A model whose layers are the blocks of a GGUF file: from their packed copy, or put in the kernels' order now.
+
+    Returns:
+        The model, whose rows are of bfloat16 where the file's numbers are of float16, and the place of the copy.
+    """
+    file = reader.gguf
+    assert file is not None
+    if reader.dtype is torch.float16:
+        reader = replace(reader, dtype=torch.bfloat16)
     key = source_key(reader.folder, reader.checkpoint)
-    place = copy_place(reader.gguf, BLOCKS, reader.dtype, beside=False)
+    place = copy_place(file, BLOCKS, reader.dtype, beside=False)
     remove_leftovers(place)
     if is_packed(place):
         try:
-            return _from_packed(
+            loaded = _from_packed(
                 place, reader.name, tokenizer, reader.dtype, reader.device, False, reader.config, key=key
             )
+            return loaded, place
         except LoadError as error:
             logger.warning("%s: it is packed anew now", error.message.removesuffix(f"; {REMEDY}"))
     require_bytes(reader.checkpoint.stored_bytes, f"the model {reader.name!r}", remedy="choose a smaller file")
     native = PackedWeights.create()
     assert native is not None, "see _can_run_blocks"
-    weights = named_weights(read_gguf(reader.gguf), reader.config, reader.name)
-    with progress(f"packing {reader.gguf.name} for the kernels", size=reader.checkpoint.stored_bytes):
+    weights = named_weights(read_gguf(file), reader.config, reader.name)
+    with progress(f"packing {file.name} for the kernels", size=reader.checkpoint.stored_bytes):
         made = read_blocks(weights, without_weights(reader.config, reader.dtype), native, reader.dtype)
     register()
     config = copy.deepcopy(reader.config)
@@ -272,7 +274,7 @@ def _as_blocks(reader: Reader, tokenizer: Any) -> Loaded:
     save = functools.partial(
         save_packed, place=place, source=reader.folder, key=key, config=reader.config, tokenizer=tokenizer
     )
-    return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=True, prepared=prepared, save=save)
+    return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=True, prepared=prepared, save=save), place
 
 
 def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool) -> Loaded:
