@@ -142,7 +142,7 @@ def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[
 
     runner.begin(BatchPlan([]), 8)
     ids = torch.zeros(1, 8, dtype=torch.int64)
-    graph = trace(forward, runner.module, ids, ids.clone(), torch.tensor([0, 5])).graph.copy()
+    graph = trace(forward, ids, ids.clone(), torch.tensor([0, 5])).graph.copy()
     torch._C._jit_pass_dce(graph)
     read: list[str] = []
     for node in list(graph.nodes()):
