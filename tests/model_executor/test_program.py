@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from architectures import CONFIGS, HYBRIDS, KINDS, model_of, prompt
@@ -119,7 +119,7 @@ def test_what_follows_from_positions(case: str) -> None:
         return torch.nn.functional.embedding(ids, table) * function(ids, positions)
 
     ids, positions = torch.tensor([[3, 9, 0, 3]]), torch.tensor([[7, 8, 2, 3000]])
-    traced = trace(forward, nn.Module(), ids, torch.arange(4)[None])
+    traced = trace(forward, ids, torch.arange(4)[None])
     made = Program(traced.graph, [], [(16, torch.float32)])
     assert bool(made._tables) == (case in ("angles", "a product of matrices"))
     assert torch.equal(made(ids, positions)[0], forward(ids, positions))
@@ -187,7 +187,7 @@ def test_operators_of_torch(case: str, dtype: torch.dtype) -> None:
     def forward(ids: Tensor, positions: Tensor) -> Tensor:
         return CALLED[case](functional.embedding(ids, table))
 
-    traced = trace(forward, nn.Module(), torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None])
+    traced = trace(forward, torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None])
     ids = torch.arange(512)[None]
     wanted = forward(ids, ids)
     made = Program(traced.graph, [], [(wanted.shape[-1], wanted.dtype)])
@@ -202,7 +202,6 @@ def test_what_passes_share_is_not_written() -> None:
     for write in (lambda x: kept.masked_fill_(x > 0.5, 1.0), lambda x: kept.add_(x), lambda x: kept.add_(1.0)):
         traced = trace(
             lambda ids, positions, f=write: f(functional.embedding(ids, table)) + functional.embedding(ids, table),
-            nn.Module(),
             torch.tensor([[3, 9, 0, 3]]),
             torch.arange(4)[None],
         )
@@ -218,7 +217,7 @@ def test_learned_positions_end_somewhere() -> None:
         return functional.embedding(ids, table) + functional.embedding(positions, places)
 
     ids = torch.tensor([[3, 9, 0]])
-    traced = trace(forward, nn.Module(), ids, torch.arange(3)[None])
+    traced = trace(forward, ids, torch.arange(3)[None])
     made = Program(traced.graph, [], [(16, torch.float32)])
     for first in (0, 150, 297):
         positions = torch.arange(first, first + 3)[None]
@@ -236,7 +235,7 @@ def test_rows_that_are_asked_for() -> None:
 
     ids, keep = torch.tensor([[3, 9, 0, 7]]), torch.tensor([1, 3])
     positions = torch.arange(4)[None]
-    made = Program(trace(forward, nn.Module(), ids, positions, keep).graph, [], [(3, torch.float32)])
+    made = Program(trace(forward, ids, positions, keep).graph, [], [(3, torch.float32)])
     for rows in (keep, torch.tensor([2]), None):
         kept = torch.arange(4) if rows is None else rows
         assert torch.equal(made(ids, positions, rows)[0], forward(ids, positions, kept))
@@ -245,9 +244,7 @@ def test_rows_that_are_asked_for() -> None:
 def test_functions_go_with_their_program() -> None:
     """Python's functions that steps call are held by the program alone."""
     before = len(torch_steps._functions)
-    traced = trace(
-        lambda ids, positions: functional.softplus(ids.float())[..., None], nn.Module(), *[torch.arange(4)[None]] * 2
-    )
+    traced = trace(lambda ids, positions: functional.softplus(ids.float())[..., None], *[torch.arange(4)[None]] * 2)
     made = Program(traced.graph, [], [(1, torch.float32)])
     assert len(torch_steps._functions) == before + 1
     del made

@@ -46,6 +46,8 @@ class RecordedModel(nn.Module):
         UnsupportedError: see ``Program``.
     """
 
+    device = torch.device("cpu")  # whose kernels are recorded
+
     def __init__(
         self,
         about: Mapping[str, Any],
@@ -82,11 +84,6 @@ class RecordedModel(nn.Module):
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, own = name.rpartition(".")
         self._container(parent).add_module(own, module)
-
-    @property
-    def device(self) -> torch.device:
-        """Always the CPU: recordings are made of its kernels."""
-        return torch.device("cpu")
 
     def get_output_embeddings(self) -> nn.Module:
         """The head over the vocabulary."""

@@ -46,7 +46,7 @@ class RecordedPasses:
     mode: ClassVar[str] = "recorded"
 
     def __init__(self, forward: PassForward, module: Any, sizes: Sequence[int]) -> None:
-        self._forward, self._module, self._sizes = forward, module, tuple(sizes)
+        self._forward, self._sizes = forward, tuple(sizes)
         self._read = module.program if isinstance(module, RecordedModel) else None
         self._made: dict[int, Program] = {}  # by the rows that they were made of; the first one serves all others
         self.ready: dict[int, PassForward] = {} if self._read is None else dict.fromkeys(sizes, self._read)
@@ -93,7 +93,7 @@ class RecordedPasses:
         ids = torch.zeros(1, rows, dtype=torch.int64)
         begin(BatchPlan([]), rows)
         try:
-            self._made[rows] = _program(trace(self._forward, self._module, ids, ids.clone()).graph)
+            self._made[rows] = _program(trace(self._forward, ids, ids.clone()).graph)
         except Exception as error:  # of any kind: the eager path still works
             self._fail(str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}")
 

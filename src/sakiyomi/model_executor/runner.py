@@ -129,7 +129,12 @@ class ModelRunner(Session):
                     found = self.recorder.run(self.begin, plan, ids, positions, keep)
                 replayed = found is not None
                 if found is None:
-                    found = self.forward(ids.to(self.device), positions.to(self.device), keep)
+                    wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
+                    ids, positions = ids.to(self.device), positions.to(self.device)
+                    self.weights.capture.begin()
+                    given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "use_cache": False}
+                    logits = self.module(**given, **wanted).logits
+                    found = logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
             finally:

@@ -275,18 +275,11 @@ class Session:
         if self.recorder is not None:
             self.recorder.clear()
 
-    def forward(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> PassResult:
-        """The model's own forward on its device, which is also traced for recordings.
-
-        Args:
-            ids, positions: (1, N) of all rows.
-            keep: (K,) numbers of the rows whose logits are wanted; None: all.
-        """
-        wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
-        given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "use_cache": False}
+    def forward(self, ids: Tensor, positions: Tensor) -> PassResult:
+        """The forward over all rows, which is traced for a recording."""
         self.weights.capture.begin()
-        logits: Tensor = self.module(**given, **wanted).logits
-        return logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()
+        logits: Tensor = self.module(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False).logits
+        return logits, self.weights.capture.take()
 
     # ------------------------------------------------------------ what stays of the cache
 

@@ -8,13 +8,12 @@ warns, and the model is refused. Results that depend on sizes, settings and weig
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.jit._trace import TracerWarning
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -29,13 +28,13 @@ _SIZED_BY_VALUES = {"aten::nonzero", "aten::nonzero_numpy", "aten::masked_select
 """Operators whose results have a size that depends on values, as has a tensor that is indexed by truth values."""
 
 
-def trace(forward: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> Any:
-    """A function that runs `module`, as TorchScript.
+def trace(forward: Callable[..., Any], *inputs: Tensor) -> Any:
+    """A function as TorchScript. The parameters that it reads must not require gradients, see ``structural_copy``.
 
     Raises:
         UnsupportedError: Python decides something from a tensor's values, which is only right for these inputs.
     """
-    with warnings.catch_warnings(record=True) as told, _detached(module):
+    with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with _Origins(told) as origins:
             made = torch.jit.trace(forward, inputs, check_trace=False)
@@ -100,19 +99,3 @@ def _has_mask(indices: Any) -> bool:
     """Whether one of these indices is a tensor of truth values."""
     types = [index.type() for index in indices.node().inputs()]
     return any(isinstance(found, torch._C.TensorType) and found.scalarType() == "Bool" for found in types)
-
-
-@contextmanager
-def _detached(module: nn.Module) -> Iterator[None]:
-    """A context in which parameters require no gradients, as a trace needs; their tensors stay the same."""
-    swapped = []
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.requires_grad:
-                swapped.append((part, name, parameter))
-                part._parameters[name] = parameter.detach()  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for part, name, parameter in swapped:
-            part._parameters[name] = parameter

@@ -255,11 +255,18 @@ class ModelWeights:
         if self.expected is not None or apart or self.max_context < PROOF + 2:
             return
         prepared = self._given.prepared
-        table = self.packed if prepared is None else prepared.native
-        if table is not None:
+        if (table := self.packed if prepared is None else prepared.native) is not None:
             table.begin(BatchPlan([]), 0)
-        layers = None if stateful else _enough(self.module, int(self.config.num_hidden_layers))
-        self.expected = _expect(self.module, self.vocab_size, self.device, layers, stateful=stateful)
+        count = 0 if stateful else int(self.config.num_hidden_layers)
+        layers = None if stateful else _enough(self.module, count)
+        if layers is not None:
+            with settings_of(self.module, layers, count):
+                some = some_layers(self.module, layers, count, head=False)
+                found = expect(some, self.vocab_size, self.device, stateful=False)
+            if found is not None:  # else these layers need others
+                self.expected = found._replace(layers=layers)
+                return
+        self.expected = expect(self.module, self.vocab_size, self.device, stateful=stateful)
 
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Also capture the outputs of these decoder layers in every pass (see ``PassOutput``), once sessions settle.
@@ -308,7 +315,10 @@ class ModelWeights:
         """
         if self.has_experts:
             return None
-        return _read_bytes(self.module, self.encoder.projections if self.encoder is not None else [])
+        apart = set(map(id, self.encoder.projections)) if self.encoder is not None else set()
+        modules = [m for m in self.module.modules() if not isinstance(m, nn.Embedding) and id(m) not in apart]
+        packed = [part for m in modules if isinstance(m, PackedLinear) for part in m.tensors().values()]
+        return sum(map(_stored_bytes, (*packed, *(weight for m in modules for weight in m.parameters(recurse=False)))))
 
     def needs(self, *, exact: bool, evicts: bool) -> BackendNeeds:
         """The requirements of a session's attention backend."""
@@ -392,19 +402,6 @@ def _scale_for_inference(model: nn.Module) -> None:
             module.training = training
 
 
-def _expect(
-    module: Any, vocab_size: int, device: torch.device, layers: list[int] | None, *, stateful: bool
-) -> Expectation | None:
-    """See ``expect``; only these layers run, if they do not need others."""
-    found, count = None, int(module.config.get_text_config().num_hidden_layers)
-    if layers is not None:
-        with settings_of(module, layers, count):
-            found = expect(some_layers(module, layers, count, head=False), vocab_size, device, stateful=stateful)
-    if found is not None:
-        return found._replace(layers=layers)
-    return expect(module, vocab_size, device, stateful=stateful)
-
-
 def _serve_elementwise(model: nn.Module) -> None:
     """Have norms, gates and rotary embeddings of a model call the kernels."""
     serve_norms(model)
@@ -449,18 +446,6 @@ def _count(module: nn.Module) -> int:
     if isinstance(module, PackedLayer):
         return module.in_features * module.out_features * (module.count or 1)
     return sum(parameter.numel() for parameter in module.parameters(recurse=False))
-
-
-def _read_bytes(model: nn.Module, elsewhere: Sequence[nn.Module]) -> int:
-    """Bytes of a model's weights, without embeddings and these modules."""
-    modules = [
-        module
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding) and all(module is not other for other in elsewhere)
-    ]
-    packed = [tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()]
-    others = [weight for module in modules for weight in module.parameters(recurse=False)]
-    return sum(map(_stored_bytes, (*packed, *others)))
 
 
 def _has_room(model: Any, device: torch.device) -> bool:

@@ -135,14 +135,16 @@ def _record(
 
 def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[str]]:
     """A traced pass whose weights are further inputs, and the names of the weights, in this order."""
+    capture = runner.weights.capture
 
     def forward(ids: Tensor, positions: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        logits, states = runner.forward(ids, positions, keep)
-        return logits, states[0]
+        capture.begin()
+        given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "logits_to_keep": keep}
+        return runner.module(**given, use_cache=False).logits, capture.take()[0]
 
     runner.begin(BatchPlan([]), 8)
     ids = torch.zeros(1, 8, dtype=torch.int64)
-    graph = trace(forward, runner.module, ids, ids.clone(), torch.tensor([0, 5])).graph.copy()
+    graph = trace(forward, ids, ids.clone(), torch.tensor([0, 5])).graph.copy()
     torch._C._jit_pass_dce(graph)
     read: list[str] = []
     for node in list(graph.nodes()):
