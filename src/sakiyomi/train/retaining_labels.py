@@ -26,8 +26,8 @@ ROWS = 512  # of queries at a time
 COLUMNS = 2048  # of keys at a time
 
 Observe = Callable[[int, Tensor, Tensor, float, float, int], None]
-"""Called for the attention of every layer: layer, queries (heads, T, dim), keys (kv_heads, T, dim), scaling, soft cap or 0,
-sliding window or 0."""
+"""Called for the attention of every layer with: layer, queries (heads, T, dim), keys (kv_heads, T, dim), scaling, soft
+cap or 0, sliding window or 0."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float, float, int], Tensor]
 """Computes a layer's attention: layer, queries (1, heads, T, dim), keys and values (1, kv_heads, T, dim), scaling, soft
