@@ -360,7 +360,7 @@ def test_costs_that_cannot_be_measured_do_not_lose_the_draft(tmp_path: Path, mon
     def refuse(*_: Any, **__: Any) -> None:
         raise UnsupportedError("no attention of ours")
 
-    monkeypatch.setattr("sakiyomi.engine.llm.LLM", refuse)
+    monkeypatch.setattr("sakiyomi.train.draft.LLM", refuse)
     summary = train_draft(draft_config(tmp_path, tiny_target(tmp_path), cost="measured", samples=0, tokens=64))
     assert summary["cost"] is None
     assert "not measured: no attention of ours" in Path(summary["model"], "README.md").read_text(encoding="utf-8")

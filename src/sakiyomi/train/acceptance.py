@@ -158,7 +158,7 @@ NODES = 16
 CHAIN = 4  # as in the measures of draft models
 RUNS = 2
 PROMPTS = 4
-"""Of each file, for what is measured with the engine."""
+"""Prompts of each file in measurements with the engine."""
 MEASURING = "measuring tau and speed with the engine"
 
 

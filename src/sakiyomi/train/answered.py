@@ -13,7 +13,7 @@ import numpy as np
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.chats import encoded, written_chat
 from sakiyomi.train.counted import marked, token_ids
-from sakiyomi.train.data import Ids, Record, TextSpec, excerpts, parse_text, read_records
+from sakiyomi.train.data import Ids, Record, TextSpec, excerpts, read_records
 from sakiyomi.train.long_tasks import Filler, named
 from sakiyomi.train.rows import Mixture, Shuffled, check_unchanged
 
@@ -199,15 +199,6 @@ def _behind(question: str, answer: str) -> str:
     The row that closes it looks at what stood after the value: without that an answer does not end where it should.
     """
     return answer + '"' if question.endswith('"') else " " * question[-1].isalnum() + answer + "."
-
-
-def parse_tasks(tasks: str) -> list[TextSpec]:
-    """Read NAME,NAME@SHARE,NAME@STABLE:DECAY; the path of each is its name.
-
-    Raises:
-        InputError: a share is no number, or negative.
-    """
-    return [parse_text(part.strip()) for part in tasks.split(",") if part.strip()]
 
 
 # ---------------------------------------------------------------- batches

@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.trained import Origin
-from sakiyomi.train.answered import Answered, Questions, TaskRows, parse_tasks, read_answered
+from sakiyomi.train.answered import Answered, Questions, TaskRows, read_answered
 from sakiyomi.train.config import AnsweredConfig
 from sakiyomi.train.counted import hold_back
 from sakiyomi.train.data import TextSpec, check_shares, parse_text
@@ -51,7 +51,9 @@ class BesideTarget(Recipe[Settings]):
 
     def files(self) -> list[TextSpec]:
         """See `Recipe`."""
-        files, self.tasks = [parse_text(spec) for spec in self.config.data], parse_tasks(self.config.tasks)
+        files = [parse_text(spec) for spec in self.config.data]
+        # NAME,NAME@SHARE,NAME@STABLE:DECAY: the path of each is its name.
+        self.tasks = [parse_text(part.strip()) for part in self.config.tasks.split(",") if part.strip()]
         check_shares("--data and --tasks", [*files, *self.tasks])
         return files
 

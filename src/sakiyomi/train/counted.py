@@ -36,7 +36,7 @@ class Document:
 
 
 class Library:
-    """Files as documents. Each is read once, and what is held back is missing from then on.
+    """Files as documents. Each file is read once; documents that are held back are removed from it.
 
     Args:
         tokenizer: encodes what is text.

@@ -1,6 +1,7 @@
-"""Distil a small draft, a Llama or what is given to start from, from any causal LM, on text and on what that writes.
+"""Distil a small draft from any causal LM, on text and on what that model writes.
 
-It guesses a token a pass, or several by masks (`parallel`).
+The draft is a new Llama, or the model given with `init`. It guesses one token per pass, or several with masks
+(`parallel`).
 """
 
 from __future__ import annotations

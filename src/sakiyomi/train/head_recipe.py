@@ -1,7 +1,7 @@
 """What recipes share that train a head beside a frozen target, whose hidden states are computed on the way.
 
-Nothing is stored but the head: a piece of a batch goes through the target and the head, its gradient is added, and its
-activations are forgotten.
+Hidden states are not stored: each piece of a batch passes through the target and the head, its gradient is
+accumulated, and its activations are freed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sakiyomi.train.progress import HeadLog
 from sakiyomi.train.taught import Taught
 
 PIECE = 512
-"""Tokens that are gone through at a time, target and all: their activations stay in the caches of a CPU."""
+"""Tokens of one piece of a batch, small enough that activations stay in the caches of a CPU."""
 Settings = TypeVar("Settings", bound=HeadConfig)
 LayersSettings = TypeVar("LayersSettings", bound=LayersConfig)
 UnrolledSettings = TypeVar("UnrolledSettings", bound=UnrolledConfig)
@@ -58,7 +58,7 @@ class HeadRecipe(Taught[Settings]):
 
     @abstractmethod
     def new_head(self) -> nn.Module:
-        """The head before it has learnt anything."""
+        """The untrained head."""
 
     @abstractmethod
     def losses(self, ids: Tensor, step: int) -> Tensor:
@@ -104,7 +104,7 @@ class HeadRecipe(Taught[Settings]):
         return (each * self.shares).sum()
 
     def wanted(self, last: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What the head should give, see `TargetStates.probs`; the likeliest token has `greedy_weight` more."""
+        """Distributions to learn, see `TargetStates.probs`; the likeliest token gets `greedy_weight` more."""
         wanted, counts = self.states.probs(last, known)
         if weight := self.config.greedy_weight:
             best = wanted.argmax(1, keepdim=True)

@@ -23,12 +23,12 @@ logger = logging.getLogger("sakiyomi")
 
 
 class HiddenStates:
-    """What heads read of rows that may come again.
+    """Hidden states of rows that may come again, kept on disk.
 
     Args:
         backbone: the target.
-        folder: for a file of what is kept; it goes with the process.
-        limit_bytes: of that file; 0: none is made. Where the disk is full before, what fits is kept.
+        folder: holds the file of kept states, which is deleted when the process ends.
+        limit_bytes: of that file; 0: no file. If the disk is full earlier, the file keeps what fits.
 
     Attributes:
         computed, found: rows so far, by the target and on disk.
@@ -36,7 +36,7 @@ class HiddenStates:
 
     def __init__(self, backbone: Backbone, folder: Path, limit_bytes: int = 0) -> None:
         self._backbone, self._limit = backbone, limit_bytes
-        # It goes with the process, however that ends.
+        # The system deletes it with the process, however that ends.
         self._file = tempfile.TemporaryFile(dir=folder) if limit_bytes else None  # noqa: SIM115
         self._places: dict[bytes, int] = {}
         self.computed = self.found = 0
@@ -92,7 +92,7 @@ class HiddenStates:
 
 
 class TargetStates:
-    """What a target's layers give for whole texts, computed when they are needed and not kept.
+    """Outputs of a target's layers for whole texts, computed when needed and not kept.
 
     Args:
         target: a frozen causal LM.

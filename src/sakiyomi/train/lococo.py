@@ -57,7 +57,7 @@ class _Lococo(BesideTarget[TrainLococo]):
         return self.convolutions
 
     def _beside(self) -> dict[str, dict[str, float]]:
-        """Losses of held-out answers with what goes dropped, and with everything kept."""
+        """Losses of held-out answers with evicted pairs dropped, and with all pairs kept."""
         config = self.config
         whole = MergingLoss(config, Compressed(self.target, self.policy, 0, config.chunk_size), None)
         with self.compressed.hooks():

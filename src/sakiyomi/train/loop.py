@@ -37,7 +37,7 @@ from sakiyomi.train.workers import ALONE, Workers
 
 
 class Learner(ABC):
-    """A loss, and what its loop needs to know; the module comes beside it.
+    """A loss, and everything else that the loop needs, except the module.
 
     Attributes:
         config: settings of the run; its loop has budget, schedule and checkpoints.
@@ -80,10 +80,10 @@ class Learner(ABC):
 
 
 class Loop:
-    """One training run. What of the model needs no gradient is neither trained nor kept in checkpoints.
+    """One training run. Weights without a gradient are neither trained nor kept in checkpoints.
 
     Args:
-        learner: what is done.
+        learner: loss, data and settings of the run.
         model: trained in place (replaced when it grows: read `self.model` at the end).
     """
 
@@ -149,7 +149,7 @@ class Loop:
             self.save()
 
     def _goes_on(self, reporter: Reporter) -> bool:
-        """Whether there is another step. The clock, and what signals have asked for, are the first process's."""
+        """Whether there is another step. The first process decides, by its clock and the signals that it received."""
         if self.learner.workers.leads and self._clock() < self.schedule.end and not self._stop_asked:
             self._maybe_finish(reporter)
         progress, schedule = self.progress, self.schedule

@@ -206,7 +206,7 @@ def rank_answers(heads: MedusaHeads, backbone: Backbone, texts: Continuations) -
 
 
 def measured(ranks: Ranks) -> dict[str, float]:
-    """Accuracies of each head, and what its best tree of 16 nodes brings."""
+    """Accuracies of each head, and tau of the best tree of 16 nodes."""
     found: dict[str, float] = {}
     for head, chances in enumerate(ranks.accuracies(), start=1):
         for top in range(1, SHOWN + 1):
@@ -217,7 +217,7 @@ def measured(ranks: Ranks) -> dict[str, float]:
 
 
 def best_trees(ranks: Ranks) -> list[dict[str, Any]]:
-    """The best tree of each budget: what the accuracies say of it, and what these texts do."""
+    """The best tree of each budget, with tau expected from the accuracies and tau replayed on these texts."""
     return [
         {
             "nodes": nodes,
@@ -233,7 +233,7 @@ def best_trees(ranks: Ranks) -> list[dict[str, Any]]:
 def memory(
     config: TrainMedusa, target: nn.Module, heads: MedusaHeads, adapters: int, device: torch.device
 ) -> dict[str, Any]:
-    """What the run held at most, and what of it must be."""
+    """Peak memory of the run, and the sizes of its parts, in bytes."""
     frozen = sum(weight.nbytes for weight in target.parameters())
     trained = sum(weight.numel() * 4 for weight in heads.parameters())
     row = next(target.parameters()).element_size() * int(heads.shape.hidden_size)

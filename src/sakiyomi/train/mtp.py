@@ -1,8 +1,8 @@
 """Train a layer for predicting further tokens (MTP) on a frozen target, its own or a new one.
 
 The layer learns the target's distribution after every token: with the target's hidden states, and then step by step
-with what it gave itself in their place, as it will draft. DeepSeek-V3, arXiv 2412.19437; that one layer is run again
-for each further token: FastMTP.
+with what it gave itself in their place, as it will draft. DeepSeek-V3, arXiv 2412.19437. One layer is run again for
+each further token, as in FastMTP.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training run has done so far, its learning rate, and what it shows of both on stderr."""
+"""State of a training run: its progress, its learning rate, and what it prints and logs of them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Reporter:
 
     Args:
         log_seconds: seconds between lines where stderr is not a terminal.
-        silent: nothing is said; another process speaks.
+        silent: prints nothing, because another process reports.
     """
 
     def __init__(self, log_seconds: float, *, silent: bool = False) -> None:

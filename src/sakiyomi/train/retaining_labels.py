@@ -26,8 +26,8 @@ ROWS = 512  # of queries at a time
 COLUMNS = 2048  # of keys at a time
 
 Observe = Callable[[int, Tensor, Tensor, float, float, int], None]
-"""Told of every layer's attention: layer, queries (heads, T, dim), keys (kv_heads, T, dim), scaling, soft cap or 0,
-sliding window or 0."""
+"""Called for the attention of every layer with: layer, queries (heads, T, dim), keys (kv_heads, T, dim), scaling, soft
+cap or 0, sliding window or 0."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float, float, int], Tensor]
 """Computes a layer's attention: layer, queries (1, heads, T, dim), keys and values (1, kv_heads, T, dim), scaling, soft
@@ -110,8 +110,8 @@ def largest_chances(
 ) -> Tensor:
     """The logarithm of the largest attention that a token gets from a row of the answer.
 
-    A row's logits are worth what they are beside its other logits: the softmax's denominator goes over all that the
-    row sees. It is found in a pass over blocks of tokens before the one that takes the maxima.
+    A logit has a meaning only relative to the other logits of its row: the softmax's denominator covers all tokens that
+    the row sees. A first pass over blocks of tokens computes it, a second one takes the maxima.
 
     Args:
         queries: (heads, rows, dim) of the last rows of the text.
@@ -212,7 +212,7 @@ def attention_by(model: Any, attend: Attend) -> Iterator[None]:
 
 @contextmanager
 def attention_observed(model: Any, observe: Observe) -> Iterator[None]:
-    """Around the same passes: their attention is as it would be, and told of.
+    """Around the same passes: computes the model's usual attention, and reports it to `observe`.
 
     Raises:
         UnsupportedError: see `attention_by`.

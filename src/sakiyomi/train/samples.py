@@ -1,6 +1,6 @@
 """The target's own continuations as training text of a draft: kept in a file, extended when a run is repeated.
 
-A draft is asked about text that the target writes, not about text that people wrote; what it learns here counts.
+During speculation a draft predicts text that the target writes, so this is the training text that matters most.
 """
 
 from __future__ import annotations
