@@ -105,7 +105,7 @@ class _Pieces:
         self._known = self._decode(self._window)[self._taken :]  # an unfinished character, or an open run of bytes
 
     def copy(self) -> _Pieces:
-        """Another one that stands where this one does."""
+        """A copy with the same state."""
         other = copy.copy(self)
         other._window, other._marks = list(self._window), list(self._marks)
         return other

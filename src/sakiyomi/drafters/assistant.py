@@ -80,7 +80,7 @@ class AssistantModel:
 
     @torch.no_grad()
     def __call__(self, slot: int, columns: int, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows behind a text.
+        """Compute rows that follow a text.
 
         Args:
             slot: of the text in the target's cache.

@@ -85,7 +85,7 @@ class HiddenStates:
 
 
 def _unavailable(*_: Any) -> Any:
-    """In place of what the drafters that are made do not need."""
+    """Placeholder for callables that the drafters being made do not need."""
     raise AssertionError("refused before")
 
 

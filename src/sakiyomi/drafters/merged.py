@@ -17,7 +17,7 @@ from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree, best_nodes
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter, HiddenStates, tell
-from sakiyomi.drafters.chance_calibration import ChanceCalibration
+from sakiyomi.drafters.confidence import ChanceCalibration
 from sakiyomi.drafters.draft_length import TokenValue
 
 logger = logging.getLogger("sakiyomi")

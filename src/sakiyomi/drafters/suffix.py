@@ -3,7 +3,7 @@
 Sources: SAM-Decoding (Hu et al. 2024, arXiv 2411.10666) for the automaton and the choice between this text and others
 by the length of the match; SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) for trees of the most frequent
 continuations whose size follows the match. The continuation that follows the place copied last comes first, see
-``copy_source``. Chances are calibrated on the request's own text, see ``guess_calibration``.
+``copy_source``. Chances are calibrated on the request's own text, see ``GuessCalibration``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 from sakiyomi.cache.prefix import alike
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
-from sakiyomi.drafters.guess_calibration import GuessCalibration
+from sakiyomi.drafters.confidence import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree, grow
 
 FLOOR = 0.04

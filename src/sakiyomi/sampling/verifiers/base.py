@@ -77,7 +77,7 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """V."""
+        """Vocabulary size, V."""
         return int(self.raw.shape[1])
 
     def processed(self, index: int) -> Tensor:
