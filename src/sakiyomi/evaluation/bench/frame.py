@@ -87,7 +87,7 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
 
 
 def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
-    """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other: what the run gave, and the generations."""
+    """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other; the generations come too."""
     done: list[Generation] = []
 
     def work() -> list[list[int]]:

@@ -349,6 +349,34 @@ def bars(
     return panel
 
 
+KINDS: dict[str, Callable[..., Panel]] = {"bars": bars, "columns": columns, "curves": curves}
+
+
+def built(
+    declared: Lines, row: Row, kinds: Mapping[str, Any], heights: Mapping[str, Height]
+) -> list[tuple[Panel, Height]]:
+    """Declared panels of a row, each with its inches.
+
+    Args:
+        declared: of each panel its kind, its arguments, its height (inches, or inches of the frame and of each line),
+            and over: it is drawn on the panel before.
+        row: whose panels they are.
+        kinds: beside those of ``KINDS``: functions of the other arguments, which give a panel, or panels.
+        heights: by kind, of those that declare none.
+    """
+    known, found = {**KINDS, **kinds}, list[tuple[Panel, Height]]()
+    for one in declared:
+        kind, height = one["kind"], one.get("height", heights.get(one["kind"], HEIGHT))
+        if isinstance(height, list):
+            height = height[0] + height[1] * len(row.lines)
+        made = known[kind](**{key: one[key] for key in one.keys() - {"kind", "height", "over"}})
+        if one.get("over"):
+            before, height = found.pop()
+            made = over(before, made)
+        found += [(panel, height) for panel in (made if isinstance(made, list) else [made])]
+    return found
+
+
 def grouped(
     axes: Any,
     names: Sequence[str],

@@ -1,7 +1,7 @@
 """Contenders side by side in one process: A B C A B C ..., a warm-up first, outputs compared in the same process.
 
-Knows no model: a contender is a name and a function that runs once and returns a ``Lap``. A contender whose outputs differ from
-those of the first one gets no speed.
+Knows no model: a contender is a name and a function that runs once and returns a ``Lap``. A contender whose outputs
+differ from those of the first one gets no speed.
 """
 
 from __future__ import annotations
