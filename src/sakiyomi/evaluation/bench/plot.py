@@ -11,7 +11,8 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, need_matplotlib, small
-from sakiyomi.evaluation.bench.pictures import Height, Lines, Panel, Theme, built, curves, drawing
+from sakiyomi.evaluation.bench.kinds import built
+from sakiyomi.evaluation.bench.pictures import Height, Lines, Panel, Theme, curves, drawing
 from sakiyomi.evaluation.bench.report import Row
 
 SUFFIXES = (".png", ".svg")
@@ -119,4 +120,4 @@ KINDS: dict[str, Callable[..., Panel]] = {
     "at one gamma": partial(curves, "rate", of=_rates),
     "all right": partial(curves, "gamma", of=_sure),
 }
-"""Kinds of panels, see ``pictures.built``."""
+"""Kinds of panels, see ``kinds.built``."""

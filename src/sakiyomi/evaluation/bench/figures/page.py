@@ -14,7 +14,8 @@ from markupsafe import Markup, escape
 
 from sakiyomi.evaluation.bench.figures.config import words
 from sakiyomi.evaluation.bench.figures.panels import painter
-from sakiyomi.evaluation.bench.pictures import Painter, said
+from sakiyomi.evaluation.bench.kinds import said
+from sakiyomi.evaluation.bench.pictures import Painter
 from sakiyomi.evaluation.bench.plot import plots
 from sakiyomi.evaluation.bench.report import Row, condition_line
 

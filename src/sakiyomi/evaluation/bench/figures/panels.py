@@ -15,13 +15,13 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench import plot
 from sakiyomi.evaluation.bench.draw import plain_numbers
 from sakiyomi.evaluation.bench.figures import trees
+from sakiyomi.evaluation.bench.kinds import built
 from sakiyomi.evaluation.bench.long.plot import accuracy
 from sakiyomi.evaluation.bench.pictures import (
     Height,
     Painter,
     Panel,
     Theme,
-    built,
     curves,
     drawable,
     having,
@@ -218,7 +218,7 @@ HEIGHTS: dict[str, Height] = {"mask": trees.mask_height, "sparse": trees.sparse_
 
 
 def painter(declared: Sequence[Mapping[str, Any]], *, below: bool = False) -> Painter:
-    """What draws declared panels (see ``pictures.built``); ``below``: one legend stands below all of them."""
+    """What draws declared panels (see ``kinds.built``); ``below``: one legend stands below all of them."""
 
     def paint(row: Row, theme: Theme) -> Any:
         kinds: dict[str, Any] = {name: partial(lambda panel: panel, panel) for name, panel in PANELS.items()}
