@@ -204,7 +204,7 @@ class Comparison:
         self.texts += 1
 
     def _order(self) -> list[_Runs]:
-        """All configurations, in a random order for every prompt: a run depends on the caches that the last one left."""
+        """All configurations in a random order for every prompt: a run depends on the caches that the last one left."""
         order = [self._plain[0]]
         for number, run in enumerate(random.Random(self.texts).sample(self._runs, len(self._runs)), start=1):
             order.append(run)
