@@ -36,7 +36,8 @@ from sakiyomi.evaluation.bench.figures.run import SECTIONS, run
 from sakiyomi.evaluation.bench.figures.speeds import OURS, GreedyDraft
 from sakiyomi.evaluation.bench.figures.work import runner_rows
 from sakiyomi.evaluation.bench.frame import PairRow
-from sakiyomi.evaluation.bench.pictures import LIGHT, THEMES, bars, columns, curves, grouped, picture, stack
+from sakiyomi.evaluation.bench.kinds import bars, columns
+from sakiyomi.evaluation.bench.pictures import LIGHT, THEMES, curves, grouped, picture, stack
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.sampling.verifiers import VERIFIERS

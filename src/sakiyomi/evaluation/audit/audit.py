@@ -37,12 +37,12 @@ Key = tuple[str, int] | None
 
 
 Part = tuple[str, tuple[Any, ...]]
-"""What one engine does by itself: the name of an ``Auditor``'s method, and its arguments."""
+"""Work of one engine: the name of a method of ``Auditor``, and its arguments."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the checks of some texts begin with.
+    """What the checks of some texts need.
 
     Attributes:
         prompts, expected: token ids of prompts, and the reference's greedy texts behind them.
@@ -87,7 +87,7 @@ def audit(
 def put_together(
     do: Callable[[Sequence[Part]], Iterable[Any]], prompts: Sequence[Sequence[str]], config: AuditConfig
 ) -> AuditReport:
-    """Have the parts of an audit done, and put them together; a rule whose distribution is tested is a part.
+    """Run the parts of an audit and combine their results; each rule whose distribution is tested is a part.
 
     Differences are judged by the noise of all texts, whichever part measured it.
 
@@ -116,7 +116,7 @@ def put_together(
 
 
 def _rules(config: AuditConfig) -> tuple[list[str], list[str]]:
-    """Those whose text depends on the seed alone, and is compared; those whose text's distribution is tested."""
+    """Rules whose text depends on the seed alone and is compared; rules whose distribution is tested."""
     names = config.verifiers or [name for name, rule in VERIFIERS.items() if rule.lossless]
     coupled = [name for name in names if VERIFIERS[name].rule == "coupled"]
     return coupled, [name for name in names if VERIFIERS[name].rule != "coupled" and name != "greedy"]
@@ -146,7 +146,7 @@ class Auditor:
         return getattr(self, part[0])(*part[1])
 
     def measure(self, texts: Sequence[str]) -> Measured:
-        """What is right behind some prompts, and how far passes of other shapes are from it.
+        """The reference's texts after some prompts, and the noise of passes of other shapes.
 
         Raises:
             InputError: the context has no room for a text.
@@ -279,7 +279,7 @@ class Auditor:
 
     @cached_property
     def _judge(self) -> tuple[str, HFReference, Callable[[list[int]], list[int]]]:
-        """Whose texts and logits are right: its name, what judges by its logits, and what writes its greedy text."""
+        """The reference: its name, the judge by its logits, and a function that writes its greedy text."""
         own, options, greedy = self.engine.target, self._options, self._config.greedy()
         # torchao, on a GPU, reports nothing
         if own.weights.quantization is not None or options.get("quantize") or options.get("cache", "full") != "full":

@@ -1,9 +1,9 @@
-"""The audit's tests of sampled text: are its tokens distributed as the target's own, whatever rule and draft?
+"""Tests of the audit: sampled tokens have the target's distribution under every rule and with every draft.
 
 Each rule gets two tests. *Whole*: the pair itself writes texts, and the reference's logits judge them. This covers
 everything (passes, caches, the drafter), but its tokens are expensive. *Played*: rows of the pair's distributions are
 recorded and played through the real engine, a draft model's own code and the rule (see ``replay``). Such tokens cost
-next to nothing, so that even a small fault of the rule is seen. The passes take no part in it: the equality of greedy
+almost nothing, so that small faults of a rule are found. The passes take no part in it: the equality of greedy
 and coupled texts covers them. Requests that run side by side are tested too: a token must not depend on the token of
 another request.
 """
@@ -149,7 +149,7 @@ class SampledTests:
     # ------------------------------------------------------------ rows that are played
 
     def _record(self, drafter: Drafter) -> Recording:
-        """Rows of the pair; of a drafter that draws nothing what the target says at another place stands for its."""
+        """Rows of the pair. If a drafter draws nothing, the target's rows at the next places stand for its own."""
         self._note(f"recording rows of {drafter.name}")
         listener = Listener(drafter)
         params = self._config.seeded(SEED, {"gamma": 1, "tree": "chain"}, "ratio")

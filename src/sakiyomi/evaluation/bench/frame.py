@@ -1,7 +1,7 @@
-"""What the rows about a pair share: its models and prompts, runs over them, races between ways of running them.
+"""What rows about a pair share: its models, prompts, runs over the prompts, and races between ways of running them.
 
-A row is a short declaration: a generator that yields one ``Race`` or several, gets the standings of each back, and
-returns the conditions. ``declared`` runs the races and makes the table, the notes and the rest of the conditions.
+A row is a generator: it yields one ``Race`` or several, receives the standings of each, and returns the conditions.
+``declared`` runs the races and makes the table, the notes and the other conditions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
         @wraps(races)
         def measure(row: PairRow) -> Row:
             found = dict[str, Any]()
-            with closing(races(row)) as several:  # what it has opened ends with it, also where a race fails
+            with closing(races(row)) as several:  # closes what the row has opened, also where a race fails
                 try:
                     asked = next(several)
                     while True:
@@ -87,7 +87,7 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
 
 
 def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
-    """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other: its result, and the generations."""
+    """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other; the generations come too."""
     done: list[Generation] = []
 
     def work() -> list[list[int]]:

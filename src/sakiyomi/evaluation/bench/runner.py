@@ -156,7 +156,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Spread:
-    """The noise (A/A): ratios that two equal things show on this machine now. A ratio within it says nothing.
+    """The noise (A/A): ratios between equal runs on this machine. A ratio within it shows no difference.
 
     Each run of a contender is compared with its next one, and the widest ratio of any contender counts, because with
     few runs a single contender may look steady by luck. The range is rather too wide than too narrow: two such runs are

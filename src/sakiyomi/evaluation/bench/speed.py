@@ -52,7 +52,7 @@ def stories(row: PairRow) -> Races:
 def sweep(row: PairRow) -> Races:
     """Plain and speculative generation at each batch size, interleaved, on one target.
 
-    ``pays``: speculation has more total tokens/s than plain generation, by more than the noise.
+    ``pays``: speculation has more total tokens/s than plain generation, and the difference exceeds the noise.
     Latency is the median over requests of the time from a request's start to its last token.
     """
     config, sizes = row.config, sorted(set(row.config.batch_sizes))

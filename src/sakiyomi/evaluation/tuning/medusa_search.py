@@ -1,7 +1,7 @@
-"""Which size of a Medusa tree is fastest here: heads x first guesses x nodes, by accuracies and measured passes.
+"""Finds the fastest size of a Medusa tree on this machine: heads x first guesses x nodes.
 
-The tau of every tree is counted on texts that the target wrote to held-out prompts, the time of a round is that of a
-pass over so many rows, of the heads and of what lies between, as they are on this machine.
+Tau of every tree is counted on texts that the target wrote to held-out prompts. The time of a round is measured by the
+number of nodes: the target's pass, the heads, and everything between.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse now a folder into which the result could not be written; an unreadable one of before goes."""
+    """Refuse a folder that cannot be written, before any work; an unreadable earlier result is removed."""
     try:
         read_tuned(folder)
     except LoadError:

@@ -15,7 +15,7 @@ from sakiyomi.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A place of a draft that the target came to.
+    """A place of a draft that the target judged.
 
     Attributes:
         listed: candidates that the draft had for it.
@@ -53,12 +53,12 @@ class Round:
         return self.draft + self.score + self.other
 
     def shrunk(self, share: float) -> Round:
-        """The same in so much of its time."""
+        """The same round in this share of its time."""
         return replace(self, draft=share * self.draft, score=share * self.score, other=share * self.other)
 
 
 class Heard:
-    """A drafter that keeps its last drafts; everything else is the drafter's own.
+    """Wraps a drafter and keeps its last drafts; all other attributes are those of the drafter.
 
     Args:
         drafter: makes the drafts.
@@ -120,7 +120,7 @@ def watched(
 
 
 def judged(draft: Draft, tokens: Sequence[int]) -> tuple[Judged, ...]:
-    """What became of a draft.
+    """How the target judged a draft.
 
     Args:
         draft: tree or chain; siblings stand in the order of their ranks.

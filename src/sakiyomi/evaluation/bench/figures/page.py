@@ -14,7 +14,9 @@ from markupsafe import Markup, escape
 
 from sakiyomi.evaluation.bench.figures.config import words
 from sakiyomi.evaluation.bench.figures.panels import painter
-from sakiyomi.evaluation.bench.pictures import Painter, said
+from sakiyomi.evaluation.bench.kinds import said
+from sakiyomi.evaluation.bench.pictures import Painter
+from sakiyomi.evaluation.bench.plot import plots
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
 
@@ -49,8 +51,9 @@ class Section:
     @classmethod
     def declared(cls, measure: Callable[[Any], Row], own: Mapping[str, Any]) -> Section:
         """A section as ``figures.toml`` has it."""
-        texts = {key: value for key, value in own.items() if key not in ("panels", "below")}
-        return cls(measure, painter(own["panels"], below=own.get("below", False)), **texts)
+        texts = {key: value for key, value in own.items() if key not in ("panels", "below", "plot")}
+        panels = own["panels"] if "panels" in own else plots()[own["plot"]][:2]
+        return cls(measure, painter(panels, below=own.get("below", False)), **texts)
 
     def seen(self, row: Row) -> str:
         """What is to be seen, in words."""

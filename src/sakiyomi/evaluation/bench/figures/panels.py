@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.evaluation.bench import plot
 from sakiyomi.evaluation.bench.draw import plain_numbers
 from sakiyomi.evaluation.bench.figures import trees
+from sakiyomi.evaluation.bench.kinds import built
 from sakiyomi.evaluation.bench.long.plot import accuracy
 from sakiyomi.evaluation.bench.pictures import (
-    HEIGHT,
     Height,
     Painter,
     Panel,
     Theme,
-    bars,
-    columns,
     curves,
     drawable,
     having,
     heat,
-    over,
     stack,
 )
-from sakiyomi.evaluation.bench.plot import BY_BATCH, ORACLE
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.tasks.run import seconds
 from sakiyomi.theory import expected_tokens
@@ -197,18 +195,7 @@ def _memory(row: Row) -> list[Panel]:
     return panels
 
 
-KINDS: dict[str, Callable[..., Panel]] = {
-    "alphas": _alphas,
-    "bars": bars,
-    "columns": columns,
-    "curves": curves,
-    "oracle": lambda at: ORACLE[at],
-    "series": _series,
-    "threshold": _threshold,
-}
-"""Panels that have arguments: what a declaration has beside kind, height and over."""
 PANELS: dict[str, Panel] = {
-    "batch": BY_BATCH[0],
     "diagonal": _diagonal,
     "expected": _expected,
     "formulas": _formulas,
@@ -223,37 +210,20 @@ PANELS: dict[str, Panel] = {
     "traffic": _traffic,
     "tree": trees.paint_tree,
 }
+MADE: dict[str, Callable[..., Panel]] = {"alphas": _alphas, "series": _series, "threshold": _threshold, **plot.KINDS}
+"""Kinds that have arguments."""
 SEVERAL: dict[str, Callable[[Row], list[Panel]]] = {"memory": _memory, "tasks": _tasks}
-"""Panels whose number depends on the row."""
+"""Kinds of panels whose number depends on the row."""
 HEIGHTS: dict[str, Height] = {"mask": trees.mask_height, "sparse": trees.sparse_height, "tree": trees.tree_height}
 
 
 def painter(declared: Sequence[Mapping[str, Any]], *, below: bool = False) -> Painter:
-    """What draws declared panels, one below the other.
-
-    Args:
-        declared: of each panel its kind, its arguments, its height (inches, or inches of the frame and of each line),
-            and over: it is drawn on the panel before.
-        below: one legend for all panels stands below them.
-    """
+    """What draws declared panels (see ``kinds.built``); ``below``: one legend stands below all of them."""
 
     def paint(row: Row, theme: Theme) -> Any:
-        panels: list[Panel] = []
-        heights: list[Height] = []
-        for one in declared:
-            kind, height = one["kind"], one.get("height", HEIGHTS.get(one["kind"], HEIGHT))
-            if isinstance(height, list):
-                height = height[0] + height[1] * len(row.lines)
-            if kind in SEVERAL:
-                found = SEVERAL[kind](row)
-            elif kind in PANELS:
-                found = [PANELS[kind]]
-            else:
-                found = [KINDS[kind](**{key: one[key] for key in one.keys() - {"kind", "height", "over"}})]
-            if one.get("over"):
-                panels[-1] = over(panels[-1], *found)
-            else:
-                panels, heights = panels + found, heights + [height] * len(found)
+        kinds: dict[str, Any] = {name: partial(lambda panel: panel, panel) for name, panel in PANELS.items()}
+        kinds |= MADE | {name: partial(panels, row) for name, panels in SEVERAL.items()}
+        panels, heights = zip(*built(declared, row, kinds, HEIGHTS), strict=True)
         return stack(*panels, height=heights, below=below)(row, theme)
 
     return paint

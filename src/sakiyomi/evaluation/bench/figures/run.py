@@ -69,10 +69,9 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
     def rows() -> Iterator[Row]:
         work = Work(config, note)
         for number, name in enumerate(wanted, start=1):
-            record = kept.get(name)
+            asked, record = config.asked(SECTIONS[name].reads), kept.get(name)
             # Failed sections are measured again.
-            known = record is not None and record["row"]["error"] is None
-            same = record is not None and known and record["asked"] == config.asked(SECTIONS[name].reads)
+            same = record is not None and record["asked"] == asked and record["row"]["error"] is None
             if not config.redraw and (config.again or not same):
                 place = f"section {number} of {len(wanted)}"
                 work.begin(name, lambda text, place=place: note(f"{place}, {text}"))  # type: ignore[misc]
