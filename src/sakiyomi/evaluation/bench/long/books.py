@@ -6,7 +6,6 @@ a system that evicts while decoding does so here too.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import re
@@ -23,11 +22,10 @@ from transformers import LogitsProcessor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.prompts import read_text
+from sakiyomi.core.prompts import read_prompts, read_text
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.jobs import Bench, Line, Watch, means, row, spread
-from sakiyomi.evaluation.bench.long.readers import read_rows
 from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, Loader, System
 from sakiyomi.evaluation.bench.report import Row
 
@@ -61,14 +59,11 @@ def passages(config: LongConfig, tokenizer: Any, length: int) -> list[Passage]:
         LoadError: the file cannot be read.
         InputError: no book has so many tokens.
     """
-    texts = read_books(config)
-    found = []
+    texts, found = read_books(config), list[Passage]()
     for seed in config.numbers("seeds"):
         rng = np.random.default_rng([seed, length])
-        for text in texts:
-            passage = _passage(text, rng, seed, length, config.follow, tokenizer)
-            if passage is not None:
-                found.append(passage)
+        places = (_passage(text, rng, seed, length, config.follow, tokenizer) for text in texts)
+        found += [passage for passage in places if passage is not None]
     if not found:
         raise InputError(
             f"no text in {config.books!r} has {length} tokens and {config.follow} that follow; give longer ones, or "
@@ -85,18 +80,15 @@ def read_books(config: LongConfig) -> list[str]:
     """
     assert config.books is not None
     path = Path(config.books).expanduser()
-    if path.name.removesuffix(".gz").endswith(".jsonl"):
-        return [str(row["text"]) for row in itertools.islice(read_rows(path, {"text": object}), config.count)]
-    return [read_text(path)]
+    rows = path.name.removesuffix(".gz").endswith(".jsonl")
+    return read_prompts(path, config.count) if rows else [read_text(path)]
 
 
 def _passage(text: str, rng: Any, seed: int, length: int, follow: int, tokenizer: Any) -> Passage | None:
     first, last = CHARACTERS * length, len(text) - CHARACTERS * follow
-    for pattern in (_HEADING, _PARAGRAPH):
-        places = [found.end() for found in pattern.finditer(text, first, max(first, last))]
-        if places:
-            break
-    else:
+    found = ([one.end() for one in form.finditer(text, first, max(first, last))] for form in (_HEADING, _PARAGRAPH))
+    places = next(filter(None, found), None)
+    if places is None:
         return None
     place = places[int(rng.integers(len(places)))]
     context = list(tokenizer(text[place - first : place], verbose=False)["input_ids"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.long.config import LongConfig
-from sakiyomi.evaluation.bench.long.readers import READERS
+from sakiyomi.evaluation.bench.long.readers import READERS, Item
 from sakiyomi.train.long_tasks import Example, Task, hits, named, read_filler
 
 
@@ -81,28 +81,17 @@ def source(config: LongConfig, tokenizer: Any) -> Source:
         ]
     templates = None if config.templates is None else Path(config.templates).expanduser()
     items = list(READERS[config.format](Path(config.questions).expanduser(), templates))
-    drawn = {
-        seed: sorted(np.random.default_rng(seed).permutation(len(items))[: config.count].tolist()) for seed in seeds
-    }
+    drawn = [
+        (seed, place)
+        for seed in seeds
+        for place in sorted(np.random.default_rng(seed).permutation(len(items))[: config.count].tolist())
+    ]
+    ids = {place: tokenizer(items[place].prompt, verbose=False)["input_ids"] for _, place in drawn}
 
-    @cache
-    def ids(place: int) -> list[int]:
-        return list(tokenizer(items[place].prompt, verbose=False)["input_ids"])
+    def question(seed: int, item: Item, tokens: Sequence[int]) -> Question:
+        return Question(item.task, seed, tuple(tokens), config.max_new_tokens or item.answer_tokens, item.score)
 
-    def questions(length: int) -> list[Question]:
-        own = [(seed, place, items[place]) for seed, places in drawn.items() for place in places]
-        return [
-            Question(
-                item.task,
-                seed,
-                tuple(middle_cut(ids(place), length)),
-                config.max_new_tokens or item.answer_tokens,
-                item.score,
-            )
-            for seed, place, item in own
-        ]
-
-    return questions
+    return lambda length: [question(seed, items[place], middle_cut(ids[place], length)) for seed, place in drawn]
 
 
 def made(name: str, task: Task, seed: int, length: int, place: int, config: LongConfig, tokenizer: Any) -> Question:
