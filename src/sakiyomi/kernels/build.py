@@ -68,7 +68,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_enter": ([_int64, ctypes.c_char_p, *[_int64] * 5, ctypes.c_char_p], _int64),
     "sk_seat": ([_int64, _int64, ctypes.c_char_p, _int64, _int64, ctypes.c_char_p], None),
     "sk_draft": ([_int64, _int64, ctypes.c_char_p, ctypes.c_char_p], None),
-    "sk_states": ([_int64, _pointer], ctypes.c_int),
+    "sk_states": ([_int64, _pointer], None),
     "sk_leave": ([_int64, _int64], None),
     "sk_round": ([_int64, _int64, ctypes.c_char_p, _pointer, _pointer], _int64),
     "sk_pass": ([_int64, _int64, _pointer, _double], _int64),
