@@ -19,6 +19,7 @@ from sakiyomi.drafters.draft_length import Costs, TokenValue
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.kernel_rounds import KernelRounds
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 
@@ -160,8 +161,10 @@ def test_passes_of_many_requests_have_inputs_too() -> None:
     model = drafter(torch.float32, VOCAB, native=True, slots=40).model
     assert 128 in model.sizes
     model.record()
-    _, sizes = model.native_passes(128, None, 0) or (0, ())
-    assert sizes == model.sizes
+    assert KernelRounds(model, None, VOCAB).ready([128], lambda: [(None, 0)])
+    assert model.recorder is not None
+    sizes = sorted(model.recorder.ready)
+    assert sizes == list(model.sizes)
     assert [model.replayed(size)[1].shape for size in sizes] == [(1, size) for size in sizes]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sakiyomi.cache.eviction import FullCache
+from sakiyomi.cache.eviction import ManagedCache
 from sakiyomi.core.errors import RemovedError
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.tree import Draft, Verdict
@@ -48,6 +48,7 @@ class NativeRounds:
         self._given = drafter is not None and self._drafter is None  # drafts are given
         model = self._drafter.model if self._drafter is not None else None
         self._rounds = KernelRounds(model, target, target.vocab_size)
+        self._least = [1] * len(self._rounds.models)
         self._turns: dict[int, Turn] = {}
         self._generation = 0  # of the rounds that know the turns
         self._tables = PassTables()
@@ -106,27 +107,6 @@ class NativeRounds:
         clock.scored(requests, drafted or DraftBatch([], done.seconds, catching_up, done.passes, done.passes > 0))
         return self._take(requests, drafted.drafts if drafted is not None else None, clock)
 
-    def _take(self, requests: Sequence[Request], drafts: Sequence[Draft] | None, clock: RoundClock) -> list[Step]:
-        """Take over what a round has committed."""
-        steps, rows = [], 0
-        committed = self._rounds.committed(len(requests))
-        features = self._rounds.features(self._target.sizes[-1]) if self._speculation.wants_states else None
-        for i, (request, found) in enumerate(zip(requests, committed, strict=True)):
-            try:
-                if features is not None:
-                    self._speculation.give_states(request, PassOutput(_NO_LOGITS, features), rows, found.path)
-                steps.append(self._commit(request, found, drafts[i] if drafts is not None else None))
-            except Exception as error:
-                steps.append(request.fail(error))
-            except BaseException:
-                # Ctrl-C between cache and tokens: what they hold may no longer belong together.
-                request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
-                raise
-            rows += 1 + found.nodes
-        kept = [len(step.token_ids) - 1 for step in steps]
-        self._speculation.observe(requests, [found.depth for found in committed], kept, rows, clock)
-        return steps
-
     # ------------------------------------------------------------ before the passes
 
     def _begin(
@@ -149,7 +129,7 @@ class NativeRounds:
             behind: list[tuple[int | None, int]] = [(requests[0].slot, len(requests[0].context.tokens) - 1)]
             return behind if self._drafter is None else [self._drafter.place(requests[0].context), *behind]
 
-        able = type(target.eviction) is FullCache and rounds.ready([1] * len(rounds.models), places)
+        able = type(target.eviction) is ManagedCache and rounds.ready(self._least, places)
         if self._generation != rounds.generation:
             self._turns.clear()
             self._generation = rounds.generation
@@ -171,18 +151,15 @@ class NativeRounds:
         if drafts is not None and not self._give(requests, turns, drafts):
             return None
         sizes = [size_of(*each, self._drafter) for each in zip(requests, turns, depths, strict=True)]
-        if drafts is not None:
-            sizes = [turn.size for turn in turns]
         missing = width = 0
         for turn, size in zip(turns, sizes, strict=True):
             if size.depth:
                 assert turn.seat is not None
                 missing, width = missing + turn.length - len(turn.seat.held), width + size.width
         rows = len(requests) + sum([size.nodes for size in sizes])
-        if not rounds.ready([max(missing, width), rows][-len(rounds.models) :], places):
-            return None
-        if self._generation != rounds.generation:  # a new object, which knows no request
-            return self._begin(requests, depths, drafts)
+        wanted = [max(missing, width), rows][-len(rounds.models) :]
+        if not rounds.holds(wanted):  # a new object, which knows no request
+            return self._begin(requests, depths, drafts) if rounds.ready(wanted, places) else None
         moved = target.cache.moved or draft.cache.moved
         for request, turn in zip(requests, turns, strict=True):
             turn.reserve(request, target, draft, moved)
@@ -216,8 +193,6 @@ class NativeRounds:
                 turn.stream = context.noise.fork(drafter.name) if state.drawn else None
                 seat_tree(self._rounds, turn.number, state)
 
-    # ------------------------------------------------------------ after the passes
-
     def _give(self, requests: Sequence[Request], turns: Sequence[Turn], drafts: Sequence[Draft]) -> bool:
         """Give the kernels the drafts of a round; False: they do not take one of them."""
         for request, turn, draft in zip(requests, turns, drafts, strict=True):
@@ -229,6 +204,29 @@ class NativeRounds:
             self._rounds.kernels.sk_draft(self._rounds.number, turn.number, *given)
             turn.size = TreeSize.none(turn.number, len(draft.tree.tokens))
         return True
+
+    # ------------------------------------------------------------ after the passes
+
+    def _take(self, requests: Sequence[Request], drafts: Sequence[Draft] | None, clock: RoundClock) -> list[Step]:
+        """Take over what a round has committed."""
+        steps, rows = [], 0
+        committed = self._rounds.committed(len(requests))
+        features = self._rounds.features(self._target.sizes[-1]) if self._speculation.wants_states else None
+        for i, (request, found) in enumerate(zip(requests, committed, strict=True)):
+            try:
+                if features is not None:
+                    self._speculation.give_states(request, PassOutput(_NO_LOGITS, features), rows, found.path)
+                steps.append(self._commit(request, found, drafts[i] if drafts is not None else None))
+            except Exception as error:
+                steps.append(request.fail(error))
+            except BaseException:
+                # Ctrl-C between cache and tokens: what they hold may no longer belong together.
+                request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
+                raise
+            rows += 1 + found.nodes
+        kept = [len(step.token_ids) - 1 for step in steps]
+        self._speculation.observe(requests, [found.depth for found in committed], kept, rows, clock)
+        return steps
 
     def _commit(self, request: Request, found: Committed, draft: Draft | None) -> Step:
         """Take over what was committed of a request.

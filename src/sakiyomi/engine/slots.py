@@ -307,10 +307,10 @@ class SlotManager:
         columns = max(request.last for request in requests)
         others = sum(all(request.place is not place for request in requests) for place in self._kept)
         least, wanted = min(len(requests), most), min(len(requests) + others, most)
-        self._cache.check(least, columns)
+        self._cache.needs(least, columns)
         while wanted > least:
             try:
-                self._cache.check(wanted, columns)
+                self._cache.needs(wanted, columns)
                 break
             except MemoryLimitError:
                 wanted -= 1

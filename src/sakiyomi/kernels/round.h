@@ -71,7 +71,7 @@ struct Rounds {
   std::vector<int64_t> table, numbers;
   std::vector<const void*> passes;  // logits of the draft model's, which are held until the round is over
   std::vector<Tensor> held;         // those of passes that were run here
-  std::vector<Tensor> states;       // hidden states of the target's pass, if it was run here
+  const Program* scorer = nullptr;  // ran the target's pass, if that was run here
   Clock::time_point began;
 
   // The next pass, as Python reads it.
@@ -79,7 +79,7 @@ struct Rounds {
   static int64_t of_target(int64_t size) { return 2 * size + 1; }
 
   int64_t begin(int64_t count, const Asked* asked, const double* level) {
-    round.clear(), held.clear(), states.clear(), passes.clear(), forest.trees.clear();
+    round.clear(), held.clear(), scorer = nullptr, passes.clear(), forest.trees.clear();
     times[0] = times[1] = 0, began = Clock::now();
     for (int64_t i = 0; i < count; ++i) {
       Request& own = requests[asked[i].number];
@@ -114,7 +114,7 @@ struct Rounds {
       const auto start = Clock::now();
       program->run(size, ids, ids + size, -1, nullptr, nullptr);
       held.push_back(program->logits());
-      if (scoring) states = program->states();
+      if (scoring) scorer = program;
       took(code, seconds_since(start));
       code = take(held.back().data());
     }
@@ -357,12 +357,8 @@ void sk_draft(int64_t rounds, int64_t number, const void* judged, const int64_t*
   }
 }
 
-// Copies the hidden states of the target's pass, if it was run here; whether it was.
-int sk_states(int64_t rounds, void* const* to) {
-  const auto& states = ((Rounds*)rounds)->states;
-  for (size_t i = 0; i < states.size(); ++i) std::memcpy(to[i], states[i].data(), states[i].numel() * states[i].element_size());
-  return !states.empty();
-}
+// Copies the hidden states of the target's pass, which was run here in the last round.
+void sk_states(int64_t rounds, void* const* to) { ((Rounds*)rounds)->scorer->states(to); }
 
 void sk_leave(int64_t rounds, int64_t number) { ((Rounds*)rounds)->requests[number].taken = false; }
 

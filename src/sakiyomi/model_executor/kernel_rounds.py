@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.outputs import FinishReason
 from sakiyomi.core.tree import VerdictKind
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import loaded
 from sakiyomi.kernels.native import HALF, numbers
 from sakiyomi.model_executor.attention.registry import PassForward
@@ -121,18 +123,17 @@ class KernelRounds:
         for _ in range(count):
             used, ended, nodes, depth, accepted, refused, kind, held, stream, drawn = whole[at : at + _HEAD]
             at += _HEAD
-            path, others = at + accepted + 1, at + 2 * accepted + 1
-            lists = whole[at:path], whole[path:others], whole[others : others + refused]
-            middle, end = done + accepted + 1, done + 2 * accepted + 1
-            weights = real[done:middle], real[middle:end]
-            at, done, places = others + refused + 1, end, []
-            for _ in range(whole[at - 1]):
+            path, others, end = at + accepted + 1, at + 2 * accepted + 1, at + 2 * accepted + 1 + refused
+            lists = whole[at:path], whole[path:others], whole[others:end]
+            weights = real[done : done + accepted + 1], real[done + accepted + 1 : done + 2 * accepted + 1]
+            at, done, places = end + 1, done + 2 * accepted + 1, []
+            for _ in range(whole[end]):
                 rank, listed = whole[at : at + 2]
                 scores = real[done : done + listed] if listed > 1 else ()
                 places.append((rank, scores))
                 at, done = at + 2, done + len(scores)
             about = used, _REASONS[ended], nodes, depth, KINDS[kind], held, stream, drawn
-            found.append(Committed(*about, *lists, *weights, places))
+            found.append(Committed._make((*about, *lists, *weights, places)))
         return found
 
     def features(self, rows: int) -> dict[int, Tensor]:
@@ -160,35 +161,40 @@ class KernelRounds:
             rows: by model.
             places: by model, where passes may be compared.
         """
-        if self._unreadable or not all(model.describable() for model in self.models):
-            return False
-        if self._made_for == [model.recorder for model in self.models]:
-            if all(count <= most for count, most in zip(rows, self._rows, strict=True)):
-                return True
-            rows = list(map(max, rows, self._rows))
-        return self._make(rows, places())
+        made = bool(self._made_for)
+        for i, model in enumerate(self.models):
+            if self._unreadable or not model.describable():
+                return False
+            made = made and self._made_for[i] is model.recorder
+        if made and self.holds(rows):
+            return True
+        return self._make(list(map(max, rows, self._rows)) if made else rows, places())
+
+    def holds(self, rows: Sequence[int]) -> bool:
+        """Whether what was made has passes of so many rows of each model."""
+        return rows[0] <= self._rows[0] and rows[-1] <= self._rows[-1]
 
     def _make(self, rows: Sequence[int], places: Places) -> bool:
-        kernels, found = loaded(), []
+        kernels = loaded()
         if kernels is None or not all(model.dtype in HALF for model in self.models):
             return False
-        for model, count, place in zip(self.models, rows, places, strict=True):
-            known = model.native_passes(count, *place)
-            if known is None:
-                return False
-            found.append(known)
+        found = [_proven(*each) for each in zip(self.models, rows, places, strict=True)]
+        if not all(found):
+            return False
         self.__del__()
         self.number, self._made_for = 0, []  # if what follows is interrupted, nothing refers to them
         self._passes.clear()
         self._checked.clear()
         self.generation += 1
         tables = [numbers([0, self._width, 0, 0])] * 2
-        for model, known in zip(self.models, found, strict=True):
-            passes = {size: model.replayed(size) for size in known[1]}
+        for model, sizes in zip(self.models, found, strict=True):
+            passes = {size: model.replayed(size) for size in sizes}
             which = int(model is self._target)
             inputs = [ids.data_ptr() for _, ids, _ in passes.values()]
             programs = [_program(each, model) for each, _, _ in passes.values()]
-            about = known[0], model.vocab_size, HALF[model.dtype], len(passes)
+            session = model.backend.session
+            assert session is not None, "see `describable`"
+            about = session, model.vocab_size, HALF[model.dtype], len(passes)
             tables[which] = numbers([*about, *passes, *inputs, *programs])
             self._passes |= {2 * size + which: each for size, each in passes.items()}
         most = self._target.sizes[-1] if self._target is not None else 0
@@ -253,20 +259,49 @@ class KernelRounds:
 
     def _count(self, fresh: Collection[int]) -> Drafting:
         """Add up what passes took, of which these were captured first; see ``run``."""
-        times = self._results[2]
-        ran = times[2 : 2 + 2 * int(times[0])]
+        times, models = self._results[2], self.models
+        ran = times[: 2 + 2 * int(times[0])]
         passes, inside = 0, 0.0
-        by_code: dict[int, float] = {}
-        for code, spent in zip(map(int, ran[::2]), ran[1::2], strict=True):
-            self._model(code).forward_seconds += spent
-            by_code[code] = spent
+        spent_by: dict[int, float] = {}
+        for at in range(2, len(ran), 2):
+            code, spent = int(ran[at]), ran[at + 1]
+            models[-(code % 2)].forward_seconds += spent
+            spent_by[code] = spent
             if not code % 2:
                 passes, inside = passes + 1, inside + spent
         self._since += 1
         # A clock is read now and then: its mean hardly moves.
-        for code in by_code if self._since <= OFTEN or not self._since % OFTEN else fresh:
-            self._model(code).clock.add(code // 2, True, by_code[code], fresh=code in fresh)
-        return Drafting(passes, inside, times[1] - inside)
+        for code in spent_by if self._since <= OFTEN or not self._since % OFTEN else fresh:
+            models[-(code % 2)].clock.add(code // 2, True, spent_by[code], fresh=code in fresh)
+        return Drafting(passes, inside, ran[1] - inside)
+
+
+def _proven(model: ModelRunner, rows: int, place: tuple[int | None, int]) -> list[int]:
+    """Row counts of passes that were compared with eager ones, the largest at least so many; empty: there is none.
+
+    Args:
+        model: whose passes they are.
+        rows: of the largest pass.
+        place: see ``Places``.
+    """
+    recorder, (slot, length) = model.recorder, place
+    assert recorder is not None, "see `describable`"
+    for size in model.sizes if rows <= model.sizes[-1] else ():
+        if size not in recorder.ready and recorder.has(size):
+            try:
+                if model.cache.free or model.cache.extra:
+                    with model.cache.lent(size) as lent:
+                        model.score([SequenceRows(lent, 0, [0] * size)])
+                elif slot is not None and length + size <= model.max_context:
+                    model.cache.reserve(slot, length + size)
+                    model.score([SequenceRows(slot, length, [0] * size)])
+            except MemoryLimitError:
+                logger.debug("no memory to compare a pass of %d rows", size)
+        if size >= rows:
+            break
+    # A size that was not compared, for want of memory, is passed over: the next larger one is taken.
+    sizes = list(filter(recorder.ready.__contains__, model.sizes))
+    return sizes if sizes and sizes[-1] >= rows else []
 
 
 def _compared(model: ModelRunner, rows: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.cache.cross_attention import Source
-from sakiyomi.core.errors import MemoryLimitError, UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassForward, PassResult
 from sakiyomi.model_executor.attention.torch import set_pass
@@ -214,29 +214,6 @@ class ModelRunner(Session):
             or eviction.observations is not None
         )
 
-    def native_passes(self, rows: int, slot: int | None, length: int) -> tuple[int, tuple[int, ...]] | None:
-        """The number of this session in the kernels, and the row counts of passes that they may describe themselves.
-
-        They may where decoding passes of so many rows are replayed and no callback reads their plans.
-
-        Args:
-            rows: of the largest pass.
-            slot, length: if no slot is free, passes are compared behind so many tokens of this slot; None: they are
-                not compared.
-        """
-        if rows > self.sizes[-1] or not self.describable():
-            return None
-        session, recorder = self.backend.session, self.recorder
-        assert session is not None and recorder is not None
-        for size in self.sizes:
-            if size not in recorder.ready and recorder.has(size):
-                _compare(self, size, slot, length)
-            if size >= rows:
-                break
-        # A size that was not compared, for lack of memory, is left out: the next larger one is used.
-        sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
-        return (session, sizes) if sizes and sizes[-1] >= rows else None
-
     def replayed(self, size: int) -> tuple[PassForward, Tensor, Tensor]:
         """The recording of a described pass of so many rows, and its inputs: token ids, and positions behind them."""
         assert self.recorder is not None
@@ -257,19 +234,6 @@ class ModelRunner(Session):
     def known_seconds(self, rows: int) -> float | None:
         """`pass_seconds` without a trial; None: no pass of this size was made."""
         return self.clock.known(self.padded(rows))
-
-
-def _compare(model: ModelRunner, size: int, slot: int | None, length: int) -> None:
-    """Make the first pass of so many rows, which is compared with an eager one; see ``ModelRunner.native_passes``."""
-    try:
-        if model.cache.free or model.cache.extra:
-            with model.cache.lent(size) as lent:
-                model.score([SequenceRows(lent, 0, [0] * size)])
-        elif slot is not None and length + size <= model.max_context:
-            model.cache.reserve(slot, length + size)
-            model.score([SequenceRows(slot, length, [0] * size)])
-    except MemoryLimitError:
-        logger.debug("no memory to compare a pass of %d rows", size)
 
 
 def first_logits(model: ModelRunner, source: Source | None, tokens: Sequence[int]) -> Tensor:

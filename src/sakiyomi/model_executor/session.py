@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import SourceCache
-from sakiyomi.cache.eviction import FullCache, ManagedCache, QueryTrackingCache
+from sakiyomi.cache.eviction import ManagedCache, QueryTrackingCache
 from sakiyomi.cache.eviction_plan import ENDLESS, EvictionPlan
 from sakiyomi.cache.policies import Policy
 from sakiyomi.cache.policies.looking import scaled_queries
@@ -82,7 +82,7 @@ class Session:
     ) -> None:
         self.weights, self.cache, self.sources = weights, cache, sources
         self.module: Any = weights.module if module is None else module
-        self.eviction: ManagedCache = FullCache(cache) if eviction is None else eviction
+        self.eviction: ManagedCache = ManagedCache(cache) if eviction is None else eviction
         self.exact, self.sizes = exact, tuple(sizes)
         self.max_context = weights.max_context
         self.forward_seconds = 0.0

@@ -80,7 +80,7 @@ def fitting(sizes: Sequence[int], llm: LLM, tokens: int, notes: list[str]) -> It
     """
     for size in sizes:
         try:
-            llm.target.cache.check(size, tokens)
+            llm.target.cache.needs(size, tokens)
         except MemoryLimitError as error:
             notes.append(f"batch of {size} and above: {error}")
             return
