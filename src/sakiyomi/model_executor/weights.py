@@ -186,7 +186,7 @@ class ModelWeights:
         """Find out what the layers keep, and have recurrent ones keep it on our cache."""
         prepared, recorded = self._given.prepared, isinstance(self.module, RecordedModel)
         callers = stateful_modules(self.module)
-        if self.quantizing is None and (prepared is None or prepared.report is None):  # else it gives other logits
+        if self.quantizing is None and (prepared is None or prepared.native is None):  # else it gives other logits
             self.expect(bool(callers))
         shapes = prepared.shapes if prepared is not None else None
         if shapes is not None and not self._given.latents and any(shape.tied for shape in shapes):
@@ -249,10 +249,8 @@ class ModelWeights:
         apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded
         if self.expected is not None or apart or self.max_context < PROOF + 2:
             return
-        prepared = self._given.prepared
-        table = self.packed if prepared is None else prepared.native
-        if table is not None:
-            table.begin(BatchPlan([]), 0)
+        if self.packed is not None:
+            self.packed.begin(BatchPlan([]), 0)
         layers = None if stateful else _enough(self.module, int(self.config.num_hidden_layers))
         self.expected = _expect(self.module, self.vocab_size, self.device, layers, stateful=stateful)
 
