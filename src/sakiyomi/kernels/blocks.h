@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "tiles.h"
 #include "torch.h"
 #include "vector.h"
 
@@ -22,6 +23,9 @@ namespace {
 
 constexpr int64_t tile_length = 32;  // inputs whose codes lie together
 constexpr int64_t most_groups = 16;  // of a block
+
+// Whether so many rows are faster by tiles, each of which takes as long as one of 16 rows.
+inline bool tiles_for_groups(int64_t rows) { return tiles_wanted && 3 * rows > 2 * ((rows + tile_rows - 1) / tile_rows * tile_rows) && granted(); }
 
 // Numbers for which codes stand, made positive by the format's offset.
 constexpr uint8_t iq4_table[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
@@ -93,15 +97,16 @@ inline f16v load_halves(const uint16_t* from) {
 }
 
 // 16 signed bytes as numbers.
-inline f16v load_signed(const int8_t* from) {
+typedef int8_t Sixteen __attribute__((vector_size(16)));
+inline f16v signed_of(Sixteen bytes) {
 #if defined(__AVX512F__)
-  return (f16v)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+  return (f16v)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
 #elif defined(__AVX2__)
-  auto half = [](const int8_t* at) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at))); };
-  return {(f16v::Half)half(from), (f16v::Half)half(from + 8)};
+  auto half = [](__m128i from) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(from)); };
+  return {(f16v::Half)half((__m128i)bytes), (f16v::Half)half(_mm_srli_si128((__m128i)bytes, 8))};
 #else
   float all[16];
-  for (int t = 0; t < 16; ++t) all[t] = from[t];
+  for (int t = 0; t < 16; ++t) all[t] = bytes[t];
   return load16(all);
 #endif
 }
@@ -110,8 +115,8 @@ inline f16v load_signed(const int8_t* from) {
 struct Scales {
   float scale[most_groups][block_width], low[most_groups][block_width];
 
-  // From the header of a block.
-  void read(const BlockFormat& form, const uint8_t* from) {
+  // From the header of a block; where it is the group, to this one's place.
+  void read(const BlockFormat& form, const uint8_t* from, int64_t place = 0) {
     const int64_t groups = form.groups();
     const int8_t* factors = (const int8_t*)from + (form.low ? 128 : 64);
     for (int c = 0; c < 2; ++c) {
@@ -119,19 +124,18 @@ struct Scales {
       const f16v whole = form.type == mxfp4_type ? load16((const bf16*)halves) : load_halves(halves);
       const f16v least = form.low ? load_halves(halves + 32) : f16v{};
       if (!form.factors) {
-        store16(scale[0] + 16 * c, whole), store16(low[0] + 16 * c, least);
+        store16(scale[place] + 16 * c, whole), store16(low[place] + 16 * c, least);
         continue;
       }
       for (int64_t g = 0; g < groups; ++g) {
         const int8_t* own = factors + g * block_width + 16 * c;
         if (form.factors == 4) {  // scales and minimums share bytes
-          int8_t both[2][16];
-          for (int t = 0; t < 16; ++t) both[0][t] = own[t] & 15, both[1][t] = uint8_t(own[t]) >> 4;
-          store16(scale[g] + 16 * c, load_signed(both[0]) * whole), store16(low[g] + 16 * c, load_signed(both[1]) * least);
+          const Sixteen all = load<Sixteen>(own);
+          store16(scale[g] + 16 * c, signed_of(all & 15) * whole), store16(low[g] + 16 * c, signed_of((all >> 4) & 15) * least);
           continue;
         }
-        store16(scale[g] + 16 * c, load_signed(own) * whole);
-        if (form.low) store16(low[g] + 16 * c, load_signed(own + groups * block_width) * least);
+        store16(scale[g] + 16 * c, signed_of(load<Sixteen>(own)) * whole);
+        if (form.low) store16(low[g] + 16 * c, signed_of(load<Sixteen>(own + groups * block_width)) * least);
       }
     }
   }
@@ -310,43 +314,67 @@ using GroupedByte = int8_t;
 
 // Rows in 8 bits, each 32 neighbours with a scale.
 struct GroupedBytes {
-  std::vector<GroupedByte> data;  // [rows][in / row_bytes_step]
+  std::vector<GroupedByte> data;  // [rows, up to a multiple of 16][in / row_bytes_step]
   std::vector<float> scale;       // [rows][in / 32]
   std::vector<int32_t> sums[2];   // [rows][in / 16], [rows][in / 32]: of the numbers
   std::vector<float> wholes[2];   // these, times their scale
   int64_t in;
 
+  // 16 rows from a multiple of 16 on, 32 inputs of each, one behind the other, where rows are `tiled`.
+  const int8_t* tile(int64_t row, int64_t place) const { return (const int8_t*)data.data() + (row * (in / tile_length) + place * tile_rows) * tile_length; }
+
   const GroupedByte* at(int64_t row, int64_t k) const { return data.data() + (row * in + k) / row_bytes_step; }
 };
 
+// The largest of numbers without their signs, which then have the order of their bits; a NaN is above all: it becomes the scale, and is seen.
+inline float largest_of(f16v a, f16v b) {
+  const i16v left = (i16v)a & 0x7fffffff, right = (i16v)b & 0x7fffffff, tops = chosen(left > right, left, right);
+#if defined(__AVX512F__)
+  return std::bit_cast<float>(_mm512_reduce_max_epi32((__m512i)tops));
+#else
+  int32_t all[16], top = 0;
+  store(all, tops);
+  for (int t = 0; t < 16; ++t) top = std::max(top, all[t]);
+  return std::bit_cast<float>(top);
+#endif
+}
+
+// Of 16 bytes, and of the 16 behind them.
+inline void sum_bytes(const int8_t* bytes, int32_t sums[2]) {
+#if defined(__AVX2__)
+  const __m256i all = load<__m256i>(bytes), pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), all);
+  const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)), eights = _mm256_hadd_epi32(fours, fours);
+  const __m256i both = _mm256_hadd_epi32(eights, eights);
+  sums[0] = _mm256_extract_epi32(both, 0), sums[1] = _mm256_extract_epi32(both, 4);
+#else
+  sums[0] = sums[1] = 0;
+  for (int t = 0; t < 16; ++t) sums[0] += bytes[t], sums[1] += bytes[16 + t];
+#endif
+}
+
 template <typename T>
-void to_grouped(const T* x, int64_t rows, int64_t in, GroupedBytes& to) {
+void to_grouped(const T* x, int64_t rows, int64_t in, bool tiled, GroupedBytes& to) {
   const int64_t groups = in / group_length;
   to.in = in;
-  to.data.resize(rows * in / row_bytes_step), to.scale.resize(rows * groups);
+  to.data.resize((rows + tile_rows - 1) / tile_rows * tile_rows * in / row_bytes_step), to.scale.resize(rows * groups);
   for (int i = 0; i < 2; ++i) to.sums[i].resize(rows * groups * (2 - i)), to.wholes[i].resize(rows * groups * (2 - i));
   parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * groups; i < end * groups; ++i) {
-      const T* from = x + i * group_length;
-      const f16v a = load16(from), b = load16(from + 16);
-      const i16v left = (i16v)a & 0x7fffffff, right = (i16v)b & 0x7fffffff;
-      // Without their signs numbers have the order of their bits, and a NaN is above all: it becomes the scale, and is seen.
-      const i16v tops = chosen(left > right, left, right);
-      int32_t top = 0;
-      for (int t = 0; t < 16; ++t) top = std::max(top, tops[t]);
-      const float most = std::bit_cast<float>(top), inverse = most > 0 ? 127.0f / most : 0.0f, scale = most / 127.0f;
+      const f16v a = load16(x + i * group_length), b = load16(x + i * group_length + 16);
+      const float most = largest_of(a, b), inverse = most > 0 ? 127.0f / most : 0.0f, scale = most / 127.0f;
       int8_t bytes[group_length];
       put_bytes(bytes, a * inverse), put_bytes(bytes + 16, b * inverse);
-#if defined(PAIRS)
-      put_row(bytes, group_length, to.data.data() + i * group_length / row_bytes_step);
-#else
-      std::memcpy(to.data.data() + i * group_length, bytes, group_length);
-#endif
-      int32_t sums[2] = {};
-      for (int t = 0; t < 16; ++t) sums[0] += bytes[t], sums[1] += bytes[16 + t];
+      int32_t sums[2];
+      sum_bytes(bytes, sums);
       to.scale[i] = scale;
       for (int h = 0; h < 2; ++h) to.sums[0][2 * i + h] = sums[h], to.wholes[0][2 * i + h] = float(sums[h]) * scale;
       to.sums[1][i] = sums[0] + sums[1], to.wholes[1][i] = float(sums[0] + sums[1]) * scale;
+#if defined(PAIRS)
+      put_row(bytes, group_length, to.data.data() + i * group_length / row_bytes_step);
+#else
+      const int64_t row = i / groups, place = tiled ? (row / tile_rows * groups + i % groups) * tile_rows + row % tile_rows : i;
+      std::memcpy(to.data.data() + place * group_length, bytes, group_length);
+#endif
     }
   });
 }
@@ -416,6 +444,16 @@ APART void add_tile(C codes, const GroupedBytes& x, int64_t row, int64_t place, 
   }
 }
 
+// Sums of rows and a block's channels, with the bias, as results.
+template <typename T>
+inline void finish_rows(const Weight& w, const f16v sum[][2], int64_t row, int64_t count, T* y, int64_t first) {
+  for (int c = 0; c < 2; ++c) {
+    const int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
+    const f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
+    for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] + bias, n);
+  }
+}
+
 // One block of output channels; rows in bytes. C: codes of a format.
 template <int group, typename C, typename T>
 void block_of_codes(C codes, const Weight& w, const GroupedBytes& x, Panel panel, T* y, int64_t first) {
@@ -431,6 +469,8 @@ void block_of_codes(C codes, const Weight& w, const GroupedBytes& x, Panel panel
       at += form.header();
       for (int64_t t = 0; t < tiles; ++t, at += form.tile_size()) {
         codes.tile = at;
+        if (count > 1)
+          for (int64_t line = 0; line < form.tile_size(); line += 64) fetch(at + bytes_ahead + line);
         const float *by = scales.scale[t * groups], *lows = form.low ? scales.low[t * groups] : nullptr;
         auto through = [&](auto which, int64_t r, auto R) { add_tile<R(), group>(which, x, row + r, b * tiles + t, form.offset, by, lows, sum + r); };
         if (many) {
@@ -443,18 +483,82 @@ void block_of_codes(C codes, const Weight& w, const GroupedBytes& x, Panel panel
         }
       }
     }
-    for (int c = 0; c < 2; ++c) {
-      const int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
-      const f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
-      for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] + bias, n);
-    }
+    finish_rows(w, sum, row, count, y, first);
   });
 }
 
+#if defined(TILES)
+// Adds the products of some groups to the sums of R rows, in the order of add_tile. `group`: of the rows' the first, of `groups` a tile.
+template <int R, int groups>
+APART void add_parts(const i16v part[][tile_rows][2], int64_t some, const GroupedBytes& x, int64_t row, int64_t group,
+                     const float scales[][block_width], const float lows[][block_width], f16v sums[][2]) {
+  const int64_t all = x.in / group_length;
+  const float* by = x.scale.data() + row * all + group / groups;
+  const float* wholes = x.wholes[2 - groups].data() + row * all * groups + group;
+  f16v sum[R][2];
+  UNROLL for (int r = 0; r < R; ++r) sum[r][0] = sums[r][0], sum[r][1] = sums[r][1];
+  for (int64_t g = 0; g < some; ++g)
+    UNROLL for (int c = 0; c < 2; ++c) {
+      const f16v scale = load16(scales[g] + 16 * c);
+      UNROLL for (int r = 0; r < R; ++r) sum[r][c] += float_of(part[g][r][c]) * (scale * by[r * all + g / groups]);
+      if (!lows) continue;
+      const f16v low = load16(lows[g] + 16 * c);
+      UNROLL for (int r = 0; r < R; ++r) sum[r][c] += low * wholes[r * all * groups + g];
+    }
+  UNROLL for (int r = 0; r < R; ++r) sums[r][0] = sum[r][0], sums[r][1] = sum[r][1];
+}
+
+// The same for many rows, by tiles: of up to 256 inputs all products of 16 rows, which are then added up row by row.
+template <int group, typename C, typename T>
+void block_of_tiles(C codes, const Weight& w, const GroupedBytes& x, int64_t rows, T* y, int64_t first) {
+  constexpr int64_t strip = 96, tiles = group == 32 ? 8 : 4, groups = tile_length / group;
+  static thread_local struct {
+    alignas(64) int8_t ready[tiles][tile_length * block_width];
+    alignas(64) f16v sum[strip][2];
+    alignas(64) i16v part[tiles * groups][tile_rows][2];
+  } held;
+  const BlockFormat& form = *w.form;
+  const GroupTiles shape(group);
+  const int64_t all = w.in / tile_length, each = form.length / tile_length;
+  codes.numbers = form.table;
+  for (int64_t row = 0; row < rows; row += strip) {
+    const int64_t count = std::min(strip, rows - row);
+    std::memset(held.sum, 0, sizeof held.sum);
+    const uint8_t* at = (const uint8_t*)w.data + first / block_width * (w.in / form.length) * form.size();
+    Scales scales;
+    for (int64_t k = 0; k < all; k += tiles) {
+      const int64_t some = std::min(tiles, all - k), place = each == 1 ? 0 : k % each * groups;  // of the first group's scales
+      for (int64_t t = 0; t < some; ++t, at += form.tile_size()) {
+        if ((k + t) % each == 0) scales.read(form, at, each == 1 ? t : 0), at += form.header();
+        codes.tile = at;
+        for (int64_t i = 0; i < tile_length / 4; i += 2)
+          UNROLL for (int c = 0; c < 2 * native_parts; ++c)
+            store(held.ready[t] + i * 4 * block_width + c * native_bytes, codes(i + c / native_parts, c % native_parts) - uint8_t(form.offset));
+      }
+      for (int64_t r = 0; r < count; r += tile_rows) {
+        for (int64_t t = 0; t < some; ++t)
+          UNROLL for (int h = 0; h < groups; ++h)
+            group_products((t * groups + h) % 2, x.tile(row + r, k + t) + h * group, tile_length, held.ready[t] + h * group * block_width,
+                           held.part[t * groups + h]);
+        in_groups<4>(std::min(tile_rows, count - r), [&](auto R, int64_t i) {
+          const auto* part = (const i16v(*)[tile_rows][2])held.part[0][i];
+          add_parts<R(), groups>(part, some * groups, x, row + r + i, k * groups, scales.scale + place, form.low ? scales.low + place : nullptr,
+                                 held.sum + r + i);
+        });
+      }
+    }
+    finish_rows(w, held.sum, row, count, y, first);
+  }
+}
+#endif
+
 template <typename T>
-void block_of_bytes(const Weight& w, const GroupedBytes& x, Panel panel, T* y, int64_t first) {
+void block_of_bytes(const Weight& w, const GroupedBytes& x, Panel panel, T* y, int64_t first, bool tiled) {
   with_codes(*w.form, [&]<int bits, bool table>(Codes<bits, table> codes) {
     constexpr int group = bits == 2 || bits == 3 || bits == 6 ? 16 : 32;
+#if defined(TILES)
+    if (tiled) return block_of_tiles<group>(codes, w, x, panel.end, y, first);
+#endif
     block_of_codes<group>(codes, w, x, panel, y, first);
   });
 }

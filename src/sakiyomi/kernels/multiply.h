@@ -27,7 +27,8 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   static thread_local GroupedBytes groups;
   const GroupedBytes* grouped = &groups;
   const bool in_groups = any([](const Weight* w) { return w->grouped; });
-  if (in_groups) to_grouped(x, rows, weights[0]->in, groups);
+  const bool groups_tiled = in_groups && tiles_for_groups(rows);
+  if (in_groups) to_grouped(x, rows, weights[0]->in, groups_tiled, groups);
   if (in_bytes) to_bytes(x, rows, weights[0]->in, any([](const Weight* w) { return w->scales != nullptr; }), bytes);
   const bool tiled = tiles_fit(weights[0]->in);
 #if defined(BF16_PAIRS)
@@ -52,7 +53,7 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   const float* wide = numbers;
 #endif
   const int64_t row_bytes = in_bytes ? bytes.stride * sizeof(RowByte) : in_groups ? weights[0]->in : weights[0]->in * sizeof(*wide);
-  const bool in_panels = !tiled && rows * row_bytes > bytes_in_panels;
+  const bool in_panels = !tiled && !groups_tiled && rows * row_bytes > bytes_in_panels;
   const int64_t together = in_panels ? std::max<int64_t>(1, panel_bytes / row_bytes / strip_rows) * strip_rows : std::max<int64_t>(1, rows);
   // Below about 100k multiplications a second thread costs more than it brings.
   const int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * std::min(rows, together)));
@@ -61,7 +62,7 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   std::atomic<int64_t> next = 0;
   parallel_for(0, all, grain, [&](int64_t, int64_t) {
     std::optional<Tiles> tiles;
-    if (tiled) tiles.emplace(rows);
+    if (tiled && !in_groups) tiles.emplace(rows);
     int64_t t = 0, end = 0;
     for (;; ++t) {
       if (t == end) t = next.fetch_add(share), end = std::min(all, t + share);
@@ -73,7 +74,7 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
       T* y = (T*)outs[i];
       int64_t first = (place - (i ? ends[i - 1] : 0)) * block_width;
       if (w.grouped)
-        block_of_bytes(w, *grouped, panel, y, first);
+        block_of_bytes(w, *grouped, panel, y, first, groups_tiled);
       else if (w.form)
         block_of_numbers(w, numbers, panel, y, first);
       else if (w.scales)

@@ -111,6 +111,50 @@ inline void scores(bool whole, const int32_t* q, int64_t lanes, const int32_t* t
 
 #undef SCORES
 
+// The tiles of a thread for weights whose sums end with a group of inputs: 0 and 1, or 2 and 3, are for the sums of 16 rows, 4 or 5 for the
+// rows, 6 and 7 for weights.
+struct GroupTiles {
+  explicit GroupTiles(int group) {
+    struct {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shape;
+    for (int tile = 0; tile < 8; ++tile) {
+      shape.bytes[tile] = tile == 4 || tile == 5 ? group : tile_bytes;
+      shape.rows[tile] = tile < 6 ? tile_rows : group / 4;
+    }
+    asm volatile("" ::"r"(&shape) : "memory");
+    _tile_loadconfig(&shape);
+  }
+  ~GroupTiles() { _tile_release(); }
+};
+
+#define GROUP_PRODUCTS(left, right, some)          \
+  _tile_zero(left);                                \
+  _tile_zero(right);                               \
+  _tile_loadd(some, x, stride);                    \
+  _tile_loadd(6, w, 2 * tile_bytes);               \
+  _tile_loadd(7, w + tile_bytes, 2 * tile_bytes);  \
+  _tile_dpbssd(left, some, 6);                     \
+  _tile_dpbssd(right, some, 7);                    \
+  _tile_stored(left, sums, 2 * tile_bytes);        \
+  _tile_stored(right, sums + tile_bytes, 2 * tile_bytes)
+
+// 16 rows of signed bytes, `stride` of them apart, times a group of inputs of 32 channels, signed, too. Calls alternate between tiles, so
+// that one need not wait for the other.
+inline void group_products(bool other, const int8_t* x, int64_t stride, const int8_t* w, i16v sum[tile_rows][2]) {
+  char* sums = (char*)sum;
+  written();
+  if (other) {
+    GROUP_PRODUCTS(2, 3, 5);
+  } else {
+    GROUP_PRODUCTS(0, 1, 4);
+  }
+}
+
+#undef GROUP_PRODUCTS
+
 #else
 
 inline bool granted() { return false; }
