@@ -15,7 +15,6 @@ from sakiyomi.model_executor.gguf import export
 from sakiyomi.model_executor.loading import Loaded, load_model
 from toys import save_model, tiny_llama, tiny_tokenizer
 
-pytest.importorskip("gguf")
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from sakiyomi.model_executor.gguf.export import write_gguf
 from sakiyomi.model_executor.gguf.weights import weights_of
 from toys import character_tokenizer, tiny_llama, tiny_tokenizer
 
-pytest.importorskip("gguf")
 VOCAB = 320
 _LINEAR = {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_hidden_layers": 4}
 _FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": None}
