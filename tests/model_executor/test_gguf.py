@@ -224,6 +224,14 @@ def test_a_file_is_named_like_a_folder(file: Path) -> None:
     assert loaded.tokenizer.decode(loaded.tokenizer.encode("the fox")) == "the fox"
 
 
+def test_a_file_may_draft(files: Path, folder: Path) -> None:
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, gamma=3)
+    (plain,), (out,) = (
+        LLM(str(folder), draft).generate(TEXTS[:1], params) for draft in ("none", str(files / "Q8_0.gguf"))
+    )
+    assert out.token_ids == plain.token_ids and out.stats.tau > 2
+
+
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 

@@ -189,7 +189,7 @@ def head_names(spec: str) -> list[str]:
 
 
 def split_spec(spec: str) -> list[str]:
-    """The specs in a text, one by one. A folder or an embedded name becomes the spec of the drafter that it holds.
+    """The specs in a text, one by one. A folder, file or embedded name becomes the spec of the drafter that it holds.
 
     Raises:
         InputError: this version has no such drafter.
@@ -200,17 +200,19 @@ def split_spec(spec: str) -> list[str]:
             forms = ("none", "auto", *(name + form.text for name, form in FORMS.items()))
             known = ", ".join(f'"{form}"' for form in forms)
             raise InputError(
-                f"unknown draft {part!r}; this version has {known}, a folder, several joined by +, or a Drafter object"
+                f"unknown draft {part!r}; this version has {known}, a folder, a GGUF file, several joined by +, or a Drafter object"
             )
     return parts
 
 
 def _named(part: str) -> str:
-    """A spec unchanged; for a folder or an embedded name the spec of the drafter that it holds."""
+    """A spec unchanged; for a folder, a GGUF file or an embedded name the spec of the drafter that it holds."""
     if part in ("none", "auto") or part.partition(":")[0] in FORMS:
         return part
     place = model_spec(part).name
     folder = folder_of(place)
+    if folder.suffix.lower() == ".gguf":
+        return f"model:{part}"
     return f"{_kind_of(folder)}:{part}" if is_embedded_name(place) or folder.is_dir() else part
 
 
