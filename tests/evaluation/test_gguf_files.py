@@ -16,7 +16,6 @@ from sakiyomi.model_executor.loading import Loaded, load_model
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_files, "cache_folder", lambda: tmp_path / "cache")
