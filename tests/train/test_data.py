@@ -37,7 +37,9 @@ def test_a_text_beside_a_prompt_is_the_document(tmp_path: Path) -> None:
     """Prompts with answers are wanted of the same file by other recipes."""
     both = [{"instruction": "Ask.", "output": "Say."}, {"prompt": "Ask.", "answer": "Say."}, {"prompt": "Ask."}]
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(one | {"text": f"Tale {n}."}) + "\n" for n, one in enumerate(both)), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(one | {"text": f"Tale {n}."}) + "\n" for n, one in enumerate(both)), encoding="utf-8"
+    )
     assert list(read_documents(path)) == ["Tale 0.", "Tale 1.", "Tale 2."]
     asked = list(read_records(path, answered=True))
     assert asked[0].messages == [("user", "Ask."), ("assistant", "Say.")]

@@ -118,8 +118,8 @@ class RequestNoise(Uniforms):
             ranked, sums = (ctypes.c_int64 * count)(), (ctypes.c_double * count)()
             known = (None, 0) if support is None else (support.ctypes.data, support.size)
             row = weights.ctypes.data, weights.size, count
-            found: int = kernels.sk_ranked(*row, self.state, position, *known, tokens, sums)
-            return tokens[:found], sums[:found]
+            found: int = kernels.sk_ranked(*row, self.state, position, *known, ranked, sums)
+            return ranked[:found], sums[:found]
         some = weights.nonzero()[0] if support is None else support
         return _best(weights[some], self._noise(position, some), some, count)
 
