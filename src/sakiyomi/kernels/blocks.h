@@ -382,11 +382,13 @@ void to_grouped(const T* x, int64_t rows, int64_t in, bool tiled, GroupedBytes& 
 // Codes as they are multiplied.
 #if defined(PAIRS)
 using Ready = Pairs;
+inline Ready held_ready(const Ready& from) { return {held(from.even), held(from.odd)}; }
 inline Ready ready_of(Eights codes) {
   return {_mm256_and_si256((__m256i)codes, _mm256_set1_epi16(255)), _mm256_srli_epi16((__m256i)codes, 8)};
 }
 #else
 using Ready = Eights;
+inline Ready held_ready(Ready from) { return from; }
 inline Ready ready_of(Eights codes) { return codes; }
 #endif
 
@@ -406,7 +408,7 @@ inline Whole add_products(Whole sum, const Ready& codes, const GroupedByte* x) {
 // A tile whose codes are taken apart already, for many rows.
 struct ReadyCodes {
   const Ready* ready;
-  inline const Ready& operator()(int64_t k, int c) const { return ready[k * native_parts + c]; }
+  inline Ready operator()(int64_t k, int c) const { return held_ready(ready[k * native_parts + c]); }
 };
 template <typename C>
 struct FreshCodes {

@@ -228,6 +228,13 @@ class ModelWeights:
         return context_note(self.config, self.max_context)
 
     @property
+    def rounds(self) -> bool:
+        """Whether layers round their rows or their weights: texts read in other pieces have other roundings."""
+        layers = (module for module in self.module.modules() if isinstance(module, PackedLayer))
+        blocks = any(layer.blocks is not None and layer.blocks.rounded for layer in layers)
+        return self.quantization is not None or blocks
+
+    @property
     def packed_experts(self) -> bool:
         """Whether all experts of a mixture are in the kernels, so that a row's sums do not depend on other rows."""
         return self.packed is not None and self.packed.experts
