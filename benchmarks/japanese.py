@@ -86,7 +86,7 @@ def written(samples: Path, tokenizer: Path, out: Path) -> None:
 def bench(data: Path, out: Path, params: str) -> None:
     """Row `cross` on the inflated target, for each kind of prompt."""
     large = out / f"target-{params}"
-    command = [sys.executable, "-c", "from sakiyomi.cli import main; main()", "bench"]
+    command = [sys.executable, str(Path(__file__).with_name("rows.py"))]
     if not large.is_dir():
         inflate = Path(__file__).with_name("inflate.py")
         subprocess.run(

@@ -159,8 +159,8 @@ def simulated(conversations: int, turns: int, new: int, prompts: list[int]) -> f
         conversations, turns, new: as of ``lap``.
         prompts: tokens of a conversation's first two prompts, on the mean.
     """
-    from sakiyomi.scale.simulation import Costs, Load, simulate
-    from sakiyomi.scale.simulation import Request as Asked
+    from cluster_simulation import Costs, Load, simulate
+    from cluster_simulation import Request as Asked
 
     said = max(1, prompts[1] - prompts[0] - new)
     costs = Costs((1, 32), (0.004, 0.02), (), (), (1, 512), (0.002, 0.14), 0.0, slots=32)

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.train.commands import TrainRetaining
-from sakiyomi.train.heads_loss import HeadsLoss
+from sakiyomi.train.retaining import HeadsLoss
 from sakiyomi.train.retaining_labels import kv_heads_of
 
 MARK, ASK, FACTS, TEXT = 78, 79, 6, 100
@@ -82,12 +82,6 @@ def questions(count: int, seed: int) -> list[Row]:
     return [(row[: TEXT + 5], TEXT + 2) for row in rows]
 
 
-def batch(rows: list[Row]) -> dict[str, Tensor]:
-    lengths = torch.tensor([len(row) for row, _ in rows])
-    prompts = torch.tensor([prompt for _, prompt in rows])
-    return {"ids": torch.cat([row for row, _ in rows]), "ends": lengths.cumsum(0), "prompts": prompts}
-
-
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
 ) -> tuple[Tensor, None]:
@@ -132,7 +126,7 @@ def trained(model: LlamaForCausalLM, labels: str, queries: str, seed: int, steps
     with loss.hooks():
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 15) * (1 - step / steps)
-            loss(batch(rows[8 * step : 8 * step + 8]))
+            loss(rows[8 * step : 8 * step + 8])
             torch.nn.utils.clip_grad_value_(heads.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()

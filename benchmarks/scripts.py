@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import typer
 
@@ -13,10 +14,10 @@ from sakiyomi.core.errors import SakiyomiError
 __all__ = ["command", "run"]
 
 
-def command(function: Callable[..., None]) -> typer.Typer:
-    """The command of a script that does one thing."""
+def command(function: Callable[..., None], defaults: Mapping[str, Any] | None = None) -> typer.Typer:
+    """The command of a script that does one thing; ``defaults`` of this command, in the place of the fields' own."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    add_command(app, function)
+    add_command(app, function, defaults=defaults)
     return app
 
 

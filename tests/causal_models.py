@@ -1,6 +1,7 @@
 """A tiny configuration of every causal class that transformers names, and what our path makes of it.
 
-``python tests/causal_models.py`` runs all of them, and writes the table that ``sakiyomi models`` shows.
+``python tests/causal_models.py`` runs all of them, and writes the table that ``sakiyomi models`` shows and the page
+docs/models.md.
 """
 
 from __future__ import annotations
@@ -22,12 +23,23 @@ import architectures
 from architectures import VOCAB, WINDOW
 from drafters import Branching, texts_of
 from sakiyomi import LLM, Draft, SamplingParams
+from sakiyomi.cli.models import counted, described
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.loading.families import _ENCODERS as ENCODERS
 from sakiyomi.model_executor.loading.families import NO_TEXT, check_supported
 from sakiyomi.model_executor.own_forward import OwnForward
 from toys import character_tokenizer
 
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+HEAD = """# Models
+
+Every class that transformers {transformers} names for causal language models, by `model_type` (in a model's
+`config.json`), and the result for a tiny random model of that type. *runs*: its greedy text was that of transformers,
+token for token, in a batch of three, plain, with chains and trees of draft tokens, and with a prompt read in chunks.
+*refused*: loading it ends with the error that is shown. `sakiyomi models NAME` shows one of them.
+
+{counts}. `python tests/causal_models.py` makes the table and this page.
+"""
 KINDS: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Names of the classes by model type, as transformers has them."""
 
@@ -352,8 +364,19 @@ def rows(table: Path = TABLE) -> list[dict[str, Any]]:
     return [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]
 
 
+def page() -> str:
+    """The page docs/models.md: model types by their result, the commonest first."""
+    first, *shown = rows()
+    types: dict[str, list[str]] = {}
+    for row in shown:
+        types.setdefault(described(row).replace("|", "/"), []).append(row["type"])
+    cells = [f"| {text} | {', '.join(types[text])} |" for text in sorted(types, key=lambda text: -len(types[text]))]
+    head = HEAD.format(transformers=first["transformers"], counts=counted(shown))
+    return "\n".join([head, "| result | model types |", "|---|---|", *cells]) + "\n"
+
+
 def main(kinds: Sequence[str]) -> None:
-    """Run all types, or those that are named, and write their rows of the table.
+    """Run all types, or those that are named, and write their rows of the table, and the page.
 
     Raises:
         ValueError: the other rows are those of another version of transformers, whose name the table would lose.
@@ -372,6 +395,7 @@ def main(kinds: Sequence[str]) -> None:
     known = {row["type"]: row for row in old} | found
     lines = [VERSION, *(known[kind] for kind in sorted(known))]
     TABLE.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from torch.utils.cpp_extension import include_paths
 import gpu_stand_ins
 from sakiyomi.core.embedded import embedded
 from sakiyomi.model_executor import weights
-from sakiyomi.model_executor.attention import observe, triton
 from sakiyomi.model_executor.attention import torch as dense
+from sakiyomi.model_executor.attention import triton
 from sakiyomi.model_executor.attention.triton import TritonBackend
 from sakiyomi.model_executor.loading.reader import Reader
 
@@ -42,7 +42,7 @@ ACROSS = {aten.copy_.default, aten._to_copy.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 """What takes indices that lie on the CPU."""
 ours = torch.ops.sakiyomi
-OURS = {ours.attend.default: dense._attend, ours.cross.default: dense._cross, ours.observe.default: observe._observe}
+OURS = {ours.attend.default: dense._attend, ours.cross.default: dense._cross, ours.observe.default: dense._observe}
 
 
 class _There(Tensor):

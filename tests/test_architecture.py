@@ -25,6 +25,8 @@ LAYERS = (
 )
 """The top one first; folders of one layer do not know each other."""
 FUNCTION, CLASS, ATTRIBUTES = 80, 300, 25
+WIDE = {"sakiyomi.engine.request.Request": 29}
+"""Classes that have more attributes, and may not get further ones."""
 
 
 @functools.cache
@@ -156,19 +158,20 @@ def attributes(node: ast.ClassDef) -> set[str]:
 def test_classes_fit_in_a_head() -> None:
     """Lines; and attributes, those of bases in the package included."""
     # The server's bodies have the fields of another's API.
-    listed = [
-        (name, node)
+    listed = {
+        name: node
         for name, node, _ in lengths(ast.ClassDef)
-        if name.split(".")[:3] != ["sakiyomi", "server", "schema"]
-    ]
-    classes = {node.name: node for _, node in listed if isinstance(node, ast.ClassDef)}
+        if isinstance(node, ast.ClassDef) and name.split(".")[:3] != ["sakiyomi", "server", "schema"]
+    }
+    classes = {node.name: node for node in listed.values()}
 
     def everything(node: ast.ClassDef) -> set[str]:
         bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
         return attributes(node).union(*(everything(base) for base in bases if base is not node))
 
     long = [(name, size) for name, _, size in lengths(ast.ClassDef) if size > CLASS]
-    wide = [(name, len(everything(node))) for name, node in classes.items() if len(everything(node)) > ATTRIBUTES]
+    sizes = {name: len(everything(node)) for name, node in listed.items()}
+    wide = [(name, size) for name, size in sizes.items() if size > WIDE.get(name, ATTRIBUTES)]
     assert (long, wide) == ([], [])
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sakiyomi.cache.eviction import EvictingCache
 from sakiyomi.core.errors import SakiyomiError
 
 CORPUS = (
@@ -19,6 +21,14 @@ CORPUS = (
     "むかしむかし、あるところに、おじいさんとおばあさんが住んでいました。おじいさんは山へ芝刈りに行きました。",
     "A smile 😀, a family 👨‍👩‍👧, a flag 🇯🇵, and the number 12345.\n\nThe end.",
 )
+
+
+def places_of(eviction: EvictingCache, slot: int) -> Sequence[Sequence[Tensor]]:
+    """Of each layer and head, the places in the text of the pairs that stayed at the last boundary."""
+    record = eviction._slots[slot]
+    if eviction.policy is None:
+        return [[torch.arange(record.boundary)] * shape.heads for shape in eviction.cache.shapes]
+    return record.places
 
 
 def refused(

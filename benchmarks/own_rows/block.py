@@ -14,7 +14,7 @@ from sakiyomi.evaluation.bench.runner import Spread, Standing
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 from sakiyomi.sampling.verifiers.base import Rule, Verifier, draft_rows
-from sakiyomi.sampling.verifiers.block import level_of
+from sakiyomi.sampling.verifiers.traversal import level_of
 
 __all__ = ["block"]
 

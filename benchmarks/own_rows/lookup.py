@@ -17,12 +17,13 @@ from importlib.resources import files
 
 from torch import Tensor
 
+from own_rows.common import counted_lap
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, counted_lap, declared, generated
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, generated
 from sakiyomi.evaluation.bench.models import Pair, rounding
 from sakiyomi.evaluation.bench.runner import Contender, Judge, same_tokens
 

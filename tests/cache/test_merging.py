@@ -20,7 +20,7 @@ from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingSh
 from sakiyomi.cache.policies.merging.formats import FILE, read_merging, write_merging
 from sakiyomi.cache.quantized import Packing
 from sakiyomi.evaluation.bench.long.systems import System
-from toys import character_tokenizer
+from toys import character_tokenizer, places_of
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 BUDGET, CHUNK, MERGED = 24, 16, 5
@@ -134,7 +134,7 @@ def test_merged_pairs_count_in_the_budget(folder: str) -> None:
     eviction.policy.merger.merge = watched
     with llm.conversation() as conversation:
         conversation.generate(prompt(70), SamplingParams(max_new_tokens=70, ignore_eos=True))
-        assert {len(head) for layer in eviction.places(0) for head in layer} == {BUDGET}
+        assert {len(head) for layer in places_of(eviction, 0) for head in layer} == {BUDGET}
     assert len(seen) == 3 * 5 and {count for _, count in seen} == {BUDGET}, "borders at 32, 48, 64, 70 and 134"
 
 

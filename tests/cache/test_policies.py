@@ -16,6 +16,7 @@ from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.policies.base import Policy, View
 from sakiyomi.cache.policies.h2o import H2O
 from sakiyomi.cache.slots import SlotCache
+from toys import places_of
 
 
 class Given(Policy):
@@ -122,7 +123,7 @@ def test_what_stays_lies_in_the_order_of_the_text() -> None:
         kept = sorted([*pinned, *others[: budget - len(pinned)]])
         (part,) = cache.parts(0, slot)
         for head in (0, 1):
-            assert eviction.places(slot)[0][head].tolist() == kept
+            assert places_of(eviction, slot)[0][head].tolist() == kept
             for pairs in (part.keys, part.values):
                 assert pairs[head, : border - part.dropped, 0].tolist() == kept
         first = border

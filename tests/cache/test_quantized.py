@@ -213,9 +213,9 @@ def test_memory_is_refused_with_its_numbers() -> None:
     cache = SlotCache(
         [shape], dtype=torch.float32, max_slots=1, limits=[[600] * 2], packed=packed, available=lambda: 1 << 20
     )
-    cache.check(1, 2000)
+    cache.needs(1, 2000)
     with pytest.raises(MemoryLimitError, match=r"1,048,576 are available; about 6553 tokens"):
-        cache.check(1, 20_000)
+        cache.needs(1, 20_000)
     assert cache.bytes == 0
 
 

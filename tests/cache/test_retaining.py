@@ -26,7 +26,7 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train import retaining_labels as labels
-from sakiyomi.train.heads_loss import heads_loss
+from sakiyomi.train.retaining import layer_loss
 from sakiyomi.train.retaining_labels import attention_observed, kv_heads_of, largest_chances, largest_logits
 from toys import tiny_llama, tiny_tokenizer
 
@@ -302,7 +302,7 @@ def test_tokens_outside_a_layers_window_have_no_label(monkeypatch: pytest.Monkey
         torch.testing.assert_close(each, right.view(2, 2, 17, 17)[:, :, tokens:, :tokens].amax((1, 2)))
         assert each[:, :5].isneginf().all() and each[:, 5:].isfinite().all()
     scores = torch.zeros(tokens, 2, requires_grad=True)
-    heads_loss(scores, found[0].T, 1.0, 0.0, 1.0).backward()
+    layer_loss(scores, found[0].T, 1.0, 0.0, 1.0).backward()
     assert scores.grad is not None and not scores.grad[:5].any() and scores.grad[5:].all()
     windows: dict[int, int] = {}
     with (

@@ -160,6 +160,9 @@ def test_the_page_of_commands_has_every_command() -> None:
         (["demo", "--draft", "none"], 2, "draft model"),
         (["info", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
         (["info", "--target", "tales", "--repeats", "0"], 2, "repeats is 0"),
+        (["plan", "cluster", "--rate", "3"], 2, "python benchmarks/cluster.py"),
+        (["models", "--markdown"], 2, "python tests/causal_models.py"),
+        (["bench", "inflate", "large", "--params", "1M"], 2, "python benchmarks/inflate.py OUT_FOLDER"),
         (["nonesuch"], 2, "No such command"),
     ],
 )

@@ -25,7 +25,7 @@ from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.drafters.medusa_heads import formats as medusa
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned, write_tuned
 from sakiyomi.drafters.memory import MemoryFile, read_memory
-from sakiyomi.drafters.ngram_file import read_tables, tables_bytes
+from sakiyomi.drafters.ngram_file import read_tables, write_tables
 from sakiyomi.engine.tuned_profile import Profile, read_profile, write_profile
 from sakiyomi.kernels import build
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
@@ -61,7 +61,7 @@ def memory(folder: Path) -> Callable[[], Any]:
 
 def ngrams(folder: Path) -> Callable[[], Any]:
     tensors = count_tables([[1, 2, 3, 4, 2, 3] * 8], 3, 320, least=1, keep=8)
-    (folder / "grams").write_bytes(tables_bytes(3, tensors, {"tokenizer": "abc", "vocab_size": "320"}))
+    write_tables(folder / "grams", 3, tensors, {"tokenizer": "abc", "vocab_size": "320"})
     return lambda: vars(read_tables(folder / "grams", "abc", 320))["_unigrams"]
 
 

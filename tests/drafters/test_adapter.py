@@ -12,7 +12,7 @@ import pytest
 from sakiyomi import Draft, SamplingParams
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters import Context, Drafter, as_drafter
-from sakiyomi.drafters.base import tell_end, tell_inherit
+from sakiyomi.drafters.base import tell
 from sakiyomi.drafters.lookup import PromptLookup
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
@@ -69,8 +69,8 @@ def test_other_members_are_the_proposers_own() -> None:
     assert type(drafter.forward_seconds) is float
     assert drafter.kind_for(SamplingParams(tree="chain")) == "chain"
     assert drafter.runs_model and drafter.prefers_coupled and drafter.model is None
-    tell_inherit(drafter, context([1], number=5), context([1], number=4))
-    tell_end(drafter, context([1], number=4))
+    tell(drafter, "inherit", context([1], number=5), context([1], number=4))
+    tell(drafter, "end", context([1], number=4))
     assert own.heard == [(5, 4), 4]
     drafter.name = "least-2"
     assert own.name == "least-2"
@@ -94,9 +94,9 @@ def test_what_end_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
             raise RuntimeError("no end")
 
     with caplog.at_level(logging.WARNING, "sakiyomi"):
-        tell_end(as_drafter(Broken()), context([1]))  # type: ignore[arg-type]
+        tell(as_drafter(Broken()), "end", context([1]))  # type: ignore[arg-type]
     assert "drafter least failed in end: RuntimeError: no end" in caplog.text
-    tell_end(None, context([1]))
+    tell(None, "end", context([1]))
 
 
 def test_merged_members_are_adapted_and_forget() -> None:

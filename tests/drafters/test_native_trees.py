@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +19,7 @@ from sakiyomi.drafters.draft_length import Costs, TokenValue
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.kernel_rounds import KernelRounds
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 
@@ -149,16 +148,9 @@ def test_rows_that_are_no_numbers_are_refused() -> None:
     for _ in range(4):
         made.propose([one], [3])
     assert GROWN[-1] == 3
-    replay = made.model.replay
-
-    def spoiled(size: int, take: Callable[[int], int]) -> tuple[int, int]:
-        def over(logits: int) -> int:
-            ctypes.memset(logits, 0xFF, 4 * VOCAB)  # no numbers
-            return take(logits)
-
-        return replay(size, over)
-
-    made.model.replay = spoiled  # type: ignore[method-assign]
+    head = next(layer for name, layer in made.model.module.named_modules() if name == "lm_head")
+    for part in head.buffers():
+        part.fill_(float("nan"))
     one.tokens.append(5)
     with pytest.raises(InputError, match="no token is left"):
         made.propose([one], [3])
@@ -169,8 +161,10 @@ def test_passes_of_many_requests_have_inputs_too() -> None:
     model = drafter(torch.float32, VOCAB, native=True, slots=40).model
     assert 128 in model.sizes
     model.record()
-    _, sizes = model.native_passes(128, None, 0) or (0, ())
-    assert sizes == model.sizes
+    assert KernelRounds(model, None, VOCAB).ready([128], lambda: [(None, 0)])
+    assert model.recorder is not None
+    sizes = sorted(model.recorder.ready)
+    assert sizes == list(model.sizes)
     assert [model.replayed(size)[1].shape for size in sizes] == [(1, size) for size in sizes]
 
 

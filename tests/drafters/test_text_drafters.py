@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import DrafterContext, make_drafter, parse_drafters
-from sakiyomi.drafters.guess_calibration import GuessCalibration
+from sakiyomi.drafters.confidence import GuessCalibration
 from sakiyomi.drafters.guessed_tree import grow
 from sakiyomi.drafters.lookup import PromptLookup
 from sakiyomi.drafters.ngram import NgramDrafter, NgramReader

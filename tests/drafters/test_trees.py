@@ -19,9 +19,7 @@ from sakiyomi.drafters.trees import (
     Builder,
     CandidateTree,
     Dynamic,
-    Shape,
     Static,
-    native_shape,
 )
 from sakiyomi.theory import best_tree, expected_tree_tokens
 
@@ -227,19 +225,8 @@ def test_choices_have_their_own_size() -> None:
         SamplingParams(tree=[1, 2], gamma=3)
 
 
-def test_a_builder_that_decides_otherwise_is_not_grown_as_its_parent() -> None:
-    """The kernels know shapes by name: a subclass that reads other places has none there."""
-
-    class Own(BestFirst):
-        def expand(self, tree: CandidateTree) -> list[int]:
-            return tree.level
-
-    class Named(Own):
-        def shape(self, depth: int, nodes: int) -> Shape | None:
-            return None
-
+def test_the_kernels_know_every_shape() -> None:
     for name, make in BUILDERS.items():
-        assert native_shape(make(SamplingParams(tree=[1, 2] if name == "choices" else name), lambda: [0.5]), 2, 3), name
-    assert native_shape(Own(), 3, 3) is None
-    assert native_shape(Named(), 3, 3) is None
-    assert native_shape(Static([0.5, 0.2]), 2, 3) == ("fixed", 1, 1, (1, 3, 4, 4, 4))
+        builder = make(SamplingParams(tree=[1, 2] if name == "choices" else name), lambda: [0.5])
+        assert builder.shape(2, 3) is not None, name
+    assert Static([0.5, 0.2]).shape(2, 3) == ("fixed", 1, 1, (1, 3, 4, 4, 4))

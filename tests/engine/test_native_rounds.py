@@ -14,17 +14,20 @@ import torch
 
 from random_models import Numbers, random_llama
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.core.tree import Draft
+from sakiyomi.drafters.base import Context, HiddenStates
 from sakiyomi.drafters.draft_length import FixedSize, Size, Throughput
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.native_trees import NativeTrees
 from sakiyomi.drafters.tree_reader import TreeReader
 from sakiyomi.drafters.trees import Choices
 from sakiyomi.engine import engine as engine_module
-from sakiyomi.engine import native_rounds, native_turns
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.pace import Pace
 from sakiyomi.kernels.build import native
+from sakiyomi.model_executor import kernel_rounds
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.program import Program
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers.native import Case, verify_all
@@ -57,22 +60,25 @@ def engine() -> LLM:
 @pytest.fixture
 def by_python() -> Iterator[None]:
     """Python runs the passes of rounds, as it does those of models that have no program."""
-    rounds = engine().engine._native
+    rounds = engine().engine._native._rounds
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_rounds, "_program", lambda replay, model: 0)
+        patch.setattr(kernel_rounds, "_program", lambda replay, model: 0)
         rounds._made_for = []
         yield
     rounds._made_for = []
 
 
-def texts(params: SamplingParams | list[SamplingParams], prompts: int = len(PROMPTS)) -> list[dict[str, Any]]:
-    reader = engine().engine.drafter.reader  # type: ignore[union-attr]
+def texts(
+    params: SamplingParams | list[SamplingParams], prompts: int = len(PROMPTS), llm: LLM | None = None
+) -> list[dict[str, Any]]:
+    llm = llm or engine()
+    reader = llm.engine.drafter.reader  # type: ignore[union-attr]
     learnt = copy.deepcopy(reader.confidence)  # it changes the trees of later texts
     if isinstance(params, list):
-        inner = engine().engine
+        inner = llm.engine
         done = inner.complete(inner.submit(*each) for each in zip(PROMPTS, params, strict=False))
     else:
-        done = engine().generate(PROMPTS[:prompts], params)
+        done = llm.generate(PROMPTS[:prompts], params)
     found = [out.to_dict() for out in done]
     reader.confidence = learnt
     for each in found:
@@ -127,11 +133,12 @@ class Watched:
     Args:
         monkeypatch: puts it in place.
         able: whether the kernels may run rounds.
+        part: "run": those whose drafts grow there; "score": those whose drafts are given.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, able: bool = True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, able: bool = True, part: str = "run") -> None:
         self.native = self.python = 0
-        inner = NativeRounds.run
+        inner = getattr(NativeRounds, part)
 
         def run(rounds: NativeRounds, *round: Any) -> Any:
             steps = inner(rounds, *round) if able else None
@@ -139,7 +146,7 @@ class Watched:
             self.python += steps is None
             return steps
 
-        monkeypatch.setattr(NativeRounds, "run", run)
+        monkeypatch.setattr(NativeRounds, part, run)
 
 
 @pytest.mark.parametrize("case", WHOLE)
@@ -220,7 +227,11 @@ def test_a_round_that_learns_nothing_is_found_out(monkeypatch: pytest.MonkeyPatc
     params = SamplingParams(max_new_tokens=25, ignore_eos=True, gamma=4, tree="best-first", nodes=7)
     expected = texts(params)
     inner = NativeRounds._commit
-    monkeypatch.setattr(NativeRounds, "_commit", lambda rounds, *found: inner(rounds, *found[:-1], [(0, ())]))
+
+    def unlearned(rounds: NativeRounds, request: Any, found: Any, draft: Any) -> Any:
+        return inner(rounds, request, found._replace(places=[(0, ())]), draft)
+
+    monkeypatch.setattr(NativeRounds, "_commit", unlearned)
     assert texts(params) != expected
 
 
@@ -228,13 +239,63 @@ def test_another_shape_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree that lacks a node: the text is the same, what is said of its rounds is not."""
     params = SamplingParams(max_new_tokens=25, ignore_eos=True, tree=CHOICES)
     expected = texts(params)
-    inner = native_turns.place_children
-
     fewer = Choices(CHOICES[:-1]).shape(4, len(CHOICES))
-    monkeypatch.setattr(native_turns, "place_children", lambda shape: inner(fewer))
+    monkeypatch.setattr(Choices, "shape", lambda *given: fewer)
     found = texts(params)
     assert [each["token_ids"] for each in found] == [each["token_ids"] for each in expected]
     assert found != expected
+
+
+class Given(ModelDrafter):
+    """Drafts that the kernels are given; notes the hidden states that it gets."""
+
+    hidden_states = HiddenStates((0, HEAD))
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.told: list[dict[int, torch.Tensor]] = []
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        self.told += [dict(context.states) for context in contexts]
+        return super().propose(contexts, gammas)
+
+
+@cache
+def given() -> LLM:
+    target = random_llama(64, 2, 4, 128, VOCAB, torch.float32)
+    draft = build_runner(random_llama(64, 1, 4, 128, VOCAB, torch.float32), max_slots=len(PROMPTS))
+    llm = LLM((target, Numbers()), draft=Given(draft, VOCAB), max_batch=len(PROMPTS))
+    llm.generate(PROMPTS, SamplingParams(max_new_tokens=12, gamma=4))
+    llm.wait()
+    return llm
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("passes", ["kernels", "python"])
+@pytest.mark.parametrize("case", [case for case in WHOLE if "auto" not in case and "heuristic" not in case])
+def test_given_drafts_are_judged_as_by_python(case: str, passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text, traces and figures; and the hidden states of the target's passes that the drafter gets."""
+    params = SamplingParams(max_new_tokens=25, ignore_eos=True, seed=3, **({"gamma": 4} | WHOLE[case]))
+    loop = given().engine
+    drafter = loop.drafter
+    assert isinstance(drafter, Given)
+    found = []
+    for able in (False, True):
+        with monkeypatch.context() as patch:
+            if passes == "python":
+                patch.setattr(kernel_rounds, "_program", lambda replay, model: 0)
+            loop._native._rounds._made_for = []
+            watched = Watched(patch, able, "score")
+            drafter.told.clear()
+            found.append((texts(params, llm=given()), list(drafter.told)))
+        assert bool(watched.native) == able
+    assert not watched.python
+    (expected, wanted), (written, told) = found
+    assert written == expected
+    assert len(told) == len(wanted) > 10
+    for one, other in zip(told, wanted, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(state, other[layer]) for layer, state in one.items())
 
 
 def test_plain_rounds_are_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +409,7 @@ def test_a_row_without_numbers_is_pythons_matter(monkeypatch: pytest.MonkeyPatch
     requests = [loop.submit(prompt, params) for prompt in PROMPTS[:2]]
     for _ in range(3):
         loop.step()
-    passes, spoilt = loop._native._passes, set()
+    passes, spoilt = loop._native._rounds._passes, set()
 
     def spoil(code: int, replay: Any) -> Any:
         def run(ids: Any, positions: Any) -> Any:

@@ -77,7 +77,7 @@ def test_a_declared_context_is_kept_until_more_is_asked_for() -> None:
 
 def test_what_may_be_asked_for_is_told() -> None:
     llm = LLM((stretched("linear"), TOKENIZER), "none", compile=False)
-    with pytest.raises(InputError, match=r"reaches 128, which max_context=128 allows"):
+    with pytest.raises(InputError, match=r"supports 128 positions: pass max_context=128"):
         llm.generate([prompt(OWN)])
 
 

@@ -125,7 +125,7 @@ def in_pieces(pair: tuple[str, str], config: AuditConfig) -> AuditReport:
     def do(parts: Sequence[Part]) -> list[Any]:
         return [auditors[number % 2].do(part) for number, part in enumerate(parts)]
 
-    return put_together(do, [[text] for text in PROMPTS], config, apart=True)
+    return put_together(do, [[text] for text in PROMPTS], config)
 
 
 @pytest.mark.thorough

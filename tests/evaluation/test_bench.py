@@ -16,6 +16,7 @@ import rows as script
 from forward_clock import ForwardClock
 from own_rows import bookkeeping as bookkeeping_row
 from own_rows import passes as passes_row
+from own_rows.common import OwnConfig
 from own_rows.exactness import RandomTrees
 from own_rows.lookup import Given
 from random_models import Numbers, random_llama, random_prompts
@@ -429,11 +430,11 @@ def test_random_trees_are_trees_with_the_right_tokens_in_them() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("row", ["speculative", "stories", "batch", "trees", "useless"])
 def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
-    found = own_row(row, pair) if row == "useless" else suites.measure(row, pair)
+    found = own_row(row, pair) if row in script.ROWS else suites.measure(row, pair)
     assert len(found.lines) >= 2
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in found.lines)
     assert found.lines[0]["ratio"] == 1.0
-    assert {"dtype", "gamma", "prompt_tokens", "laps"} <= set(found.conditions)
+    assert {"dtype", "gamma", "prompt_tokens", "runs"} <= set(found.conditions)
     others = ["transformers assisted", "transformers plain", "transformers prompt lookup"]
     assert [line["name"] for line in found.lines if "transf" in line["name"]] == others * (row == "speculative")
     json.dumps(found.to_dict())
@@ -441,7 +442,7 @@ def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
 
 @pytest.mark.skipif(native() is None, reason="no compiled kernels here")
 def test_row_of_targets_that_draft_for_themselves(pair: BenchConfig) -> None:
-    found = suites.measure("selfdraft", pair)
+    found = own_row("selfdraft", pair)
     names = [line["name"] for line in found.lines]
     assert names[:2] == ["plain", "self-int8"]
     assert names[2].startswith("early-exit:1")
@@ -452,7 +453,7 @@ def test_row_of_targets_that_draft_for_themselves(pair: BenchConfig) -> None:
 
 @pytest.mark.thorough
 def test_row_of_every_drafter(pair: BenchConfig) -> None:
-    found = suites.measure("heads", dataclasses.replace(pair, draft=f"model:{pair.draft_model}"))
+    found = own_row("heads", dataclasses.replace(pair, draft=f"model:{pair.draft_model}"))
     names = [line["name"] for line in found.lines]
     assert names[:2] == ["T=0: plain", f"T=0: model:{pair.draft_model}"] and "T=1: suffix" in names
     for line in found.lines:
@@ -465,23 +466,23 @@ def test_row_of_every_drafter(pair: BenchConfig) -> None:
 @pytest.mark.skipif(native() is None, reason="no compiled kernels here")
 def test_row_of_a_draft_that_goes_on_learning(pair: BenchConfig) -> None:
     """Both halves, learning off and on, the same texts; in one half there is nothing to compare."""
-    found = suites.measure("learning", dataclasses.replace(pair, count=4))
+    found = own_row("learning", dataclasses.replace(pair, count=4))
     assert [(line["half"], line["learning"]) for line in found.lines] == [
         (half, name) for half in ("first", "second") for name in ("off", "on")
     ]
     assert all(line["drafted"] and line["tokens_per_second"] > 0 for line in found.lines)
     assert "4 of 4 texts are equal" in found.notes
     with pytest.raises(InputError, match="ask for more"):
-        suites.measure("learning", dataclasses.replace(pair, count=1))
+        own_row("learning", dataclasses.replace(pair, count=1))
 
 
 def test_row_of_a_target_on_an_excerpt_of_its_cache(pair: BenchConfig) -> None:
-    found = suites.measure("evicted", dataclasses.replace(pair, contexts=(16, 32)))
+    found = own_row("evicted", OwnConfig(**vars(pair) | {"contexts": (16, 32)}))
     assert [line["context"] for line in found.lines] == [16, 32]
     assert all(line["equal"] and line["ratio"] > 0 for line in found.lines)
     assert all(line["acceptance_rate"] == 1 for line in found.lines)  # all pairs are in such an excerpt
     with pytest.raises(InputError, match=r"contexts has 100000 tokens, and the prompts together have \d+"):
-        suites.measure("evicted", dataclasses.replace(pair, contexts=(100000,)))
+        own_row("evicted", OwnConfig(**vars(pair) | {"contexts": (100000,)}))
 
 
 @pytest.mark.thorough
@@ -686,7 +687,7 @@ def test_a_packed_copy_is_refused_before_any_row_runs(pair: BenchConfig) -> None
 def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
     """Both drafts, plain, and transformers with both tokenizers: equal texts, and characters beside tokens."""
     other = save_model(tmp_path / "other", tiny_llama(288, seed=3, eos_token_id=None), byte_fallback_tokenizer())
-    found = suites.measure("cross", dataclasses.replace(pair, cross=f"model:{other}"))
+    found = own_row("cross", OwnConfig(**vars(pair) | {"cross": f"model:{other}"}))
     lines = {line["name"]: line for line in found.lines}
     assert list(lines) == [
         "sakiyomi plain",
@@ -702,7 +703,7 @@ def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
     assert lines["transformers plain"]["tau"] == 1
     assert found.conditions["assistant_tokens"] >= pair.gamma
     with pytest.raises(InputError, match="another tokenizer"):
-        suites.measure("cross", pair)
+        own_row("cross", OwnConfig(**vars(pair)))
 
 
 @pytest.mark.thorough
@@ -794,14 +795,14 @@ def test_a_row_that_fails_leaves_the_others(pair: BenchConfig, monkeypatch: pyte
     def fails(row: object) -> Row:
         raise LoadError("the model went away")
 
-    monkeypatch.setitem(suites.ROWS, "batch", fails)
-    arguments = ["bench", "--rows", "batch", "--rows", "stories", "--target", pair.target, "--draft", pair.draft]
+    monkeypatch.setitem(suites.ROWS, "sweep", fails)
+    arguments = ["bench", "--rows", "sweep", "--rows", "stories", "--target", pair.target, "--draft", pair.draft]
     arguments += ["--repeats", "1", "--max-new-tokens", "4", "--count", "2", "--gamma", "2", "--no-compile", "--json"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "the model went away" in result.stdout
     rows = json.loads(result.stdout.splitlines()[-1])["rows"]
-    assert [(row["row"], row["error"]) for row in rows] == [("batch", "the model went away"), ("stories", None)]
+    assert [(row["row"], row["error"]) for row in rows] == [("sweep", "the model went away"), ("stories", None)]
 
 
 def test_a_row_that_fails_closes_what_it_has_opened(pair: BenchConfig) -> None:
@@ -821,10 +822,10 @@ def test_a_row_that_fails_closes_what_it_has_opened(pair: BenchConfig) -> None:
 
 
 def test_rows_that_left_say_where_they_are(pair: BenchConfig) -> None:
-    for name in sorted(suites.MOVED):
+    assert not set(script.ROWS) & set(suites.ROWS)
+    for name in script.ROWS:
         with pytest.raises(InputError, match=f"python benchmarks/rows.py --rows {name}"):
             suites.run(dataclasses.replace(pair, rows=(name,)))
-    assert set(script.ROWS) == suites.MOVED
 
 
 def test_rows_that_make_their_own_models_need_no_draft(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import mmap
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,13 +29,13 @@ from sakiyomi.evaluation.bench.config import silent
 from sakiyomi.evaluation.bench.long import table as tables
 from sakiyomi.evaluation.bench.long.books import Passage, compared, followed, passages
 from sakiyomi.evaluation.bench.long.config import LongConfig, budget_pairs
-from sakiyomi.evaluation.bench.long.jobs import Watch, answers, apart
+from sakiyomi.evaluation.bench.long.jobs import Bench, Job, Line, Watch, apart, lines
 from sakiyomi.evaluation.bench.long.questions import Question, middle_cut, source
 from sakiyomi.evaluation.bench.long.run import run
-from sakiyomi.evaluation.bench.long.systems import Loader, System, caught, systems
-from sakiyomi.evaluation.bench.long.table import Bench, growth, longest, slope
+from sakiyomi.evaluation.bench.long.systems import Answer, Loader, System, systems
+from sakiyomi.evaluation.bench.long.table import answers, growth, longest, slope
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.train.long_tasks import TASKS
+from sakiyomi.train.long_tasks import TASKS, hits
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 OPTIONS = {"dtype": "auto", "device": "auto", "compile": False, "chunk_size": None}
@@ -55,14 +56,18 @@ class Story:
         return SimpleNamespace(
             prompt=lambda query_first=False: "And so" * query_first + text + " And so",
             spans=((0, len(begin)),),
+            answers=(),
         )
 
-    def score(self, text: str, example: Any) -> float:
-        return float(len(text) % 2)
+
+def odd(text: str, answers: Sequence[str]) -> float:
+    """Judges stories by the length of the answer; made tasks have answers."""
+    return hits(text, answers) if answers else float(len(text) % 2)
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sakiyomi.evaluation.bench.long.questions.hits", odd)
     monkeypatch.setitem(TASKS, "story", Story())  # type: ignore[arg-type]
     monkeypatch.setitem(TASKS, "tale", Story(3))  # type: ignore[arg-type]
 
@@ -94,7 +99,7 @@ def table(*given: Any) -> Row:
 def test_lists_are_words_or_commas() -> None:
     config = LongConfig(systems=("full, h2o[sinks=4,local=32],tova", "locret:a/b"), lengths=("64", "8,64"))
     assert config.systems == ("full", "h2o[sinks=4,local=32]", "tova", "locret:a/b")
-    assert config.numbers("lengths", least=8) == [8, 64]
+    assert config.numbers("lengths") == [8, 64]
 
 
 @pytest.mark.parametrize(
@@ -238,24 +243,53 @@ def given(length: int) -> list[Question]:
     return [question(seed, right, tokens=length) for seed in (0, 1) for right in ("a", "b")]
 
 
-def done(texts: Sequence[str], length: int, size: int = 100) -> dict[str, Any]:
-    figures = {"prefill": [10.0, 30.0], "decode": [5.0], "kv_bytes": size * length, "far_bytes": 0, "peak_bytes": 900}
-    return {"length": length, "texts": list(texts), "grown_bytes": size * length**2} | figures
+class Toy:
+    """A system whose answers are known, and that holds contexts up to so many tokens.
+
+    Attributes:
+        asked: length and prompts of every call, the first prompt of each length once more in front.
+    """
+
+    far_bytes = 0
+
+    def __init__(self, texts: str, most: int = 10**6) -> None:
+        self.texts, self.most, self.asked = texts, most, list[tuple[int, list[Sequence[int]]]]()
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def __call__(self, system: System, length: int) -> Any:
+        if length > self.most:
+            raise MemoryLimitError("900 MB were held")
+        self.asked.append((length, []))
+        return self
+
+    @property
+    def kv_bytes(self) -> int:
+        return 100 * self.asked[-1][0]
+
+    def predicted_bytes(self, columns: int) -> int:
+        return 0
+
+    def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
+        prompts = self.asked[-1][1]
+        prompts.append(tokens)
+        return Answer(self.texts[(len(prompts) - 2) % len(self.texts)], 6, len(tokens) / 20, 1.0)
+
+    def perform(self, job: Job) -> Iterator[Line]:
+        return lines(job, self)  # type: ignore[arg-type]
 
 
 def test_right_answers_and_their_spread() -> None:
-    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        for batch in jobs[0]["batches"]:
-            yield done(["a", "b", "a", "a"], batch["length"])
-
-    row = table(toy_config(), given, [System("full", None)], perform, silent)
+    row = table(toy_config(), given, [System("full", None)], Toy("abaa").perform, silent)
     first, second = row.lines
     assert first["accuracy"] == 0.75 and first["seeds"] == {"0": 1.0, "1": 0.5}
     assert first["accuracy_spread"] == pytest.approx(math.sqrt(0.125))
     assert first["accuracy_error"] == pytest.approx(0.25)
     assert (first["prefill_tokens_per_second"], first["decode_tokens_per_second"]) == (20.0, 5.0)
     assert second["kv_bytes"] == 2 * first["kv_bytes"]
-    memory = growth(row)
+    known = [line | {"grown_bytes": 100 * line["length"] ** 2} for line in row.lines]
+    memory = growth(dataclasses.replace(row, lines=known))
     assert memory is not None
     (line,) = memory.lines
     assert (line["kv_slope"], line["process_slope"]) == (pytest.approx(1), pytest.approx(2))
@@ -266,9 +300,8 @@ def test_right_answers_and_their_spread() -> None:
 
 
 def test_right_answers_beside_those_of_full() -> None:
-    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        texts = {"full": "abaa", "h2o": "aaxx"}[jobs[0]["system"]["spec"]]
-        yield done(list(texts), 32)
+    def perform(job: Job) -> Iterator[Line]:
+        return Toy({"full": "abaa", "h2o": "aaxx"}[job.system.spec]).perform(job)
 
     both = [System("full", None), System("h2o", "8")]
     row = table(toy_config(lengths=("32",)), given, both, perform, silent)
@@ -280,32 +313,15 @@ def test_shares_of_tasks_stand_beside_the_whole() -> None:
     def two(length: int) -> list[Question]:
         return [question(0, "a", "story"), question(0, "b", "tale")]
 
-    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        yield done(["a", "a"], 32)
-
-    (line,) = table(toy_config(lengths=("32",)), two, [System("full", None)], perform, silent).lines
+    (line,) = table(toy_config(lengths=("32",)), two, [System("full", None)], Toy("aa").perform, silent).lines
     assert (line["story"], line["tale"], line["accuracy"]) == (100.0, 0.0, 0.5)
     assert line["accuracy_spread"] == 0.0 or line["accuracy_spread"] is None
 
 
-def limited(most: int, tried: list[tuple[int, int]]) -> Any:
-    """Systems that hold contexts up to so many tokens."""
-
-    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        for batch in jobs[0]["batches"]:
-            tried.append((batch["length"], len(batch["questions"])))
-            if batch["length"] > most:
-                yield {"length": batch["length"], "error": "900 MB were held", "over": True}
-                return
-            yield done(["a"] * len(batch["questions"]), batch["length"])
-
-    return perform
-
-
 def test_over_the_limit_the_longest_that_fits_has_a_star() -> None:
-    tried: list[tuple[int, int]] = []
-    config = toy_config(lengths=("64", "512", "1024"), memory=True, memory_limit="1GB")
-    row = table(config, given, [System("full", None)], limited(300, tried), silent)
+    toy = Toy("a", most=300)
+    config = toy_config(lengths=("64", "512", "1024"), memory=True, memory_limit="1TB")
+    row = table(config, given, [System("full", None)], toy.perform, silent)
     assert [(line["name"], line["state"]) for line in row.lines] == [
         ("full", ""),
         ("full", "OOM"),
@@ -315,16 +331,16 @@ def test_over_the_limit_the_longest_that_fits_has_a_star() -> None:
     starred = row.lines[-1]
     assert starred["length"] == 288 and starred["starred"]  # an eighth of 256 below what would not fit
     # One question is enough to try a length; what stands in the table is measured on all.
+    tried = [(length, len(prompts) - 1) for length, prompts in toy.asked]
     assert (288, 1) in tried and tried[-1] == (288, 4)
-    assert "900 MB were held" in row.notes[0]
+    assert "900 MB were held" in row.notes[0] and "512 tokens are too many already" in row.notes[1]
 
 
 def test_no_star_where_a_length_that_was_asked_for_is_as_good() -> None:
-    tried: list[tuple[int, int]] = []
-    config = toy_config(lengths=("64", "66"), memory=True, memory_limit="1GB")
-    row = table(config, given, [System("full", None)], limited(64, tried), silent)
+    config = toy_config(lengths=("64", "66"), memory=True, memory_limit="1TB")
+    row = table(config, given, [System("full", None)], Toy("a", most=64).perform, silent)
     assert [line["state"] for line in row.lines] == ["", "OOM"]
-    row = table(config, given, [System("full", None)], limited(8, tried), silent)
+    row = table(config, given, [System("full", None)], Toy("a", most=8).perform, silent)
     assert [line["state"] for line in row.lines] == ["OOM", "OOM"]  # nothing fits
 
     def long(length: int) -> list[Question]:
@@ -332,18 +348,8 @@ def test_no_star_where_a_length_that_was_asked_for_is_as_good() -> None:
             raise InputError("no room for a question")
         return given(length)
 
-    row = table(config, long, [System("full", None)], limited(40, tried), silent)
+    row = table(config, long, [System("full", None)], Toy("a", most=40).perform, silent)
     assert [line["state"] for line in row.lines] == ["OOM", "OOM"]  # and nothing shorter can be asked
-
-
-def test_a_process_that_ended_early_leaves_reasons() -> None:
-    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        yield done(["a"] * 4, 32)
-        yield {"length": None, "error": "Traceback", "over": False}
-
-    row = table(toy_config(lengths=("32", "64", "128")), given, [System("h2o", "8")], perform, silent)
-    assert [line["state"] for line in row.lines] == ["", "refused", "refused"]
-    assert "Traceback" in row.notes[0]
 
 
 # ---------------------------------------------------------------- on a toy
@@ -370,13 +376,17 @@ def test_systems_answer_the_same_prompts(pair: tuple[Any, Any]) -> None:
 
 @pytest.mark.thorough
 def test_one_shot_writes_what_full_writes(pair: tuple[Any, Any]) -> None:
-    make = Loader(OPTIONS | {"target": pair}, shared=True)
-    questions = [{"tokens": list(range(3, 3 + n)), "answer_tokens": 6} for n in (20, 70, 71)]
-    common = {"place": "cpu", "limit": None, "batches": [{"length": 71, "questions": questions}]}
-    (full,) = answers({"system": {"spec": "full", "budget": None}, **common}, make)
-    (once,) = answers({"system": {"spec": "one-shot", "budget": None}, **common}, make)
-    assert full["texts"] == once["texts"]
-    assert len(set(full["texts"])) > 1
+    make = Loader(OPTIONS | {"target": pair})
+    questions = [list(range(3, 3 + n)) for n in (20, 70, 71)]
+    full, once = ({}, {})
+    written = []
+    for spec, figures in (("full", full), ("one-shot", once)):
+        make.release()
+        running = make(System(spec, None), 71)
+        written.append([running.answer(question, 6).text for question in questions])
+        figures["kv_bytes"] = running.kv_bytes
+    assert written[0] == written[1]
+    assert len(set(written[0])) > 1
     model, _ = pair
     config = model.config
     width = 2 * config.num_hidden_layers * config.num_key_value_heads * config.hidden_size // 4 * 4
@@ -412,20 +422,14 @@ def test_a_loaded_pair_has_no_process_of_its_own(pair: tuple[Any, Any]) -> None:
 
 
 def test_query_first_prompts_have_the_question_in_front() -> None:
-    asked: list[list[int]] = []
-
-    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        for batch in jobs[0]["batches"]:
-            asked.extend(list(question["tokens"]) for question in batch["questions"])
-            yield done(["a"] * len(batch["questions"]), batch["length"])
-
     config, (system,) = toy_config(lengths=("64",)), systems(("full+query-first",), ("1/8",))
     assert (system.cache, system.budget, system.kind) == ("full", None, "full")
-    tokenizer = tiny_tokenizer()
-    row = table(config, source(config, tokenizer), [system], perform, silent)
+    tokenizer, toy = tiny_tokenizer(), Toy("a")
+    row = table(config, source(config, tokenizer), [system], toy.perform, silent)
     assert row.lines[0]["name"] == "full+query-first"
-    assert len(asked) == 4 and all(tokenizer.decode(tokens).startswith("And so") for tokens in asked)
-    row = table(config, given, [system], perform, silent)
+    ((_, (_, *asked)),) = toy.asked
+    assert len(asked) == 4 and all(tokenizer.decode(list(tokens)).startswith("And so") for tokens in asked)
+    row = table(config, given, [system], toy.perform, silent)
     assert row.lines[0]["state"] == "refused" and "made tasks" in row.notes[0]
 
 
@@ -478,19 +482,24 @@ def test_the_limit_is_kept_before_and_after() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "over"),
-    [(MemoryLimitError("much"), True), (MemoryError(), True), (InputError("no"), False)],
+    ("error", "state"),
+    [(MemoryLimitError("much"), "OOM"), (MemoryError(), "OOM"), (InputError("no"), "refused")],
 )
-def test_errors_of_users_become_records(error: Exception, over: bool) -> None:
-    with caught(64) as failed:
+def test_errors_of_users_become_lines(error: Exception, state: str) -> None:
+    def measure(make: Loader, system: System, length: int, given: Any, watch: Watch) -> Line:
         raise error
-    assert (failed["length"], failed["over"]) == (64, over)
-    assert failed["error"]
+
+    (line,) = lines(Job(measure, System("full", None), {64: None}), Toy("a"))  # type: ignore[arg-type]
+    assert (line["length"], line["state"]) == (64, state)
+    assert line["note"]
 
 
-def test_defects_of_ours_go_on() -> None:
-    with pytest.raises(ZeroDivisionError), caught(64):
+def test_defects_of_ours_are_raised() -> None:
+    def measure(make: Loader, system: System, length: int, given: Any, watch: Watch) -> Line:
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        next(lines(Job(measure, System("full", None), {64: None}), Toy("a")))  # type: ignore[arg-type]
 
 
 def test_bytes_are_known_before_they_are_taken(pair: tuple[Any, Any]) -> None:
@@ -505,7 +514,10 @@ def test_bytes_are_known_before_they_are_taken(pair: tuple[Any, Any]) -> None:
 @pytest.mark.thorough
 def test_a_job_in_a_process_of_its_own(tmp_path: Path) -> None:
     save_model(tmp_path / "toy", tiny_llama(), tiny_tokenizer())
-    (row,) = run(toy_config(target=str(tmp_path / "toy"), memory=True, lengths=("64",), count=1, seeds=("0",)))
+    asked = {"tasks": ("passkey",), "lengths": ("400",), "count": 1, "seeds": ("0",)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sakiyomi.evaluation.bench.long.questions.hits", hits)  # another process knows no test
+        (row,) = run(toy_config(target=str(tmp_path / "toy"), memory=True, **asked))
     (line,) = row.lines
     assert line["state"] == "", row.notes
     assert line["peak_bytes"] > 100_000_000 > abs(line["grown_bytes"])
@@ -525,26 +537,38 @@ def test_what_each_kept_is_drawn(pair: tuple[Any, Any], tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_what_was_kept_are_places_of_the_prompt(pair: tuple[Any, Any]) -> None:
-    make = Loader(OPTIONS | {"target": pair, "chunk_size": 16}, shared=True)
-    system = {"spec": "streaming[sinks=2,local=8]", "budget": "24"}
-    question = {"tokens": list(range(3, 63)), "answer_tokens": 3}
-    job = {"system": system, "place": "cpu", "limit": None, "kept": True}
-    (record,) = answers(job | {"batches": [{"length": 60, "questions": [question, question]}]}, make)
+    make = Loader(OPTIONS | {"target": pair, "chunk_size": 16})
+    system = System("streaming[sinks=2,local=8]", "24")
+    question = Question("story", 0, tuple(range(3, 63)), 3, len)
+    found = answers(make, system, 60, [question, question], Watch("cpu", None), kept=True)
     model, _ = pair
     expected = [0, 1, *range(60 - 22, 60)]
-    assert record["kept"] == [[expected] * model.config.num_key_value_heads] * model.config.num_hidden_layers
+    assert found["kept"] == [[expected] * model.config.num_key_value_heads] * model.config.num_hidden_layers
 
 
-def test_who_is_killed_kills_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = tmp_path / "python"
-    killed.write_text("#!/bin/sh\nkill -9 $$\n", encoding="utf-8")
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho no module >&2\nexit 3\n", encoding="utf-8")
-    for script, over, words in ((killed, True, "memory is short"), (broken, False, "no module")):
-        script.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(script))
-        (record,) = apart([{"kind": "answers"}], {})
-        assert (record["job"], record["over"]) == (0, over) and words in record["error"]
+class Ends:
+    """Ends the process that it is sent to."""
+
+    def __init__(self, *how: Any) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        call, *given = self.how
+        return call, tuple(given)
+
+
+@pytest.mark.parametrize(
+    ("measure", "given", "states", "words"),
+    [
+        (answers, Ends(signal.raise_signal, signal.SIGKILL), ["OOM", "OOM"], "memory is short"),
+        (answers, Ends(sys.exit, 3), ["refused", "refused"], "exit code 3"),
+        (len, None, ["refused", "refused"], "TypeError: len() takes exactly one argument"),  # what it said last
+    ],
+)
+def test_who_is_killed_kills_nobody(measure: Any, given: Any, states: list[str], words: str) -> None:
+    found = list(apart(Job(measure, System("full", None), {32: given, 64: None}), {}))
+    assert [(line["length"], line["state"]) for line in found] == list(zip((32, 64), states, strict=True))
+    assert words in found[0]["note"] and "not measured after 32 tokens" in found[1]["note"]
 
 
 # ---------------------------------------------------------------- books
@@ -585,13 +609,13 @@ def passages_of(config: LongConfig, tokenizer: Any, text: str) -> list[Passage]:
 
 def test_agreement_and_perplexity_by_hand() -> None:
     given = [Passage(0, (), ()), Passage(1, (), ())]
-    record = {"losses": [[0.0, math.log(4)], [math.log(2), math.log(2)]], "best": [[1, 2], [3, 4]]}
-    figures = compared(given, record, {"best": [[1, 2], [3, 5]]})
+    losses, best = [math.log(2), math.log(2)], [[1, 2], [3, 4]]
+    figures = compared(given, losses, best, [[1, 2], [3, 5]])
     assert figures["perplexity"] == pytest.approx(2)
     assert figures["agreement"] == 0.75
     assert figures["agreement_spread"] == pytest.approx(math.sqrt(0.125))
     assert figures["perplexity_spread"] == pytest.approx(0)
-    assert compared(given, record, None)["agreement"] is None
+    assert compared(given, losses, best, None)["agreement"] is None
 
 
 @pytest.mark.thorough

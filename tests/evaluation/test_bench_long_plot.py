@@ -81,31 +81,18 @@ def test_without_matplotlib_it_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_shares_of_what_was_kept() -> None:
-    found = plot._shares(np.array([[0, 2], [1, -1]]), 4, 0)
+    found = plot.shares([[0, 2], [1]], 4)
     assert found.tolist() == [[1, 0, 1, 0], [0, 1, 0, 0]]
-    long = plot._shares(np.arange(0, 4000, 2)[None], 4000, 0)  # ten tokens a column, every other one kept
+    long = plot.shares([range(0, 4000, 2)], 4000)  # ten tokens a column, every other one kept
     assert long.shape == (1, plot.CELLS) and np.allclose(long, 0.5)
+    assert plot.shares([[3]], 4).tolist() == [[0, 0, 0, 1]]
 
 
 def test_the_map_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     words = ["Once", "\n", "$5", "狐狸"] * 20  # of the last the font has no glyph: it is drawn without a warning
-    kept = [np.array([[0, 1, 2], [0, 40, 79]]), np.array([[7], [8]])]
+    kept = [[[0, 1, 2], [0, 40]], [[7], [8]]]
     plain, marked = tmp_path / "plain.png", tmp_path / "marked.png"
     plot.kept_map(kept, words, plain)
     plot.kept_map(kept, words, marked, spans=[(40, 44)], title="What was kept")
     assert plain.read_bytes().startswith(PNG) and plain.read_bytes() != marked.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("kept", "words"),
-    [
-        ([], "0 layers"),
-        ([np.array([0, 1])], "expected"),
-        ([np.array([[0.5]])], "expected"),
-        ([np.array([[3]])], "below 3"),
-    ],
-)
-def test_maps_of_nothing_are_refused(tmp_path: Path, kept: list[Any], words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        plot.kept_map(kept, ["a", "b", "c"], tmp_path / "a.png")

@@ -94,10 +94,8 @@ def test_the_command_draws_and_refuses_early(tmp_path: Path, monkeypatch: pytest
     assert path.stat().st_size > 1000
     assert json.loads(result.stdout.splitlines()[-1])["rows"][0]["row"] == "speculative"
     monkeypatch.setitem(suites.ROWS, "stories", lambda row: pytest.fail("measured"))
-    for rows, name in (("stories", "a.gif"), ("learning", "a.png")):
-        result = CliRunner().invoke(app, ["bench", "--rows", rows, "--plot", str(tmp_path / name)])
-        assert result.exit_code == 2
-        assert "plot" in result.output
+    result = CliRunner().invoke(app, ["bench", "--rows", "stories", "--plot", str(tmp_path / "a.gif")])
+    assert result.exit_code == 2 and "plot" in result.output
 
 
 def test_the_script_refuses_rows_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

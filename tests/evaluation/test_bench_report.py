@@ -36,7 +36,8 @@ from sakiyomi.evaluation.bench.figures.run import SECTIONS, run
 from sakiyomi.evaluation.bench.figures.speeds import OURS, GreedyDraft
 from sakiyomi.evaluation.bench.figures.work import runner_rows
 from sakiyomi.evaluation.bench.frame import PairRow
-from sakiyomi.evaluation.bench.pictures import LIGHT, THEMES, bars, curves, grouped, having, picture, stack
+from sakiyomi.evaluation.bench.kinds import bars, columns
+from sakiyomi.evaluation.bench.pictures import LIGHT, THEMES, curves, grouped, picture, stack
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.sampling.verifiers import VERIFIERS
@@ -388,8 +389,10 @@ def test_panels_draw_what_the_lines_hold() -> None:
     lines = [{"name": "a", "tau": 1.0, "ratio": None, "n": 1}, {"name": "b+c", "tau": 2.0, "ratio": 3.0, "n": 2}]
     row = Row("x", "", [*lines, {"of another thing": 1}])
     ys: dict[str, str | tuple[str, str]] = {"tau": "tokens", "ratio": ("speed", "--")}
-    own = curves("n", ys, of=lambda lines: having(lines, "n"), level=1.0, legend="best")
-    figure = stack(bars("tau", label="tokens"), own, height=[2.0, lambda row: 1.0 * len(row.lines)])(row, LIGHT)
+    own = curves("n", ys, of="n", level=1.0, legend="best")
+    figure = stack(bars({"tau": ""}, of="name", xlabel="tokens"), own, height=[2.0, lambda row: 1.0 * len(row.lines)])(
+        row, LIGHT
+    )
     upper, lower = figure.axes
     assert [bar.get_width() for bar in upper.patches] == [1.0, 2.0]
     assert [label.get_text() for label in upper.get_yticklabels()] == ["a", "b\n+ c"]
@@ -401,6 +404,11 @@ def test_panels_draw_what_the_lines_hold() -> None:
     places = grouped(upper, ["one", "two"], {"x": [1.0, None], "y": [2.0, 3.0]}, LIGHT.colours)
     assert [round(place, 2) for place in places[0]] == [-0.21, 0.79]
     assert [bar.get_height() for bar in upper.patches[2:]] == [1.0, 0.0, 2.0, 3.0]
+    by_way = [{"size": "one", "way": "a", "v": 1.0, "low": 0.5, "high": 2.0}, {"size": "two", "way": "b", "v": None}]
+    text = {"whiskers": ("low", "high"), "text": "{v:.1f}"}
+    (axes,) = stack(columns("size", {"v": ""}, by="way", **text))(Row("x", "", by_way), LIGHT).axes  # type: ignore[arg-type]
+    assert [bar.get_height() for bar in axes.patches] == [1.0, 0.0, 0.0, 0.0]
+    assert [label.get_text() for label in axes.texts] == ["1.0"]
 
 
 # ---------------------------------------------------------------- the rival

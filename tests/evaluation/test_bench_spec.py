@@ -239,7 +239,7 @@ def test_what_is_known_is_not_measured_again(
     [
         ({"draft": ("wishes",)}, InputError, "unknown draft"),
         ({"draft": ("suffix:memory.bin",), "repeats": 2}, InputError, "--repeats 1"),
-        ({"draft": ("self-evicted",)}, UnsupportedError, "bench --rows evicted"),
+        ({"draft": ("self-evicted",)}, UnsupportedError, "rows.py --rows evicted"),
         ({"categories": ("poems",)}, InputError, "no category"),
         ({"template": "no.jinja"}, LoadError, "template"),
         ({"max_new_tokens": 512}, InputError, "ask for fewer"),
@@ -343,9 +343,9 @@ def test_other_files_are_no_results(tmp_path: Path) -> None:
         with pytest.raises(LoadError, match="line 2"):
             Results.read(good.path)
     with pytest.raises(LoadError, match="cannot be read"):
-        Results.begin(tmp_path, {}, {})
+        Results.kept(tmp_path)
     with pytest.raises(LoadError, match="cannot write"):
-        Results.begin(tmp_path / "no" / "where.jsonl", {}, {})
+        Results.kept(tmp_path / "no" / "where.jsonl")
     with pytest.raises(InputError, match="no result"):
         rows(results(path=tmp_path / "empty.jsonl"))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import gzip
 import json
+import sys
 import wave
 from pathlib import Path
 from typing import Any
@@ -124,14 +124,8 @@ def test_scores_are_those_of_the_libraries() -> None:
     ("kind", "library"), [("speech", "jiwer"), ("summaries", "rouge_score"), ("code", "sacrebleu")]
 )
 def test_a_missing_library_is_named_with_its_extra(kind: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = builtins.__import__
-
-    def refuse(name: str, *rest: Any, **more: Any) -> Any:
-        if name.partition(".")[0] == library:
-            raise ImportError(name=library)
-        return theirs(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    for name in (library, f"{library}.rouge_scorer"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UnsupportedError, match=rf"{kind} are scored by {library}.*sakiyomi\[tasks\]"):
         scorer(kind)
 
@@ -235,7 +229,7 @@ def test_other_bad_input(root: Path, tmp_path: Path) -> None:
 def test_a_text_that_parts_without_a_near_tie_gets_no_speed() -> None:
     import torch
 
-    judge = judged(lambda number, answer: torch.tensor([0.0, 5.0, 5.0 - 1e-7]), torch.float32, 0)
+    judge = judged(lambda number, answer: torch.tensor([0.0, 5.0, 5.0 - 1e-7]), torch.float32, 0, 1)
     assert judge(((1,),), ((2,),)).accepted
     assert not judge(((1,),), ((0,),)).accepted
 

@@ -201,12 +201,6 @@ def test_flags_before_the_name_of_the_command_are_refused() -> None:
     assert "--gamma stands before 'card'" in result.output
 
 
-def test_the_name_of_the_command_that_left_says_where_it_is() -> None:
-    result = CliRunner().invoke(app, ["bench", "inflate", "large", "--params", "1M"])
-    assert result.exit_code == 2
-    assert "python benchmarks/inflate.py OUT_FOLDER" in result.output
-
-
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("own", [False, True])

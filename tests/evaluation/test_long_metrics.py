@@ -41,8 +41,8 @@ def test_f1(text: str, answer: str, expected: float) -> None:
 
 
 def test_overlap_of_characters() -> None:
-    assert metrics.f1("狐狸。", "狐", characters=True) == pytest.approx(2 * 1 / 3)
-    assert metrics.rouge_l("山、川", "川山", characters=True) == pytest.approx(2 * 1 / 4)
+    assert metrics.f1("狐狸。", "狐", split=metrics.characters) == pytest.approx(2 * 1 / 3)
+    assert metrics.rouge_l("山、川", "川山", split=metrics.characters) == pytest.approx(2 * 1 / 4)
 
 
 def test_rouge_is_a_subsequence() -> None:

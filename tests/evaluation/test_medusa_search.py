@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import rows as script
 from medusa_toys import new_heads
 from sakiyomi import InputError, LoadError
 from sakiyomi.cli import app
@@ -141,7 +142,7 @@ def test_bench_rows(place: Path) -> None:
         prompt_tokens=16,
         compile=False,
     )
-    found = suites.measure("medusa", config)
+    found = suites.measure("medusa", config, rows=script.ROWS)
     names = [line["name"] for line in found.lines]
     assert names[:4] == ["T=0: plain", "T=0: draft model", "T=0: medusa", "T=0: medusa+suffix+ngram"]
     assert len(names) == 12
@@ -152,4 +153,4 @@ def test_bench_rows(place: Path) -> None:
     assert all(0 < line["TV"] < 1 for line in found.lines[2:])
     assert "lossy" in found.notes[-1]
     with pytest.raises(InputError, match="give their folder with --heads"):
-        suites.run(dataclasses.replace(config, heads=None, rows=("medusa",)))
+        suites.run(dataclasses.replace(config, heads=None, rows=("typical",)))

@@ -185,13 +185,11 @@ def test_rounds_are_those_of_the_engine(target: Path) -> None:
     params = SamplingParams(max_new_tokens=13, gamma=3, ignore_eos=True)
     alone = watched(llm.engine, heard, [[5, 6, 7]], params)
     together = watched(llm.engine, heard, [[5, 6, 7], [8, 9]], params)
-    assert together[0].tokens == alone[0].tokens
-    for text in (*alone, *together):
-        assert len(text.tokens) == 13
-        assert sum(part.tokens for part in text.rounds) == 12, "the prompt's pass gives the first"
-        assert [part.depth for part in text.rounds] == [3, 3, 3]
-        assert all(place.rank == 0 for part in text.rounds for place in part.judged)
-        assert all(part.score > 0 for part in text.rounds)
+    for rounds in (*alone, *together):
+        assert sum(part.tokens for part in rounds) == 12, "the prompt's pass gives the first"
+        assert [part.depth for part in rounds] == [3, 3, 3]
+        assert all(place.rank == 0 for part in rounds for place in part.judged)
+        assert all(part.score > 0 for part in rounds)
     assert not llm.engine.busy
 
 

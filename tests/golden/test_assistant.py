@@ -13,7 +13,7 @@ from architectures import KINDS, VOCAB, WINDOW, make
 from assistant_toys import assistant_folder, guessed, new_assistant, new_target, read_text
 from read_ahead import TOKENIZER, Guess, check_trees, drafted, llm_over, others
 from sakiyomi import LLM, LoadError, UnsupportedError
-from sakiyomi.drafters.assistant_model import AssistantModel
+from sakiyomi.drafters.assistant import AssistantModel
 from sakiyomi.kernels.build import native
 from toys import tiny_llama
 

@@ -131,14 +131,14 @@ def test_trees_give_the_targets_own_text(
 ) -> None:
     """Greedy, and sampled with a seed; no tree is larger than asked for, and most pairs really branch."""
     proposed: list[Draft] = []
-    say = CrossDrafter._translated
+    propose = CrossDrafter.propose
 
-    def watched(drafter: CrossDrafter, each: Any) -> Any:
-        found = say(drafter, each)
-        proposed.append(found.draft("watched"))
+    def watched(drafter: CrossDrafter, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        found = propose(drafter, contexts, gammas)
+        proposed.extend(found)
         return found
 
-    monkeypatch.setattr(CrossDrafter, "_translated", watched)
+    monkeypatch.setattr(CrossDrafter, "propose", watched)
     values = {"max_new_tokens": NEW, "ignore_eos": True} | size
     for params in (SamplingParams(**values), SamplingParams(**values, temperature=1.0, seed=5)):
         done, wanted, llm = both(target, f"model:{drafts[draft]}", params)

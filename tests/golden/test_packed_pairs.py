@@ -31,7 +31,7 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.weights import ModelWeights
-from toys import character_tokenizer
+from toys import character_tokenizer, places_of
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 NEW, CHUNK, BUDGET = 100, 48, 72
@@ -305,7 +305,7 @@ def test_conversations_continue() -> None:
     llm = LLM((model_of("llama"), TOKENIZER), "none", **options(f"quant-8{SMALL}"))
     with llm.conversation() as conversation:
         first = conversation.generate(PROMPTS[0], params(max_new_tokens=20))
-        places = llm.target.eviction.places(0)
+        places = places_of(llm.target.eviction, 0)
         assert [len(layer) for layer in places] == [2] * 3
         assert all(torch.equal(own, torch.arange(len(PROMPTS[0]))) for layer in places for own in layer)
         longer = [*PROMPTS[0], *first.token_ids, *prompt(30, 9)]

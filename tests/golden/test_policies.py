@@ -36,7 +36,7 @@ from sakiyomi.core.outputs import Generation
 from sakiyomi.evaluation.audit.audit import audit
 from sakiyomi.evaluation.audit.config import AuditConfig
 from sakiyomi.kernels.native import PackedWeights
-from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
+from toys import character_tokenizer, places_of, save_model, tiny_llama, tiny_tokenizer
 
 WITHOUT_FILES = [name for name in POLICIES if name != "locret"]
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -143,7 +143,7 @@ def test_last_tokens_beside_the_budget() -> None:
         with llm.conversation() as conversation:
             conversation.generate(tokens, params())
             before, end = len(tokens) - 10, len(tokens) + 64
-            for head in itertools.chain(*llm.target.eviction.places(0)):
+            for head in itertools.chain(*places_of(llm.target.eviction, 0)):
                 assert len(head) == BUDGET + end - before
                 assert head[BUDGET:].tolist() == list(range(before, end))
     # The shorter prompt ends so that a chunk's end lies among the last pairs of it that are reserved.
@@ -502,7 +502,7 @@ def test_heads_with_budgets_of_their_own(native: bool, monkeypatch: pytest.Monke
     llm = make("none")
     with llm.conversation() as conversation:
         out = conversation.generate(tokens, params())
-        held = llm.target.eviction.places(0)
+        held = places_of(llm.target.eviction, 0)
         assert [[len(head) for head in layer] for layer in held] == [[48, 72], [72, 48], [48, 72]]
     assert [store.ndim for store in llm.target.cache.keys] == [3] * 3, "the storage is even"
     rooms = [48 + 320, 72 + 320]

@@ -19,9 +19,9 @@ from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.export import SpeculatorsOptions, speculators
 from sakiyomi.drafters import DrafterContext
 from sakiyomi.drafters.block import BlockDrafter
-from sakiyomi.drafters.block_heads.convolution import Convolution
 from sakiyomi.drafters.block_heads.correction import Corrections, Selector
 from sakiyomi.drafters.block_heads.formats import read_block
+from sakiyomi.drafters.block_heads.module import Convolution
 from sakiyomi.drafters.eagle import EagleDrafter
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.build import build_runner

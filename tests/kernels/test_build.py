@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -390,3 +392,19 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_kernels_compile_where_a_compiler_is() -> None:
     """Else the tests of the kernels would be skipped, and everything would run on plain torch, slower, unseen."""
     assert build.native() is not None
+
+
+def test_functions_have_the_types_of_the_sources() -> None:
+    """A pointer that is passed as an int of 32 bits would crash the process."""
+    found = build.signatures()
+    number, pointer = ctypes.c_int64, ctypes.c_void_p
+    assert found["sk_weights"] == ([], number)
+    assert found["sk_weight"] == ([number, *[pointer] * 5, number, number, ctypes.c_int], number)
+    assert found["sk_bind"] == ([pointer], ctypes.c_char_p)
+    assert found["sk_free_weights"] == ([number], None)
+    assert found["sk_ranked"][0][3] == ctypes.c_uint64
+    assert found["sk_residual"] == ([pointer, pointer, number, ctypes.c_float, pointer], ctypes.c_float)
+    assert found["sk_draw"][0][2] == ctypes.c_double
+    code = "".join(path.read_text(encoding="utf-8") for path in Path(build.__file__).parents[1].rglob("*.py"))
+    called = set(re.findall(r"\.(sk_\w+)\b", code))
+    assert called and called <= found.keys()

@@ -237,7 +237,6 @@ def test_what_follows_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
 
 def test_a_tensor_in_use_stays(tmp_path: Path) -> None:
     stream, tensors = stream_of(tmp_path / "weights", 12, ahead=6000)
-    stream.cold = True
     views = [stream.take(str(i))[3:7] for i in range(12)]
     for path in stream.files:
         path.unlink()

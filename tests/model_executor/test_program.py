@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from architectures import CONFIGS, HYBRIDS, KINDS, model_of, prompt
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not av
 OWN = ("gemma3", "granite", "lfm2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """They need no operator of torch."""
 PYTHON = (
-    "bloom", "falcon_mamba", "jamba", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
-    "recurrent_gemma", "zamba", "zamba2",
+    "bloom", "falcon_mamba", "gemma3n", "jamba", "llama4-chunked", "mamba", "nemotron_h", "olmo_hybrid", "qwen3_5",
+    "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "zamba", "zamba2",
 )  # fmt: skip
 """Some of their operators are called through Python."""
 ALL = sorted({*CONFIGS, *KINDS, *HYBRIDS})
@@ -68,10 +68,10 @@ def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
 def test_positions_beyond_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are computed when they come."""
     expected = passes(build_runner(tiny_llama(), compile=False))
-    monkeypatch.setattr(program, "REACH", 11)
+    monkeypatch.setattr(program, "TABLE_ROWS", 11)
     runner = build_runner(tiny_llama(), compile="auto")
     found = passes(runner)
-    assert isinstance(serving(runner), Program) and serving(runner)._reach == 22
+    assert isinstance(serving(runner), Program) and serving(runner)._table_rows == 22
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -119,7 +119,7 @@ def test_what_follows_from_positions(case: str) -> None:
         return torch.nn.functional.embedding(ids, table) * function(ids, positions)
 
     ids, positions = torch.tensor([[3, 9, 0, 3]]), torch.tensor([[7, 8, 2, 3000]])
-    traced = trace(forward, nn.Module(), ids, torch.arange(4)[None])
+    traced = trace(forward, ids, torch.arange(4)[None])
     made = Program(traced.graph, [], [(16, torch.float32)])
     assert bool(made._tables) == (case in ("angles", "a product of matrices"))
     assert torch.equal(made(ids, positions)[0], forward(ids, positions))
@@ -187,7 +187,7 @@ def test_operators_of_torch(case: str, dtype: torch.dtype) -> None:
     def forward(ids: Tensor, positions: Tensor) -> Tensor:
         return CALLED[case](functional.embedding(ids, table))
 
-    traced = trace(forward, nn.Module(), torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None])
+    traced = trace(forward, torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None])
     ids = torch.arange(512)[None]
     wanted = forward(ids, ids)
     made = Program(traced.graph, [], [(wanted.shape[-1], wanted.dtype)])
@@ -202,7 +202,6 @@ def test_what_passes_share_is_not_written() -> None:
     for write in (lambda x: kept.masked_fill_(x > 0.5, 1.0), lambda x: kept.add_(x), lambda x: kept.add_(1.0)):
         traced = trace(
             lambda ids, positions, f=write: f(functional.embedding(ids, table)) + functional.embedding(ids, table),
-            nn.Module(),
             torch.tensor([[3, 9, 0, 3]]),
             torch.arange(4)[None],
         )
@@ -218,7 +217,7 @@ def test_learned_positions_end_somewhere() -> None:
         return functional.embedding(ids, table) + functional.embedding(positions, places)
 
     ids = torch.tensor([[3, 9, 0]])
-    traced = trace(forward, nn.Module(), ids, torch.arange(3)[None])
+    traced = trace(forward, ids, torch.arange(3)[None])
     made = Program(traced.graph, [], [(16, torch.float32)])
     for first in (0, 150, 297):
         positions = torch.arange(first, first + 3)[None]
@@ -236,7 +235,7 @@ def test_rows_that_are_asked_for() -> None:
 
     ids, keep = torch.tensor([[3, 9, 0, 7]]), torch.tensor([1, 3])
     positions = torch.arange(4)[None]
-    made = Program(trace(forward, nn.Module(), ids, positions, keep).graph, [], [(3, torch.float32)])
+    made = Program(trace(forward, ids, positions, keep).graph, [], [(3, torch.float32)])
     for rows in (keep, torch.tensor([2]), None):
         kept = torch.arange(4) if rows is None else rows
         assert torch.equal(made(ids, positions, rows)[0], forward(ids, positions, kept))
@@ -245,9 +244,7 @@ def test_rows_that_are_asked_for() -> None:
 def test_functions_go_with_their_program() -> None:
     """Python's functions that steps call are held by the program alone."""
     before = len(torch_steps._functions)
-    traced = trace(
-        lambda ids, positions: functional.softplus(ids.float())[..., None], nn.Module(), *[torch.arange(4)[None]] * 2
-    )
+    traced = trace(lambda ids, positions: functional.softplus(ids.float())[..., None], *[torch.arange(4)[None]] * 2)
     made = Program(traced.graph, [], [(1, torch.float32)])
     assert len(torch_steps._functions) == before + 1
     del made

@@ -27,11 +27,11 @@ from drafters import Branching, texts_of
 from gpu_stand_ins import Replayed, stand_in
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.slots import FIRST_ROOM
-from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.kernels import native
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention.triton import TritonBackend
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.kernel_rounds import Drafting, KernelRounds
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -232,20 +232,17 @@ def test_rounds_run_in_native_code(monkeypatch: pytest.MonkeyPatch, draft: str) 
     target, drafts = runners(llm)
     grown: list[int] = []
     rounds: list[int] = []
-    replay, whole = ModelRunner.replay, NativeRounds._replay
+    run = KernelRounds.run
 
-    def note(self: ModelRunner, size: int, take: object) -> tuple[int, int]:
-        found = replay(self, size, take)  # type: ignore[arg-type]
-        grown.append(found[0])
+    def note(self: KernelRounds, *asked: Any) -> Drafting | None:
+        found = run(self, *asked)
+        if found is not None and self._target is None:
+            grown.append(found.passes)
+        elif found is not None:
+            rounds.append(found.passes + 1)
         return found
 
-    def note_round(self: NativeRounds, *asked: Any) -> list[tuple[int, float]] | None:
-        found = whole(self, *asked)
-        rounds.append(len(found or ()))
-        return found
-
-    monkeypatch.setattr(ModelRunner, "replay", note)
-    monkeypatch.setattr(NativeRounds, "_replay", note_round)
+    monkeypatch.setattr(KernelRounds, "run", note)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, gamma=3)
     llm.generate([prompt(9, 1)], replace(params, logprobs=1))  # of which Python has a say in every round
     assert sum(grown) >= 3 * len(grown) > 0 and not rounds

@@ -37,7 +37,7 @@ def state_of(automaton: SuffixAutomaton, part: Sequence[int]) -> int | None:
 
 @given(TEXT)
 def test_every_substring_its_count_and_its_places(text: list[int]) -> None:
-    automaton = SuffixAutomaton(reach=LONG_WALK)
+    automaton = SuffixAutomaton(counted=LONG_WALK)
     automaton.extend(text)
     assert len(automaton) <= max(2 * len(text), 1)
     for start in range(len(text)):
@@ -67,8 +67,8 @@ def test_the_longest_match_after_every_token(text: list[int]) -> None:
 
 
 @given(TEXT, st.integers(1, 4))
-def test_a_short_walk_never_counts_too_much(text: list[int], reach: int) -> None:
-    automaton = SuffixAutomaton(reach)
+def test_a_short_walk_never_counts_too_much(text: list[int], counted: int) -> None:
+    automaton = SuffixAutomaton(counted)
     automaton.extend(text)
     for start in range(len(text)):
         for end in range(start + 1, len(text) + 1):
@@ -80,7 +80,7 @@ def test_a_short_walk_never_counts_too_much(text: list[int], reach: int) -> None
 
 @given(st.lists(TEXT, min_size=1, max_size=4))
 def test_texts_do_not_run_into_each_other(texts: list[list[int]]) -> None:
-    automaton = SuffixAutomaton(reach=LONG_WALK)
+    automaton = SuffixAutomaton(counted=LONG_WALK)
     for text in texts:
         automaton.begin()
         automaton.extend(text)
@@ -101,7 +101,7 @@ def test_texts_do_not_run_into_each_other(texts: list[list[int]]) -> None:
 def test_a_branch_goes_on_behind_the_shared_beginning(first: list[int], second: list[int], data: st.DataObject) -> None:
     """The longest match then is that of the new text, in itself or in what was written before."""
     cut = data.draw(st.integers(0, len(first)))
-    automaton = SuffixAutomaton(reach=LONG_WALK)
+    automaton = SuffixAutomaton(counted=LONG_WALK)
     automaton.extend(first)
     automaton.branch(cut)
     automaton.extend(second)

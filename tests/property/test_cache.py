@@ -192,9 +192,9 @@ def test_where_doubling_does_not_fit_what_is_needed_may() -> None:
     cache = SlotCache(SHAPES, dtype=torch.float32, max_slots=8, available=lambda: bytes_of * 3 * 640)
     cache.reserve(2, 600)
     assert (cache.slots, cache.room) == (3, 640)
-    cache.check(3, 600)
+    cache.needs(3, 600)
     with pytest.raises(MemoryLimitError, match="about 480 tokens"):
-        cache.check(4, 600)
+        cache.needs(4, 600)
 
 
 def test_growth_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

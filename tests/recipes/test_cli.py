@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from edits import EditsConfig, train_edits
 from pair_toys import edits_config, tones_config
+from retriever import RetrieverConfig, train_retriever
+from sakiyomi.cli import app
 from sakiyomi.cli.train import helps, script
 from sakiyomi.train.checkpoint import load_checkpoint
 from tones import TonesConfig, train_tones
@@ -40,6 +43,17 @@ def test_every_field_has_a_flag_and_a_help(
         assert helps(config)[flag.name]
         # Long flags are cut in the table of the help; the beginning identifies them.
         assert "--" + flag.name.replace("_", "-")[:16] in shown
+
+
+def test_the_retriever_has_a_flag_and_a_help_for_every_field(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test_every_field_has_a_flag_and_a_help(
+        monkeypatch, capsys, "retriever", RetrieverConfig, train_retriever, edits_config
+    )
+    done = CliRunner().invoke(app, ["train", "retriever", "--out", "x"])
+    assert done.exit_code == 2
+    assert "python recipes/retriever.py --out OUT" in done.output
 
 
 @pytest.mark.thorough

@@ -10,10 +10,10 @@ import random
 import pytest
 from typer.testing import CliRunner
 
+from cluster import app
+from cluster_costs import EngineReplica, Texts
+from cluster_simulation import POLICIES, Costs, Load, SimulatedReplica, fewest, run, simulate
 from sakiyomi import InputError
-from sakiyomi.cli import app
-from sakiyomi.scale.measured import EngineReplica, Texts
-from sakiyomi.scale.simulation import POLICIES, Costs, Load, SimulatedReplica, fewest, run, simulate
 from server_toys import toy_llm
 
 COSTS = Costs(
@@ -112,7 +112,7 @@ class Timeless:
 def test_the_command_prints_what_was_measured_and_what_was_simulated() -> None:
     flags = "--rate 3 --turns 2 --system 20 --user 8 --new 6 --think 0.2 --seconds 5 --check 1 --max-batch 2"
     wanted = "--first-token 5 --tokens-per-second 1 --draft none --json"
-    done = CliRunner().invoke(app, ["plan", "cluster", "--target", "tales", *flags.split(), *wanted.split()])
+    done = CliRunner().invoke(app, ["--target", "tales", *flags.split(), *wanted.split()])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["simulated"] is True

@@ -11,4 +11,4 @@ def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.train.taught.NEW_TOKENS", 24)
     monkeypatch.setattr("sakiyomi.train.medusa.NEW_TOKENS", 24)
     monkeypatch.setattr("sakiyomi.train.acceptance.RUNS", 1)
-    monkeypatch.setattr("sakiyomi.train.expect.MEASURED_TOKENS", 16)
+    monkeypatch.setattr("sakiyomi.train.draft.MEASURED_TOKENS", 16)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from retriever import RetrieverConfig
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.commands import COMMANDS
 from sakiyomi.train.counted import Library
@@ -42,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     | {"stage_shares": (1.0,), "eval_prompts": 1, "final_prompts": 1, "eval_lengths": (256,)}
     | {"vocab": 700, "layers": 2},
 }
+KINDS = COMMANDS | {"retriever": RetrieverConfig}
 
 
 def chat_file(path: Path, count: int = 30, seed: int = 0) -> Path:
@@ -72,8 +74,8 @@ def templated_target(folder: Path) -> Path:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_recipe_takes_chats(name: str, tmp_path: Path) -> None:
     """Given as training data, and held out; a recipe with a target of its own has no template."""
-    assert SETTINGS.keys() == COMMANDS.keys()
-    config = COMMANDS[name]
+    assert SETTINGS.keys() == KINDS.keys()
+    config = KINDS[name]
     known = {flag.name for flag in config.flags()}
     settings = SETTINGS[name] | {"out": str(tmp_path / ("out.jsonl" if name == "distill-data" else "out"))}
     settings["text" if "text" in known else "data"] = (str(chat_file(tmp_path / "chats.jsonl")),)
@@ -81,7 +83,8 @@ def test_every_recipe_takes_chats(name: str, tmp_path: Path) -> None:
         settings["target"] = str(templated_target(tmp_path))
     if "valid" in known:
         settings["valid"] = (f"chats={chat_file(tmp_path / 'valid.jsonl', 4, 1)}",)
-    module = importlib.import_module(f"sakiyomi.train.{name.replace('-', '_')}")
+    package = "sakiyomi.train." if name in COMMANDS else ""
+    module = importlib.import_module(f"{package}{name.replace('-', '_')}")
     train = getattr(module, f"train_{name.replace('-', '_')}")
     assert train(config.of(**settings))["finished"]
 

@@ -24,8 +24,7 @@ from sakiyomi.train import taught
 from sakiyomi.train.acceptance import continuations, distinct_ngrams, speculate
 from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.commands import DraftSizes
-from sakiyomi.train.draft import train_draft
-from sakiyomi.train.expect import Speed, expected, given_speed, verdict
+from sakiyomi.train.draft import Speed, expected, given_speed, train_draft, verdict
 from sakiyomi.train.hidden import SoftLabels
 from sakiyomi.train.llama import draft_sizes, new_llama
 from sakiyomi.train.losses import distillation_loss, next_token_loss
@@ -361,7 +360,7 @@ def test_costs_that_cannot_be_measured_do_not_lose_the_draft(tmp_path: Path, mon
     def refuse(*_: Any, **__: Any) -> None:
         raise UnsupportedError("no attention of ours")
 
-    monkeypatch.setattr("sakiyomi.engine.llm.LLM", refuse)
+    monkeypatch.setattr("sakiyomi.train.draft.LLM", refuse)
     summary = train_draft(draft_config(tmp_path, tiny_target(tmp_path), cost="measured", samples=0, tokens=64))
     assert summary["cost"] is None
     assert "not measured: no attention of ours" in Path(summary["model"], "README.md").read_text(encoding="utf-8")

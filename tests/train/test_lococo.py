@@ -20,7 +20,7 @@ from sakiyomi.cache.policies.merging.formats import read_merging, write_merging
 from sakiyomi.cache.policies.retaining.formats import write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
-from sakiyomi.train.answered import TaskRows, joined
+from sakiyomi.train.answered import TaskRows
 from sakiyomi.train.commands import TrainLococo
 from sakiyomi.train.compressed import Compressed, policy_of
 from sakiyomi.train.lococo import MergingLoss, train_lococo
@@ -120,7 +120,7 @@ def test_the_loss_and_its_gradient() -> None:
     ids, first = np.array(prompt(70)), 50
     marked = ids.copy()
     marked[55:60] = ~marked[55:60]
-    batch = {key: torch.from_numpy(part) for key, part in joined([(marked, first)]).items()}
+    batch = [(torch.from_numpy(marked), first)]
     weights = torch.ones(70)
     weights[: CHUNK + 1], weights[CHUNK + 1 : first], weights[55:60] = 0.0, 0.5, 0.0
     model.requires_grad_(False).zero_grad()  # the model is shared with other tests

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.long_tasks import TASKS, Example, Noise, Texts, hits, named, read_filler
-from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS, keys, repeated
-from sakiyomi.train.long_tasks.made import COMMON, FACTS, HOPS, OFTEN, SELDOM
+from sakiyomi.train.long_tasks.made import ADJECTIVES, COMMON, FACTS, HOPS, NOUNS, OFTEN, SELDOM, keys, repeated
 from sakiyomi.train.tokenizer import train_tokenizer
 from train_toys import stories
 

@@ -16,16 +16,15 @@ import pytest
 import torch
 from torch import nn
 
+from retrieval_rows import ANSWER, KNOWN
+from retriever import answers_and_text
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.peers import Peers
 from sakiyomi.train import loop
-from sakiyomi.train.answered import joined
 from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.medusa import train_medusa
 from sakiyomi.train.optim import Muon
-from sakiyomi.train.retrieval_rows import ANSWER, KNOWN
-from sakiyomi.train.retriever import answers_and_text
 from sakiyomi.train.target import train_target
 from sakiyomi.train.workers import ALONE, started
 from train_toys import losses, stories, story_file, target_config, tiny_target
@@ -191,15 +190,3 @@ def test_alone_nothing_is_exchanged() -> None:
     assert ALONE.divisor(torch.tensor([0, 3])).tolist() == [1.0, 3.0]
     assert ALONE.collect([weight], torch.tensor(2.0)) == 2.0
     assert weight.grad is None
-
-
-def test_parts_of_answered_rows() -> None:
-    from sakiyomi.train.answered import Questions
-
-    rows = [(np.arange(length), length - 1) for length in (3, 5, 2, 4)]
-    part = Questions.part(None, joined(rows), slice(2, 4))  # type: ignore[arg-type]
-    assert {name: values.tolist() for name, values in part.items()} == {
-        "ids": [0, 1, 0, 1, 2, 3],
-        "ends": [2, 6],
-        "prompts": [1, 3],
-    }

@@ -25,7 +25,7 @@ from sakiyomi.cache.slots import SlotCache
 
 
 class ManagedCache:
-    """A cache and the rule by which pairs stay in it. This one keeps all pairs.
+    """A cache and the rule by which pairs stay in it. This one keeps all pairs: it has no boundaries.
 
     Args:
         cache: of the model.
@@ -129,7 +129,9 @@ class ManagedCache:
 
     def tracking_queries(self) -> QueryTrackingCache | None:
         """A cache that also keeps the queries of each slot's last row; None: pairs are evicted here."""
-        return None
+        tracked = QueryTrackingCache(self.cache)
+        tracked.shifts = self.shifts
+        return tracked
 
     def add_log_probs(self, slot: int, neg_log_prob: Sequence[float]) -> None:
         """Take -log p of the next tokens, where the policy needs them."""
@@ -138,17 +140,7 @@ class ManagedCache:
         """The same from the logits of a prompt's chunk ids[at:end], see ``SlotRecord.add_prompt``."""
 
 
-class FullCache(ManagedCache):
-    """Keeps all pairs: there are no boundaries."""
-
-    def tracking_queries(self) -> QueryTrackingCache | None:
-        """See ``ManagedCache.tracking_queries``."""
-        tracked = QueryTrackingCache(self.cache)
-        tracked.shifts = self.shifts
-        return tracked
-
-
-class QueryTrackingCache(FullCache):
+class QueryTrackingCache(ManagedCache):
     """Keeps all pairs, and the queries of every slot's last row, for a drafter that selects pairs by them.
 
     Args:
@@ -235,12 +227,8 @@ class EvictingCache(ManagedCache):
         """The pairs among which the policy chooses: all of them, in main memory, if it recalls, else the cache's."""
         return self._far.pairs if self._far is not None else self.cache
 
-    def places(self, slot: int) -> Sequence[Sequence[Tensor]]:
-        """Of each layer and head, the places in the text of the pairs that stayed at the last boundary."""
-        record = self._slots[slot]
-        if self.policy is None:
-            return [[torch.arange(record.boundary)] * shape.heads for shape in self.cache.shapes]
-        return record.places
+    def tracking_queries(self) -> None:
+        """Nothing: see ``ManagedCache.tracking_queries``."""
 
     # ------------------------------------------------------------ a slot's text
 

@@ -125,10 +125,6 @@ class KVStore:
                 self.on_move(self)
             self.moved = False
 
-    def check(self, requests: int, columns: int) -> None:
-        """Refuse what would not fit, without allocating anything; arguments and errors as of ``needs``."""
-        self.needs(requests, columns)
-
     def needs(self, requests: int, columns: int) -> int:
         """Bytes that storage for so many requests of so many tokens will take, without allocating any.
 

@@ -42,7 +42,7 @@ class _Record:
 class SiteKernels(Protocol):
     """What the compiled kernels do for all sites of a store at once."""
 
-    def attach(self, store: RecurrentStore) -> None:
+    def attach_states(self, store: RecurrentStore) -> None:
         """The store's tensors are new ones."""
 
     def fold(self, slot: int, length: int) -> None:
@@ -113,7 +113,7 @@ class RecurrentStore:
             site.grow(slots, room)
         self._slots, self._room = slots, room
         if self.kernels is not None:
-            self.kernels.attach(self)
+            self.kernels.attach_states(self)
 
     def begin(self, plan: BatchPlan) -> None:
         """A pass begins: what is committed is folded where a copy is due, and there is room for its rows."""

@@ -24,7 +24,6 @@ from sakiyomi.cli import (
     bench,
     cache,
     chat,
-    cluster,
     demo,
     export,
     generate,
@@ -97,13 +96,12 @@ add_command(app, tree.tree)
 add_command(app, audit.audit)
 add_command(app, info.info)
 add_command(app, models.models)
-_plan = add_group(app, "plan", main=plan.plan)
-add_command(_plan, cluster.cluster, defaults={"max_batch": MAX_BATCH})
+add_command(app, plan.plan)
 add_command(app, serve.serve, defaults={"max_batch": MAX_BATCH})
 add_command(app, batch.batch, defaults={"max_batch": MAX_BATCH})
 add_command(app, batch.run_batch, name="run-batch", defaults={"max_batch": MAX_BATCH})
 _benches = (bench.card, bench.locret, bench.long, bench.report, bench.tasks)
-_bench = add_group(app, "bench", *_benches, main=bench.bench, cls=bench.BenchGroup)
+_bench = add_group(app, "bench", *_benches, main=bench.bench)
 add_group(_bench, "spec", bench.compare, bench.merge, main=bench.spec)
 add_group(app, "memory", memory.show, memory.clear, help="What the draft suffix:FILE remembers of earlier requests.")
 _cache = add_group(app, "cache", help="Prompt caches: documents and system prompts that are prefilled once.")
@@ -113,10 +111,11 @@ add_group(app, "tune", tune.medusa, main=tune.pair)
 add_group(
     app,
     "export",
+    export.gguf,
     export.medusa,
     export.speculators,
     export.stages,
-    help="Export trained heads to other tools; cut a model.",
+    help="Export models and trained heads to other tools; cut a model.",
 )
 app.add_typer(train.app, name="train")
 

@@ -7,8 +7,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,7 +114,9 @@ def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, options: Batch
             server = stack.enter_context(pool_of(make, shared, model.device, IN_FLIGHT * options.piece))
         began = time.perf_counter()
         shown = stack.enter_context(progress(f"answering {found.lines} requests"))
-        stack.enter_context(_no_access_log())
+        log = logging.getLogger("sakiyomi.server")
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.WARNING)  # no line for each request
 
         def tell(now: BatchProgress) -> None:
             speed = now.completion_tokens / (time.perf_counter() - began)
@@ -133,15 +134,3 @@ def _run(work: BatchFile, model: LLMConfig, found: BatchProgress, options: Batch
             raise
         if count is None:
             llm.record()
-
-
-@contextmanager
-def _no_access_log() -> Iterator[None]:
-    """Suppress the log line of each request."""
-    log = logging.getLogger("sakiyomi.server")
-    before = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

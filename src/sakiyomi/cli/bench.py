@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from sakiyomi.cli.common import JsonOption
-from sakiyomi.cli.help import SectionsGroup
 from sakiyomi.cli.output import note, progress, say
 from sakiyomi.cli.rows import PlotFolderOption, PlotOption, Started, measured, show
 from sakiyomi.core.errors import InputError
@@ -42,16 +40,6 @@ class OutOption:
     out: str | None = None
 
 
-class BenchGroup(SectionsGroup):
-    """The command with those below it; one that left the package says where it is."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """See click."""
-        if args[0] == "inflate":
-            raise InputError("bench inflate is now in the source repository: python benchmarks/inflate.py OUT_FOLDER")
-        return super().resolve_command(ctx, args)
-
-
 def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     """Measure speed side by side.
 
@@ -65,7 +53,6 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     def start(note: Note) -> Started:
         from sakiyomi.evaluation.bench import plot, suites
 
-        picture.check_rows(config.rows, suites.TABLES)
         return suites.run(config, note), plot.draw
 
     measured(start, output, picture)

@@ -6,7 +6,6 @@ A line that begins with a slash is a command; a new one is a function here and o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,15 +87,6 @@ def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output:
 # ---------------------------------------------------------------- commands
 
 
-@dataclass(frozen=True)
-class Command:
-    """Its function, the name of its argument ("" for none), and its help."""
-
-    run: Callable[[Chat, str], None]
-    argument: str
-    help: str
-
-
 def obey(chat: Chat, line: str) -> None:
     """Run a command.
 
@@ -109,13 +99,20 @@ def obey(chat: Chat, line: str) -> None:
         raise InputError(
             f"there is no command /{name}; /help lists them; a space before the slash sends the line as a message"
         )
-    if rest and not COMMANDS[name].argument:
+    if rest and not _usage(name)[0]:
         raise InputError(f"/{name} takes no argument; it was given {rest!r}")
-    COMMANDS[name].run(chat, rest)
+    COMMANDS[name](chat, rest)
+
+
+def _usage(name: str) -> tuple[str, str]:
+    """The argument of a command, "" for none, and its help."""
+    argument, _, text = str(COMMANDS[name].__doc__).rstrip(".").rpartition(": ")
+    return argument, text
 
 
 def _help(chat: Chat, rest: str) -> None:
-    lines = [(f"/{name} {command.argument}".rstrip(), command.help) for name, command in COMMANDS.items()]
+    """This list."""
+    lines = [(f"/{name} {_usage(name)[0]}".rstrip(), _usage(name)[1]) for name in COMMANDS]
     lines += [
         ("\\ at a line's end", "the message continues on the next line"),
         ('""" ... """', "several lines as one message"),
@@ -125,6 +122,7 @@ def _help(chat: Chat, rest: str) -> None:
 
 
 def _reset(chat: Chat, rest: str) -> None:
+    """Start over; system prompt and parameters stay."""
     chat.dialogue.exchanges, chat.images = [], []
     chat.attempt = 0
     chat.conversation.close()
@@ -132,6 +130,7 @@ def _reset(chat: Chat, rest: str) -> None:
 
 
 def _undo(chat: Chat, rest: str) -> None:
+    """Remove the last exchange."""
     _last(chat)
     chat.dialogue.exchanges = chat.dialogue.exchanges[:-1]
     chat.attempt = 0
@@ -140,6 +139,7 @@ def _undo(chat: Chat, rest: str) -> None:
 
 
 def _again(chat: Chat, rest: str) -> None:
+    """Generate another reply to the last message."""
     message = _last(chat)
     if chat.params.greedy:
         note("at temperature 0 a reply is always the same; /set temperature 0.8 to get others")
@@ -153,6 +153,7 @@ def _last(chat: Chat) -> Content:
 
 
 def _image(chat: Chat, rest: str) -> None:
+    """[FILE]: send an image with the next message; without FILE none."""
     if not rest:
         chat.images = []
         note("no image goes with the next message")
@@ -164,11 +165,13 @@ def _image(chat: Chat, rest: str) -> None:
 
 
 def _system(chat: Chat, rest: str) -> None:
+    """[TEXT]: set the system prompt; without TEXT remove it."""
     chat.dialogue.system = rest
     note("the system prompt is set" if rest else "there is no system prompt now")
 
 
 def _set(chat: Chat, rest: str) -> None:
+    """[NAME [VALUE]]: set a parameter, or show it; without NAME all of them."""
     name, _, value = rest.partition(" ")
     name = name.replace("-", "_")
     known = [field for field in parameters(SamplingParams) if field not in REFUSED]
@@ -188,6 +191,7 @@ def _set(chat: Chat, rest: str) -> None:
 
 
 def _stats(chat: Chat, rest: str) -> None:
+    """Statistics of the last reply and of all."""
     if not chat.replies:
         raise InputError("there was no reply yet")
     parts = {"last reply": chat.replies[-1:]}
@@ -204,11 +208,13 @@ def _stats(chat: Chat, rest: str) -> None:
 
 
 def _save(chat: Chat, rest: str) -> None:
+    """FILE: write the messages to a JSON file."""
     chat.dialogue.save(_file(rest))
     note(f"{len(chat.dialogue.messages)} messages are in {rest}")
 
 
 def _load(chat: Chat, rest: str) -> None:
+    """FILE: continue with the messages of such a file."""
     chat.dialogue.load(_file(rest))
     chat.attempt = 0
     note(f"{len(chat.dialogue.messages)} messages loaded; the conversation continues after them")
@@ -221,6 +227,7 @@ def _file(rest: str) -> Path:
 
 
 def _color(chat: Chat, rest: str) -> None:
+    """on|off: colour tokens by their source."""
     if rest not in ("on", "off"):
         raise InputError(f"color is {rest!r}; it is on or off")
     chat.trace = rest == "on"
@@ -232,21 +239,13 @@ def _color(chat: Chat, rest: str) -> None:
 
 
 def _exit(chat: Chat, rest: str) -> None:
+    """Leave, as Ctrl-D does."""
     chat.over = True
 
 
 COMMANDS = {
-    "help": Command(_help, "", "this list"),
-    "reset": Command(_reset, "", "start over; system prompt and parameters stay"),
-    "undo": Command(_undo, "", "remove the last exchange"),
-    "again": Command(_again, "", "generate another reply to the last message"),
-    "image": Command(_image, "[FILE]", "send an image with the next message; without FILE none"),
-    "system": Command(_system, "[TEXT]", "set the system prompt; without TEXT remove it"),
-    "set": Command(_set, "[NAME [VALUE]]", "set a parameter, or show it; without NAME all of them"),
-    "stats": Command(_stats, "", "statistics of the last reply and of all"),
-    "save": Command(_save, "FILE", "write the messages to a JSON file"),
-    "load": Command(_load, "FILE", "continue with the messages of such a file"),
-    "color": Command(_color, "on|off", "colour tokens by their source"),
-    "exit": Command(_exit, "", "leave, as Ctrl-D does"),
+    run.__name__.strip("_"): run
+    for run in (_help, _reset, _undo, _again, _image, _system, _set, _stats, _save, _load, _color, _exit)
 }
+"""By name. A docstring is a command's help: its argument, a colon and what it does, or only that."""
 ALIASES = {"?": "help", "clear": "reset", "regenerate": "again", "trace": "color", "quit": "exit", "bye": "exit"}

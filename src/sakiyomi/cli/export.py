@@ -9,6 +9,7 @@ from typing import Any
 from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.output import progress, say
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.memory import readable
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,43 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
     say(f"{out}: {shape.heads} heads of {shape.layers} layers as format {options.format}, read from {found.format}")
     summary = {"heads": shape.heads, "layers": shape.layers, "from": found.format, "format": options.format}
     output.emit(summary | {"folder": str(out)})
+
+
+@dataclass(frozen=True)
+class GgufOptions:
+    """The model, and the type of its matrices.
+
+    Attributes:
+        model: a folder in Hugging Face format, the name of an embedded model, or a GGUF file.
+        out: file to create.
+        type: of the matrices: Q4_K_M (the usual one), Q5_K_M, Q6_K, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, BF16, F16 or F32.
+    """
+
+    model: str = field(metadata={"argument": "MODEL"})
+    out: str = field(metadata={"argument": "OUT_FILE"})
+    type: str = "Q4_K_M"
+
+
+def gguf(options: GgufOptions, output: JsonOption) -> None:
+    """Write a model as a GGUF file, which llama.cpp, LM Studio and Ollama run.
+
+    Targets and draft models alike. The tokenizer is read back and compared before anything is written.
+
+    Example: sakiyomi export gguf tales tales.gguf --type Q8_0
+    """
+    out = Path(options.out).expanduser()
+    if out.exists():
+        raise InputError(f"{out} exists; name a new file")
+    with progress("reading"):
+        from sakiyomi.model_executor.gguf.export import check_type, write_gguf
+        from sakiyomi.model_executor.loading import load_model
+
+        check_type(options.type)
+        loaded = load_model(options.model, device="cpu")
+        write_gguf(out, loaded.model, loaded.tokenizer, options.type)
+    size = out.stat().st_size
+    say(f"{out}: {options.type}, {readable(size)}")
+    output.emit({"file": str(out), "type": options.type, "bytes": size})
 
 
 @dataclass(frozen=True)

@@ -148,15 +148,9 @@ def _streamed(llm: LLM, prompt: Any, index: int, params: SamplingParams, coloure
     asked = _processed(llm, prompt, params)
     with llm.conversation() as alone:
         stream = alone.stream(asked, params, index=index)
-        steps = list(printed(stream, llm.tokenizer, params.stop, asked.tokens, coloured=coloured))
-    return Generation(
-        text="".join(step.text for step in steps),
-        token_ids=[token for step in steps for token in step.token_ids],
-        prompt_tokens=len(asked.tokens),
-        finish_reason=steps[-1].finish_reason or "length",
-        trace=[entry for step in steps for entry in step.trace],
-        stats=steps[-1].stats or Stats(),
-    )
+        for _ in printed(stream, llm.tokenizer, params.stop, asked.tokens, coloured=coloured):
+            pass
+        return alone.generation()
 
 
 def _processed(llm: LLM, prompt: Any, params: SamplingParams) -> TokenizedPrompt:

@@ -8,6 +8,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from sakiyomi.core.errors import InputError
+
 BASICS = "Basics"
 _BASIC = frozenset(
     {
@@ -28,6 +30,12 @@ _PANELS = {
     "SampleOptions": "What the target writes to learn from",
 }
 _EXAMPLE = "Example:"
+_MOVED = {
+    "bench inflate": "python benchmarks/inflate.py OUT_FOLDER",
+    "models --markdown": "python tests/causal_models.py",
+    "plan cluster": "python benchmarks/cluster.py",
+}
+"""What left the package for the source repository: the command and the word after it, and the script."""
 
 
 def panel(group: str, name: str) -> str:
@@ -42,7 +50,14 @@ def parts(run: Callable[..., Any]) -> tuple[str, str | None]:
 
 
 class _Sectioned:
-    """Writes options below the names of their sections."""
+    """Writes options below the names of their sections; refuses what left the package, and says where it is."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """See click."""
+        for word in args:
+            if (script := _MOVED.get(f"{ctx.info_name} {word}")) is not None:
+                raise InputError(f"{ctx.info_name} {word} is now in the source repository: {script}")
+        return super().parse_args(ctx, args)  # type: ignore[misc]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """See click. Basics come first, then sections in the order of their first option."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import typer
 
 from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.output import progress, say, table
-from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
@@ -35,11 +34,6 @@ class PlotOption:
             from sakiyomi.evaluation.bench.plot import check
 
             check(self.plot)
-
-    def check_rows(self, rows: Collection[str], tables: set[str]) -> None:
-        """Raise InputError where all of these rows are among `tables`, of which nothing can be drawn."""
-        if self.plot is not None and rows and tables.issuperset(rows):
-            raise InputError(f"plot has nothing to draw of {', '.join(rows)}; ask for another row too")
 
 
 @dataclass(frozen=True)

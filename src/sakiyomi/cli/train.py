@@ -18,15 +18,26 @@ from sakiyomi.cli.common import ALIASES, INTERRUPTED, flag_help
 from sakiyomi.cli.help import Sections, SectionsGroup, panel
 from sakiyomi.cli.output import quiet
 from sakiyomi.cli.settings import ENVIRONMENT, config_flag, keyword
-from sakiyomi.core.errors import LoadError, SakiyomiError
+from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.core.preflight import check_settings
 from sakiyomi.train.commands import COMMANDS
 from sakiyomi.train.settings import Flag, Settings
 
+
+class TrainGroup(SectionsGroup):
+    """The command with those below it; one that left the package says where it is."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click."""
+        if args[0] == "retriever":
+            raise InputError("train retriever is in the source repository now: python recipes/retriever.py --out OUT")
+        return super().resolve_command(ctx, args)
+
+
 EXAMPLE = "Example: sakiyomi train draft --target FOLDER --text stories.txt --out my-draft --minutes 10"
 app = typer.Typer(
     name="train",
-    cls=SectionsGroup,
+    cls=TrainGroup,
     help="Train a target from text, its draft or heads, or count n-grams.",
     epilog=EXAMPLE,
     rich_markup_mode=None,
@@ -86,11 +97,8 @@ def helps(config_class: type[Settings]) -> dict[str, str]:
     """The help of each flag: from the docstring of its group, unless the command or a base of it says more."""
     found: dict[str, str] = {}
     for flag in config_class.flags():
-        for kind in reversed(flag.group.mro()):
-            found |= flag_help(kind)
-    for kind in reversed(config_class.mro()):
-        found |= flag_help(kind)
-    return found
+        found |= flag_help(flag.group)
+    return found | flag_help(config_class)
 
 
 def _check_files(settings: Mapping[str, Any]) -> None:

@@ -152,7 +152,7 @@ def medusa(config: TuneConfig, output: JsonOption) -> None:
         f"best: {best['heads']} heads, the first {best['top_k']} guesses of each, {best['nodes']} nodes: tau "
         f"{best['tau']:.2f}, {best['speedup']:.2f} times plain"
         if best["nodes"]
-        else "plain decoding is fastest here: these heads do not pay",
+        else "plain decoding is fastest here: speculating with these heads is slower",
         f"all heads take {facts['heads_ms']:.2f} ms a round; {measured['equal']} of {measured['texts']} texts are equal"
         + ("" if facts["dtype"] == "float32" else f" ({facts['dtype']} rounds passes of other sizes differently)"),
         f"kept in {found['file']}",

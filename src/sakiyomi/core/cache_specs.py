@@ -24,7 +24,7 @@ class Option(NamedTuple):
 
     Attributes:
         expected: for messages.
-        read: its value; raises ``ValueError`` where it is none.
+        read: parses its value; raises ``ValueError`` if it is invalid.
     """
 
     expected: str
@@ -32,12 +32,12 @@ class Option(NamedTuple):
 
 
 class CacheForm(NamedTuple):
-    """What a name in ``cache=`` accepts.
+    """Syntax of one name in ``cache=``.
 
     Attributes:
         kind: a spec has at most one part of each.
         options: by their names.
-        published: whether there is the option ``paper``.
+        published: whether it has the option ``paper``.
         file: whether a path may follow, behind a colon.
         made_by: the command that makes what the path names; the path is then required. "": it is optional.
     """
@@ -50,13 +50,13 @@ class CacheForm(NamedTuple):
 
 
 class CachePart(NamedTuple):
-    """One of the parts that "+" joins.
+    """One part of a cache spec; parts are joined by "+".
 
     Attributes:
         kind: of its name.
         name: a key of ``CACHE_FORMS``.
-        file: behind the colon; "" where there is none.
-        options: names and values in the order in which they stand; of ``paper`` the value is None.
+        file: path after the colon; "": none.
+        options: names and values in the given order; the value of ``paper`` is None.
     """
 
     kind: Kind
@@ -138,7 +138,7 @@ _PART = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<file>.+?))?(\[(?P<options>[^\[\]]
 
 
 def parse_cache(spec: str) -> list[CachePart]:
-    """The parts of a cache spec; none where everything stays.
+    """The parts of a cache spec; an empty list for "full", which keeps everything.
 
     Args:
         spec: "full", or at most one of each, joined by "+": a policy, ``name:file[option=value,...]``, where the option
@@ -217,10 +217,10 @@ def check_cache(cache: str, kv_budget: int | str | None = None, kv_memory: int |
 def budget_of(
     cache: str, parts: Sequence[CachePart], kv_budget: int | str | None, kv_memory: int | str | None
 ) -> int | str | None:
-    """The budget that either of the two gives; None: the cache has none.
+    """The budget, from ``kv_budget`` or ``kv_memory``; None for caches without one.
 
     Raises:
-        InputError: both are given, one that means nothing, one for a cache that keeps everything, or none for another.
+        InputError: both are given, the value is invalid, the cache keeps everything, or it needs a budget and has none.
     """
     budget = kv_budget
     if kv_memory is not None:
@@ -241,10 +241,10 @@ def budget_of(
 
 
 def read_budget(budget: int | str) -> tuple[int, bool]:
-    """A budget as a number, and whether it is one of bytes.
+    """A budget as a number, and whether its unit is bytes (else pairs of a head).
 
     Raises:
-        InputError: it is neither a number of pairs nor a size as "2GiB".
+        InputError: it is neither a number of pairs nor a size such as "2GiB".
     """
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget, False

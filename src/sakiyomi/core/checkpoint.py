@@ -19,6 +19,7 @@ from sakiyomi.core.memory import readable
 
 HEADS_FILE = "medusa_lm_head.safetensors"  # of a folder that holds Medusa heads
 RETAINING_FILE = "heads.safetensors"  # of one that holds retaining heads
+GGUF_NOTE = "gguf.json"  # of one that was made of a GGUF file, which it names and which has the weights
 MERGING_FILE = "convolutions.safetensors"  # of one that holds merging convolutions
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
@@ -89,6 +90,11 @@ def read_checkpoint(folder: Path, *, allow_pickle: bool = False) -> Checkpoint:
     Raises:
         LoadError: no weights, pickle files only, a shard that is missing, a file that is cut off or damaged.
     """
+    if (note := folder / GGUF_NOTE).is_file():
+        from sakiyomi.core.gguf import pieces
+
+        files = pieces(Path(read_json(note)["file"]))
+        return Checkpoint(files, {}, sum(path.stat().st_size for path in files))
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return _summary([(single, read_header(single).entries)])

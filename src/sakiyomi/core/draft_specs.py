@@ -27,13 +27,13 @@ EAGLE_NORM = "layers.0.hidden_norm.weight"
 
 
 class Form(NamedTuple):
-    """What may stand behind a drafter's name.
+    """The argument that a drafter's name takes.
 
     Attributes:
-        text: as messages show it, in square brackets where it may be left out; "": nothing stands there.
-        what: it names, for messages.
-        read: its value; raises ``ValueError`` where it is none, ``NotADirectoryError`` where a folder is missing.
-        example: of what may be written, for messages.
+        text: syntax for messages, optional parts in square brackets; "": the name takes no argument.
+        what: the argument is, for messages.
+        read: parses it; raises ``ValueError`` if it is invalid, ``NotADirectoryError`` if its folder is missing.
+        example: of an argument, for messages.
     """
 
     text: str = ""
@@ -51,12 +51,12 @@ def is_block(config: Mapping[str, Any]) -> bool:
 
 
 def is_third_eagle(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration that is no block drafter's is that of an EAGLE-3 head."""
+    """Whether a configuration is that of an EAGLE-3 head; check ``is_block`` first."""
     return SPECULATORS in config or EAGLE_ARCHITECTURE in (config.get("architectures") or ())
 
 
 def is_first_eagle(names: Collection[str]) -> bool:
-    """Whether tensors of these names are those of EAGLE-1 and 2, whose configurations say nothing of it."""
+    """Whether these tensor names are those of EAGLE-1 or 2, whose configurations look like an ordinary model's."""
     return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(names) and EAGLE_NORM not in names
 
 
@@ -72,7 +72,7 @@ _OPTION = re.compile(r"(.*)\[(device|learn)=([^\[\]]*)\]")
 
 
 class ModelSpec(NamedTuple):
-    """What is behind the colon of a draft model's spec.
+    """The argument of a draft model's spec.
 
     Attributes:
         name: of the model.
@@ -152,11 +152,11 @@ FORMS = {
 
 
 def read_argument(kind: str, text: str) -> Any:
-    """The value of what is behind the colon of a spec; None where nothing is.
+    """The parsed argument of a spec; None: it has none.
 
     Raises:
-        InputError: it means nothing.
-        LoadError: it is a path that leads nowhere.
+        InputError: the argument is invalid.
+        LoadError: it is the path of a missing file or folder.
     """
     form = FORMS[kind]
     if text and not form.text:
@@ -183,13 +183,13 @@ _JOINT = re.compile(r"\+(?=(?:none|auto|" + "|".join(map(re.escape, FORMS)) + r"
 
 
 def head_names(spec: str) -> list[str]:
-    """The names of heads in a spec of several, "medusa:A+eagle:B", or of one alone."""
+    """Names of the heads in a spec of one or several: A and B of "medusa:A+eagle:B"."""
     parts = [(part, *part.partition(":")[::2]) for part in _JOINT.split(spec)]
     return [name if kind in FORMS else part for part, kind, name in parts]
 
 
 def split_spec(spec: str) -> list[str]:
-    """The specs in a text, one by one; a folder alone, or the name of what is embedded, is the spec of what it holds.
+    """The specs in a text, one by one. A folder, file or embedded name becomes the spec of the drafter that it holds.
 
     Raises:
         InputError: this version has no such drafter.
@@ -200,22 +200,24 @@ def split_spec(spec: str) -> list[str]:
             forms = ("none", "auto", *(name + form.text for name, form in FORMS.items()))
             known = ", ".join(f'"{form}"' for form in forms)
             raise InputError(
-                f"unknown draft {part!r}; this version has {known}, a folder, several joined by +, or a Drafter object"
+                f"unknown draft {part!r}; this version has {known}, a folder, a GGUF file, several joined by +, or a Drafter object"
             )
     return parts
 
 
 def _named(part: str) -> str:
-    """A spec as it is; of a folder, or the name of what is embedded, alone the spec of what it holds."""
+    """A spec unchanged; for a folder, a GGUF file or an embedded name the spec of the drafter that it holds."""
     if part in ("none", "auto") or part.partition(":")[0] in FORMS:
         return part
     place = model_spec(part).name
     folder = folder_of(place)
+    if folder.suffix.lower() == ".gguf":
+        return f"model:{part}"
     return f"{_kind_of(folder)}:{part}" if is_embedded_name(place) or folder.is_dir() else part
 
 
 def _kind_of(folder: Path) -> str:
-    """The name of the drafter whose files a folder holds; "model" where they are no other one's."""
+    """The name of the drafter whose files a folder holds; "model" if it holds none of the others."""
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if is_block(config):
         return "block"

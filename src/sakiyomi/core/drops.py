@@ -14,9 +14,9 @@ WINDOW = 2048
 
 
 def ratio_error(pairs: Sequence[tuple[float, float]]) -> float:
-    """Standard error of sum of the first / sum of the second, in shares of it, if pairs were drawn by chance.
+    """Relative standard error of the ratio sum of the first / sum of the second, for randomly drawn pairs.
 
-    Cochran, Sampling Techniques (1977), equation 6.13. Of a single pair nothing is known: 0.
+    Cochran, Sampling Techniques (1977), equation 6.13. 0 for a single pair, whose spread is unknown.
     """
     if len(pairs) < 2:
         return 0.0
@@ -45,7 +45,7 @@ class Tau:
 
 
 def change(now: Tau, then: Tau) -> float:
-    """What was gained since, as a share; negative: lost."""
+    """Relative change of tau since then; negative: it fell."""
     return now.value / then.value - 1 if then.value else 0.0
 
 

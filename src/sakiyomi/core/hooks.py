@@ -19,6 +19,6 @@ def hooks_of(module: nn.Module) -> list[int]:
     return [number for number, hook in found if getattr(hook, "__module__", None) != _IDLE]
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has such hooks."""
-    return bool(hooks_of(module))
+def unchanged(module: nn.Module) -> bool:
+    """Whether a call of a module runs the forward of its class alone: without hooks, also of accelerate."""
+    return not (hooks_of(module) or "forward" in vars(module) or hasattr(module, "_hf_hook"))

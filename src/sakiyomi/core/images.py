@@ -56,16 +56,11 @@ def decode_image(content: bytes, most: int) -> Image:
 
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as found:
-            if found.width * found.height > most:
-                raise _too_large(f"{found.width} x {found.height}", most)
-            return ImageOps.exif_transpose(found).convert("RGB")
-    except InputError:
-        raise
+            if found.width * found.height <= most:
+                return ImageOps.exif_transpose(found).convert("RGB")
+            pixels = f"{found.width} x {found.height}"
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise _too_large("far too many", most) from None
+        pixels = "far too many"
     except Exception as error:  # decoders raise errors of any kind
         raise InputError(f"the image cannot be read ({one_line(error):.120}); expected {', '.join(FORMATS)}") from None
-
-
-def _too_large(pixels: str, most: int) -> InputError:
-    return InputError(f"the image has {pixels} pixels, {most} are taken in all images; give a smaller one")
+    raise InputError(f"the image has {pixels} pixels, {most} are taken in all images; give a smaller one")

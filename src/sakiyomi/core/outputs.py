@@ -164,7 +164,7 @@ class Stats:
 
     @property
     def alpha(self) -> float:
-        """Accepted per token that was verified: tokens behind a rejected one do not count."""
+        """Accepted / (accepted + rejected): tokens after a rejected one were not verified and do not count."""
         return _ratio(self.accepted, self.accepted + self.rejected)
 
     @property
@@ -256,7 +256,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _said(values: dict[str, Any], optional: frozenset[str]) -> dict[str, Any]:
-    """As JSON, without those of the optional ones that are None, False or no entries."""
+    """JSON values, without optional ones that are None, False or empty."""
     nothing = {name for name, value in values.items() if value is None or value is False or value == ()}
     return {name: _json(value) for name, value in values.items() if name not in nothing or name not in optional}
 

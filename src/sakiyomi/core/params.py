@@ -206,7 +206,7 @@ class SamplingParams:
 
 
 def _several(name: str, value: Any) -> tuple[Any, ...]:
-    """The values as a tuple. None means none; a lone text, number or processor is a list of one, for what else?"""
+    """The values as a tuple. None is an empty one; a single text, number or processor is a tuple of one."""
     if value is None:
         return ()
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -280,10 +280,10 @@ def _number(name: str, value: Any, low: float, high: float, remedy: str, *, open
 
 
 def as_params(params: object) -> SamplingParams:
-    """What the caller gave, None for the defaults.
+    """The given parameters; the defaults if ``params`` is None.
 
     Raises:
-        InputError: it is something else.
+        InputError: it is of another type.
     """
     if params is None:
         return SamplingParams()

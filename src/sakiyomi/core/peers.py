@@ -28,15 +28,15 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class Peers:
-    """Processes that work together, as one of them sees them.
+    """The processes of one job, as one of them sees them.
 
     Attributes:
         number: of this one, from 0.
         count: of all.
         local: of those on this machine.
         store: through which they find each other; None: there is one process, or they are connected already.
-        children: those that this process has started, in order, with what they say.
-        said: what this process says to the one that has started it; None: none has.
+        children: processes that this one started, in order, each with the pipe that it reports to.
+        said: pipe to the process that started this one; None: this one was not started by another.
     """
 
     number: int = 0
@@ -47,7 +47,7 @@ class Peers:
     said: Connection | None = None
 
     def greet(self, advice: str) -> None:
-        """Wait until the processes that this one has started are about to connect, too.
+        """Wait until every process that this one started is ready to connect.
 
         Raises:
             WorkerError: one has ended before; see ``ended``.
@@ -68,7 +68,7 @@ class Peers:
 
         Args:
             advice: what to do.
-            heard: what the process has said about it already.
+            heard: error message that the process has sent already.
         """
         reasons = []
         for number, (child, said) in enumerate(self.children, 1):

@@ -35,11 +35,11 @@ class Pieces:
         return self.out.with_name(self.out.name + ".parts")
 
     def path(self, number: int) -> Path:
-        """Of a piece."""
+        """File of a piece."""
         return self.folder / f"{number:08d}.jsonl"
 
     def keep(self, number: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Put a piece under its number.
+        """Write a piece.
 
         Raises:
             LoadError: it cannot be written.

@@ -25,13 +25,13 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse a target, drafts, heads, a cache, a dtype, a device or a quantization that nothing can come of.
+    """Refuse an invalid target, draft, cache, dtype, device or quantization, and heads that are missing.
 
     Args:
-        settings: of a command, by name; names that it does not know are left alone.
+        settings: of a command, by name; other names are ignored.
 
     Raises:
-        InputError: a word that has no meaning.
+        InputError: a setting has an unknown value.
         LoadError: a file or folder that is missing or damaged, or an unknown hub id.
     """
     check_dtype(settings.get("dtype", "auto"))
@@ -73,7 +73,7 @@ def check_target(name: str, *, allow_pickle: bool = False, trust_remote_code: bo
 
 
 def check_drafts(draft: str | Sequence[Any] | None, **trust: bool) -> None:
-    """Refuse drafters that are not known, and paths behind their names that lead nowhere; objects are left alone.
+    """Refuse unknown drafters and specs with paths that do not exist; drafter objects are not checked.
 
     Raises:
         InputError, LoadError: see there.

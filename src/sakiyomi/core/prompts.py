@@ -36,7 +36,7 @@ def read_prompts(path: str | Path, count: int | None = None) -> list[str]:
 
 
 def read_references(path: str | Path, count: int | None = None) -> list[str | None]:
-    """The right answers to a file's prompts, in order: ``reference`` or ``answer`` of a .jsonl, of a list the first.
+    """The right answers to a file's prompts, in order: ``reference`` or ``answer`` of a .jsonl; the first of a list.
 
     None where a prompt has none.
 
@@ -70,7 +70,7 @@ def _is_json(path: Path) -> bool:
 
 
 def _lines(path: Path, count: int | None) -> Iterator[tuple[int, Any]]:
-    """Lines that are not blank, by number; of a .jsonl file their values, None where a line is no JSON."""
+    """Number and text of the lines that are not blank; for .jsonl files their values, None for invalid JSON."""
     lines = enumerate(_read(path).replace("\r\n", "\n").split("\n"), start=1)
     for number, line in itertools.islice(((n, line) for n, line in lines if line.strip()), count):
         yield number, _value(line) if _is_json(path) else line
@@ -84,7 +84,7 @@ def _value(line: str) -> Any:
 
 
 def _first(value: Any, *names: str) -> Any:
-    """The first of these fields that an object has, or the value itself; of a list the first entry."""
+    """The first of these fields that an object has, or the value itself; the first entry of a list."""
     if isinstance(value, dict):
         value = next((value[name] for name in names if name in value), None)
     return value[0] if isinstance(value, list) and value else value
@@ -110,7 +110,7 @@ STORIES = tuple(read_prompts(Path(__file__).with_name("stories.jsonl")))
 
 
 def judging_text(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens on which a quantization is judged: stories, or any tokens where the tokenizer knows no such text.
+    """Tokens on which a quantization is judged: stories, or random tokens if the tokenizer cannot encode them.
 
     Args:
         model: a transformers model.

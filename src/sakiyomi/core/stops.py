@@ -40,7 +40,7 @@ class StopStrings:
             del self._marks[-1 - self._most]
 
     def find(self, new: str) -> tuple[int, str] | None:
-        """The first stop string in the held text and this one: where it begins, and which it is."""
+        """Position and text of the first stop string in the held text plus the new one; None: there is none."""
         text = self.held + new
         named = self._named(text)
         first: tuple[int, str] | None = None
@@ -53,7 +53,7 @@ class StopStrings:
         return first
 
     def release(self, new: str) -> str:
-        """What of the held text and this one cannot be the beginning of a stop string; the rest is held."""
+        """The part of the held and the new text that cannot begin a stop string; the rest stays held."""
         text = self.held + new
         named = self._named(text)
         keep = len(text) - self._beginning(text, names=False)

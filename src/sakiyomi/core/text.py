@@ -105,7 +105,7 @@ class _Pieces:
         self._known = self._decode(self._window)[self._taken :]  # an unfinished character, or an open run of bytes
 
     def copy(self) -> _Pieces:
-        """Another one that stands where this one does."""
+        """A copy with the same state."""
         other = copy.copy(self)
         other._window, other._marks = list(self._window), list(self._marks)
         return other
@@ -141,7 +141,7 @@ class _Pieces:
         return fresh
 
     def ahead(self) -> str:
-        """Text behind what is certain, as it is if nothing follows; without an unfinished character at its end."""
+        """Text after the certain part, as it would be if no token followed; without an unfinished last character."""
         run = bytes(self._profile.byte_of[i] for i in self._window[self._closed :])
         text = self._decode(self._window[: self._closed + _whole_characters(run)])
         return self._fresh(text[self._taken :].rstrip(_UNKNOWN))
@@ -153,7 +153,7 @@ class _Pieces:
         return rest
 
     def _fresh(self, text: str) -> str:
-        """What of the text behind ``_taken`` the tokens before have not shown."""
+        """The part of the text after ``_taken`` that the tokens before have not shown."""
         same = 0
         while same < min(len(text), len(self._known)) and text[same] == self._known[same]:
             same += 1

@@ -12,7 +12,7 @@ _SPACES = re.compile(r"\s*")
 
 
 class TokenNames:
-    """Of every token the text and the bytes; a token that is part of a character has bytes only that make sense.
+    """Text and bytes of each token. For a token that is part of a character only the bytes are meaningful.
 
     Args:
         tokenizer: a transformers tokenizer.

@@ -232,7 +232,7 @@ class Draft:
 
     @property
     def judged_as(self) -> DraftKind:
-        """What a rule has to take: "chain" for a path with one draw a token, point masses too; else the kind."""
+        """Kind that a rule must accept: "chain" for a path with one draw a token, point masses too; else the kind."""
         return "chain" if len(self.draws) == len(self.tree.tokens) and self.tree.is_chain else self.kind
 
     @cached_property

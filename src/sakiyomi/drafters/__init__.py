@@ -32,20 +32,6 @@ __all__ = [
 ]
 
 
-Maker = Callable[[Any, DrafterContext], Drafter]
-"""Makes a drafter from the value behind the colon of its spec (``read_argument``)."""
-
-
-def _class(module: str, name: str) -> Maker:
-    """The ``make`` of a drafter's class, which is imported when such a drafter is wanted."""
-
-    def make(argument: Any, around: DrafterContext) -> Drafter:
-        found: Drafter = getattr(import_module(f"sakiyomi.drafters.{module}"), name).make(argument, around)
-        return found
-
-    return make
-
-
 def _model(spec: ModelSpec, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
     from sakiyomi.drafters.learning import HeadLearner
@@ -92,22 +78,24 @@ def _self_int8(_: None, around: DrafterContext) -> Drafter:
     return ModelDrafter(around.quantized("int8"), around.vocab_size, name="self-int8")
 
 
-DRAFTERS: dict[str, Maker] = {
+DRAFTERS: dict[str, str | Callable[[Any, DrafterContext], Drafter]] = {
     "model": _model,
-    "medusa": _class("medusa", "MedusaDrafter"),
-    "eagle": _class("eagle", "EagleDrafter"),
-    "block": _class("block", "BlockDrafter"),
-    "mtp": _class("mtp", "MtpDrafter"),
-    "assistant": _class("assistant", "AssistantDrafter"),
+    "medusa": "medusa.MedusaDrafter",
+    "eagle": "eagle.EagleDrafter",
+    "block": "block.BlockDrafter",
+    "mtp": "mtp.MtpDrafter",
+    "assistant": "assistant.AssistantDrafter",
     "self-int8": _self_int8,
-    "self-evicted": _class("self_evicted", "SelfEvicted"),
-    "early-exit": _class("early_exit", "EarlyExit"),
-    "oracle": _class("oracle", "Oracle"),
-    "prompt-lookup": _class("lookup", "PromptLookup"),
-    "suffix": _class("suffix", "SuffixDrafter"),
-    "ngram": _class("ngram", "NgramDrafter"),
+    "self-evicted": "self_evicted.SelfEvicted",
+    "early-exit": "early_exit.EarlyExit",
+    "oracle": "oracle.Oracle",
+    "prompt-lookup": "lookup.PromptLookup",
+    "suffix": "suffix.SuffixDrafter",
+    "ngram": "ngram.NgramDrafter",
 }
-"""What makes a drafter, by the name before the colon of its spec."""
+"""By the name before the colon of a spec: module and class of a drafter, or what makes it from the value behind the
+colon (``read_argument``). Modules are imported when such a drafter is wanted.
+"""
 
 
 def parse_drafters(spec: Any) -> list[str | Drafter]:
@@ -181,7 +169,11 @@ def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
     kind, _, argument = spec.partition(":")
     if kind == "none":
         return None
-    return DRAFTERS[kind](read_argument(kind, argument), around)
+    make = DRAFTERS[kind]
+    if isinstance(make, str):
+        module, _, name = make.partition(".")
+        make = getattr(import_module(f"sakiyomi.drafters.{module}"), name).make
+    return make(read_argument(kind, argument), around)
 
 
 def _rename(drafter: Drafter, taken: set[str]) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
+
+_NEEDED = ("propose", "name", "kind")
+_OPTIONAL = (
+    "kind_for", "observe", "inherit", "end", "hidden_states", "model", "runs_model", "prefers_coupled", "passes",
+    "forward_seconds", "prefill_seconds",
+)  # fmt: skip
+_TYPES: dict[str, Callable[[Any], Any]] = {"passes": int, "forward_seconds": float, "prefill_seconds": float}
 
 
 class Proposer(Protocol):
@@ -28,69 +35,30 @@ class Proposer(Protocol):
         ...
 
 
-def _own(name: str, default: Any = None) -> Any:
-    """A property that reads the proposer's attribute at each use: clocks may be plain attributes that grow.
-
-    Args:
-        name: of the attribute.
-        default: what it is where the proposer has none; a number's type is that of the property.
-    """
-    kind = type(default)
-    if default is None:
-        return property(lambda self: getattr(self.proposer, name, None))
-    return property(lambda self: kind(getattr(self.proposer, name, default)))
-
-
-class DrafterAdapter(Drafter):
-    """A ``Proposer`` with all members of a ``Drafter``: the proposer's where it has them, else the defaults.
-
-    Args:
-        proposer: what is adapted.
-    """
-
-    def __init__(self, proposer: Any) -> None:
-        from sakiyomi.model_executor.runner import ModelRunner
-
-        self.proposer = proposer
-        self.runs_model = hasattr(proposer, "passes")
-        self.prefers_coupled = hasattr(proposer, "kind_for")
-        model = getattr(proposer, "model", None)
-        if isinstance(model, ModelRunner):  # a model of another kind is private to the proposer
-            self.model = model
-        for name in ("kind_for", "observe", "inherit", "end"):
-            if hasattr(proposer, name):
-                setattr(self, name, getattr(proposer, name))
-
-    kind = _own("kind")
-    hidden_states = _own("hidden_states")
-    passes = _own("passes", 0)
-    forward_seconds = _own("forward_seconds", 0.0)
-    prefill_seconds = _own("prefill_seconds", 0.0)
-
-    @property
-    def name(self) -> str:
-        """See ``Drafter``; setting it renames the proposer."""
-        return str(self.proposer.name)
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self.proposer.name = name
-
-    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``."""
-        drafts: list[Draft] = self.proposer.propose(contexts, gammas)
-        return drafts
-
-
 def as_drafter(given: Drafter | Proposer) -> Drafter:
-    """The object itself if it is a ``Drafter``, else one that adapts it.
+    """The object itself if it is a ``Drafter``, else a drafter with its members, and the defaults for the others.
+
+    Members are read at each use: clocks may be plain attributes that grow.
 
     Raises:
         InputError: it has no ``propose``, ``name`` or ``kind``.
     """
+    from sakiyomi.model_executor.runner import ModelRunner
+
     if isinstance(given, Drafter):
         return given
-    missing = [name for name in ("propose", "name", "kind") if not hasattr(given, name)]
+    missing = [name for name in _NEEDED if not hasattr(given, name)]
     if missing:
         raise InputError(f"the drafter {type(given).__name__} has no {missing[0]}; it needs name, kind and propose")
-    return DrafterAdapter(given)
+    own = {name: _member(given, name) for name in (*_NEEDED, *_OPTIONAL) if hasattr(given, name)}
+    if not isinstance(getattr(given, "model", None), ModelRunner):  # a model of another kind is private to the object
+        own.pop("model", None)
+    guessed = {"runs_model": "passes" in own, "prefers_coupled": "kind_for" in own}
+    adapted: Drafter = type("AdaptedDrafter", (Drafter,), guessed | own)()
+    return adapted
+
+
+def _member(given: Any, name: str) -> Any:
+    """A property that is the object's attribute, in the type that it should have."""
+    kind = _TYPES.get(name, lambda value: value)
+    return property(lambda _: kind(getattr(given, name)), lambda _, value: setattr(given, name, value))

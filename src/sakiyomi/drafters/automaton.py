@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 ROOT = 0
-REACH = 16
+COUNTED = 16
 
 
 class SuffixAutomaton:
     """The automaton of several texts, one behind the other.
 
     Args:
-        reach: number of states that are counted for each new token, the longest first. A repetitive text can have as
+        counted: number of states that are counted for each new token, the longest first. A repetitive text can have as
             many as it has tokens; the counts of short substrings are then too low.
 
     Attributes:
@@ -31,13 +31,13 @@ class SuffixAutomaton:
         last: the state of the whole text so far.
     """
 
-    def __init__(self, reach: int = REACH) -> None:
+    def __init__(self, counted: int = COUNTED) -> None:
         self.text: list[int] = []
         self.following: list[dict[int, int]] = [{}]
         self.links, self.lengths, self.counts = [-1], [0], [0]
         self.latest, self.earlier = [-1], [-1]
         self.last = ROOT
-        self._reach = reach
+        self._counted = counted
         self._path = [ROOT]  # states of the beginnings of this text
         self._places: list[int] = []  # where its tokens stand in ``text``
         self._onward: dict[int, int] = {}  # the place that follows a place, where it is not the next one
@@ -133,7 +133,7 @@ class SuffixAutomaton:
 
     def _count(self, state: int, place: int) -> None:
         links, counts, latest, earlier = self.links, self.counts, self.latest, self.earlier
-        for _ in range(self._reach):
+        for _ in range(self._counted):
             if state <= ROOT:
                 break
             counts[state] += 1

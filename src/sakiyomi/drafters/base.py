@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sakiyomi.cache.cross_attention import Source
     from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Context", "Drafter", "DrafterContext", "HiddenStates", "Rule", "tell_end", "tell_inherit"]
+__all__ = ["Context", "Drafter", "DrafterContext", "HiddenStates", "Rule", "tell"]
 
 logger = logging.getLogger("sakiyomi")
 
@@ -85,7 +85,7 @@ class HiddenStates:
 
 
 def _unavailable(*_: Any) -> Any:
-    """In place of what the drafters that are made do not need."""
+    """Placeholder for callables that the drafters being made do not need."""
     raise AssertionError("refused before")
 
 
@@ -198,23 +198,8 @@ class Drafter(ABC):
         context.memory.pop(self.name, None)
 
 
-def tell_inherit(drafter: Drafter | None, context: Context, earlier: Context) -> None:
-    """Call ``inherit``, see ``_tell``."""
-    _tell(drafter, "inherit", context, earlier)
-
-
-def tell_states(drafter: Drafter | None, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
-    """Call ``observe``, see ``_tell``."""
-    _tell(drafter, "observe", context, first, states)
-
-
-def tell_end(drafter: Drafter | None, context: Context) -> None:
-    """Call ``end``, see ``_tell``."""
-    _tell(drafter, "end", context)
-
-
-def _tell(drafter: Drafter | None, what: str, *about: Any) -> None:
-    """Call a method of a drafter. Errors are logged and not raised: the output does not depend on drafters."""
+def tell(drafter: Drafter | None, what: Literal["observe", "inherit", "end"], *about: Any) -> None:
+    """Call this method of a drafter. Errors are logged and not raised: the output does not depend on drafters."""
     try:
         if drafter is not None:
             getattr(drafter, what)(*about)

@@ -43,7 +43,7 @@ class Beside(ABC):
 
     @contextmanager
     def _running(self, rows: int) -> Iterator[None]:
-        """The layers can be computed for so many rows."""
+        """Context in which the layers can be computed for this many rows."""
         host = self._host
         with torch.no_grad(), host.lock:
             self._prepare()
@@ -52,7 +52,7 @@ class Beside(ABC):
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """The time is counted in ``seconds``."""
+        """Adds the time of the block to ``seconds``."""
         began = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - began

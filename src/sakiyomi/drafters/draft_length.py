@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heapify, heappop, heappush
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.theory import marginal_gamma
@@ -159,24 +159,6 @@ class Size(NamedTuple):
     worth: TokenValue | None = None
 
 
-class DraftLengthPolicy(Protocol):
-    """Decides how much to draft for one request.
-
-    Attributes:
-        adapts: it weighs costs by itself; the engine may then skip drafting in a round without asking it.
-    """
-
-    adapts: ClassVar[bool]
-
-    def next(self, costs: Callable[[], Costs]) -> Size:
-        """What to draft in the next round. ``costs`` is called only by policies that weigh them."""
-        ...
-
-    def observe(self, drafted: int, accepted: int, seconds: float) -> None:
-        """A round proposed ``drafted`` tokens on its longest path, accepted ``accepted`` and took ``seconds``."""
-        ...
-
-
 @dataclass(slots=True)
 class Heuristic:
     """Two more tokens after a fully accepted draft, else one less, at least one.
@@ -200,6 +182,9 @@ class FixedSize:
         nodes: of the tree; None: likewise.
         chain: the draft is one path, so there are as many nodes as levels.
         bounded: sizes are limited where other requests share the round, see ``Costs.bearable``.
+
+    Attributes:
+        adapts: it weighs costs by itself; the engine may then skip drafting in a round without asking it.
     """
 
     adapts: ClassVar[bool] = False
@@ -209,29 +194,27 @@ class FixedSize:
     ) -> None:
         self.depth, self.nodes, self.chain, self.bounded = depth, nodes, chain, bounded
         self._gain = Throughput()
-        self._always = Size(depth, depth) if chain and isinstance(depth, int) else None  # the same in all rounds
 
     def next(self, costs: Callable[[], Costs]) -> Size:
-        """See ``DraftLengthPolicy.next``."""
+        """What to draft in the next round. ``costs`` is called only where they are weighed."""
+        size = self._size(costs)
         if not self.bounded:
-            return self._always or self._size(costs)
-        size, now = self._always or self._size(costs), costs()
+            return size
+        now = costs()
         depth, nodes = (now.depth, now.nodes) if now.batch == 1 else (now.bearable(),) * 2
         return Size(min(size.depth, depth), min(size.nodes, nodes), size.worth)
 
     def _size(self, costs: Callable[[], Costs]) -> Size:
-        if self.chain:
+        if self.chain or (self.depth is not None and self.nodes is not None):
             depth = _number(self.depth, MOST)
-            return Size(depth, depth)
-        if self.depth is not None and self.nodes is not None:
-            depth, nodes = _number(self.depth, MOST), _number(self.nodes, MOST_NODES)
+            nodes = depth if self.chain else _number(self.nodes, MOST_NODES)
             return Size(min(depth, nodes), nodes)
         now = costs()
         depth, nodes = _number(self.depth, now.depth), _number(self.nodes, now.nodes)
         return Size(depth, nodes, TokenValue(self._gain.expected(now), now, depth))
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
-        """See ``DraftLengthPolicy.observe``."""
+        """A round proposed ``drafted`` tokens on its longest path, accepted ``accepted`` and took ``seconds``."""
         self._gain.add(accepted + 1, seconds)
         for dial in (self.depth, self.nodes):
             if isinstance(dial, Heuristic):
@@ -318,7 +301,7 @@ class AutoSize:
         return alphas or [self._start]
 
     def next(self, costs: Callable[[], Costs]) -> Size:
-        """See ``DraftLengthPolicy.next``."""
+        """See ``FixedSize.next``."""
         if self.phase is Phase.RESTING and self._left:  # without asking for costs: that takes time too
             self._left -= 1
             return Size(0, 0)
@@ -372,7 +355,7 @@ class AutoSize:
         return max(depth, PROBE) if self._trees else depth
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
-        """See ``DraftLengthPolicy.observe``."""
+        """See ``FixedSize.observe``."""
         if self.phase in (Phase.TRYING, Phase.DRAFTING, Phase.PROBING):  # rounds with empty drafts take time too
             self._gain.add(accepted + 1, seconds)
         places = min(drafted, accepted + 1)
@@ -413,6 +396,10 @@ class Throughput:
         """Let what was seen so far count less."""
         self._tokens *= share
         self._seconds *= share
+
+
+DraftLengthPolicy = FixedSize | AutoSize
+"""Decides how much to draft for one request."""
 
 
 def _number(dial: int | Heuristic | None, most: int) -> int:

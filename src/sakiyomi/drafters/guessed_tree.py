@@ -72,28 +72,13 @@ def grow(
     """
     found = GuessedTree()
     tokens, parents, chances = found.tokens, found.parents, found.chances
-    if nodes <= depth:
-        reached = 1.0
-        while len(tokens) < nodes:
-            children = expand(start)
-            if not children:
-                break
-            token, chance, start = children[0]
-            reached *= chance
-            if reached < floor:
-                break
-            parents.append(len(tokens) - 1)
-            tokens.append(token)
-            chances.append(chance)
-            if token in ends:
-                break
-        return found
+    width = 1 if nodes <= depth else None
     heap: list[tuple[float, int, int, int, int, float, Place]] = []
     order = 0  # equal nodes keep their order, and places are never compared
 
     def open_(place: Place, parent: int, level: int, reached: float) -> None:
         nonlocal order
-        for token, chance, behind in expand(place):
+        for token, chance, behind in expand(place)[:width]:
             if reached * chance < floor:
                 break
             heappush(heap, (-reached * chance, order, token, parent, level, chance, behind))

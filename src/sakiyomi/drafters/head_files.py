@@ -106,6 +106,37 @@ def token_tensors(tokens: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
     return {"d2t": tokens - torch.arange(len(tokens)), "t2d": known}
 
 
+def check_tensors(tensors: Mapping[str, Tensor], needed: Sequence[str], what: str, name: str | Path) -> None:
+    """Refuse files that lack one of these tensors.
+
+    Args:
+        tensors: by name.
+        needed: names.
+        what: the files hold, and name: of their folder, for the message.
+
+    Raises:
+        LoadError: names the first that is missing.
+    """
+    lacking = next((tensor for tensor in needed if tensor not in tensors), None)
+    if lacking is not None:
+        raise LoadError(f"the {what} {name} lacks the tensor {lacking}; get it again")
+
+
+def check_size(what: str, own: int, theirs: int, unit: str = "values") -> None:
+    """Refuse a head with another size than the target's.
+
+    Args:
+        what: has this size, for the message: "the head X reads hidden states".
+        own, theirs: sizes of the head and of the target.
+        unit: of both.
+
+    Raises:
+        UnsupportedError: with both.
+    """
+    if own != theirs:
+        raise UnsupportedError(f"{what} of {own} {unit}, and the target has {theirs}: {OTHER}")
+
+
 def check_layers(layers: Sequence[int], count: int, what: str, folder: Path) -> None:
     """Refuse layers that a target of so many does not have.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.messages import one_line
-from sakiyomi.drafters.head_files import OTHER, DraftFile
+from sakiyomi.drafters.head_files import OTHER, DraftFile, check_size
 from sakiyomi.model_executor.loading.reader import quiet
 from sakiyomi.model_executor.runner import ModelRunner
 
@@ -194,11 +194,7 @@ def token_embedding(file: DraftFile[Any], target: ModelRunner, what: str, read: 
         UnsupportedError: the target's hidden states have other sizes.
     """
     layers, width = len(file.options.layers), int(target.config.hidden_size)
-    if read != layers * width:
-        raise UnsupportedError(
-            f"the {what} {file.name} reads {read} values of {layers} layers, and those of the target have "
-            f"{layers * width}: {OTHER}"
-        )
+    check_size(f"the {what} {file.name} reads the outputs of {layers} layers, together", read, layers * width)
     own: Tensor = file.tensors.get(_EMBEDDING, target.module.get_input_embeddings().weight.detach())
     return own
 

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.base import Context, DrafterContext
-from sakiyomi.drafters.guess_calibration import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree
-from sakiyomi.drafters.text_base import FLOOR, Reader, TextDrafter
+from sakiyomi.drafters.text_base import Reader, TextDrafter
 
 MOST = 12
 # Share of tokens that the longest match predicts rightly, by its length (0, 1, ...): of the first token, and of later
 # ones where those before them were right (their match is longer by as many); benchmarks/lookup_core.py prints them.
 FIRST = (0.0, 0.22, 0.43, 0.56, 0.63, 0.72, 0.77, 0.80, 0.82, 0.84, 0.86, 0.88, 0.90)
 LATER = (0.0, 0.40, 0.52, 0.60, 0.66, 0.75, 0.79, 0.82, 0.85, 0.87, 0.88, 0.90, 0.92)
+
+Place = tuple[int, int]
+"""Length of the match, and how many tokens were guessed behind it."""
 
 
 class LookupReader(Reader):
@@ -29,33 +31,31 @@ class LookupReader(Reader):
     """
 
     def __init__(self, most: int = MOST) -> None:
+        lengths = [min(length, len(FIRST) - 1) for length in range(most + 1)]
+        super().__init__([priors[length] for priors in (FIRST, LATER) for length in lengths])
         self.text: list[int] = []
-        self._most = most
+        self._most, self._start = most, 0
         self._after: list[dict[int, int]] = [{} for _ in range(most)]  # place behind the newest run, by its number
         self._runs: list[int] = []  # numbers of the runs that end here: of the last token, of the last two, ...
-        lengths = [min(length, len(FIRST) - 1) for length in range(most + 1)]
-        self.calibration = GuessCalibration([priors[length] for priors in (FIRST, LATER) for length in lengths])
 
     def read(self, tokens: Sequence[int]) -> None:
         """See ``Reader.read``."""
-        text, after, runs, most = self.text, self._after, self._runs, self._most
-        position = len(text)
-        for token in tokens:
+        for position, token in enumerate(tokens, start=len(self.text)):
             # A run is entered when its next token is known, so the last run never finds itself.
-            for table, run in zip(after, runs, strict=False):
+            for table, run in zip(self._after, self._runs, strict=False):
                 table[run] = position
-            digit = token + 1
-            runs = [digit, *((run << 32) | digit for run in runs[: most - 1])]
-            position += 1
-        text.extend(tokens)
-        self._runs = runs
+            self._runs = self._behind(token)
+        self.text.extend(tokens)
+
+    def _behind(self, token: int) -> list[int]:
+        """Numbers of the runs that end with this token, behind those that end here."""
+        return [token + 1, *((run << 32) | (token + 1) for run in self._runs[: self._most - 1])]
 
     def branch(self, head: Sequence[int]) -> None:
         """See ``Reader.branch``."""
-        runs: list[int] = []
+        self._runs = []
         for token in head[-self._most :]:
-            runs = [token + 1, *((run << 32) | (token + 1) for run in runs[: self._most - 1])]
-        self._runs = runs
+            self._runs = self._behind(token)
 
     def match(self) -> tuple[int, int]:
         """Length of the longest run of last tokens that occurred before, and the position after it."""
@@ -67,29 +67,18 @@ class LookupReader(Reader):
 
     def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
-        calibration, text, most = self.calibration, self.text, self._most
-        found = GuessedTree()
-        length, place = self.match()
-        if not length:
-            return found
-        tokens, chances, known = found.tokens, calibration.chances, len(text)
-        reached, ends = 1.0, context.stop_ids
-        path: list[tuple[int, int]] = []
-        for i in range(min(depth, context.nodes)):
-            # If the match overlaps the end of the text, the text repeats itself, and so does the draft.
-            token = text[place + i] if place + i < known else tokens[place + i - known]
-            kind = min(length + i, most) + (most + 1 if i else 0)
-            path.append((kind, token))
-            reached *= chances[kind]
-            if reached < FLOOR:
-                break
-            tokens.append(token)
-            found.chances.append(chances[kind])
-            if token in ends:
-                break
-        found.parents.extend(range(-1, len(tokens) - 1))
-        calibration.expect(len(context.tokens), path)
-        return found
+        length, self._start = self.match()
+        return self._grow((length, 0), context, depth) if length else GuessedTree()
+
+    def expand(self, place: Place) -> list[tuple[int, float, Place]]:
+        """See ``Reader.expand``."""
+        length, guessed = place
+        # If the match overlaps the end of the text, the text repeats itself, and so does the draft.
+        token = self.text[self._start + guessed % (len(self.text) - self._start)]
+        kind = min(length + guessed, self._most) + (self._most + 1 if guessed else 0)
+        behind = length, guessed + 1
+        self._note(place, kind, token, behind)
+        return [(token, self.calibration.chances[kind], behind)]
 
 
 class PromptLookup(TextDrafter):

@@ -113,7 +113,9 @@ class MemoryFile:
                 for document in pending:
                     merged.pop(document.tokens, None)  # one that comes again is the newest
                     merged[document.tokens] = document
-                self.documents = self._newest(list(merged.values()))
+                self.documents = list(merged.values())
+                while sum(len(document.tokens) for document in self.documents) > self.most:
+                    del self.documents[0]
                 self._write()
         except OSError as error:
             raise LoadError(f"the memory file {self.path} cannot be written: {error.strerror or error}") from error
@@ -134,17 +136,10 @@ class MemoryFile:
             )
         return found.documents
 
-    def _newest(self, documents: list[Document]) -> list[Document]:
-        size = sum(len(document.tokens) for document in documents)
-        while size > self.most:
-            size -= len(documents.pop(0).tokens)
-        return documents
-
     def _write(self) -> None:
         documents = self.documents
         body = np.array([token for document in documents for token in document.tokens], _INTEGERS).tobytes()
         header = {
-            "format": KIND.version,
             "tokenizer": self._tokenizer,
             "lengths": [len(document.tokens) for document in documents],
             "times": [document.time for document in documents],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,22 +16,12 @@ from torch import Tensor
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree, best_nodes
 from sakiyomi.drafters.adapter import Proposer, as_drafter
-from sakiyomi.drafters.base import Context, Drafter, HiddenStates, tell_end, tell_inherit, tell_states
-from sakiyomi.drafters.chance_calibration import ChanceCalibration
+from sakiyomi.drafters.base import Context, Drafter, HiddenStates, tell
+from sakiyomi.drafters.confidence import ChanceCalibration
 from sakiyomi.drafters.draft_length import TokenValue
 
 logger = logging.getLogger("sakiyomi")
 _UNKNOWN = 0.5  # chance of a node whose drafter states none
-
-
-@dataclass(eq=False)
-class _Node:
-    """A token of the merged tree, with the largest value that any member gives it."""
-
-    token: int
-    parent: int
-    value: float = 0.0
-    draws: list[tuple[int, Draw]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +82,19 @@ class MergedDrafter(Drafter):
         """See ``Drafter``."""
         for member in self.members:
             if member.hidden_states is not None and member.hidden_states.rows == "all":
-                tell_states(member, context, first, {layer: states[layer] for layer in member.hidden_states.layers})
+                tell(member, "observe", context, first, {layer: states[layer] for layer in member.hidden_states.layers})
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter``."""
         for member in self.members:
-            tell_inherit(member, context, earlier)
+            tell(member, "inherit", context, earlier)
 
     def end(self, context: Context) -> None:
         """See ``Drafter``."""
         super().end(context)
         self._without.pop(context.id, None)
         for member in self.members:
-            tell_end(member, context)
+            tell(member, "end", context)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
@@ -184,43 +174,41 @@ class MergedDrafter(Drafter):
 
     # ------------------------------------------------------------ merging
 
-    def _merge(self, drafts: Sequence[_Proposal], most: int, worth: TokenValue | None) -> Draft:
-        found = [proposal for proposal in drafts if proposal.values]
-        if not found:
-            return Draft.empty()
-        nodes: list[_Node] = []
-        places: dict[tuple[int, int], int] = {}
-        for source, proposal in enumerate(found):
-            own: list[int] = []
-            draft, values = proposal.draft, proposal.values
-            for token, parent in zip(draft.tree.tokens, draft.tree.parents, strict=True):
-                above = -1 if parent < 0 else own[parent]
-                node = places.setdefault((above, token), len(nodes))
-                if node == len(nodes):
-                    nodes.append(_Node(token, above))
-                nodes[node].value = max(nodes[node].value, values[len(own)])
-                own.append(node)
-            for draw in draft.draws:
-                # Siblings drawn without replacement are not independent draws of one row. As chosen nodes they are
-                # lossless in any merged tree.
-                known = draft.kind in ("chain", "iid", "merged")
-                nodes[own[draw.node]].draws.append((source, draw if known else draw._replace(row=None)))
-        return _draft(nodes, self._kept(nodes, most, worth), [proposal.draft for proposal in found])
-
     @staticmethod
-    def _kept(nodes: Sequence[_Node], most: int, worth: TokenValue | None) -> list[int]:
-        """Nodes of the merged tree that stay, ascending: all that were drawn, and the most valuable of the others."""
-        drawn = {i for i, node in enumerate(nodes) if any(draw.row is not None for _, draw in node.draws)}
-        for i in reversed(range(len(nodes))):  # the ancestors of drawn nodes stay too
-            if i in drawn and nodes[i].parent >= 0:
-                drawn.add(nodes[i].parent)
-        # No member gives a node a larger value than its parent, so the best nodes are a tree.
-        order = best_nodes([node.value for node in nodes])
-        kept = drawn | set([i for i in order if i not in drawn][: max(0, most - len(drawn))])
-        if worth is not None and not drawn:
-            order = [i for i in order if i in kept]
-            kept = set(order[: worth.size([nodes[i].value for i in order])])
-        return sorted(kept)
+    def _merge(drafts: Sequence[_Proposal], most: int, worth: TokenValue | None) -> Draft:
+        """One tree of all proposals; a node has the largest value that any member gives it."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        values: list[float] = []
+        draws: list[Draw] = []
+        rows: list[Tensor] = []
+        places: dict[tuple[int, int], int] = {}
+        for draft, worths in ((proposal.draft, proposal.values) for proposal in drafts):
+            own: list[int] = []
+            for token, parent, value in zip(draft.tree.tokens, draft.tree.parents, worths, strict=True):
+                above = -1 if parent < 0 else own[parent]
+                node = places.setdefault((above, token), len(tokens))
+                if node == len(tokens):
+                    tokens.append(token)
+                    parents.append(above)
+                    values.append(value)
+                values[node] = max(values[node], value)
+                own.append(node)
+            # Siblings drawn without replacement are not independent draws of one row. As chosen nodes they are lossless
+            # in any merged tree.
+            independent = draft.kind in ("chain", "iid", "merged")
+            first = sum(map(len, rows))
+            for draw in draft.draws:
+                row = draw.row + first if draw.row is not None and independent else None
+                draws.append(draw._replace(node=own[draw.node], row=row))
+            if draft.probs is not None:
+                rows.append(draft.probs)
+        drawn = {draw.node for draw in draws if draw.row is not None}
+        kept = _kept(parents, values, drawn, most, worth)
+        number = {node: i for i, node in enumerate(kept)}
+        left = tuple(draw._replace(node=number[draw.node]) for draw in draws if draw.node in number)
+        tree = TokenTree(tuple(tokens), tuple(parents)).keep(kept)
+        return Draft(tree, "merged", left, torch.cat(rows) if rows else None) if kept else Draft.empty()
 
     # ------------------------------------------------------------ members
 
@@ -235,19 +223,17 @@ class MergedDrafter(Drafter):
             self._without.setdefault(context.id, set()).add(member.name)
 
 
-def _draft(nodes: Sequence[_Node], kept: Sequence[int], sources: Sequence[Draft]) -> Draft:
-    """The nodes that stay with all their draws, and the rows of all proposals, concatenated."""
-    first: list[int] = []
-    rows: list[torch.Tensor] = []
-    for draft in sources:
-        first.append(sum(len(block) for block in rows))
-        if draft.probs is not None:
-            rows.append(draft.probs)
-    draws: list[tuple[int, int, Draw]] = []
-    for i, kept_node in enumerate(kept):
-        for source, draw in nodes[kept_node].draws:
-            row = None if draw.row is None else draw.row + first[source]
-            draws.append((source, draw.node, Draw(i, draw.drafter, row, draw.prob, draw.chance)))
-    draws.sort(key=lambda entry: entry[:2])  # those of one member stay in the order in which they were drawn
-    tree = TokenTree(tuple(node.token for node in nodes), tuple(node.parent for node in nodes))
-    return Draft(tree.keep(kept), "merged", tuple(draw for _, _, draw in draws), torch.cat(rows) if rows else None)
+def _kept(
+    parents: Sequence[int], values: Sequence[float], drawn: set[int], most: int, worth: TokenValue | None
+) -> list[int]:
+    """Nodes of a merged tree that stay, ascending: all that were drawn, and the most valuable of the others."""
+    for node in reversed(range(len(parents))):  # the ancestors of drawn nodes stay too
+        if node in drawn and parents[node] >= 0:
+            drawn.add(parents[node])
+    # No member gives a node a larger value than its parent, so the best nodes are a tree.
+    order = best_nodes(values)
+    kept = drawn | set([node for node in order if node not in drawn][: max(0, most - len(drawn))])
+    if worth is not None and not drawn:
+        order = [node for node in order if node in kept]
+        kept = set(order[: worth.size([values[node] for node in order])])
+    return sorted(kept)

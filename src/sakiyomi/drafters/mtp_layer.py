@@ -19,6 +19,7 @@ from sakiyomi.core.checkpoint import read_checkpoint, read_header
 from sakiyomi.core.draft_specs import MTP_ARCHITECTURE
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.trained import read_tensors, trained_config, write_trained
+from sakiyomi.drafters.head_files import check_tensors
 from sakiyomi.drafters.head_model import FusedEmbedding, HiddenOutput, last_norm, read_model
 
 
@@ -113,7 +114,7 @@ def write_mtp(folder: Path, form: MtpForm, tensors: Mapping[str, Tensor], layers
     """
     prefix = form.prefix.format(layers=layers)
     config = {"architectures": [MTP_ARCHITECTURE], "hidden_size": len(tensors[f"{form.project}.weight"])}
-    named = {prefix + name: tensor.contiguous() for name, tensor in tensors.items()}
+    named = {prefix + name: tensor for name, tensor in tensors.items()}
     write_trained(folder, "model.safetensors", named, trained_config(config, base=base), "MTP layer")
 
 
@@ -131,10 +132,8 @@ def make_mtp(form: MtpForm, tensors: Mapping[str, Tensor], target: Any, name: st
         UnsupportedError: the target's class cannot be made again, or the layer belongs to another target.
     """
     embedding = target.get_input_embeddings().weight.detach()
-    own = {form.project, form.embedding, form.hidden, form.norm}
-    lacking = next((part for part in sorted(own) if f"{part}.weight" not in tensors), None)
-    if lacking:
-        raise LoadError(f"the MTP layer in {name} lacks the tensor {lacking}.weight; get the model again")
+    own = [f"{part}.weight" for part in (form.project, form.embedding, form.hidden, form.norm)]
+    check_tensors(tensors, own, "MTP layer in", name)
     project, norm = tensors[f"{form.project}.weight"], tensors[f"{form.norm}.weight"]
     width = embedding.shape[1]
     if project.shape != (width, 2 * width) or norm.shape != (width,):
@@ -142,7 +141,7 @@ def make_mtp(form: MtpForm, tensors: Mapping[str, Tensor], target: Any, name: st
             f"the MTP layer in {name} joins two vectors of {project.shape[1] // 2} values, and the target's have "
             f"{width}: it belongs to another model, or is damaged"
         )
-    beside = {f"{part}.weight" for part in own} | set(_COPIES)
+    beside = {*own, *_COPIES}
     state = {
         f"model.layers.0.{key.removeprefix(form.layer)}": tensor
         for key, tensor in tensors.items()
@@ -186,8 +185,7 @@ _ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 
 def norm_of(module: Any, weight: Tensor) -> nn.Module:
     """A norm like the one behind a model's last layer, with this weight."""
-    norm: nn.Module = copy.deepcopy(module.model.norm)
-    vars(norm).pop("forward", None)  # the kernels'
+    norm = last_norm(module)
     norm.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
     return norm
 

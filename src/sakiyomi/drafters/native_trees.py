@@ -1,7 +1,7 @@
-"""Grows trees in the compiled kernels, without Python between two passes of the model.
+"""Trees that grow in the compiled kernels, without Python between two passes of the model.
 
-`kernels/growth.h` does the same as `DraftTreeState.advance`, with the same builders. A complete tree is read back into
-its state.
+`kernels/growth.h` does the same as `DraftTreeState.advance`, with the same builders. Here is how a tree is described to
+the kernels, and how one that they have grown is read back into its state.
 """
 
 from __future__ import annotations
@@ -9,26 +9,72 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
-from sakiyomi.drafters.trees import Builder, CandidateTree, Shape, native_shape
-from sakiyomi.kernels.build import loaded
+from sakiyomi.drafters.trees import Builder, CandidateTree
+from sakiyomi.model_executor.kernel_rounds import KernelRounds
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.sampling.probs import NOTHING_LEFT
 
-EXTENT = struct.Struct("=8q6d")  # Extent in growth.h
-_ASK = struct.Struct("=4q1q3d2Q4q")  # Ask in growth.h, behind its extent
+_ASKED = struct.Struct("=9q6d")  # Asked in round.h
+_ROOT = struct.Struct("=5q3d2Qq")  # Root in growth.h
 _SHAPES = {"chain": 0, "best-first": 1, "ddtree": 2, "dynamic": 3, "fixed": 4}
 _RULES = {"greedy": 0, "coupled": 1}  # else 2 where candidates are drawn, and 3
 FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
+
+
+class TreeSize(NamedTuple):
+    """How large the tree of a request may become in a round.
+
+    Attributes:
+        depth, nodes: at most; depth 0: no tree grows in the kernels.
+        width: most rows of a level.
+        rows: candidates that are read of all levels, at most.
+        worth: what a token is worth, where that is weighed.
+        children: of a fixed shape, which the kernels read as long as this is there.
+        asked: all this of a request, as the kernels take it.
+    """
+
+    depth: int
+    nodes: int
+    width: int
+    rows: int
+    worth: TokenValue | None
+    children: Any
+    asked: bytes
+
+    @classmethod
+    def none(cls, number: int, nodes: int = 0) -> TreeSize:
+        """Of a request with this number in the kernels whose draft, of so many nodes, does not grow there."""
+        return cls(0, nodes, 0, 0, None, None, _ASKED.pack(number, *[0] * 8, *[0.0] * 6))
+
+    @classmethod
+    def of(
+        cls, number: int, tree: CandidateTree, builder: Builder, worth: TokenValue | None, confidence: Confidence
+    ) -> TreeSize | None:
+        """Of a tree without a level; None: the kernels do not know its shape.
+
+        Args:
+            number: of the request in the kernels.
+            tree, builder: the tree, and what decides its shape.
+            worth: what a token is worth, where that is weighed.
+            confidence: what turns scores into chances.
+        """
+        shape = builder.shape(tree.depth, tree.nodes)
+        if shape is None:
+            return None
+        children = (ctypes.c_int64 * len(shape.children))(*shape.children) if shape.children else None
+        limits = tree.depth, tree.nodes, builder.candidate_count(tree, -1), worth is not None
+        about = _SHAPES[shape.kind], shape.width, shape.rows, 0 if children is None else ctypes.addressof(children)
+        price, rate = (worth.price(tree.nodes), worth.rate) if worth is not None else (0.0, 0.0)
+        weights = tree.floor, price, rate, FOLLOWED, confidence.sharpness, confidence.coverage
+        asked = _ASKED.pack(number, *limits, *about, *weights)
+        return cls(tree.depth, tree.nodes, shape.width, shape.rows, worth, children, asked)
 
 
 class NativeTrees:
@@ -41,18 +87,9 @@ class NativeTrees:
 
     def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self._model, self._width = model, vocab_size
-        self._kernels: ctypes.CDLL | None = None
-        self._forest = 0
-        self._native: tuple[int, tuple[int, ...]] | None = None  # what the forest was made for
+        self._rounds = KernelRounds(model, None, vocab_size)
         self._grown = (ctypes.c_int64 * 2)(), ctypes.POINTER(ctypes.c_int64)(), ctypes.POINTER(ctypes.c_double)()
         self._tables: list[Tensor] = []  # of the requests of a round, (places, V): new memory costs more than its use
-
-    def __del__(self) -> None:
-        self._free()
-
-    def _free(self) -> None:
-        if self._kernels is not None:
-            self._kernels.sk_free_forest(self._forest)
 
     def grow(self, states: Sequence[DraftTreeState], besides: float) -> int | None:
         """Grow trees that have no level yet until they are complete.
@@ -63,56 +100,34 @@ class NativeTrees:
 
         Returns:
             How many passes that took; None: nothing was done, these trees grow in Python.
-
-        Raises:
-            InputError: the model computes no numbers.
         """
-        kernels = loaded()
-        if kernels is None or not states:
-            return None
-        missing = total = widest = 0
-        weighed = False
-        shapes = []
-        for state in states:
-            shape = _shape_of(state)
-            if shape is None:
+        sizes: list[TreeSize] = []
+        for number, state in enumerate(states):
+            size = _size_of(number, state)
+            if size is None:
                 return None
-            shapes.append(shape)
-            missing, total = missing + state.first - state.held, total + shape.width
-            widest = max(widest, shape.width)
-            weighed |= state.worth is not None
-        native = self._model.native_passes(max(missing, total), states[0].slot, states[0].held)
-        if native is None or not self._reserve(states, shapes):
+            sizes.append(size)
+        rounds, first = self._rounds, states[0] if states else None
+        missing, width = sum([state.first - state.held for state in states]), sum([size.width for size in sizes])
+        if first is None or not rounds.ready([max(missing, width)], lambda: [(first.slot, first.held)]):
             return None
-        if native != self._native:
-            self._begin(*native, kernels)
-            self._native = native
-        tokens: list[int] = []
-        drawn = zip(states, shapes, strict=True)
-        tables = [self._table(i, shape.rows + 1) if state.drawn else None for i, (state, shape) in enumerate(drawn)]
-        children = [place_children(shape) for shape in shapes]  # kept alive while the kernels read them
-        asks = [pack_ask(*each, tokens) for each in zip(states, shapes, children, tables, strict=True)]
-        seconds = level_seconds(self._model, widest, besides) if weighed else None
-        given = len(tokens), struct.pack(f"={len(tokens)}q", *tokens)
-        size = kernels.sk_plant(self._forest, len(states), b"".join(asks), *given, seconds)
-        passes, size = self._model.replay(size, partial(kernels.sk_grow, self._forest, self._half))
-        if size < 0:
-            raise InputError(NOTHING_LEFT)
-        for index, (state, table) in enumerate(zip(states, tables, strict=True)):
-            self._read(state, index, table, kernels)
-        return passes
-
-    def _reserve(self, states: Sequence[DraftTreeState], shapes: Sequence[Shape]) -> bool:
-        both = zip(states, shapes, strict=True)
-        return all(self._model.cache.has_room(state.slot, state.first + shape.rows) for state, shape in both)
-
-    def _begin(self, session: int, sizes: Sequence[int], kernels: ctypes.CDLL) -> None:
-        self._free()
-        places = [self._model.replayed(size)[1].data_ptr() for size in sizes]
-        known = (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_void_p * len(sizes))(*places)
-        self._forest = kernels.sk_forest(session, self._model.vocab_size, self._width, len(sizes), *known)
-        self._kernels = kernels
-        self._half = self._model.dtype == torch.bfloat16
+        room = [(state.slot, state.first + size.rows) for state, size in zip(states, sizes, strict=True)]
+        if not all(self._model.cache.has_room(*each) for each in room):
+            return None
+        tables = [
+            self._table(i, size.rows + 1) if state.drawn else None
+            for i, (state, size) in enumerate(zip(states, sizes, strict=True))
+        ]
+        for i, state in enumerate(states):
+            seat_tree(rounds, i, state, tables[i])
+        weighed = any(size.worth is not None for size in sizes)
+        seconds = level_seconds(self._model, max(size.width for size in sizes), besides) if weighed else None
+        grown = rounds.run(len(states), b"".join([size.asked for size in sizes]), seconds)
+        if grown is None:
+            return None
+        for i, state in enumerate(states):
+            self._read(state, i, tables[i])
+        return grown.passes
 
     def _table(self, index: int, places: int) -> Tensor:
         """Room for the distributions of so many places, whose candidates are drawn."""
@@ -122,10 +137,10 @@ class NativeTrees:
             self._tables[index] = torch.empty(places, self._width)
         return self._tables[index]
 
-    def _read(self, state: DraftTreeState, index: int, probs: Tensor | None, kernels: ctypes.CDLL) -> None:
+    def _read(self, state: DraftTreeState, number: int, probs: Tensor | None) -> None:
         """A tree as it was grown, into its state."""
         counts, ints, doubles = self._grown
-        kernels.sk_grown(self._forest, index, counts, ctypes.byref(ints), ctypes.byref(doubles))
+        self._rounds.kernels.sk_grown(self._rounds.number, number, counts, ctypes.byref(ints), ctypes.byref(doubles))
         whole, real = ints[: counts[0]], doubles[: counts[1]]
         levels, nodes, rows, places, stream = whole[:5]
         at, ends = 5 + 3 * nodes, 1 + 3 * nodes
@@ -151,11 +166,6 @@ class NativeTrees:
             state.context.noise.fork(state.name).counter = stream % 2**64
 
 
-def place_children(shape: Shape) -> Any:
-    """Array of the children of a fixed shape for the kernels, which must be kept alive; None for other shapes."""
-    return (ctypes.c_int64 * len(shape.children))(*shape.children) if shape.children else None
-
-
 def level_seconds(model: ModelRunner, rows: int, besides: float) -> ctypes.Array[ctypes.c_double]:
     """Seconds of a pass by its rows, with the seconds of a level outside the model added."""
     found: list[float] = [besides]
@@ -165,51 +175,29 @@ def level_seconds(model: ModelRunner, rows: int, besides: float) -> ctypes.Array
     return (ctypes.c_double * len(found))(*found)
 
 
-def pack_extent(
-    tree: CandidateTree, builder: Builder, shape: Shape, children: Any, worth: TokenValue | None, confidence: Confidence
-) -> bytes:
-    """How large a tree may become, as the kernels take it.
+def seat_tree(rounds: KernelRounds, number: int, state: DraftTreeState, probs: Tensor | None = None) -> None:
+    """Say where a request's trees begin, and how their candidates are found.
 
     Args:
-        tree: without a level.
-        builder, shape: of it.
-        children: see ``place_children``.
-        worth: what a token is worth, where that is weighed.
-        confidence: what turns scores into chances.
-    """
-    limits = tree.depth, tree.nodes, builder.candidate_count(tree, -1), worth is not None
-    about = _SHAPES[shape.kind], shape.width, shape.rows, 0 if children is None else ctypes.addressof(children)
-    price, rate = (worth.price(tree.nodes), worth.rate) if worth is not None else (0.0, 0.0)
-    learnt = confidence.sharpness, confidence.coverage
-    return EXTENT.pack(*limits, *about, tree.floor, price, rate, FOLLOWED, *learnt)
-
-
-def pack_ask(state: DraftTreeState, shape: Shape, children: Any, table: Tensor | None, tokens: list[int]) -> bytes:
-    """What is asked of one tree, as the kernels take it.
-
-    Args:
+        rounds: in which they grow.
+        number: of the request there.
         state: without a level.
-        shape, children: of it, see ``pack_extent``.
-        table: for the distributions that candidates are drawn from; None: there are none, or they lie in the kernels.
-        tokens: those that it names join those of other trees.
+        probs: for the distributions that candidates are drawn from; None: there are none, or they lie in the kernels.
     """
     context, params = state.context, state.sampler.params
-    named, missing, stops = len(tokens), context.tokens[state.held :], context.stop_ids
-    tokens += missing
-    tokens += stops
-    noise = context.noise
+    missing, stops, noise = context.tokens[state.held :], context.stop_ids, context.noise
     stream = noise.fork(state.name).counter if state.drawn else 0
-    extent = pack_extent(state.candidates, state.builder, shape, children, state.worth, state.confidence)
-    return extent + _ASK.pack(
+    root = _ROOT.pack(
         *(state.slot, state.held, state.first, _RULES.get(context.rule, 2 if state.drawn else 3)),
         *(params.top_k, params.temperature, params.top_p, params.min_p, noise.state, stream),
-        *(len(missing), len(stops), named, 0 if table is None else table.data_ptr()),
+        0 if probs is None else probs.data_ptr(),
     )
+    tokens = struct.pack(f"={len(missing) + len(stops)}q", *missing, *stops)
+    rounds.kernels.sk_seat(rounds.number, number, root, len(missing), len(stops), tokens)
 
 
-def _shape_of(state: DraftTreeState) -> Shape | None:
-    """The shape of a tree that the kernels can grow; None for others, such as trees with logits processors."""
-    candidates = state.candidates
-    if type(state) is not DraftTreeState or state.sampler.edits or candidates.levels:
+def _size_of(number: int, state: DraftTreeState) -> TreeSize | None:
+    """The size of a tree that the kernels can grow; None for others, such as trees with logits processors."""
+    if type(state) is not DraftTreeState or state.sampler.edits or state.candidates.levels:
         return None
-    return native_shape(state.builder, candidates.depth, candidates.nodes)
+    return TreeSize.of(number, state.candidates, state.builder, state.worth, state.confidence)

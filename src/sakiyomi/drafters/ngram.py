@@ -18,7 +18,7 @@ from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.guessed_tree import GuessedTree
 from sakiyomi.drafters.ngram_file import WIDEST, OnlineTables, Tables, read_tables
-from sakiyomi.drafters.text_base import PlaceReader, TextDrafter
+from sakiyomi.drafters.text_base import Reader, TextDrafter
 
 __all__ = ["NgramDrafter", "NgramReader", "Tables"]
 
@@ -30,7 +30,7 @@ Place = tuple[tuple[int, ...], int]
 """The last tokens, and how many of them are guesses."""
 
 
-class NgramReader(PlaceReader):
+class NgramReader(Reader):
     """Guesses about one text.
 
     Args:
@@ -63,7 +63,7 @@ class NgramReader(PlaceReader):
         return self._grow((self._last, 0), context, depth)
 
     def expand(self, place: Place) -> list[tuple[int, float, Place]]:
-        """See ``PlaceReader.expand``."""
+        """See ``Reader.expand``."""
         last, guessed = place
         context = self._context
         assert context is not None

@@ -1,6 +1,7 @@
 """N-gram tables: counts of a growing text, and trained tables in one safetensors file that look-ups search directly.
 
-Metadata: ``format``, ``order``, ``tokenizer`` (digest), ``vocab_size``, ``checksum``, and what they were trained on.
+Metadata: ``format``, ``order``, ``tokenizer`` (digest), ``vocab_size``, and what they were trained on. Files of format
+1 have a checksum of their own instead of digests (see ``core.digests``).
 For each n from 2 to the order, with runs of n - 1 tokens sorted by ``run_number``: ``runs.n`` (R) int64; ``starts.n``
 (R + 1) int64, where a run's continuations begin; ``totals.n``, ``kinds.n`` (R) int32, how often it was continued and by
 how many different tokens, pruned ones included; ``tokens.n``, ``counts.n`` (E) int32. ``unigrams`` (V) int64 counts.
@@ -8,20 +9,21 @@ how many different tokens, pruned ones included; ``tokens.n``, ``counts.n`` (E) 
 
 from __future__ import annotations
 
-import zlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
+from sakiyomi.core.checkpoint import read_header
+from sakiyomi.core.digests import load_tensors, save_tensors
 from sakiyomi.core.errors import LoadError
+from sakiyomi.core.files import whole_file
 
-FORMAT = "1"
+FORMAT, READ = "2", ("1", "2")
 ORDER = 4
 WIDEST = 16  # tokens that compete under the rule "coupled"
 _FACTOR, _MASK = 0x5851F42D4C957F2D, (1 << 63) - 1
@@ -133,10 +135,15 @@ class FileTables:
         return totals[place], kinds[place], top, dict(zip(top, counts[start:end], strict=True))
 
 
-def tables_bytes(order: int, tensors: Mapping[str, NDArray[Any]], about: Mapping[str, str]) -> bytes:
-    """The content of a file; ``about`` has tokenizer, vocab_size and other metadata."""
-    metadata = {**about, "format": FORMAT, "order": str(order)}
-    return bytes(save(dict(tensors), metadata | {"checksum": _checksum(metadata, tensors)}))
+def write_tables(path: Path, order: int, tensors: Mapping[str, NDArray[Any]], about: Mapping[str, str]) -> None:
+    """Write a file, whole or not at all; ``about`` has tokenizer, vocab_size and other metadata.
+
+    Raises:
+        LoadError: it cannot be written.
+    """
+    with whole_file(path, "make room there, or choose another --out") as fresh:
+        stored = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+        save_tensors(fresh, stored, {**about, "format": FORMAT, "order": str(order)})
 
 
 def read_tables(path: str | Path, tokenizer: str, vocab_size: int) -> FileTables:
@@ -152,25 +159,21 @@ def read_tables(path: str | Path, tokenizer: str, vocab_size: int) -> FileTables
     """
     path = Path(path).expanduser()
     remedy = "train it anew with `sakiyomi train ngram`"
-    try:
-        with safe_open(path, "numpy") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise LoadError(f"the n-gram file {path} cannot be read: {error}; {remedy}") from None
-    if metadata.get("format") != FORMAT or "order" not in metadata:
+    if not path.is_file():
+        raise LoadError(f"the n-gram file {path} cannot be read: there is no such file; {remedy}")
+    metadata = read_header(path, remedy).metadata
+    if metadata.get("format") not in READ or "order" not in metadata:
         got = metadata.get("format")
-        raise LoadError(f"{path} has n-gram format {got!r}, this version reads {FORMAT!r}; {remedy}")
-    known = [_checksum(metadata, tensors, entries) for entries in (True, False)]  # older files: numbers alone
-    parts = {f"{part}.{n}" for n in range(2, 1 + _number(metadata["order"])) for part in _PARTS}
-    if metadata.get("checksum") not in known or tensors.keys() != parts | {"unigrams"}:
-        raise LoadError(f"the n-gram file {path} is damaged: its checksum is another one; {remedy}")
+        raise LoadError(f"{path} has n-gram format {got!r}, this version reads {' and '.join(READ)}; {remedy}")
+    tensors = {name: tensor.numpy() for name, tensor in load_tensors(path, remedy).items()}
+    order = _number(metadata["order"])
+    if tensors.keys() != {f"{part}.{n}" for n in range(2, 1 + order) for part in _PARTS} | {"unigrams"}:
+        raise LoadError(f"the n-gram file {path} is damaged: it lacks tables of order {order}; {remedy}")
     if metadata.get("tokenizer") != tokenizer:
         raise LoadError(
             f"the n-gram file {path} is of another tokenizer ({metadata.get('tokenizer', '')[:12]}, the target's is "
             f"{tokenizer[:12]}); train one with --target, or the target's --tokenizer"
         )
-    order = _number(metadata["order"])
     most = max(int(tensors[f"tokens.{n}"].max(initial=0)) for n in range(2, order + 1)) if order > 1 else 0
     if max(most, len(tensors["unigrams"]) - 1) >= vocab_size:
         raise LoadError(f"the n-gram file {path} holds tokens that the target does not know ({vocab_size} of them)")
@@ -179,14 +182,3 @@ def read_tables(path: str | Path, tokenizer: str, vocab_size: int) -> FileTables
 
 def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 4 else 0
-
-
-def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]], entries: bool = True) -> str:
-    """Of metadata and numbers, and of the tensors' names, shapes and dtypes (``entries``)."""
-    rest = sorted((name, value) for name, value in metadata.items() if name != "checksum")
-    if entries:
-        rest += [(name, f"{tensors[name].dtype} {tensors[name].shape}") for name in sorted(tensors)]
-    found = zlib.crc32(repr(rest).encode())
-    for name in sorted(tensors):
-        found = zlib.crc32(np.ascontiguousarray(tensors[name]).view(np.uint8).reshape(-1).data, found)
-    return f"{found:08x}"

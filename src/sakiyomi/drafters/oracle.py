@@ -52,7 +52,7 @@ class Oracle(Drafter):
 
     @property
     def forward_seconds(self) -> float:
-        """All of it is spent before the first draft."""
+        """The same as ``prefill_seconds``: nothing is computed after the first draft."""
         return self.prefill_seconds
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:

@@ -3,7 +3,7 @@
 Sources: SAM-Decoding (Hu et al. 2024, arXiv 2411.10666) for the automaton and the choice between this text and others
 by the length of the match; SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) for trees of the most frequent
 continuations whose size follows the match. The continuation that follows the place copied last comes first, see
-``copy_source``. Chances are calibrated on the request's own text, see ``guess_calibration``.
+``copy_source``. Chances are calibrated on the request's own text, see ``GuessCalibration``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.copy_source import CopySource
 from sakiyomi.drafters.guessed_tree import GuessedTree
 from sakiyomi.drafters.memory import MemoryFile
-from sakiyomi.drafters.text_base import PlaceReader, TextDrafter
+from sakiyomi.drafters.text_base import Reader, TextDrafter
 
 logger = logging.getLogger("sakiyomi")
 SAVE_SECONDS = 5.0
@@ -62,7 +62,7 @@ that is copied (-1: none is).
 """
 
 
-class SuffixReader(PlaceReader):
+class SuffixReader(Reader):
     """The automaton of one text, and a cursor in that of earlier texts.
 
     Args:
@@ -106,7 +106,7 @@ class SuffixReader(PlaceReader):
         return self._grow((state, length, True, copied), context, depth)
 
     def expand(self, place: Place) -> list[tuple[int, float, Place]]:
-        """See ``PlaceReader.expand``."""
+        """See ``Reader.expand``."""
         automaton = self._automaton
         state, length, first, copied = place
         following = automaton.following[state]

@@ -10,7 +10,7 @@ from typing import Any
 from sakiyomi.cache.prefix import alike
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
-from sakiyomi.drafters.guess_calibration import GuessCalibration
+from sakiyomi.drafters.confidence import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree, grow
 
 FLOOR = 0.04
@@ -20,7 +20,10 @@ LONG = 64  # more tokens than these at once are a prompt
 
 
 class Reader(ABC):
-    """Learns from one request's text, and guesses its continuation.
+    """Learns from one request's text, and guesses its continuation from places in it, see ``guessed_tree.grow``.
+
+    Args:
+        priors: initial chance of each kind of guess.
 
     Attributes:
         seen: how many of the request's tokens were read.
@@ -28,7 +31,11 @@ class Reader(ABC):
     """
 
     seen = 0
-    calibration: GuessCalibration
+
+    def __init__(self, priors: Sequence[float]) -> None:
+        self.calibration = GuessCalibration(priors)
+        self._path: list[tuple[int, int]] = []  # kinds and tokens of the likeliest path
+        self._end: Any = None  # the place behind it
 
     @abstractmethod
     def read(self, tokens: Sequence[int]) -> None:
@@ -41,15 +48,6 @@ class Reader(ABC):
     @abstractmethod
     def guess(self, context: Context, depth: int) -> GuessedTree:
         """Guess what follows all that was read: at most ``context.nodes`` nodes, at most ``depth`` deep."""
-
-
-class PlaceReader(Reader):
-    """Guesses by the continuations of places in the text, see ``guessed_tree.grow``."""
-
-    def __init__(self, priors: Sequence[float]) -> None:
-        self.calibration = GuessCalibration(priors)
-        self._path: list[tuple[int, int]] = []  # kinds and tokens of the likeliest path
-        self._end: Any = None  # the place behind it
 
     @abstractmethod
     def expand(self, place: Any) -> Sequence[tuple[int, float, Any]]:
@@ -83,7 +81,7 @@ class TextDrafter(Drafter):
 
     @abstractmethod
     def reader(self, context: Context) -> Reader:
-        """A reader for a new request, of which nothing was read yet."""
+        """A reader for a new request; it has read nothing yet."""
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""

@@ -151,7 +151,7 @@ class TreeReader:
             self.took(self.passes - passes, besides)
 
     def took(self, passes: int, besides: float) -> None:
-        """So many passes took so many seconds outside the model."""
+        """Record that so many passes took so many seconds outside the model."""
         self.besides = running_mean(self.besides, besides / passes)
 
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
@@ -181,7 +181,7 @@ class TreeReader:
         return state.worth.pays(gain, self._pass_seconds(len(places)))
 
     def _pass_seconds(self, rows: int) -> float:
-        """What a pass over so many candidates takes."""
+        """Seconds of a pass over so many candidates."""
         return self.model.pass_seconds(rows) + self.besides
 
 

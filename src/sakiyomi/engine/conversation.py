@@ -38,6 +38,11 @@ class Conversation:
         """Figures of the last request, also if it was left early."""
         return self._request.stats if self._request is not None else Stats()
 
+    def generation(self) -> Generation:
+        """The whole reply of the last request, which is over."""
+        assert self._request is not None
+        return self._request.generation()
+
     def stream(
         self, prompt: Any, params: SamplingParams | None = None, *, index: int = 0
     ) -> Generator[Step, None, None]:

@@ -187,11 +187,13 @@ class Engine:
             if requests:
                 clock = RoundClock(self.target)
                 depths = self._speculation.depths(requests)
-                native = self._native.run(requests, depths, clock)
-                if native is not None:  # the same in the kernels
+                native = self._native.run(requests, depths, clock)  # all of it in the kernels
+                if native is None:
+                    drafted = self._speculation.propose(requests, depths)  # draft
+                    native = self._native.score(requests, drafted, clock)  # the rest in the kernels
+                if native is not None:
                     self._retire()
                     return steps + native
-                drafted = self._speculation.propose(requests, depths)  # draft
                 drawn = zip(requests, drafted.drafts, strict=True)
                 parts = [drafted_part(request, draft) for request, draft in drawn]
                 parts = make_room(parts, self.target.cache, steps)
@@ -293,7 +295,7 @@ class Engine:
                 draft, here = case.draft, slice(case.row, case.row + len(case.draft.tree.tokens) + 1)
                 rows = Rows(output.whole, case.sampler, case.position, draft.tree, request.tokens, here)
                 verdict = verdict or request.verifier.verify(draft, rows, case.noise)
-                self._speculation.give_states(request, output, here, verdict.path)
+                self._speculation.give_states(request, output, case.row, verdict.path)
                 self._keep(request, draft, verdict, rows)
                 steps.append(request.commit(draft, verdict, rows))
                 self._evict(request)

@@ -95,7 +95,7 @@ class ModelPool:
         def fits(config: Any) -> None:
             check_family(self.loaded.model.config, config, name)
 
-        return self._load(name, fits=fits, **({} if device is None else {"device": device}))
+        return self._load(name, fits=fits, packed=True, **({} if device is None else {"device": device}))
 
     def pack(self, loaded: Loaded, quantize: str | None = None) -> ModelRunner:
         """Make a loaded model ready to run beside the target."""

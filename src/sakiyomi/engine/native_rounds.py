@@ -1,44 +1,36 @@
-"""Rounds that the compiled kernels run: draft, score, verify, commit. Python runs the passes that the kernels have no
-program for (`model_executor/program.py`), and reads what came of it.
+"""Rounds that the compiled kernels run: draft, score, verify, commit. Python reads what was committed.
 
-That is so for requests that draft chains or trees with a draft model of their own, or nothing, where no code of Python
-has a say between the passes. All others, and any in a round with them, have the round of ``Engine``, which
-gives the same.
-`kernels/round.h` keeps a request from round to round; whatever else happens to it in between shows in its length.
+Used where no Python callback runs between the passes. Drafts of a draft model grow there too; those of other drafters
+are given. All other requests, and all in a round with them, have the round of ``Engine``, which gives the same.
+`kernels/round.h` keeps a request from round to round. If something else happened to it in between, its length shows it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import struct
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from sakiyomi.cache.eviction import FullCache
-from sakiyomi.core.errors import RemovedError, UnsupportedError
-from sakiyomi.core.outputs import FinishReason, Step
+from sakiyomi.cache.eviction import ManagedCache
+from sakiyomi.core.errors import RemovedError
+from sakiyomi.core.outputs import Step
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.model import LONG, ModelDrafter
-from sakiyomi.drafters.native_trees import pack_ask
-from sakiyomi.engine.native_turns import PassTables, Turn, judged, size_of
-from sakiyomi.engine.request import Request, RoundVerdict
+from sakiyomi.drafters.native_trees import TreeSize, seat_tree
+from sakiyomi.engine.native_turns import PassTables, Turn, judged, pack_draft, size_of
+from sakiyomi.engine.request import Request
 from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
-from sakiyomi.kernels.build import loaded
-from sakiyomi.kernels.native import numbers
-from sakiyomi.model_executor.attention.registry import PassForward
-from sakiyomi.model_executor.program import Program
+from sakiyomi.model_executor.features import PassOutput
+from sakiyomi.model_executor.kernel_rounds import Committed, Drafting, KernelRounds, Places
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.sampling.verifiers.native import HALF, KINDS
+from sakiyomi.sampling.verifiers import Rows
 
 logger = logging.getLogger("sakiyomi")
-OFTEN = 8  # rounds after which passes' clocks are read again
-_PASSES = 256  # as most_passes in round.h
-_HEAD = 10  # numbers before the tokens of a request, see Rounds::write in round.h
-_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
+_NO_LOGITS = torch.empty(0)
 
 
 class NativeRounds:
@@ -53,32 +45,23 @@ class NativeRounds:
     def __init__(self, target: ModelRunner, drafter: Drafter | None, speculation: SpeculationController) -> None:
         self._target, self._speculation = target, speculation
         self._drafter = drafter if type(drafter) is ModelDrafter and drafter.native else None
-        self._able = drafter is None or self._drafter is not None
-        self._models = [self._drafter.model, target] if self._drafter is not None else [target]
+        self._given = drafter is not None and self._drafter is None  # drafts are given
+        model = self._drafter.model if self._drafter is not None else None
+        self._rounds = KernelRounds(model, target, target.vocab_size)
+        self._least = [1] * len(self._rounds.models)
         self._turns: dict[int, Turn] = {}
-        self._kernels: Any = None
-        self._rounds = 0  # in the kernels
-        self._made_for: list[Any] = []
-        self._rows = [0] * len(self._models)  # passes up to so many were proven right
-        self._passes: dict[int, tuple[PassForward, Tensor, Tensor]] = {}  # as the kernels name them
-        self._checked: set[int] = set()
-        self._found: tuple[Any, Any, Any] = (), (), ()
-        self._since = 0
+        self._generation = 0  # of the rounds that know the turns
         self._tables = PassTables()
         self._costs: tuple[Any, Any] = None, None  # of this round
-
-    def __del__(self) -> None:
-        if self._rounds:
-            self._kernels.sk_free_rounds(self._rounds)
 
     def end(self, request: int) -> None:
         """The kernels no longer run a request's rounds: it is over, or has changed, or its next round is Python's."""
         turn = self._turns.pop(request, None)
-        if turn is not None and turn.number >= 0:
-            self._kernels.sk_leave(self._rounds, turn.number)
+        if turn is not None and turn.number >= 0 and self._generation == self._rounds.generation:
+            self._rounds.kernels.sk_leave(self._rounds.number, turn.number)
 
     def run(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> list[Step] | None:
-        """A round of these requests.
+        """A round of these requests, whose drafts grow in the kernels.
 
         Args:
             requests: with their prompts read.
@@ -86,66 +69,71 @@ class NativeRounds:
             clock: of the round.
 
         Returns:
+            What was committed; None: nothing was done, drafts are Python's.
+        """
+        return None if self._given else self._run(requests, depths, None, clock)
+
+    def score(self, requests: Sequence[Request], drafted: DraftBatch, clock: RoundClock) -> list[Step] | None:
+        """Score, verify and commit these drafts of Python.
+
+        Returns:
             What was committed; None: nothing was done, the round is Python's.
         """
-        if not self._able:
+        if not self._given or any(request.fault is not None for request in requests):
             return None
+        return self._run(requests, [0] * len(requests), drafted, clock)
+
+    def _run(
+        self, requests: Sequence[Request], depths: Sequence[int], drafted: DraftBatch | None, clock: RoundClock
+    ) -> list[Step] | None:
         drafter = self._drafter
         before = drafter.prefill_seconds if drafter is not None else 0.0
-        asked: bytes | None = None
-        times: list[tuple[int, float]] | None = None
+        done: Drafting | None = None
         try:
-            asked = self._begin(requests, depths)
-            times = self._replay(len(requests), asked) if asked else None
+            asked = self._begin(requests, depths, drafted.drafts if drafted is not None else None)
+            if asked is not None:
+                done = self._rounds.run(len(requests), asked, *self._costs)
         except Exception as error:
             logger.debug("a round in the kernels failed: %r", error)
         catching_up = drafter.prefill_seconds - before if drafter is not None else 0.0
-        if asked is None or times is None:  # no request knows of it
+        if done is None:  # no request knows of it
             for request in requests:
                 request.stats.prefill_seconds += catching_up
                 self.end(request.id)
             return None
-        seconds = self._count(times)
-        drafted = DraftBatch([], seconds, catching_up, len(times) - 1, len(times) > 1)
-        clock.scored(requests, drafted)
-        ints, doubles, _ = self._found
-        whole, real = ints[: ints[0]], doubles[: ints[1]]
-        steps, levels, kept, rows = [], [], [], 0
-        at, done = 2, 0
-        for request in requests:
-            accepted, began, first = whole[at + 4], at, done
-            end, middle = at + _HEAD + accepted + 1, done + accepted + 1
-            at, done = end + 1 + 2 * whole[end], middle + accepted
-            places = []
-            for i in range(end + 1, at, 2):
-                rank, listed = whole[i : i + 2]
-                scores = real[done : done + listed] if listed > 1 else ()
-                places.append((rank, scores))
-                done += len(scores)
-            step = self._commit(request, whole[began:end], real[first:middle], real[middle : middle + accepted], places)
-            steps.append(step)
-            rows += 1 + whole[began + 2]
-            levels.append(whole[began + 3])
-            kept.append(len(step.token_ids) - 1)
-        self._speculation.observe(requests, levels, kept, rows, clock)
-        return steps
+        if done.passes and drafter is not None:
+            drafter.reader.passes += done.passes
+            drafter.reader.took(done.passes, done.besides)
+        clock.scored(requests, drafted or DraftBatch([], done.seconds, catching_up, done.passes, done.passes > 0))
+        return self._take(requests, drafted.drafts if drafted is not None else None, clock)
 
     # ------------------------------------------------------------ before the passes
 
-    def _begin(self, requests: Sequence[Request], depths: Sequence[int]) -> bytes | None:
+    def _begin(
+        self, requests: Sequence[Request], depths: Sequence[int], drafts: Sequence[Draft] | None
+    ) -> bytes | None:
         """What to ask of the kernels; None: they cannot.
+
+        Args:
+            requests: of the round.
+            depths: of drafts that grow there.
+            drafts: that are given; None: they grow there.
 
         Raises:
             MemoryLimitError: there is no room for it.
         """
-        target, draft = self._target, self._models[0]  # the target itself, where there is none
-        if type(target.eviction) is not FullCache or not target.describable():
-            return None
-        if draft is not target and not draft.describable():
-            return None
-        made_for = self._made_for
-        same = made_for and made_for[0] is draft.recorder and made_for[-1] is target.recorder
-        if not same and not self._make([1] * len(self._models), requests[0]):
+        target, rounds = self._target, self._rounds
+        draft = rounds.models[0]  # the target itself, where there is none
+
+        def places() -> Places:
+            behind: list[tuple[int | None, int]] = [(requests[0].slot, len(requests[0].context.tokens) - 1)]
+            return behind if self._drafter is None else [self._drafter.place(requests[0].context), *behind]
+
+        able = type(target.eviction) is ManagedCache and rounds.ready(self._least, places)
+        if self._generation != rounds.generation:
+            self._turns.clear()
+            self._generation = rounds.generation
+        if not able:
             return None
         turns, lacking = [], False
         for request, depth in zip(requests, depths, strict=True):
@@ -160,6 +148,8 @@ class NativeRounds:
                 lacking = True
         if lacking:
             self._seat(requests, turns, depths)
+        if drafts is not None and not self._give(requests, turns, drafts):
+            return None
         sizes = [size_of(*each, self._drafter) for each in zip(requests, turns, depths, strict=True)]
         missing = width = 0
         for turn, size in zip(turns, sizes, strict=True):
@@ -167,9 +157,9 @@ class NativeRounds:
                 assert turn.seat is not None
                 missing, width = missing + turn.length - len(turn.seat.held), width + size.width
         rows = len(requests) + sum([size.nodes for size in sizes])
-        if rows > self._rows[-1] or max(missing, width) > self._rows[0]:
-            wanted = [max(missing, width, self._rows[0]), max(rows, self._rows[-1])][-len(self._models) :]
-            return self._begin(requests, depths) if self._make(wanted, requests[0]) else None
+        wanted = [max(missing, width), rows][-len(rounds.models) :]
+        if not rounds.holds(wanted):  # a new object, which knows no request
+            return self._begin(requests, depths, drafts) if rounds.ready(wanted, places) else None
         moved = target.cache.moved or draft.cache.moved
         for request, turn in zip(requests, turns, strict=True):
             turn.reserve(request, target, draft, moved)
@@ -183,8 +173,8 @@ class NativeRounds:
         if not case or request.repeats:
             return None
         stops = struct.pack(f"={len(context.stop_ids)}q", *context.stop_ids)
-        at = self._rounds, case, request.slot, len(context.tokens), request.last, context.tokens[-1]
-        number = self._kernels.sk_enter(*at, len(context.stop_ids), stops)
+        at = self._rounds.number, case, request.slot, len(context.tokens), request.last, context.tokens[-1]
+        number = self._rounds.kernels.sk_enter(*at, len(context.stop_ids), stops)
         turn = self._turns[request.id] = Turn(number, len(context.tokens))
         return turn
 
@@ -199,181 +189,73 @@ class NativeRounds:
         for (context, turn), seat in zip(lacking, drafter.seats([each for each, _ in lacking]), strict=True):
             turn.seat, turn.seat_room = seat, 0
             if seat is not None:
-                tokens: list[int] = []
                 state = drafter.tree(context, seat)
-                shape = state.builder.shape(1, 1)
-                assert shape is not None
-                ask = pack_ask(state, shape, None, None, tokens)
                 turn.stream = context.noise.fork(drafter.name) if state.drawn else None
-                self._kernels.sk_seat(self._rounds, turn.number, ask, struct.pack(f"={len(tokens)}q", *tokens))
+                seat_tree(self._rounds, turn.number, state)
 
-    def _make(self, rows: Sequence[int], request: Request) -> bool:
-        """Rounds with passes of up to so many rows of each model; whether these are replayed.
-
-        Args:
-            rows: by model.
-            request: one of the round, in whose slots passes may be compared.
-        """
-        kernels = loaded()
-        behind: list[tuple[int | None, int]] = [(request.slot, len(request.context.tokens) - 1)]
-        if self._drafter is not None:
-            behind.insert(0, self._drafter.place(request.context))
-        asked = zip(self._models, rows, behind, strict=True)
-        found = [model.native_passes(count, *place) for model, count, place in asked]
-        dtypes = [model.dtype in HALF for model in self._models]
-        if kernels is None or None in found or not all(dtypes):
-            return False
-        self.__del__()
-        self._rounds, self._made_for = 0, []  # if what follows is interrupted, nothing refers to them
-        self._turns.clear()
-        self._passes.clear()
-        self._checked.clear()
-        tables = []
-        for i, (model, known) in enumerate(zip(self._models, found, strict=True)):
-            assert known is not None
-            passes = {size: model.replayed(size) for size in known[1]}
-            tables.append(_described(model, known[0], passes))
-            which = i + 2 - len(self._models)  # 1: the target
-            self._passes |= {2 * size + which: found for size, found in passes.items()}
-        self._found = _results(self._target.sizes[-1])
-        if len(tables) == 1:
-            tables.insert(0, numbers([0] * 4))
-        self._kernels = kernels
-        self._rounds = kernels.sk_rounds(tables[1], tables[0], *self._found)
-        self._rows = [_compared(model, count) for model, count in zip(self._models, rows, strict=True)]
-        self._made_for = [model.recorder for model in self._models]
+    def _give(self, requests: Sequence[Request], turns: Sequence[Turn], drafts: Sequence[Draft]) -> bool:
+        """Give the kernels the drafts of a round; False: they do not take one of them."""
+        for request, turn, draft in zip(requests, turns, drafts, strict=True):
+            numbers: list[int] = []
+            packed = pack_draft(request, draft, self._target.vocab_size, numbers)
+            if not packed or not (self._target.backend.keeps or draft.tree.is_chain):
+                return False
+            given = packed, struct.pack(f"={len(numbers)}q", *numbers)
+            self._rounds.kernels.sk_draft(self._rounds.number, turn.number, *given)
+            turn.size = TreeSize.none(turn.number, len(draft.tree.tokens))
         return True
 
-    # ------------------------------------------------------------ the passes, and what comes of them
+    # ------------------------------------------------------------ after the passes
 
-    def _replay(self, count: int, asked: bytes) -> list[tuple[int, float]] | None:
-        """Run the passes of a round: which, and the seconds of each; None: a row holds no numbers."""
-        kernels, rounds, passes, now = self._kernels, self._rounds, self._passes, time.perf_counter
-        held: list[Tensor] = []
-        with self._models[0].lock, self._target.lock:
-            code = kernels.sk_round(rounds, count, asked, *self._costs)
-            while code > 0:
-                replay, ids, positions = passes[code]
-                began = now()
-                logits = replay(ids, positions)[0]
-                spent = now() - began
-                held.append(logits)  # the kernels may look at it again
-                if code not in self._checked and not _readable(logits, self._target if code % 2 else self._models[0]):
-                    self._able = False
-                    raise UnsupportedError(f"logits {logits.dtype} of width {logits.shape[-1]}")
-                self._checked.add(code)
-                code = kernels.sk_pass(rounds, code, logits.data_ptr(), spent)
-        if code:
-            return None
-        times, drafting = _times(self._found[2])
-        if len(times) > 1 and self._drafter is not None:
-            self._drafter.reader.took(len(times) - 1, drafting - sum([spent for _, spent in times[:-1]]))
-        return times
+    def _take(self, requests: Sequence[Request], drafts: Sequence[Draft] | None, clock: RoundClock) -> list[Step]:
+        """Take over what a round has committed."""
+        steps, rows = [], 0
+        committed = self._rounds.committed(len(requests))
+        features = self._rounds.features(self._target.sizes[-1]) if self._speculation.wants_states else None
+        for i, (request, found) in enumerate(zip(requests, committed, strict=True)):
+            try:
+                if features is not None:
+                    self._speculation.give_states(request, PassOutput(_NO_LOGITS, features), rows, found.path)
+                steps.append(self._commit(request, found, drafts[i] if drafts is not None else None))
+            except Exception as error:
+                steps.append(request.fail(error))
+            except BaseException:
+                # Ctrl-C between cache and tokens: what they hold may no longer belong together.
+                request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
+                raise
+            rows += 1 + found.nodes
+        kept = [len(step.token_ids) - 1 for step in steps]
+        self._speculation.observe(requests, [found.depth for found in committed], kept, rows, clock)
+        return steps
 
-    def _count(self, times: Sequence[tuple[int, float]]) -> float:
-        """Add up what passes took, and give the seconds of the draft model's."""
-        seconds = 0.0
-        for _, spent in times[:-1]:
-            seconds += spent
-        target, scoring = times[-1]
-        self._target.forward_seconds += scoring
-        self._since += 1
-        if self._since <= OFTEN or not self._since % OFTEN:  # a clock is read now and then: its mean hardly moves
-            self._target.clock.add(target // 2, True, scoring)
-            by_rows = dict(times[:-1])
-            for code, spent in by_rows.items():
-                self._models[0].clock.add(code // 2, True, spent)
-        if self._drafter is not None:
-            self._models[0].forward_seconds += seconds
-            self._drafter.reader.passes += len(times) - 1
-        return seconds
-
-    def _commit(
-        self,
-        request: Request,
-        whole: list[int],
-        chances: list[float],
-        probs: list[float],
-        places: Sequence[tuple[int, Sequence[float]]],
-    ) -> Step:
-        """Take what the kernels have committed of a request.
+    def _commit(self, request: Request, found: Committed, draft: Draft | None) -> Step:
+        """Take over what was committed of a request.
 
         Args:
             request: whose it is.
-            whole: numbers, and behind them the tokens.
-            chances: of the tokens.
-            probs: what the draft gave those of its own.
-            places: where the target came to in the tree: which of the candidates it chose (-1: none), and their scores.
+            found: as the kernels left it.
+            draft: that was given; None: it grew there.
         """
-        used, ended, nodes, _, accepted, refused, kind, held, stream, drawn = whole[:_HEAD]
-        verdict = RoundVerdict(
-            whole[_HEAD:], used, _REASONS[ended], nodes, accepted, refused, KINDS[kind], chances, probs
-        )
         turn, drafter = self._turns[request.context.id], self._drafter
-        try:
-            request.cached += accepted + 1
-            turn.length += accepted + 1
-            request.context.noise.counter = stream % 2**64
-            step = request.commit_round(verdict, drafter.name if drafter is not None else "")
-            if places and drafter is not None:
-                seat = turn.seat
-                assert seat is not None
-                if turn.stream is not None:
-                    turn.stream.counter = drawn % 2**64
-                seat.held += request.context.tokens[len(seat.held) : held]
-                seat.sure = len(seat.held)
-                if step.finish_reason is None:
-                    learn = drafter.reader.confidence[request.context.rule].learn
-                    for rank, scores in places:
-                        learn(scores, rank if rank >= 0 else None)
-            return step
-        except Exception as error:
-            return request.fail(error)
-        except BaseException:
-            # Ctrl-C between cache and tokens: what they hold may no longer belong together.
-            request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
-            raise
-
-
-def _times(found: Sequence[float]) -> tuple[list[tuple[int, float]], float]:
-    """Which passes a round has run, with the seconds of each; and those up to the last one's beginning."""
-    ran = found[2 : 2 + 2 * int(found[0])]
-    return [(int(which), spent) for which, spent in zip(ran[::2], ran[1::2], strict=True)], found[1]
-
-
-def _results(rows: int) -> tuple[Any, Any, Any]:
-    """Where the kernels write what came of a round of so many rows, and the clocks of its passes: each row has a token,
-    and may be a place with no more candidates than there are rows.
-    """
-    doubles = [(ctypes.c_double * count)() for count in ((2 + rows) * rows, 2 + 2 * _PASSES)]
-    return numbers([0] * ((_HEAD + 4) * rows)), doubles[0], doubles[1]
-
-
-def _described(model: ModelRunner, session: int, passes: Mapping[int, tuple[PassForward, Tensor, Tensor]]) -> Any:
-    """A model and its passes by size, as the kernels take them (sk_rounds in `round.h`)."""
-    places = [ids.data_ptr() for _, ids, _ in passes.values()]
-    programs = [_program(each, model) for each, _, _ in passes.values()]
-    return numbers([session, model.vocab_size, HALF[model.dtype], len(passes), *passes, *places, *programs])
-
-
-def _compared(model: ModelRunner, rows: int) -> int:
-    """Rows up to which passes of all sizes are as right as they get: at least so many, which were asked for."""
-    assert model.recorder is not None
-    most, recorder = model.padded(rows), model.recorder
-    for size in model.sizes:
-        if size > most and recorder.has(size) and size not in recorder.ready:
-            break
-        most = max(most, size)
-    return most
-
-
-def _readable(logits: Tensor, model: ModelRunner) -> bool:
-    """Whether logits are as the kernels read them."""
-    return logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == model.vocab_size
-
-
-def _program(replay: PassForward, model: ModelRunner) -> int:
-    """The number of a program that gives logits as the kernels read them; 0: Python runs these passes."""
-    if isinstance(replay, Program) and replay.gives(model.vocab_size, model.dtype):
-        return replay.number
-    return 0
+        request.cached += len(found.tokens)
+        turn.length += len(found.tokens)
+        request.context.noise.counter = found.stream % 2**64
+        if draft is not None:
+            verdict = Verdict(
+                tuple(found.path), found.tokens[-1], found.kind, tuple(found.refused), tuple(found.chances)
+            )
+            rows = Rows(_NO_LOGITS, request.sampler, len(request.tokens))  # nobody reads them, see `judged`
+            return request.commit(draft, verdict, rows)
+        step = request.commit_round(found, drafter.name if drafter is not None else "")
+        if found.places and drafter is not None:
+            seat = turn.seat
+            assert seat is not None
+            if turn.stream is not None:
+                turn.stream.counter = found.drawn % 2**64
+            seat.held += request.context.tokens[len(seat.held) : found.held]
+            seat.sure = len(seat.held)
+            if step.finish_reason is None:
+                learn = drafter.reader.confidence[request.context.rule].learn
+                for rank, scores in found.places:
+                    learn(scores, rank if rank >= 0 else None)
+        return step

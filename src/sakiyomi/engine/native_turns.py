@@ -3,49 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.confidence import RANKS
-from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.model import ModelDrafter, Seat
-from sakiyomi.drafters.native_trees import EXTENT, level_seconds, pack_extent, place_children
+from sakiyomi.drafters.native_trees import TreeSize, level_seconds
 from sakiyomi.drafters.tree_reader import begin_tree, is_drawn
-from sakiyomi.drafters.trees import BUILDERS, native_shape
+from sakiyomi.drafters.trees import BUILDERS
 from sakiyomi.engine.request import Request
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import Uniforms
 from sakiyomi.sampling.verifiers.native import Case, pack_case
 
 AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
-_ASKED = struct.Struct("=q")  # Asked in round.h, before its extent
 
 
-class Size(NamedTuple):
-    """How large a request's draft may become.
-
-    Attributes:
-        depth, nodes: at most; 0: nothing is drafted.
-        width: most rows of a level.
-        room: columns of the draft model's slot that may be in use behind the text.
-        worth: what a token is worth, where that is weighed.
-        children: of a fixed shape, which the kernels read.
-        asked: all this of a request, as the kernels take it.
-    """
-
-    depth: int
-    nodes: int
-    width: int
-    room: int
-    worth: TokenValue | None
-    children: Any
-    asked: bytes
-
-
-_UNKNOWN = Size(-1, 0, 0, 0, None, None, b"")
+_UNKNOWN = TreeSize(-1, 0, 0, 0, None, None, b"")
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +39,7 @@ class Turn:
 
     number: int = -1
     length: int = -1
-    size: Size = _UNKNOWN
+    size: TreeSize = _UNKNOWN
     room: int = 0
     seat_room: int = 0
     seat: Seat | None = None
@@ -79,12 +55,12 @@ class Turn:
             assert request.slot is not None
             self.room = self.length + self.size.nodes + AHEAD
             target.cache.reserve(request.slot, self.room)
-        if self.seat is not None and (moved or self.length + self.size.room > self.seat_room):
-            self.seat_room = self.length + self.size.room + AHEAD
+        if self.seat is not None and (moved or self.length + self.size.rows > self.seat_room):
+            self.seat_room = self.length + self.size.rows + AHEAD
             draft.cache.reserve(self.seat.slot, self.seat_room)
 
 
-def size_of(request: Request, turn: Turn, gamma: int, drafter: ModelDrafter | None) -> Size:
+def size_of(request: Request, turn: Turn, gamma: int, drafter: ModelDrafter | None) -> TreeSize:
     """How large a request's draft may become, of which so many levels are wanted; its turn has it too."""
     context, depth = request.context, 0
     if gamma and turn.seat is not None and drafter is not None:
@@ -92,16 +68,14 @@ def size_of(request: Request, turn: Turn, gamma: int, drafter: ModelDrafter | No
     if depth == turn.size.depth and (not depth or context.params.builder == "chain"):
         return turn.size  # nothing of a chain changes but its depth
     if not depth or drafter is None:
-        turn.size = Size(0, 0, 0, 0, None, None, _ASKED.pack(turn.number) + bytes(EXTENT.size))
+        turn.size = TreeSize.none(turn.number)
         return turn.size
     confidence, worth = drafter.reader.confidence[context.rule], None if is_drawn(context) else context.worth
     tree, builder = begin_tree(context, depth, context.nodes, lambda: confidence.ranks)
-    shape = native_shape(builder, depth, tree.nodes)
-    assert shape is not None
-    children = place_children(shape)
-    asked = _ASKED.pack(turn.number) + pack_extent(tree, builder, shape, children, worth, confidence)
-    turn.size = Size(depth, tree.nodes, shape.width, shape.rows, worth, children, asked)
-    return turn.size
+    size = TreeSize.of(turn.number, tree, builder, worth, confidence)
+    assert size is not None, "see `judged`"
+    turn.size = size
+    return size
 
 
 class PassTables:
@@ -111,7 +85,7 @@ class PassTables:
         self._known: tuple[Any, ...] = ()
         self._tables: tuple[Any, Any] = None, None
 
-    def of(self, sizes: Sequence[Size], drafter: ModelDrafter | None) -> tuple[Any, Any]:
+    def of(self, sizes: Sequence[TreeSize], drafter: ModelDrafter | None) -> tuple[Any, Any]:
         """Seconds of passes of the draft model by rows, and of the target by the nodes of all drafts."""
         worths = [size.worth for size in sizes if size.worth is not None]
         if not worths or drafter is None:
@@ -125,6 +99,13 @@ class PassTables:
         return self._tables
 
 
+def pack_draft(request: Request, draft: Draft, width: int, numbers: list[int]) -> bytes:
+    """A draft and how it is judged, see ``pack_case``."""
+    context = request.context
+    case = Case(draft, 0, len(context.tokens), request.verifier, request.sampler, context.noise)
+    return pack_case(case, width, numbers)
+
+
 def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) -> bytes:
     """How a request's drafts are judged, as the kernels take it; nothing: by Python, or it wants more of a round than
     they leave, or trees on a device whose memory they do not reach.
@@ -135,7 +116,6 @@ def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) 
         return b""
     if drafter is not None:
         keep = params.builder == "chain" or (target.backend.keeps and drafter.model.backend.keeps)
-        if not keep or native_shape(BUILDERS[params.builder](params, lambda: RANKS), 1, 1) is None:
+        if not keep or BUILDERS[params.builder](params, lambda: RANKS).shape(1, 1) is None:
             return b""
-    case = Case(Draft.empty(), 0, len(context.tokens), request.verifier, request.sampler, context.noise)
-    return pack_case(case, target.vocab_size, [])
+    return pack_draft(request, Draft.empty(), target.vocab_size, [])

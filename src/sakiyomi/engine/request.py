@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from sakiyomi.cache.prefix import Prefix, alike
 from sakiyomi.core.errors import DivergedError, DraftError
 from sakiyomi.core.outputs import FinishReason, Generation, PromptToken, RoundTrace, Stats, Status, Step, TokenTrace
 from sakiyomi.core.text import TextStream
-from sakiyomi.core.tree import Draft, Draw, Verdict, VerdictKind
+from sakiyomi.core.tree import Draft, Draw, Verdict
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_length import DraftLengthPolicy
+from sakiyomi.model_executor.kernel_rounds import Committed
 from sakiyomi.sampling.rows import as_row
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows, Verifier
@@ -76,30 +77,6 @@ class RequestOptions(TypedDict, total=False):
     outbox: deque[Step] | None
     place: RetainedSlot | None
     states: list[Tensor] | None
-
-
-class RoundVerdict(NamedTuple):
-    """The result of a round that the kernels ran.
-
-    Attributes:
-        tokens: the accepted ones, and the target's own.
-        used: how many of them count.
-        reason: why the text ends there; None: it does not end.
-        nodes, accepted, refused: of the draft.
-        kind: of the target's own token.
-        chances: what the target gave the tokens.
-        probs: what the draft gave the accepted ones.
-    """
-
-    tokens: list[int]
-    used: int
-    reason: FinishReason | None
-    nodes: int
-    accepted: int
-    refused: int
-    kind: VerdictKind
-    chances: list[float]
-    probs: list[float]
 
 
 @dataclass(eq=False)
@@ -254,21 +231,21 @@ class Request:
             self.rounds.append(self._round(draft, verdict, rows))
         return self._take(tokens, entries, text, reason)
 
-    def commit_round(self, found: RoundVerdict, drafter: str) -> Step:
+    def commit_round(self, found: Committed, drafter: str) -> Step:
         """As ``commit``, for a round that the kernels ran with a draft of `drafter`."""
         tokens, used, reason, text = found.tokens, found.used, found.reason, ""
         if self.live:
             text, stopped = self.text.push(tokens[:used])
             if stopped is not None:
                 used, reason = stopped, "stop"
-        accepted, probs, chances = found.accepted, found.probs, found.chances
+        accepted, probs, chances = len(found.path), found.probs, found.chances
         number = self.stats.rounds + 1
         entries = [
             TokenTrace(tokens[i], drafter, "accepted", number, chances[i], probs[i]) for i in range(min(accepted, used))
         ]
         if used > accepted:
             entries.append(TokenTrace(tokens[accepted], "target", found.kind, number, chances[accepted]))
-        self._count(found.nodes, accepted, found.refused, used)
+        self._count(found.nodes, accepted, len(found.refused), used)
         return self._take(tokens[:used], entries, text, reason)
 
     def _take(self, tokens: list[int], entries: list[TokenTrace], text: str, reason: FinishReason | None) -> Step:

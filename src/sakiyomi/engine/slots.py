@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from sakiyomi.cache.eviction import ManagedCache
 from sakiyomi.cache.prefix import LEAST, Prefix, alike
 from sakiyomi.core.errors import MemoryLimitError, RemovedError
-from sakiyomi.drafters.base import Drafter, tell_end, tell_inherit
+from sakiyomi.drafters.base import Drafter, tell
 from sakiyomi.engine.request import Request, RetainedSlot
 from sakiyomi.model_executor.runner import ModelRunner
 
@@ -117,8 +117,8 @@ class SlotManager:
             self._eviction.begin(request.slot)
             self._restore_prefix(request)
         if same:
-            tell_inherit(self._drafter, request.context, place.context)
-        tell_end(self._drafter, place.context)
+            tell(self._drafter, "inherit", request.context, place.context)
+        tell(self._drafter, "end", place.context)
 
     def _restore_prefix(self, request: Request) -> None:
         """Fill the slot from the request's prefix, if it has one and begins with all of it."""
@@ -278,7 +278,7 @@ class SlotManager:
         if slot is not None:
             self._eviction.end(slot)
             self._cache.release(slot)
-        tell_end(self._drafter, request.context)
+        tell(self._drafter, "end", request.context)
 
     def release(self, place: RetainedSlot) -> None:
         """Free what a conversation keeps; nothing if it keeps nothing."""
@@ -289,7 +289,7 @@ class SlotManager:
         self._eviction.end(place.slot)
         self._cache.release(place.slot)
         place.slot = place.border = None
-        tell_end(self._drafter, place.context)
+        tell(self._drafter, "end", place.context)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
         """Refuse the last of these requests if all of them would not fit at full length.
@@ -307,10 +307,10 @@ class SlotManager:
         columns = max(request.last for request in requests)
         others = sum(all(request.place is not place for request in requests) for place in self._kept)
         least, wanted = min(len(requests), most), min(len(requests) + others, most)
-        self._cache.check(least, columns)
+        self._cache.needs(least, columns)
         while wanted > least:
             try:
-                self._cache.check(wanted, columns)
+                self._cache.needs(wanted, columns)
                 break
             except MemoryLimitError:
                 wanted -= 1

@@ -16,7 +16,7 @@ from sakiyomi.core.errors import DraftError, InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft
-from sakiyomi.drafters.base import Drafter, tell_states
+from sakiyomi.drafters.base import Drafter, tell
 from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs
 from sakiyomi.engine.pace import Pace
 from sakiyomi.engine.request import GIVEN, Request
@@ -198,19 +198,24 @@ class SpeculationController:
         most = max(0, min(_room(request), self.target.sizes[-1] - 1))
         return Draft.chain(request.context.given[begun : begun + most], GIVEN)
 
-    def give_states(self, request: Request, output: PassOutput, here: slice, path: Sequence[int]) -> None:
+    @property
+    def wants_states(self) -> bool:
+        """Whether the drafter asked for hidden states of the target."""
+        return self._wanted is not None
+
+    def give_states(self, request: Request, output: PassOutput, first: int, path: Sequence[int]) -> None:
         """Give the drafter the hidden states that it asked for, of the tokens that a pass has committed.
 
         Args:
             request: whose draft was verified, its tokens not committed yet.
             output: of the pass.
-            here: the request's rows; row i + 1 is node i's.
+            first: the request's first row; row i + 1 behind it is node i's.
             path: accepted nodes.
         """
         wanted = self._wanted
         if wanted is None or not output.features:
             return
-        rows = [here.start, *(here.start + node + 1 for node in path)]
+        rows = [first, *(first + node + 1 for node in path)]
         if wanted.rows == "last":
             request.context.states = {layer: output.features[layer][rows[-1]] for layer in wanted.layers}
         elif request.decoding:  # those of the prompt were given as it was read
@@ -220,7 +225,7 @@ class SpeculationController:
         """Give a drafter that wants all hidden states those in these rows of a pass: of the tokens from `first` on."""
         if self._wanted is not None and self._wanted.rows == "all":
             states = {layer: output.features[layer][rows] for layer in self._wanted.layers}
-            tell_states(self.drafter, request.context, first, states)
+            tell(self.drafter, "observe", request.context, first, states)
 
     def observe(
         self, requests: Sequence[Request], depths: Sequence[int], kept: Sequence[int], rows: int, clock: RoundClock

@@ -1,8 +1,8 @@
-"""What one pass of the model looks like: which rows belong to which request, and what each row may see.
+"""The plan of one pass: which rows belong to which request, and which columns each row sees.
 
-All requests' new tokens are the rows of one `[1, N]` input. `SequenceRows` are the rows of one request: row 0
-of a decoding segment is its last committed token, the others are the nodes of its token tree; the rows of a prefill
-segment are a chain. The plan knows no model and no tensors of the cache.
+The new tokens of all requests are the rows of one `[1, N]` input. `SequenceRows` are the rows of one request. Row 0 of
+a decoding segment is the request's last committed token, the others are the nodes of its token tree; the rows of a
+prefill segment are a chain. A plan does not depend on the model, or on the tensors of the cache.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ class SequenceRows:
     """The rows of one request in a pass.
 
     Attributes:
-        slot: the request's place in the cache.
-        length: KV pairs that the slot holds before the pass.
+        slot: the request's slot in the cache.
+        length: number of KV pairs in the slot before the pass.
         tokens: one token id per row.
         parents: for each row the row (of this segment) it follows, -1 for the first; None means a chain.
-        prompt: a chunk of a prompt. Such rows may be computed together, by another kernel than the rows of a decoding
-            pass.
-        done: so many of the pairs in the slot, the last ones, are rows of the same tree from passes before. Rows are
-            then counted from the first of those, and ``parents`` begins with theirs.
-        block: every row sees all rows of the segment, those behind it too; there are no parents and no windows then.
+        prompt: a chunk of a prompt. Another kernel than that of decoding rows may compute such rows together.
+        done: number of the last pairs in the slot that are rows of the same tree from earlier passes. Rows are then
+            counted from the first of these, and ``parents`` begins with theirs.
+        block: every row sees all rows of the segment, also later ones; parents and windows do not apply.
     """
 
     slot: int
@@ -47,7 +46,7 @@ class SequenceRows:
 
 @functools.lru_cache(maxsize=512)
 def _paths(parents: tuple[int, ...]) -> tuple[Ints, ...]:
-    """Of each row the rows from its tree's root down to itself."""
+    """For each row: the rows from the root of its tree down to itself."""
     paths: list[list[int]] = []
     for i, parent in enumerate(parents):
         paths.append(([] if parent < 0 else paths[parent]) + [i])
@@ -55,7 +54,7 @@ def _paths(parents: tuple[int, ...]) -> tuple[Ints, ...]:
 
 
 def _depths(parents: tuple[int, ...], done: int) -> list[int]:
-    """Rows on the way to each row but the first ``done``, itself included."""
+    """For each row but the first ``done``: the number of rows on its path, itself included."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -64,7 +63,7 @@ def _depths(parents: tuple[int, ...], done: int) -> list[int]:
 
 @functools.lru_cache(maxsize=512)
 def _family(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(rows, rows) bool, which rows of its tree each row sees, and (rows,) how deep it lies, 0 for a root."""
+    """(rows, rows) bool: the rows of its tree that each row sees; and (rows,): its depth, 0 for a root."""
     paths = _paths(parents)
     own = torch.zeros(len(parents), len(parents), dtype=torch.bool)
     for i, path in enumerate(paths):
@@ -72,9 +71,17 @@ def _family(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return own, torch.tensor([len(path) - 1 for path in paths])
 
 
-def _within(columns: Tensor, rows: Tensor, window: int) -> Tensor:
-    """Which positions a window or chunk (see ``BatchPlan.visible``) lets rows at other positions see."""
-    return columns > rows - window if window > 0 else columns >= rows // -window * -window
+def sees(rows: Tensor | int, columns: Tensor, window: int) -> Tensor:
+    """Whether rows at these positions see those columns: positions up to their own, within their window.
+
+    Args:
+        rows, columns: positions.
+        window: see ``BatchPlan.visible``.
+    """
+    seen = columns <= rows
+    if window:
+        seen &= columns > rows - window if window > 0 else columns >= rows // -window * -window
+    return seen
 
 
 class BatchPlan:
@@ -84,7 +91,7 @@ class BatchPlan:
         parts: of different slots.
 
     Attributes:
-        rows: how many there are.
+        rows: number of rows.
         tokens: token id of each row.
         positions: absolute position of each row.
         table: of each segment: slot, first row, rows, length, prompt.
@@ -110,9 +117,9 @@ class BatchPlan:
 
     @property
     def packed(self) -> bytes:
-        """For the compiled kernels, in int32: the table with ``done``, then each row's parent.
+        """The plan in int32 for the compiled kernels: the table with ``done``, then each row's parent.
 
-        That is -1 for none, and -2 where all rows of the segment see each other.
+        The parent is -1 for none, and -2 if all rows of the segment see each other.
         """
         numbers: list[int] = []
         for line, part in zip(self.table, self.parts, strict=True):
@@ -123,7 +130,7 @@ class BatchPlan:
         return struct.pack(f"{len(numbers)}i", *numbers)
 
     def path(self, segment: int, row: int) -> Ints:
-        """Columns of a row of the pass and of those above it in its tree, the row itself last; of a block all of them.
+        """Columns of a row of the pass and of its ancestors, the row itself last; of a block all columns of its rows.
 
         Args:
             segment: index of the segment.
@@ -135,18 +142,17 @@ class BatchPlan:
         return part.length - part.done + _paths(part.parents)[part.done + row]
 
     def visible(self, segment: int, window: int = 0, device: torch.device | str = "cpu", *, dropped: int = 0) -> Tensor:
-        """Which columns of its slot each row of a segment sees.
+        """The columns of its slot that each row of a segment sees.
 
         Args:
             segment: index of the segment.
-            window: sliding window in positions (a row sees itself and the `window - 1` positions before it); 0 for
-                none; a negative number: chunks of so many positions, of which a row sees its own.
+            window: sliding window in positions (a row sees itself and the `window - 1` positions before it); 0: none; a
+                negative number: chunks of so many positions, of which a row sees its own.
             device: of the result.
-            dropped: pairs that are not there any more; what is left of them counts as one position each.
+            dropped: number of dropped pairs; the remaining pairs count as one position each.
 
         Returns:
-            (rows, columns) bool, columns being length + rows less those dropped; the last ones hold the rows of this
-            pass.
+            (rows, columns) bool with length + rows - dropped columns; the last ones are the rows of this pass.
         """
         _, _, rows, length, _ = self.table[segment]
         length -= dropped
@@ -155,19 +161,17 @@ class BatchPlan:
         if part.block:
             return torch.ones(rows, length + rows, dtype=torch.bool, device=device)
         if part.parents is None:
-            position = column[length:, None]
-            seen = column <= position
-            return seen & _within(column, position, window) if window else seen
+            return sees(column[length:, None], column, window)
         own, depth = (tensor.to(device) for tensor in _family(part.parents))
         before = length - part.done
         seen = torch.cat([own.new_ones(rows, before), own[part.done :]], 1)
         if window:
-            position = torch.cat([column[:before], before + depth])  # of siblings the same
-            seen &= _within(position, before + depth[part.done :, None], window)
+            position = torch.cat([column[:before], before + depth])  # siblings have the same
+            seen &= sees(before + depth[part.done :, None], position, window)
         return seen
 
     def column_positions(self, segment: int, device: torch.device | str = "cpu") -> Tensor:
-        """The position of each column of ``visible``, (columns,) int64, of siblings the same."""
+        """The position of each column of ``visible``, (columns,) int64; siblings have the same position."""
         _, _, rows, length, _ = self.table[segment]
         part = self.parts[segment]
         position = torch.arange(length + rows, device=device)
@@ -177,9 +181,9 @@ class BatchPlan:
         return position
 
     def distances(self, segment: int, device: torch.device | str = "cpu") -> Tensor:
-        """How many places before each row of a segment each column lies, as positions count: (rows, columns) int64.
+        """The distance in positions of each column before each row of a segment: (rows, columns) int64.
 
-        Columns are those of ``visible``; what a row does not see has any number that is not negative.
+        The columns are those of ``visible``. For columns that a row does not see the distance is any number from 0 on.
         """
         length = self.parts[segment].length
         position = self.column_positions(segment, device)

@@ -1,9 +1,9 @@
-"""The compiled kernels of this machine: those that the wheel brought, else compiled at first use, and kept.
+"""The compiled kernels of this machine: a build from the wheel, else one that is compiled at first use and kept.
 
-Which build fits is decided by what the processor can do, see `variants`. Each proves itself in a process of its own
-before it is loaded. What is compiled here is put in place by an atomic rename, and loaded from the user's cache folder
-afterwards. Where nothing works, the caller gets None and one log line: the plain torch path then runs, with the same
-tokens and less speed.
+The features of the processor decide which build fits, see `variants`. Each build runs a self-test in its own process
+before it is loaded. A build that is compiled here is put in place by an atomic rename, and later loaded from the user's
+cache folder. If nothing works, the caller gets None, with one log line: plain torch then runs, with the same tokens and
+less speed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import ctypes
 import functools
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,60 +27,24 @@ from sakiyomi.kernels import variants
 from sakiyomi.kernels.variants import PREBUILT, compiler
 
 logger = logging.getLogger("sakiyomi")
-_int64, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
-SIGNATURES: dict[str, tuple[list[type], type | None]] = {
-    "sk_bind": ([_pointer], ctypes.c_char_p),
-    "sk_weights": ([], _int64),
-    "sk_free_weights": ([_int64], None),
-    "sk_session": ([_int64], _int64),
-    "sk_free_session": ([_int64], None),
-    "sk_weight": ([_int64, *[_pointer] * 5, _int64, _int64, ctypes.c_int, _int64, ctypes.c_int], _int64),
-    "sk_look_up": ([_int64, _int64, _pointer, _int64, _pointer], ctypes.c_int),
-    "sk_siblings": ([_int64, _int64, _pointer], None),
-    "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int], None),
-    "sk_dropped": ([_int64, _pointer, _int64], None),
-    "sk_packed": ([_int64, _int64, _pointer, _pointer, _pointer, _pointer, _int64, _int64], None),
-    "sk_leveled": ([_int64, _int64, *[_pointer] * 8, _int64, _int64, _int64], None),
-    "sk_packed_count": ([_int64, _pointer], None),
-    "sk_source": ([_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int, _pointer], None),
-    "sk_distances": ([_int64, _pointer, _int64], None),
-    "sk_layer_scores": ([_int64, _int64, _pointer, _pointer, ctypes.c_double, ctypes.c_int], None),
-    "sk_site": ([_int64, _int64, _int64, *[_pointer] * 5], None),
-    "sk_fold": ([_int64, _int64, _int64], None),
-    "sk_keep_rows": ([_int64, _int64, _int64, _int64, _pointer], None),
-    "sk_begin": ([_int64, _int64, _int64, ctypes.c_char_p], None),
-    "sk_rows": ([_int64, _int64, ctypes.c_char_p, _int64, _pointer], None),
-    "sk_keep": ([_int64, _int64, _int64, _int64, _pointer], None),
-    "sk_want": ([_int64, _pointer, _int64], None),
-    "sk_calls": ([], _int64),
-    "sk_device_plan": ([_int64, _int64, _int64, _pointer], _int64),
-    "sk_tiles": ([ctypes.c_int], ctypes.c_int),
-    "sk_best": ([_pointer, ctypes.c_int, _int64], _int64),
-    "sk_chance": ([_pointer, ctypes.c_int, _int64, _int64], _double),
-    "sk_leading": ([_pointer, ctypes.c_int, _int64, _int64, _int64, _pointer, _pointer, _pointer], None),
-    "sk_warp": ([_pointer, ctypes.c_int, _int64, _double, _int64, _double, _double, _pointer, _pointer], _int64),
-    "sk_draw": ([_pointer, _int64, _double, _pointer, _int64], _int64),
-    "sk_without": ([_pointer, _int64, _int64, _pointer], ctypes.c_float),
-    "sk_verify": ([_int64, ctypes.c_char_p, ctypes.c_char_p, _pointer, ctypes.c_int, _int64, _pointer, _pointer], None),
-    "sk_forest": ([_int64, _int64, _int64, _int64, _pointer, _pointer], _int64),
-    "sk_free_forest": ([_int64], None),
-    "sk_plant": ([_int64, _int64, ctypes.c_char_p, _int64, ctypes.c_char_p, _pointer], _int64),
-    "sk_grow": ([_int64, ctypes.c_int, _pointer], _int64),
-    "sk_grown": ([_int64, _int64, _pointer, _pointer, _pointer], None),
-    "sk_program": ([_int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _int64, _pointer], _int64),
-    "sk_free_program": ([_int64], None),
-    "sk_constant": ([_int64, _int64, _pointer, _int64, _int64, _pointer, _pointer], None),
-    "sk_run": ([_int64, _int64, _pointer, _pointer, _int64, *[_pointer] * 3], ctypes.c_int),
-    "sk_rounds": ([*[_pointer] * 5], _int64),
-    "sk_free_rounds": ([_int64], None),
-    "sk_enter": ([_int64, ctypes.c_char_p, *[_int64] * 5, ctypes.c_char_p], _int64),
-    "sk_seat": ([_int64, _int64, ctypes.c_char_p, ctypes.c_char_p], None),
-    "sk_leave": ([_int64, _int64], None),
-    "sk_round": ([_int64, _int64, ctypes.c_char_p, _pointer, _pointer], _int64),
-    "sk_pass": ([_int64, _int64, _pointer, _double], _int64),
-    "sk_ranked": ([_pointer, _int64, _int64, ctypes.c_uint64, _int64, _pointer, _int64, _pointer, _pointer], _int64),
-    "sk_residual": ([_pointer, _pointer, _int64, ctypes.c_float, _pointer], ctypes.c_float),
-}
+_TYPES: dict[str, Any] = {
+    "void": None, "int": ctypes.c_int, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "float": ctypes.c_float,
+    "double": ctypes.c_double, "const char*": ctypes.c_char_p,
+}  # fmt: skip
+_EXPORTED = re.compile(r"^(\w+|const char\*) (sk_\w+)\(([^)]*)\)", re.MULTILINE)
+
+
+def signatures() -> dict[str, tuple[list[Any], Any]]:
+    """Types of arguments and result of every function that the kernels' sources export, by name."""
+    found: dict[str, tuple[list[Any], Any]] = {}
+    for text in variants.sources():
+        for result, name, given in _EXPORTED.findall(text.partition('extern "C" {')[2]):
+            kinds = [kind.strip() for kind in given.split(",") if kind.strip()]
+            found[name] = (
+                [ctypes.c_void_p if "*" in kind else _TYPES[kind.partition(" ")[0]] for kind in kinds],
+                _TYPES[result],
+            )
+    return found
 
 
 def variant() -> str:
@@ -101,13 +67,13 @@ def variant() -> str:
 
 
 _refused: set[Path] = set()
-"""Builds of the wheel that this machine cannot load."""
+"""Builds from the wheel that this machine cannot load."""
 
 
 def built() -> Path | None:
-    """The library for these sources and this machine: the wheel's, or the one compiled here; None: there is none.
+    """The library for these sources and this machine, from the wheel or compiled here; None: there is none.
 
-    Its name ends with the digest of its content: a damaged one is not used, and removed where it was compiled here.
+    Its name ends with the digest of its content. A damaged library is not used, and removed if it was compiled here.
     """
     try:
         name = variant()
@@ -135,7 +101,7 @@ def _build() -> Path:
     path = cache_folder() / "kernels" / variants.stem(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
-    # A session of its own: a first run that is over sooner than the compiler still leaves the kernels to the next one.
+    # In its own session: if the first run ends before the compiler, the next one still finds the kernels.
     done = subprocess.run(
         [sys.executable, "-I", "-S", variants.__file__, name, cxx, str(partial(path))],
         capture_output=True,
@@ -157,7 +123,7 @@ _lock = threading.Lock()
 
 
 def native() -> ctypes.CDLL | None:
-    """The compiled kernels, built if need be; None, after one warning, where that does not work.
+    """The compiled kernels, built if necessary; None, after one warning, if that fails.
 
     Set `SAKIYOMI_NATIVE=0` to run without them, or to the name of a variant (`sakiyomi.kernels.variants`) to run that.
     """
@@ -165,17 +131,17 @@ def native() -> ctypes.CDLL | None:
 
 
 def origin() -> str:
-    """Which variant runs and where it comes from; where none does, why."""
+    """The variant that runs and its origin; if none runs, the reason."""
     return _found()[1]
 
 
 def _found() -> tuple[ctypes.CDLL | None, str]:
-    with _lock:  # one builder, however many models ask
+    with _lock:  # one builder for all models
         return _native()
 
 
 def native_at_hand() -> bool:
-    """Whether `native` answers at once. If not, the kernels are being built in the background from now on."""
+    """Whether `native` answers at once. If not, this starts to build the kernels in the background."""
     if built() is not None:
         return True
     try:
@@ -187,7 +153,7 @@ def native_at_hand() -> bool:
 
 @functools.cache
 def builder() -> threading.Thread:
-    """The thread that builds the kernels, begun by the first call."""
+    """The thread that builds the kernels, started by the first call."""
     thread = threading.Thread(target=native, name="sakiyomi-kernels", daemon=True)
     thread.start()
     return thread
@@ -199,7 +165,7 @@ def building() -> bool:
 
 
 def loaded() -> ctypes.CDLL | None:
-    """The kernels if they are in use by now; never builds or loads them."""
+    """The kernels if they are loaded; never builds or loads them."""
     return _native()[0] if _native.cache_info().currsize else None
 
 
@@ -224,10 +190,10 @@ _TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).sk_self_test())"
 
 
 def _prove(path: Path) -> None:
-    """Have a build test itself in a process of its own, once: what it does wrong must not end or spoil this one.
+    """Run a build's self-test once, in its own process, which protects this one from a crash.
 
     Raises:
-        OSError: it fails.
+        OSError: the self-test fails.
     """
     proven = cache_folder() / "kernels" / f"{path.stem}.proven"
     if proven.exists():
@@ -243,14 +209,14 @@ def _prove(path: Path) -> None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Load a build and give torch its operators.
+    """Load a build and register its operators with torch.
 
     Raises:
-        OSError: it fails its self-test, or does not go with this torch.
+        OSError: it fails its self-test, or does not support this version of torch.
     """
     _prove(path)
     library = ctypes.CDLL(str(path))
-    for name, (arguments, result) in SIGNATURES.items():
+    for name, (arguments, result) in signatures().items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
     wrong = library.sk_bind(ctypes.CDLL(torch._C.__file__)._handle)

@@ -1,4 +1,4 @@
-"""Which kernels compute between a model's matrix products on a device: compiled ones on the CPU, Triton on a GPU."""
+"""The kernels for the work between matrix products on a device: compiled ones on the CPU, Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ logger = logging.getLogger("sakiyomi")
 
 
 def operators(device: torch.device) -> Any:
-    """What has ``norm``, ``gated`` and ``rotate`` for tensors of a device; None: nothing does."""
+    """The functions ``norm``, ``gated`` and ``rotate`` for tensors of a device; None: there are none."""
     return torch.ops.sakiyomi_cpu if device.type == "cpu" else gpu_kernels(device)
 
 
 @functools.cache
 def gpu_kernels(device: torch.device) -> Any:
-    """The module with the Triton kernels, tried out on this GPU; None, after one line, where they do not run."""
-    # What Triton does today; from version 3.9 on it would say so for every process.
+    """The module with the Triton kernels, tested on this GPU; None, after one log line, if they do not run."""
+    # The default; Triton 3.9 and later would log a line about it in every process.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     try:
         kernels = importlib.import_module("sakiyomi.kernels.triton_kernels")
         x = torch.ones(2, 8, device=device)
         if torch.cuda.get_device_capability(device) < (8, 0) or not bool((kernels.gated(x, x, 0) > 0).all()):
             raise RuntimeError("the device is older than compute capability 8.0, or computes something else")
-    except Exception as error:  # no Triton, no compiler for what it launches, a driver that is too old
+    except Exception as error:  # no Triton, no C compiler for its launcher, an old driver
         logger.warning(
             "GPU kernels are not available, plain torch runs instead, slower: %s", " ".join(str(error).split())[:300]
         )

@@ -1,7 +1,7 @@
-"""What stands between a layer's products, by kernels of its device: gated activations and rotary embeddings.
+"""Gated activations and rotary embeddings by the kernels of their device.
 
-Each is one call for what takes torch several, which write all of their rows to memory. Whether a module or a function
-computes such a thing, and of which form, is found by trying it on random rows: names say where to look, and no more.
+A kernel replaces several calls of torch, each of which writes all rows to memory. Candidates are found by name, and
+tested on random rows: only a module or function with the results of a known form is replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.hooks import has_hooks
+from sakiyomi.core.hooks import unchanged
 from sakiyomi.core.rebinding import global_names, rebound
 from sakiyomi.kernels.device import operators
 from sakiyomi.kernels.native import DTYPES, PackedLinear
@@ -35,14 +35,14 @@ class _Gate(NamedTuple):
 
     layers: tuple[str, ...]
     down: str
-    gate: int  # the place of the gate among what the layers give
+    gate: int  # index of the gate among the outputs of the layers
     form: int
 
 
 def serve_gates(model: nn.Module) -> int:
-    """Have the gated feed-forward modules of a model call the kernels; the number of modules that do.
+    """Have the gated feed-forward modules of a model call the kernels; returns the number of such modules.
 
-    Modules with a forward of their own stay as they are, and those whose activation has hooks.
+    Modules with their own forward, and those whose activation has hooks, stay as they are.
 
     Args:
         model: its linear layers are packed; changed in place.
@@ -57,7 +57,7 @@ def serve_gates(model: nn.Module) -> int:
 
 
 def _product(layer: nn.Module) -> bool:
-    """Whether it is a linear layer behind or before which a kernel may come."""
+    """Whether it is a linear layer that a kernel may precede or follow."""
     if isinstance(layer, PackedLinear):
         return True
     device = layer.weight.device if isinstance(layer, nn.Linear) else None
@@ -67,13 +67,11 @@ def _product(layer: nn.Module) -> bool:
 
 
 def _bare(module: nn.Module, layers: list[str]) -> bool:
-    """Whether there is nothing in a module but these layers and activations, and its forward takes rows alone."""
+    """Whether a module consists of these layers and activations only, and its forward only takes rows."""
     if "forward" in vars(module) or module._parameters or module._buffers:
         return False
     others = [part for name, child in module.named_children() if name not in layers for part in child.modules()]
-    if any("forward" in vars(part) or part._parameters for part in others):
-        return False
-    if any(map(has_hooks, others)):
+    if any(part._parameters or not unchanged(part) for part in others):
         return False
     return len(inspect.signature(type(module).forward).parameters) == 2
 
@@ -88,7 +86,7 @@ def _gated(module: Any, gate: _Gate, *rows: Tensor, **named: Tensor) -> Tensor:
 
 
 class _Stub(nn.Module):
-    """In the place of a linear layer: notes what it is given, and gives random rows."""
+    """Replaces a linear layer: keeps its inputs, and returns random rows."""
 
     def __init__(self, layer: Any, seed: int) -> None:
         super().__init__()
@@ -102,7 +100,7 @@ class _Stub(nn.Module):
 
 @torch.no_grad()
 def _gate_of(module: nn.Module, names: list[str]) -> _Gate | None:
-    """What a module is; None: something else."""
+    """The form of a gated module; None: it is something else."""
     layers: list[Any] = [module.get_submodule(name) for name in names]
     stubs = {name: _Stub(layer, i) for i, (name, layer) in enumerate(zip(names, layers, strict=True))}
     trial = copy.copy(module)
@@ -110,7 +108,7 @@ def _gate_of(module: nn.Module, names: list[str]) -> _Gate | None:
     x = _random(1, ROWS, layers[0].in_features, seed=9).to(layers[0].weight)
     try:
         out = type(module).forward(trial, x)
-    except Exception:  # whatever it is, it is no such module
+    except Exception:  # of any kind: it is no such module
         return None
     if any(len(stub.given) != 1 for stub in stubs.values()):
         return None
@@ -135,10 +133,10 @@ def _gate_of(module: nn.Module, names: list[str]) -> _Gate | None:
 
 
 def serve_rotary(model: nn.Module) -> int:
-    """Have the attention modules of a model turn queries and keys by the kernels; the number of modules that do.
+    """Have the attention modules of a model rotate queries and keys by the kernels; returns their number.
 
-    They call a function of their module file, in the place of which our copy of the forward has another one: the class,
-    and every other model of it, stays as it is.
+    They call a function of their module file. Our copy of the forward calls another one instead: the class and all
+    other models of it stay as they are.
 
     Args:
         model: our structural copy; changed in place.
@@ -181,7 +179,7 @@ def _rotate(
 
 @torch.no_grad()
 def _turns_halves(theirs: Callable[..., Any], like: Tensor) -> bool:
-    """Whether a function gives what the kernel of this type and device gives; on the CPU that is to the last bit."""
+    """Whether a function has the results of the kernel for this dtype and device, on the CPU to the last bit."""
     q, k = (_random(1, ROWS, heads, 16, seed=heads).to(like).transpose(1, 2) for heads in (3, 2))
     cos, sin = (_random(1, ROWS, 16, seed=seed).to(like) for seed in (0, 1))
     try:
@@ -189,12 +187,12 @@ def _turns_halves(theirs: Callable[..., Any], like: Tensor) -> bool:
         found = _rotate(theirs, q, k, cos, sin)
         same = torch.equal if like.device.type == "cpu" else _near
         return len(wanted) == 2 and all(a.dtype == b.dtype and same(a, b) for a, b in zip(wanted, found, strict=True))
-    except Exception:  # whatever it is, it is another one
+    except Exception:  # of any kind: it is another function
         return False
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    """Up to what a GPU's compiler makes of a product and a sum."""
+    """Equal up to rounding: a GPU's compiler may fuse a product and a sum."""
     return closest([0], lambda _: b, a) is not None
 
 

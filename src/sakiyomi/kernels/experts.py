@@ -1,46 +1,40 @@
-"""Mixtures of experts by the compiled kernels: rows are gathered by expert, and each of them is summed alone."""
+"""Mixtures of experts by the compiled kernels: rows are gathered by expert, and each row is summed by itself."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
-from sakiyomi.core.hooks import has_hooks
+from sakiyomi.core.hooks import unchanged
 from sakiyomi.kernels.native import PackedExperts, PackedWeights, can_pack
 
-
-class _Experts(Protocol):
-    """What transformers' classes of experts have in common, see its ``use_experts_implementation``."""
-
-    has_gate: bool
-    has_bias: bool
-    has_post_expert_norm: bool
-    is_transposed: bool
+_SETTINGS = {"has_gate", "has_bias", "has_post_expert_norm", "is_transposed"}
+"""Attributes of transformers' classes of experts, see its ``use_experts_implementation``."""
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is one of transformers' stacks of experts."""
-    return _Experts.__annotations__.keys() <= vars(module).keys()
+    return vars(module).keys() >= _SETTINGS
 
 
 def expert_weights(module: Any) -> list[str]:
-    """Names of a stack's weights: that which reads hidden states, and that which gives them."""
+    """Names of a stack's weights: the first and the second projection."""
     return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
 
 
 def pack_experts(
     model: nn.Module, table: PackedWeights, *, free: bool = False, bits: Mapping[int, int] | None = None
 ) -> bool:
-    """Put the weights of all experts into the kernels' tables; whether there are experts, and all could be.
+    """Put the weights of all experts into the kernels' tables; whether there are experts, and all were packed.
 
     Args:
         model: changed in place.
         table: for the weights.
-        free: the weights are not used by anybody else: they are freed when they are packed.
-        bits: of the weights of each stack by its id, where they are to be rounded; None: none are.
+        free: the weights have no other user: they are freed when they are packed.
+        bits: bits of the weights of each stack by its id; None: weights are not quantized.
     """
     kinds = [module for module in model.modules() if is_experts(module)]
     found: list[Any] = [module for module in kinds if _served(module)]
@@ -50,7 +44,7 @@ def pack_experts(
             stack = weights.detach().transpose(1, 2) if module.is_transposed else weights.detach()
             biases = getattr(module, f"{name}_bias").detach() if module.has_bias else None
             packed = table.add_experts(stack, biases, bits=(bits or {}).get(id(weights), 16))
-            delattr(module, name)  # of a parameter, whose name no module may take
+            delattr(module, name)  # a module may not replace a parameter
             setattr(module, name, packed)
             if free:
                 weights.data = weights.new_empty(0)
@@ -66,22 +60,22 @@ def serve_experts(model: nn.Module) -> None:
 
 
 def expert_bytes(model: nn.Module) -> int:
-    """Bytes of what ``pack_experts`` would pack."""
+    """Bytes of the weights that ``pack_experts`` would pack."""
     found = filter(_served, model.modules())
     return sum(weight.nbytes for module in found for weight in module.parameters(recurse=False) if weight.ndim == 3)
 
 
 def chosen_rows(module: Any, rows: Tensor, top_k_index: Tensor) -> list[tuple[str, int, Tensor, Tensor]]:
-    """What a stack computes for some rows, by itself and expert by expert.
+    """The products of a stack for some rows, expert by expert.
 
     Args:
-        module: whose weights are its own.
+        module: the stack, not packed.
         rows: (N, hidden).
         top_k_index: (N, K), the experts of each.
 
     Returns:
-        Of each weight and each expert that is chosen: the weight's name, the expert, its weight (out, in), and its rows
-        (n, in).
+        For each weight and each chosen expert: name of the weight, number of the expert, its weight (out, in), and its
+        rows (n, in).
     """
     found = []
     for expert in top_k_index.unique().tolist():
@@ -99,10 +93,8 @@ def chosen_rows(module: Any, rows: Tensor, top_k_index: Tensor) -> list[tuple[st
 
 
 def _served(module: Any) -> bool:
-    """Whether the kernels can compute a module's experts as it does."""
-    if not is_experts(module) or "forward" in vars(module):
-        return False
-    if has_hooks(module) or hasattr(module, "_hf_hook") or module.has_post_expert_norm:
+    """Whether the kernels can compute the experts of a module."""
+    if not is_experts(module) or not unchanged(module) or module.has_post_expert_norm:
         return False
     for weight in (getattr(module, name, None) for name in expert_weights(module)):
         if type(weight) is not nn.Parameter or weight.ndim != 3 or weight.device.type != "cpu":

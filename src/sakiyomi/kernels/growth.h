@@ -1,7 +1,7 @@
 // Draft trees that a model grows, one level a pass: from rows of logits to the rows of the next pass.
 //
 // What is computed is what drafters/draft_tree_state.py and drafters/trees compute, which remain for models whose passes are not replayed and
-// are what the tests compare with. Python runs the model, and reads the trees when they are complete.
+// are what the tests compare with. `round.h` runs the passes.
 
 #pragma once
 
@@ -14,6 +14,7 @@
 
 #include "attention.h"
 #include "noise.h"
+#include "program.h"
 #include "row.h"
 #include "torch.h"
 
@@ -38,19 +39,19 @@ struct Extent {
   double sharpness, coverage;  // see Confidence
 };
 
-// What is asked of one tree, likewise.
-struct Ask : Extent {
-  int64_t slot;
+// Where a tree begins, and how its candidates are found; likewise.
+struct Root {
+  int64_t slot;      // in the model's cache; -1: there is none yet
   int64_t held;      // committed tokens whose pairs are in the slot
   int64_t first;     // position of the first level
   int64_t rule;
   int64_t top_k;
   double temperature, top_p, min_p;
   uint64_t noise, stream;      // states of the keyed noise and of the stream of uniforms
-  int64_t missing, stops;      // numbers of them
-  int64_t tokens;              // where the missing ones begin, then the stops, among those of all trees
   float* probs;                // (rows + 1, V of the target): distributions that candidates are drawn from, by place; else null
 };
+
+struct Ask : Extent, Root {};
 
 // The candidates of one place.
 struct Place {
@@ -63,17 +64,22 @@ struct Place {
   int64_t supported = 0;
 };
 
-struct Tree {
-  Ask ask;
+// What has grown of a tree.
+struct Grown {
   std::vector<int64_t> tokens, parents, ranks, rows, unread, level;
   std::vector<int64_t> nodes;  // in a fixed shape: which of its nodes each candidate is
   std::vector<double> chances, values, probs;
   std::vector<Place> places;
-  const int64_t* given = nullptr;  // its missing tokens and stops
   int64_t levels = 0;
+};
+
+struct Tree : Grown {
+  Ask ask{};
+  std::vector<int64_t> missing;  // committed tokens that the model has not read; the last token of all is among them
+  std::vector<int64_t> stops;    // tokens that end the text
 
   bool begun() const { return levels > 0; }
-  int64_t row_count() const { return begun() ? unread.size() : ask.missing; }
+  int64_t row_count() const { return begun() ? unread.size() : missing.size(); }
 
   // The children of a place in a fixed shape; a place is the last committed token (-1) or a candidate.
   const int64_t* children(int64_t place) const { return ask.children + (place < 0 ? 0 : nodes[place]); }
@@ -206,8 +212,8 @@ inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
     std::sort(order.begin(), order.end());
     std::set_intersection(tree.level.begin(), tree.level.end(), order.begin(), order.end(), std::back_inserter(next));
   }
-  const int64_t *stops = tree.given + ask.missing, *end = stops + ask.stops;
-  std::erase_if(next, [&](int64_t candidate) { return std::find(stops, end, tree.tokens[candidate]) != end; });
+  const auto ends = [&](int64_t token) { return std::find(tree.stops.begin(), tree.stops.end(), token) != tree.stops.end(); };
+  std::erase_if(next, [&](int64_t candidate) { return ends(tree.tokens[candidate]); });
   if (ask.weighed && !next.empty()) {
     double gain = 0;
     for (int64_t candidate : next) gain += std::max(0.0, ask.followed * tree.values[candidate] - ask.price);
@@ -256,29 +262,42 @@ inline std::vector<std::vector<int64_t>> chosen(const std::vector<const Tree*>& 
   return orders;
 }
 
+// A model whose passes are described.
+struct Described {
+  int64_t session, vocab, half;
+  std::vector<int64_t> sizes;       // row counts of passes, ascending
+  std::vector<int64_t*> buffers;    // for each: ids, then positions
+  std::vector<Program*> programs;   // for each; null: Python runs these passes
+
+  // Describes a pass, and fills its buffer; its size, -1 where none is so large.
+  int64_t describe(const std::vector<int64_t>& table, int64_t segments, int64_t rows) const {
+    const size_t size = std::lower_bound(sizes.begin(), sizes.end(), rows) - sizes.begin();
+    if (size == sizes.size()) return -1;
+    sk_rows(session, segments, table.data(), sizes[size], buffers[size]);
+    return sizes[size];
+  }
+};
+
 // Trees that share their passes.
 struct Forest {
-  int64_t session, vocab, width;  // V of the model, and of the target
+  Described model;
+  int64_t width;                  // V of the target
+  bool kept;                      // rows of all passes stay until the trees are given up
   const double* seconds;          // of a level by its rows
-  std::vector<int64_t> sizes;     // row counts of passes, ascending
-  std::vector<int64_t*> buffers;  // for each: ids, then positions
-  std::vector<Tree> trees;
-  std::vector<int64_t> given;     // tokens of all trees
-  std::vector<int64_t> ints;      // of the tree that is read
-  std::vector<double> doubles;
-  bool kept = false;              // rows of all passes stay until the trees are given up
+  std::vector<Tree*> trees;
 
   // Describes the next pass, and fills its buffer; its size, 0 where all trees are complete.
   int64_t begin() {
     std::vector<int64_t> table, ids, parents;
-    for (Tree& tree : trees) {
+    for (const Tree* each : trees) {
+      const Tree& tree = *each;
       const Ask& ask = tree.ask;
       const int64_t rows = tree.row_count(), done = tree.rows.size();
       if (!rows) continue;
       const int64_t length = tree.begun() ? ask.first + done : ask.held;
       table.insert(table.end(), {ask.slot, rows, length, done});
       if (!tree.begun()) {
-        ids.insert(ids.end(), tree.given, tree.given + rows);
+        ids.insert(ids.end(), tree.missing.begin(), tree.missing.end());
         for (int64_t i = 0; i < rows; ++i) parents.push_back(i - 1);
         continue;
       }
@@ -292,12 +311,9 @@ struct Forest {
       for (int64_t candidate : tree.unread) ids.push_back(tree.tokens[candidate]);
     }
     if (ids.empty()) return 0;
-    const size_t size = std::lower_bound(sizes.begin(), sizes.end(), (int64_t)ids.size()) - sizes.begin();
-    if (size == sizes.size()) return -1;
     const int64_t segments = table.size() / 4;
     for (const auto* part : {&ids, &parents}) table.insert(table.end(), part->begin(), part->end());
-    sk_rows(session, segments, table.data(), sizes[size], buffers[size]);
-    return sizes[size];
+    return model.describe(table, segments, ids.size());
   }
 
   // A level more for every tree from the rows of the pass; as `begin`, or -1 where a row has no number to choose by.
@@ -312,7 +328,9 @@ struct Forest {
       bool right = false;
     };
     std::vector<Job> jobs;
-    for (Tree& tree : trees) {
+    const int64_t vocab = model.vocab;
+    for (Tree* each : trees) {
+      Tree& tree = *each;
       const int64_t rows = tree.row_count();
       if (!rows) continue;
       auto table = [&](int64_t place) { return tree.ask.probs ? tree.ask.probs + place * width : nullptr; };
@@ -361,50 +379,6 @@ struct Forest {
 }  // namespace
 
 extern "C" {
-
-// Trees of a model in this session; `sizes` and `buffers` as in Forest. The forest is kept from round to round.
-int64_t sk_forest(int64_t session, int64_t vocab, int64_t width, int64_t count, const int64_t* sizes, int64_t* const* buffers) {
-  return (int64_t) new Forest{session, vocab, width, nullptr, {sizes, sizes + count}, {buffers, buffers + count}, {}, {}, {}, {}};
-}
-
-void sk_free_forest(int64_t forest) { delete (Forest*)forest; }
-
-// Begins these trees, of which `tokens` has those that they name; the size of their first pass, which is described. `seconds` of a level by
-// its rows is held until all are grown.
-int64_t sk_plant(int64_t forest, int64_t count, const void* asks, int64_t named, const void* tokens, const double* seconds) {
-  Forest& f = *(Forest*)forest;
-  f.seconds = seconds;
-  f.trees.assign(count, {});
-  f.given.assign((const int64_t*)tokens, (const int64_t*)tokens + named);
-  for (int64_t i = 0; i < count; ++i) {
-    f.trees[i].ask = ((const Ask*)asks)[i];
-    f.trees[i].given = f.given.data() + f.trees[i].ask.tokens;
-  }
-  return f.begin();
-}
-
-// A level more from the logits of the pass, (rows, V); the size of the next pass, 0 where there is none, -1 for rows of no numbers.
-int64_t sk_grow(int64_t forest, int half, const void* logits) {
-  Forest& f = *(Forest*)forest;
-  return half ? f.grow((const bf16*)logits) : f.grow((const float*)logits);
-}
-
-// One tree, as drafters/native_trees.py reads it: how many whole numbers, and how many others, which lie at `ints` and `doubles`.
-void sk_grown(int64_t forest, int64_t index, int64_t* counts, const int64_t** ints, const double** doubles) {
-  Forest& f = *(Forest*)forest;
-  const Tree& tree = f.trees[index];
-  f.ints = {tree.levels, (int64_t)tree.tokens.size(), (int64_t)tree.rows.size(), (int64_t)tree.places.size(), (int64_t)tree.ask.stream};
-  f.doubles = {tree.ask.floor};
-  for (const auto* part : {&tree.tokens, &tree.parents, &tree.ranks, &tree.rows}) f.ints.insert(f.ints.end(), part->begin(), part->end());
-  for (const auto* part : {&tree.chances, &tree.values, &tree.probs}) f.doubles.insert(f.doubles.end(), part->begin(), part->end());
-  for (const Place& place : tree.places) {
-    f.ints.insert(f.ints.end(), {place.candidate, place.start, (int64_t)place.tokens.size()});
-    f.ints.insert(f.ints.end(), place.tokens.begin(), place.tokens.end());
-    f.doubles.insert(f.doubles.end(), place.scores.begin(), place.scores.end());
-  }
-  counts[0] = f.ints.size(), counts[1] = f.doubles.size();
-  *ints = f.ints.data(), *doubles = f.doubles.data();
-}
 
 // See `ranked`; how many were found.
 int64_t sk_ranked(const float* weights, int64_t n, int64_t count, uint64_t state, int64_t position, const int64_t* support, int64_t supported,

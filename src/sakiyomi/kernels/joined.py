@@ -1,4 +1,4 @@
-"""Linear layers that read the same rows, as one product: on a GPU few rows cost what the launch of a product costs."""
+"""Linear layers that read the same rows, as one product: on a GPU a product of few rows costs as much as its launch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sakiyomi.core.hooks import has_hooks
+from sakiyomi.core.hooks import unchanged
 
 
 class _Product:
-    """Several layers' weights one behind the other; whichever layer is asked first has all of them computed."""
+    """Several layers' weights in one tensor; the first layer that is called computes the results of all."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.sizes = [layer.out_features for layer in layers]
@@ -23,7 +23,7 @@ class _Product:
         self._made: dict[int, Tensor] = {}
 
     def take(self, place: int, rows: Tensor) -> Tensor:
-        """What the layer at this place makes of rows."""
+        """The result of the layer at this place for rows."""
         if rows is not self._rows or place not in self._made:
             parts = F.linear(rows, self.weight, self.bias).split(self.sizes, -1)
             self._rows, self._made = rows, dict(enumerate(parts))
@@ -34,7 +34,7 @@ class _Product:
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
-    """As one tensor, of which the parameters are pieces from now on."""
+    """Join parameters into one tensor; they become views of it."""
     joined = torch.cat([part.data for part in parts])
     for part, piece in zip(parts, joined.split([len(part) for part in parts]), strict=True):
         part.data = piece
@@ -56,10 +56,10 @@ class _Part(nn.Linear):
 
 
 def join_linears(model: nn.Module, siblings: Sequence[Sequence[nn.Module]]) -> int:
-    """Have plain linear layers on one GPU that read the same rows computed together; how many products there are.
+    """Join plain linear layers on one GPU that read the same rows; returns the number of products.
 
     Args:
-        model: changed in place; the parameters stay the same objects, in other memory.
+        model: changed in place; the parameters stay the same objects, with other memory.
         siblings: layers that read the same rows in every pass.
     """
     places = {id(child): (parent, name) for parent in model.modules() for name, child in parent.named_children()}
@@ -78,7 +78,5 @@ def join_linears(model: nn.Module, siblings: Sequence[Sequence[nn.Module]]) -> i
 
 
 def _plain(layer: nn.Linear) -> bool:
-    """Whether a layer is unchanged, and its weight is its own."""
-    own = vars(layer)
-    hooked = has_hooks(layer) or "forward" in own or hasattr(layer, "_hf_hook")
-    return not hooked and type(layer.weight) is nn.Parameter and layer.weight.device.type == "cuda"
+    """Whether a layer is an unchanged linear layer with a plain weight on a GPU."""
+    return unchanged(layer) and type(layer.weight) is nn.Parameter and layer.weight.device.type == "cuda"

@@ -15,6 +15,7 @@ from sakiyomi.kernels.build import native
 from sakiyomi.kernels.weight_memory import WeightMemory
 
 DTYPES = (torch.float32, torch.bfloat16)
+HALF = {torch.float32: 0, torch.bfloat16: 1}  # whether numbers are bf16
 BLOCK = 32  # output channels side by side, as linear.h reads them
 PIECE = 2048  # output channels that are packed at once; a multiple of BLOCK
 GROUP = 32  # weights of 4 bits that share a scale

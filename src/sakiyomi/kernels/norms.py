@@ -1,6 +1,6 @@
-"""A model's root mean square norms by one kernel, of the CPU's or the GPU's: one call for what takes torch a dozen.
+"""A model's root mean square norms by a kernel of the CPU or the GPU: one call instead of a dozen calls of torch.
 
-Whether a module is such a norm, and of which form, is found by trying it on random rows: names say nothing.
+Modules are tested on random rows: only those with the results of a known form are replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.hooks import has_hooks
+from sakiyomi.core.hooks import unchanged
 from sakiyomi.kernels.device import operators
 from sakiyomi.kernels.native import DTYPES
 
@@ -24,12 +24,12 @@ ROWS = 4  # of a trial
 
 
 def serve_norms(model: nn.Module) -> int:
-    """Have norms of a model call the kernels of its device; the number of modules that do.
+    """Have norms of a model call the kernels of its device; returns the number of such modules.
 
-    Modules with hooks, or with a forward of their own, stay as they are.
+    Modules with hooks, or with their own forward, stay as they are.
 
     Args:
-        model: changed in place; hooks that come later are called.
+        model: changed in place; hooks that are added later are called.
     """
     served, known = 0, dict[Any, int | None]()
     for module in model.modules():
@@ -49,21 +49,12 @@ def serve_norms(model: nn.Module) -> int:
 def _plain(module: nn.Module) -> bool:
     """Whether it is an unchanged module of one vector."""
     own = module._parameters
-    if own.keys() != {"weight"} or module._modules or module._buffers or "forward" in vars(module):
+    if own.keys() != {"weight"} or module._modules or module._buffers or not unchanged(module):
         return False
     weight = own["weight"]
-    if has_hooks(module) or hasattr(module, "_hf_hook"):
+    if type(weight) is not nn.Parameter or weight.ndim != 1 or weight.numel() < 2 or weight.dtype not in DTYPES:
         return False
-    if type(weight) is not nn.Parameter:
-        return False
-    if (
-        weight.ndim != 1
-        or weight.numel() < 2
-        or weight.dtype not in DTYPES
-        or weight.device.type not in ("cpu", "cuda")
-    ):
-        return False
-    return operators(weight.device) is not None
+    return weight.device.type in ("cpu", "cuda") and operators(weight.device) is not None
 
 
 def _norm(module: Any, eps: float, form: int, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -71,7 +62,7 @@ def _norm(module: Any, eps: float, form: int, hidden_states: Tensor, gate: Tenso
     if gate is not None and dtype == torch.float32:
         gate = gate.to(dtype)
     rows = [hidden_states] if gate is None else [hidden_states, gate]
-    # Of other pairs of types torch gives another type than that of the rows.
+    # With other pairs of dtypes the result has another dtype than the rows.
     if dtype not in (module.weight.dtype, torch.float32) or (gate is not None and gate.dtype != dtype):
         return type(module).forward(module, *rows)  # type: ignore[no-any-return]
     return operators(module.weight.device).norm(rows, module.weight, eps, form)  # type: ignore[no-any-return]
@@ -79,7 +70,7 @@ def _norm(module: Any, eps: float, form: int, hidden_states: Tensor, gate: Tenso
 
 @torch.no_grad()
 def _form(module: nn.Module, eps: float) -> int | None:
-    """The form that gives what the module does, up to the order of a sum; None: there is none."""
+    """The form with the results of the module, up to the order of a sum; None: there is none."""
     trial = copy.deepcopy(module)
     weight: Any = trial.weight
     generator = torch.Generator().manual_seed(0)
@@ -92,20 +83,20 @@ def _form(module: nn.Module, eps: float) -> int | None:
     rows = [scale * random(1, 2, ROWS, len(weight)) for scale in (3, 1)[: 1 + gated]]
     try:
         wanted, flat = trial(*rows), trial(*[each.flatten(0, 2) for each in rows])
-    except Exception:  # whatever it is, it is none of these norms
+    except Exception:  # of any kind: it is none of these norms
         return None
     if not isinstance(wanted, Tensor) or wanted.shape != rows[0].shape or wanted.dtype != weight.dtype:
         return None
-    if not torch.equal(wanted.flatten(0, 2), flat):  # it is more than a function of each row
+    if not torch.equal(wanted.flatten(0, 2), flat):  # rows depend on each other
         return None
     forms = [early | one | first for first in (0, GATE_FIRST)[: 1 + gated] for one in (0, PLUS_ONE) for early in (2, 0)]
     return closest(forms, lambda form: _norm(trial, eps, form, *rows), wanted)
 
 
 def closest(kinds: Iterable[Kind], compute: Callable[[Kind], Tensor], wanted: Tensor) -> Kind | None:
-    """Which of these kinds of a computation gives what is wanted, up to the order of a sum; None: none does."""
+    """The kind of a computation with the wanted results, up to the order of a sum; None: there is none."""
     errors = {kind: float((compute(kind) - wanted).abs().float().mean()) for kind in kinds}
     best = min(errors, key=errors.__getitem__)
-    # Of bf16 hardly any number may be rounded otherwise: another kind errs by a thousandth on the average.
+    # In bfloat16 only a few numbers may be rounded differently: another kind differs by 0.001 on average.
     bound = 1e-6 if wanted.dtype == torch.float32 else 1e-4
     return best if errors[best] <= bound * float(wanted.float().abs().mean()) else None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.hooks import has_hooks
+from sakiyomi.core.hooks import hooks_of
 from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights, can_pack
 
 TURNED = ("transformers.pytorch_utils", "Conv1D")
@@ -170,7 +170,7 @@ def pack_linears(
                 _load(child)
             if id(child) in read or not is_linear(child) or type(child.weight) is not nn.Parameter:
                 continue
-            if has_hooks(child) or (hasattr(child, "_hf_hook") and not free):
+            if hooks_of(child) or (hasattr(child, "_hf_hook") and not free):
                 continue
             with present(child):
                 weight = weight_of(child)

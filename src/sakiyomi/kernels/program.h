@@ -144,6 +144,14 @@ class Program {
   // The first output of the last pass, which is the caller's from now on.
   Tensor logits() { return std::exchange(tensors_[outputs_[0].value], Tensor()); }
 
+  // Copies the others, hidden states of the layers that are captured: they are here until the next pass.
+  void states(void* const* to) const {
+    for (size_t i = 1; i < outputs_.size(); ++i) {
+      const Tensor& state = tensors_[outputs_[i].value];
+      std::memcpy(to[i - 1], state.data(), state.numel() * state.element_size());
+    }
+  }
+
  private:
   // How many values a step makes.
   static int64_t given_by(const Step& step) { return step.op == Op::torch ? step.given[2].value : 1; }

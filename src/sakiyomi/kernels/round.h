@@ -1,7 +1,7 @@
-// Whole rounds of requests that draft chains or trees: draft, score, verify, commit. A request is kept here from round to round; passes of
-// models that have a program (program.h) are run here, others by Python, for which they are described. Python reads what was committed.
-//
-// Trees grow as in growth.h and are verified as in verify.h.
+// Rounds of requests: draft, score, verify, commit. One object for each request holds its draft, the rows of its passes and what of them
+// stays in the caches; it is kept here from round to round. Drafts are trees that grow here (growth.h), or are given by Python. Passes of
+// models that have a program (program.h) are run here, others by Python, for which they are described. Python reads what was committed
+// (verify.h decides that); where there is no target, Python reads the trees.
 
 #pragma once
 
@@ -18,45 +18,37 @@ extern "C" void sk_keep(int64_t session, int64_t slot, int64_t first, int64_t co
 
 namespace {
 
-// A request between two rounds.
-struct Kept {
+// A draft as the target's pass reads it and as it is judged.
+struct Nodes {
+  std::vector<int64_t> candidates;  // of the tree that grew here; empty where the draft was given
+  std::vector<int64_t> tokens, parents, draws;  // draws: node and row of `probs` of each (-1: a point mass)
+  int64_t distinct = 0, depth = 0;
+  const float* probs = nullptr;
+};
+
+// A request: the tree of its next draft, and how it is judged.
+struct Request : Tree {
   bool taken = false;
-  Ask ask;      // of its next tree
-  Case judged;  // its next verdict
-  int64_t slot;  // in the target's cache, which holds all of its tokens but the last
-  int64_t last;  // most tokens that it may have
-  std::vector<int64_t> stops;
-  std::vector<int64_t> behind;  // committed tokens that the draft model has not read; the last token of all is among them
-  std::vector<float> probs;     // what the tokens of a draft were drawn from, by place
+  bool grows = false;     // its draft of this round grows here
+  Case judged{};          // its next verdict
+  int64_t slot = -1;      // in the target's cache, which holds all of its tokens but the last
+  int64_t last = 0;       // most tokens that it may have
+  Nodes nodes;            // of this round
+  std::vector<float> drawn_from;  // by place: what candidates are drawn from
 
   int64_t length() const { return ask.first; }
 };
 
-// What is asked of a request in a round, as engine/native_rounds.py packs it.
+// What is asked of a request in a round, as drafters/native_trees.py packs it.
 struct Asked {
   int64_t number;
-  Extent extent;  // depth 0: nothing is drafted
-};
-
-// The nodes of a draft.
-struct Nodes {
-  std::vector<int64_t> candidates, tokens, parents;
-  int64_t depth = 0;
-};
-
-// A model whose passes are described: `sizes` and `buffers` as in Forest.
-struct Described {
-  int64_t session, vocab, half;
-  std::vector<int64_t> sizes;
-  std::vector<int64_t*> buffers;
-  std::vector<Program*> programs;  // by size; null: Python runs these passes
+  Extent extent;  // depth 0: nothing grows
 };
 
 using Clock = std::chrono::steady_clock;
 
 inline double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
-// What sk_pass leaves of each request, as engine/native_rounds.py reads it, before its tokens.
 enum Ended : int64_t { goes_on, by_stop, by_length };
 constexpr int64_t most_passes = 256;
 constexpr int64_t none_left = -1;  // in the place of a pass: a row has no number to choose by
@@ -67,23 +59,19 @@ inline void keep(const Described& model, int64_t slot, int64_t first, const std:
 }
 
 struct Rounds {
-  Described target, draft;
+  Described target;  // session 0: there is none, and a round ends with the trees
+  Forest forest;     // of the draft model
   int64_t* ints;
   double* doubles;
   double* times;  // how many passes were run, seconds up to the last one's beginning; of each which it was, and its seconds
-  Forest forest;
-  std::vector<Kept> requests;
-  struct Turn {
-    int64_t number, depth;
-    Tree* tree;  // null: nothing is drafted
-    Nodes nodes;
-  };
-  std::vector<Turn> turns;
+  std::vector<Request> requests;
+  std::vector<Request*> round;
   const double* scored = nullptr;  // seconds of the target's pass by the nodes of all drafts, where these are weighed
   bool drafting = false;
   std::vector<int64_t> table, numbers;
   std::vector<const void*> passes;  // logits of the draft model's, which are held until the round is over
   std::vector<Tensor> held;         // those of passes that were run here
+  const Program* scorer = nullptr;  // ran the target's pass, if that was run here
   Clock::time_point began;
 
   // The next pass, as Python reads it.
@@ -91,41 +79,33 @@ struct Rounds {
   static int64_t of_target(int64_t size) { return 2 * size + 1; }
 
   int64_t begin(int64_t count, const Asked* asked, const double* level) {
-    std::vector<Ask> asks;
-    std::vector<int64_t> given;
-    turns.clear(), held.clear();
+    round.clear(), held.clear(), scorer = nullptr, passes.clear(), forest.trees.clear();
     times[0] = times[1] = 0, began = Clock::now();
     for (int64_t i = 0; i < count; ++i) {
-      const Extent& extent = asked[i].extent;
-      turns.push_back({asked[i].number, extent.depth, nullptr, {}});
-      Kept& kept = requests[turns[i].number];
-      if (!extent.depth) continue;
-      Ask& ask = kept.ask;
-      (Extent&)ask = extent;
-      ask.missing = kept.behind.size(), ask.stops = kept.stops.size(), ask.tokens = given.size();
-      if (ask.rule == drawn) {
-        const size_t most = (ask.rows + 1) * target.vocab;
-        if (kept.probs.size() < most) kept.probs.resize(most);
-        ask.probs = kept.probs.data();
+      Request& own = requests[asked[i].number];
+      round.push_back(&own);
+      own.grows = asked[i].extent.depth;
+      if (!own.grows) continue;
+      (Grown&)own = {}, own.nodes = {}, (Extent&)own.ask = asked[i].extent;
+      if (target.session && own.ask.rule == drawn) {
+        const size_t most = (own.ask.rows + 1) * target.vocab;
+        if (own.drawn_from.size() < most) own.drawn_from.resize(most);
+        own.ask.probs = own.drawn_from.data();
       }
-      given.insert(given.end(), kept.behind.begin(), kept.behind.end());
-      given.insert(given.end(), kept.stops.begin(), kept.stops.end());
-      asks.push_back(ask);
+      forest.trees.push_back(&own);
     }
-    drafting = !asks.empty(), passes.clear();
-    if (!drafting) return score();
-    const int64_t size = sk_plant((int64_t)&forest, asks.size(), asks.data(), given.size(), given.data(), level);
-    size_t next = 0;
-    for (Turn& turn : turns)
-      if (turn.depth) turn.tree = &forest.trees[next++];
-    return size < 0 ? none_left : of_draft(size);
+    forest.seconds = level, drafting = !forest.trees.empty();
+    return drafting ? after(forest.begin()) : score();
   }
+
+  // What follows when a level of all trees was begun, in a pass of so many rows.
+  int64_t after(int64_t size) { return size < 0 ? none_left : size ? of_draft(size) : target.session ? score() : 0; }
 
   // Goes on from a pass that was described, as far as passes are run here: the next one for Python, or what ends the round.
   int64_t run(int64_t code) {
     while (code > 0) {
       const bool scoring = code % 2;
-      const Described& model = scoring ? target : draft;
+      const Described& model = scoring ? target : forest.model;
       if (scoring) times[1] = seconds_since(began);
       const int64_t size = code / 2, which = std::lower_bound(model.sizes.begin(), model.sizes.end(), size) - model.sizes.begin();
       const int64_t* ids = model.buffers[which];
@@ -134,6 +114,7 @@ struct Rounds {
       const auto start = Clock::now();
       program->run(size, ids, ids + size, -1, nullptr, nullptr);
       held.push_back(program->logits());
+      if (scoring) scorer = program;
       took(code, seconds_since(start));
       code = take(held.back().data());
     }
@@ -153,28 +134,29 @@ struct Rounds {
       return none_left;
     }
     passes.push_back(logits);
-    const int64_t size = sk_grow((int64_t)&forest, draft.half, logits);
-    return size < 0 ? none_left : size ? of_draft(size) : score();
+    return after(forest.model.half ? forest.grow((const bf16*)logits) : forest.grow((const float*)logits));
   }
 
   // Nodes of the complete trees.
   void choose() {
-    std::vector<const Tree*> trees;
-    for (const Turn& turn : turns)
-      if (turn.tree) trees.push_back(turn.tree);
-    auto orders = chosen(trees, turns.size(), scored);
+    std::vector<const Tree*> trees{forest.trees.begin(), forest.trees.end()};
+    auto orders = chosen(trees, round.size(), scored);
     size_t next = 0;
-    for (Turn& turn : turns)
-      if (turn.tree) name(*turn.tree, std::move(orders[next++]), turn.nodes);
+    for (Request* own : round)
+      if (own->grows) name(*own, std::move(orders[next++]));
   }
 
-  static void name(const Tree& tree, std::vector<int64_t>&& candidates, Nodes& to) {
+  static void name(Request& own, std::vector<int64_t>&& candidates) {
+    Nodes& to = own.nodes;
+    const bool of_rows = own.ask.rule == drawn;  // else they are point masses
     to.candidates = std::move(candidates);
-    std::vector<int64_t> node_of(tree.tokens.size(), -1), depths;
+    to.distinct = of_rows && own.ask.shape == fixed_shape, to.probs = of_rows ? own.ask.probs : nullptr;
+    std::vector<int64_t> node_of(own.tokens.size(), -1), depths;
     for (int64_t candidate : to.candidates) {
-      const int64_t above = tree.parents[candidate], parent = above < 0 ? -1 : node_of[above];
-      node_of[candidate] = to.tokens.size();
-      to.tokens.push_back(tree.tokens[candidate]), to.parents.push_back(parent);
+      const int64_t above = own.parents[candidate], parent = above < 0 ? -1 : node_of[above], node = to.tokens.size();
+      node_of[candidate] = node;
+      to.tokens.push_back(own.tokens[candidate]), to.parents.push_back(parent);
+      to.draws.insert(to.draws.end(), {node, of_rows ? place_of(own, candidate) : -1});
       depths.push_back(parent < 0 ? 1 : depths[parent] + 1);
       to.depth = std::max(to.depth, depths.back());
     }
@@ -186,23 +168,21 @@ struct Rounds {
     choose();
     table.clear();
     int64_t rows = 0;
-    for (const Turn& turn : turns) {
-      const Kept& kept = requests[turn.number];
-      const int64_t own = turn.nodes.tokens.size() + 1;
-      table.insert(table.end(), {kept.slot, own, kept.length() - 1, 0});
-      rows += own;
+    for (const Request* own : round) {
+      const int64_t count = own->nodes.tokens.size() + 1;
+      table.insert(table.end(), {own->slot, count, own->length() - 1, 0});
+      rows += count;
     }
-    for (const Turn& turn : turns) {
-      table.push_back(requests[turn.number].behind.back());
-      table.insert(table.end(), turn.nodes.tokens.begin(), turn.nodes.tokens.end());
+    for (const Request* own : round) {
+      table.push_back(own->missing.back());
+      table.insert(table.end(), own->nodes.tokens.begin(), own->nodes.tokens.end());
     }
-    for (const Turn& turn : turns) {
+    for (const Request* own : round) {
       table.push_back(-1);
-      for (int64_t parent : turn.nodes.parents) table.push_back(parent + 1);
+      for (int64_t parent : own->nodes.parents) table.push_back(parent + 1);
     }
-    const size_t size = std::lower_bound(target.sizes.begin(), target.sizes.end(), rows) - target.sizes.begin();
-    sk_rows(target.session, turns.size(), table.data(), target.sizes[size], target.buffers[size]);
-    return of_target(target.sizes[size]);
+    const int64_t size = target.describe(table, round.size(), rows);
+    return size < 0 ? none_left : of_target(size);
   }
 
   // 0, or that a row has no number to choose by: then nothing is committed.
@@ -211,29 +191,21 @@ struct Rounds {
     std::vector<Case> cases;
     numbers.clear();
     int64_t row = 0;
-    for (const Turn& turn : turns) {
-      const Kept& kept = requests[turn.number];
-      const Nodes& own = turn.nodes;
-      const int64_t nodes = own.tokens.size();
-      Case judged = kept.judged;
-      judged.row = row, judged.position = kept.length(), judged.numbers = numbers.size();
-      judged.nodes = nodes, judged.draws = 0, judged.distinct = 0, judged.probs = nullptr;
-      numbers.insert(numbers.end(), own.tokens.begin(), own.tokens.end());
-      numbers.insert(numbers.end(), own.parents.begin(), own.parents.end());
-      if (nodes && (judged.rule == by_ratio || judged.rule == by_block)) {
-        const bool of_rows = kept.ask.rule == drawn;  // else they are point masses
-        judged.draws = nodes, judged.distinct = of_rows && kept.ask.shape == fixed_shape, judged.probs = of_rows ? kept.probs.data() : nullptr;
-        for (int64_t i = 0; i < nodes; ++i) numbers.insert(numbers.end(), {i, of_rows ? place_of(*turn.tree, own.candidates[i]) : -1});
-      }
+    for (const Request* own : round) {
+      const Nodes& nodes = own->nodes;
+      Case judged = own->judged;
+      judged.row = row, judged.position = own->length(), judged.numbers = numbers.size();
+      judged.nodes = nodes.tokens.size(), judged.draws = nodes.draws.size() / 2, judged.distinct = nodes.distinct, judged.probs = nodes.probs;
+      for (const auto* part : {&nodes.tokens, &nodes.parents, &nodes.draws}) numbers.insert(numbers.end(), part->begin(), part->end());
       cases.push_back(judged);
-      row += nodes + 1;
+      row += judged.nodes + 1;
     }
     const auto verdicts = judge(cases.size(), cases.data(), numbers.data(), logits, target.vocab);
     for (const Verdict& verdict : verdicts)
       if (!verdict.decided) return none_left;
     int64_t* to = ints + 2;
     double* real = doubles;
-    for (size_t i = 0; i < turns.size(); ++i) write(turns[i], verdicts[i], to, real);
+    for (size_t i = 0; i < round.size(); ++i) write(*round[i], verdicts[i], to, real);
     ints[0] = to - ints, ints[1] = real - doubles;
     return 0;
   }
@@ -246,6 +218,7 @@ struct Rounds {
 
   // The draft model's probability of a candidate.
   double prob_of(const Tree& tree, int64_t candidate) const {
+    const Described& draft = forest.model;
     const int64_t n = std::min(draft.vocab, target.vocab);
     for (const Place& place : tree.places)
       if (place.row && place.start == candidate) {
@@ -258,15 +231,14 @@ struct Rounds {
   }
 
   // The draft model's rows of the accepted path, as far as it was read.
-  static std::vector<int64_t> read_of(const Turn& turn, const std::vector<int64_t>& path) {
-    std::vector<int64_t> rows;
+  static std::vector<int64_t> read_of(const Request& own, const std::vector<int64_t>& path) {
+    std::vector<int64_t> read;
     for (int64_t node : path) {
-      const auto& all = turn.tree->rows;
-      const auto found = std::find(all.begin(), all.end(), turn.nodes.candidates[node]);
-      if (found == all.end()) break;
-      rows.push_back(found - all.begin());
+      const auto found = std::find(own.rows.begin(), own.rows.end(), own.nodes.candidates[node]);
+      if (found == own.rows.end()) break;
+      read.push_back(found - own.rows.begin());
     }
-    return rows;
+    return read;
   }
 
   // What the draft model listed at every place that the target came to, and which of it was the target's choice, as DraftTreeState.learn
@@ -287,42 +259,43 @@ struct Rounds {
   }
 
   // Commits one verdict, and leaves for Python: how many tokens count, why the text ends there, nodes, their depth, accepted and
-  // refused ones, the ending, tokens that the draft has read, both streams, then the tokens, and what `tell` says; their chances, the draft's
+  // refused ones, the ending, tokens that the draft has read, both streams, then the tokens, accepted and refused nodes, and what `tell` says; their chances, the draft's
   // of the path, and what `tell` says.
-  void write(const Turn& turn, const Verdict& found, int64_t*& to, double*& real) {
-    Kept& kept = requests[turn.number];
-    const Nodes& own = turn.nodes;
+  void write(Request& own, const Verdict& found, int64_t*& to, double*& real) {
+    const Nodes& nodes = own.nodes;
     const int64_t accepted = found.path.size();
     std::vector<int64_t> tokens, rows{0};
-    for (int64_t node : found.path) tokens.push_back(own.tokens[node]), rows.push_back(node + 1);
+    for (int64_t node : found.path) tokens.push_back(nodes.tokens[node]), rows.push_back(node + 1);
     tokens.push_back(found.token);
-    const int64_t room = kept.last - kept.length(), most = std::min<int64_t>(room, tokens.size());
+    const int64_t room = own.last - own.length(), most = std::min<int64_t>(room, tokens.size());
     int64_t used = 0;
     bool stopped = false;
-    while (used < most && !stopped) stopped = std::find(kept.stops.begin(), kept.stops.end(), tokens[used++]) != kept.stops.end();
+    while (used < most && !stopped) stopped = std::find(own.stops.begin(), own.stops.end(), tokens[used++]) != own.stops.end();
     const Ended ended = stopped ? by_stop : (int64_t)tokens.size() >= room ? by_length : goes_on;
-    kept.judged.stream = found.stream;
-    keep(target, kept.slot, kept.length() - 1, rows);
-    if (turn.tree) {
+    own.judged.stream = found.stream;
+    keep(target, own.slot, own.length() - 1, rows);
+    if (own.grows) {
       // All missing tokens were read, and nodes of the path but its end.
-      const std::vector<int64_t> read = read_of(turn, found.path);
-      keep(draft, kept.ask.slot, kept.ask.first, read);
-      kept.ask.held = kept.ask.first + read.size(), kept.ask.stream = turn.tree->ask.stream;
-      kept.behind.assign(tokens.begin() + read.size(), tokens.end());
-    } else if (kept.ask.slot >= 0) {
-      kept.behind.insert(kept.behind.end(), tokens.begin(), tokens.end());
+      const std::vector<int64_t> read = read_of(own, found.path);
+      keep(forest.model, own.ask.slot, own.ask.first, read);
+      own.ask.held = own.ask.first + read.size();
+      own.missing.assign(tokens.begin() + read.size(), tokens.end());
+    } else if (own.ask.slot >= 0) {
+      own.missing.insert(own.missing.end(), tokens.begin(), tokens.end());
     } else {
-      kept.behind.assign(1, tokens.back());
+      own.missing.assign(1, tokens.back());
     }
-    kept.ask.first += tokens.size();
-    for (int64_t x : {used, int64_t(ended), int64_t(own.tokens.size()), own.depth, accepted, int64_t(found.refused.size()), int64_t(found.ending),
-                      kept.ask.held, int64_t(kept.judged.stream), int64_t(kept.ask.stream)})
+    own.ask.first += tokens.size();
+    for (int64_t x : {used, int64_t(ended), int64_t(nodes.tokens.size()), nodes.depth, accepted, int64_t(found.refused.size()), int64_t(found.ending),
+                      own.ask.held, int64_t(own.judged.stream), int64_t(own.ask.stream)})
       *to++ = x;
     to = std::copy(tokens.begin(), tokens.end(), to);
+    for (const auto* part : {&found.path, &found.refused}) to = std::copy(part->begin(), part->end(), to);
     real = std::copy(found.chances.begin(), found.chances.end(), real);
-    for (int64_t node : found.path) *real++ = prob_of(*turn.tree, own.candidates[node]);
-    if (turn.tree) tell(*turn.tree, tokens, to, real);
+    for (int64_t node : found.path) *real++ = own.grows ? prob_of(own, nodes.candidates[node]) : 0;
+    if (own.grows) tell(own, tokens, to, real);
     else *to++ = 0;
+    own.nodes = {};
   }
 };
 
@@ -331,43 +304,81 @@ struct Rounds {
 extern "C" {
 
 // Rounds of a target and a draft model. Of each: session (0: none), V, whether logits are bf16, number of sizes, sizes, buffers,
-// programs (0: none). `ints` and `doubles`: where sk_pass leaves what was committed; `times`: see Rounds, of up to 256 passes.
+// programs (0: none). Without a target its V is the width of what candidates are drawn from. `ints` and `doubles`: where sk_pass leaves what
+// was committed; `times`: see Rounds, of up to 256 passes.
 int64_t sk_rounds(const int64_t* of_target, const int64_t* of_draft, int64_t* ints, double* doubles, double* times) {
   auto model = [](const int64_t* from) {
     const int64_t count = from[3], *sizes = from + 4, *buffers = sizes + count, *programs = buffers + count;
     return Described{from[0], from[1], from[2], {sizes, buffers}, {(int64_t**)buffers, (int64_t**)programs},
                      {(Program**)programs, (Program**)programs + count}};
   };
-  const Described target = model(of_target), draft = model(of_draft);
-  const Forest forest{draft.session, draft.vocab, target.vocab, nullptr, draft.sizes, draft.buffers, {}, {}, {}, {}, true};
-  return (int64_t) new Rounds{target, draft, ints, doubles, times, forest};
+  const Described target = model(of_target);
+  return (int64_t) new Rounds{target, {model(of_draft), target.vocab, target.session != 0, nullptr, {}}, ints, doubles, times};
 }
 
 void sk_free_rounds(int64_t rounds) { delete (Rounds*)rounds; }
 
 // A request of `length` tokens that drafts nothing yet, and its number; `judged` as in sk_verify, of which rounds change what differs between
-// them, `slot` and `last` as in Kept; its last token and its stops.
+// them, `slot` and `last` as in Request; its last token and its stops.
 int64_t sk_enter(int64_t rounds, const void* judged, int64_t slot, int64_t length, int64_t last, int64_t token, int64_t count, const void* stops) {
   auto& all = ((Rounds*)rounds)->requests;
   size_t number = 0;
   while (number < all.size() && all[number].taken) ++number;
   if (number == all.size()) all.emplace_back();
-  Kept& kept = all[number];
-  kept.taken = true, kept.ask = {}, kept.ask.slot = -1, kept.ask.first = length;
-  kept.judged = *(const Case*)judged, kept.slot = slot, kept.last = last;
-  kept.stops.assign((const int64_t*)stops, (const int64_t*)stops + count);
-  kept.behind.assign(1, token);
+  Request& own = all[number];
+  own.taken = true, own.nodes = {}, own.ask = {}, own.ask.slot = -1, own.ask.first = length;
+  own.judged = *(const Case*)judged, own.slot = slot, own.last = last;
+  own.stops.assign((const int64_t*)stops, (const int64_t*)stops + count);
+  own.missing.assign(1, token);
   return number;
 }
 
-// It drafts from now on: its tree as in sk_plant, with the tokens that it names.
-void sk_seat(int64_t rounds, int64_t number, const void* ask, const int64_t* tokens) {
-  Kept& kept = ((Rounds*)rounds)->requests[number];
-  kept.ask = *(const Ask*)ask;
-  kept.behind.assign(tokens, tokens + kept.ask.missing);
+// Its trees grow from here on, behind `missing` tokens that the draft model has not read, which end in `tokens`; then come its stops. Without
+// a target requests are numbered by the caller.
+void sk_seat(int64_t rounds, int64_t number, const void* root, int64_t missing, int64_t stops, const void* tokens) {
+  auto& all = ((Rounds*)rounds)->requests;
+  if (number >= (int64_t)all.size()) all.resize(number + 1);
+  Request& own = all[number];
+  const int64_t *from = (const int64_t*)tokens, *ends = from + missing;
+  (Root&)own.ask = *(const Root*)root;
+  own.missing.assign(from, ends), own.stops.assign(ends, ends + stops);
 }
 
+// The draft of its next round, which did not grow here, as `sk_verify` takes it.
+void sk_draft(int64_t rounds, int64_t number, const void* judged, const int64_t* numbers) {
+  const Case& given = *(const Case*)judged;
+  const int64_t *parents = numbers + given.nodes, *draws = parents + given.nodes;
+  Nodes& to = ((Rounds*)rounds)->requests[number].nodes;
+  to = {{}, {numbers, parents}, {parents, draws}, {draws, draws + 2 * given.draws}, given.distinct, 0, given.probs};
+  std::vector<int64_t> depths;
+  for (int64_t parent : to.parents) {
+    depths.push_back(parent < 0 ? 1 : depths[parent] + 1);
+    to.depth = std::max(to.depth, depths.back());
+  }
+}
+
+// Copies the hidden states of the target's pass, which was run here in the last round.
+void sk_states(int64_t rounds, void* const* to) { ((Rounds*)rounds)->scorer->states(to); }
+
 void sk_leave(int64_t rounds, int64_t number) { ((Rounds*)rounds)->requests[number].taken = false; }
+
+// One tree, as drafters/native_trees.py reads it: how many whole numbers, and how many others, which lie at `ints` and `doubles`.
+void sk_grown(int64_t rounds, int64_t number, int64_t* counts, const int64_t** ints, const double** doubles) {
+  static thread_local std::vector<int64_t> whole;
+  static thread_local std::vector<double> real;
+  const Tree& tree = ((Rounds*)rounds)->requests[number];
+  whole = {tree.levels, (int64_t)tree.tokens.size(), (int64_t)tree.rows.size(), (int64_t)tree.places.size(), (int64_t)tree.ask.stream};
+  real = {tree.ask.floor};
+  for (const auto* part : {&tree.tokens, &tree.parents, &tree.ranks, &tree.rows}) whole.insert(whole.end(), part->begin(), part->end());
+  for (const auto* part : {&tree.chances, &tree.values, &tree.probs}) real.insert(real.end(), part->begin(), part->end());
+  for (const Place& place : tree.places) {
+    whole.insert(whole.end(), {place.candidate, place.start, (int64_t)place.tokens.size()});
+    whole.insert(whole.end(), place.tokens.begin(), place.tokens.end());
+    real.insert(real.end(), place.scores.begin(), place.scores.end());
+  }
+  counts[0] = whole.size(), counts[1] = real.size();
+  *ints = whole.data(), *doubles = real.data();
+}
 
 // Begins a round of requests, and runs it as far as passes are run here. The pass that Python has to run, which is described: twice its rows,
 // and one more where it is the target's; 0: the round is over; -1: none. Where anything is weighed, seconds of the draft model's passes by

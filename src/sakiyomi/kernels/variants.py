@@ -1,7 +1,7 @@
 """The builds of the kernels, for kinds of processors, and how one is made.
 
-A wheel brings all of those for x86-64 with it; elsewhere the one that fits is compiled when it is first needed. This
-file needs the standard library alone: ``setup.py`` loads it by its path, and as a script it makes one build.
+A wheel contains all builds for x86-64. On other machines the build that fits is compiled when it is first needed. This
+file only needs the standard library: ``setup.py`` loads it by its path, and as a script it makes one build.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 PREBUILT = Path(__file__).with_name("prebuilt")
-"""Where a wheel has its builds."""
+"""Folder of the builds in a wheel."""
 NATIVE = "native"
-"""The build for the very processor that compiles it, where none of ``VARIANTS`` is meant."""
+"""The build for the processor that compiles it, on systems without ``VARIANTS``."""
 
 
 class Variant(NamedTuple):
@@ -30,7 +30,7 @@ class Variant(NamedTuple):
     needs: frozenset[str]
 
     def and_also(self, *options: str, needs: str) -> Variant:
-        """One with more."""
+        """A build with further options and needs."""
         return Variant((*self.options, *options), self.needs | set(needs.split()))
 
 
@@ -48,7 +48,7 @@ VARIANTS = {"amx": _AMX, "zen4": _ZEN4, "avx512": _AVX512, "avx2": _AVX2}
 
 @functools.cache
 def cpuinfo() -> list[str]:
-    """What Linux tells of the processor; no lines on other systems."""
+    """Lines of Linux about the processor; none on other systems."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -56,16 +56,14 @@ def cpuinfo() -> list[str]:
 
 
 def features() -> frozenset[str]:
-    """What the processor can do, and who made it, as Linux calls it; empty where it is not known."""
+    """Features and vendor of the processor, by their names in Linux; empty if not known."""
     facts = dict(line.partition(":")[::2] for line in reversed(cpuinfo()))  # of the first core
     found = {name.strip(): value.split() for name, value in facts.items()}
     return frozenset(word for name in ("vendor_id", "flags", "Features") for word in found.get(name, ()))
 
 
 def multiplies_bf16() -> bool:
-    """Whether the processor is known to have products of bfloat16; elsewhere torch takes several times as long for them
-    as in float32.
-    """
+    """Whether the processor has products of bfloat16; without them torch takes several times as long as in float32."""
     return not features().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -97,16 +95,21 @@ def _options(variant: str) -> list[str]:
 
 
 @functools.cache
+def sources() -> tuple[str, ...]:
+    """The texts of the kernels' source files."""
+    return tuple(path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
+
+
+@functools.cache
 def stem(variant: str) -> str:
-    """The name of a build's file, up to the digest of its content: one of other sources or options has another name."""
-    sources = (path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
+    """The name of a build's file without the digest of its content; it depends on the sources and options."""
     machine = (platform.machine(), *sorted(features())) if variant == NATIVE else ()
-    key = "\0".join((*sources, *_options(variant), *machine))
+    key = "\0".join((*sources(), *_options(variant), *machine))
     return f"cpu-{variant}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 def digest(path: Path) -> str:
-    """Of a file's content: one that is damaged would end the process that loads it."""
+    """The digest of a file's content: a damaged library would crash the process that loads it."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 

@@ -1,8 +1,7 @@
-"""Memory for packed weights: few large pieces on huge pages, where the system gives them.
+"""Memory for packed weights: a few large pieces on huge pages, if the system has them.
 
-A decoding pass reads all weights once, and on pages of 4 KiB a core waits for addresses: on huge ones it reads a fifth
-more in the same time (benchmarks/log/passes-cpu.md). Pages are asked for with ``madvise``,
-since most systems give them to nobody else.
+A decoding pass reads all weights once. On pages of 4 KiB a core waits for addresses; on huge pages it reads a fifth
+more in the same time (benchmarks/log/passes-cpu.md). ``madvise`` asks for huge pages, as most systems require.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ ALIGNED = 64  # a line of the cache
 class WeightMemory:
     """Hands out tensors that are freed with the last one of their piece.
 
-    Pieces grow with what was asked for, so that a small model reserves little; what is not written takes no memory.
+    Pieces grow with the memory in use, so that a small model reserves little; pages that are not written take none.
     """
 
     def __init__(self) -> None:
-        self._piece = torch.empty(0, dtype=torch.uint8)  # what is left of the last one
+        self._piece = torch.empty(0, dtype=torch.uint8)  # the rest of the last one
         self._given = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -46,7 +45,7 @@ class WeightMemory:
 
 
 def _piece(size: int) -> Tensor | None:
-    """Bytes from a border of huge pages on, at least so many; None: there are none such."""
+    """At least so many bytes, from the border of a huge page on; None: there are no huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     try:
@@ -54,6 +53,6 @@ def _piece(size: int) -> Tensor | None:
         whole = torch.frombuffer(held, dtype=torch.uint8)
         skipped = -whole.data_ptr() % PAGE
         held.madvise(mmap.MADV_HUGEPAGE, skipped, len(whole) - skipped)
-    except OSError:  # no memory, of which torch tells more; or a system without such pages
+    except OSError:  # no memory, which torch reports better, or a system without huge pages
         return None
     return whole[skipped:]

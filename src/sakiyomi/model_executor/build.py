@@ -32,21 +32,21 @@ from sakiyomi.model_executor.session import ALL_SIZES, SIZES
 from sakiyomi.model_executor.weights import ModelWeights, on_cpu, on_gpu
 
 logger = logging.getLogger("sakiyomi")
-ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs more than it brings
+ROWS_EACH = 4  # rows of a request where many share a pass: a further row costs more than it saves
 
 
 class RunnerOptions(TypedDict, total=False):
-    """Options of a session; all may be left out.
+    """Options of a session; all are optional.
 
     Attributes:
-        max_slots: requests at once at most; 8.
+        max_slots: most requests at once; 8 by default.
         exact: see ``Session``.
         owned, prepared, quantize: see ``ModelWeights``.
-        text: token ids on which quantizing is judged, and the levels of a quantized cache are fitted.
+        text: token ids on which quantization is measured and the levels of a quantized cache are fitted.
         eviction: keeps the cache within a budget; None: all pairs stay.
-        offloaded: where the cache's files lie; None: it lies in memory.
-        max_context: tokens that a text is to have at most; None: as many as our cache can have.
-        make_cache: takes the arguments of ``SlotCache``.
+        offloaded: files that hold the cache; None: it lies in memory.
+        max_context: most tokens of a text; None: as many as our cache supports.
+        make_cache: class of the cache; takes the arguments of ``SlotCache``.
     """
 
     max_slots: int
@@ -68,13 +68,13 @@ def build_runner(model: Any, *, compile: bool | str = "auto", **options: Unpack[
 
     Args:
         model: see ``ModelWeights``.
-        compile: "auto": passes that come often are recorded; False: all are eager.
+        compile: "auto": frequent passes are recorded; False: all passes are eager.
         **options: see ``RunnerOptions``.
 
     Raises:
         InputError: see ``check_compile``.
-        UnsupportedError: the model's attention cannot be served, nothing here can compute with 8 bits, or its cache
-            cannot lie in files.
+        UnsupportedError: the model's attention is not supported, quantized weights are not, or its cache cannot lie in
+            files.
     """
     check_compile(compile)
     build = functools.partial(_build, model, records=bool(compile), **options)
@@ -108,31 +108,20 @@ def build_runner(model: Any, *, compile: bool | str = "auto", **options: Unpack[
     ) from refusal
 
 
-def _build(
-    model: Any,
-    *,
-    records: bool,
-    way: str | None = None,
-    max_slots: int = 8,
-    exact: bool = False,
-    owned: bool = False,
-    prepared: Prepared | None = None,
-    quantize: str | None = None,
-    text: Sequence[int] = (),
-    eviction: EvictionPlan | None = None,
-    offloaded: MappedFiles | None = None,
-    max_context: int | None = None,
-    make_cache: Callable[..., SlotCache] = SlotCache,
-) -> ModelRunner:
+def _build(model: Any, *, records: bool, way: str | None = None, **options: Unpack[RunnerOptions]) -> ModelRunner:
     """See ``build_runner``; ``way``: see ``ModelWeights``."""
-    # Policies look at the keys of each head; products with latents are no sums row by row; layers that are to be
-    # quantized are measured in the model's own forward, which has none.
+    max_slots, exact = options.get("max_slots", 8), options.get("exact", False)
+    prepared, quantize = options.get("prepared"), options.get("quantize")
+    eviction, offloaded = options.get("eviction"), options.get("offloaded")
+    # Latents exclude three options. Policies read the keys of each head. Products with latents depend on the other rows
+    # of a pass. Quantization is measured in the model's own forward, which has no latents.
     latents = eviction is None and not exact and quantize is None
-    read = functools.partial(ModelWeights, model, owned=owned, prepared=prepared, quantize=quantize, text=text)
-    weights = read(way=way, latents=latents, max_context=max_context)
+    read = functools.partial(ModelWeights, model, prepared=prepared, quantize=quantize, way=way, latents=latents)
+    owned, text, max_context = options.get("owned", False), options.get("text", ()), options.get("max_context")
+    weights = read(owned=owned, text=text, max_context=max_context)
     if offloaded is not None:
         _check_files(weights)
-    # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
+    # The first use on a machine starts in plain torch, while the kernels are being built.
     waits = records and not exact and not quantize and prepared is None
     weights.unsettled = waits and (on_gpu(weights) or on_cpu(weights)) and not native_at_hand()
     if weights.unsettled:
@@ -143,20 +132,21 @@ def _build(
             weights.quantizing.check(weights.module, weights.packed)
         weights.expect(bool(weights.stateful))
     capacity = Capacity()
-    if eviction is not None:  # what is tried out below is read at once
+    if eviction is not None:  # the self-tests below read their text in one pass
         alone = max(len(weights.text) if quantize else 0, TRIAL if exact else 0)
         slots = max_slots + int(weights.encoder is not None)
         capacity = eviction.capacity(weights.shapes, weights.dtype.itemsize, slots, alone=alone)
-    # States of other layers are computed in Python, which no capture on a device replays.
+    # States of recurrent layers are computed in Python, which a captured pass would not replay.
     evicts = eviction is not None or bool(weights.stateful)
     spare = choose_backend(weights.needs(exact=exact, evicts=evicts)).spare
+    make_cache = options.get("make_cache", SlotCache)
     cache, sources = _caches(weights, max_slots, capacity, offloaded, spare, make_cache)
     sizes: tuple[int, ...] = SIZES
-    if spare:  # captures cost no compiler's seconds: there all have larger ones
+    if spare:  # a capture is cheap, so there are larger sizes too
         sizes = (*SIZES, 128, 256)
     elif isinstance(weights.module, RecordedModel) and not exact:
         sizes = ALL_SIZES
-    elif max_slots * ROWS_EACH > SIZES[-1] and not exact:  # what many requests draft has no place in the common sizes
+    elif max_slots * ROWS_EACH > SIZES[-1] and not exact:  # the drafts of many requests need a larger pass
         sizes = (*SIZES, 128)
     runner = ModelRunner(
         weights,
@@ -170,7 +160,7 @@ def _build(
     )
     cache.on_move = runner.moved
     if sources is not None:
-        sources.on_move = lambda moved: runner.sources_moved(sources)
+        sources.on_move = lambda moved: runner.backend.attach_sources(sources)
     runner.take_backend()
     if weights.quantizing is not None:
         with cache.lent(len(weights.text)) as slot:
@@ -189,10 +179,10 @@ def _build(
 
 
 def check_compile(compile: object) -> None:
-    """Refuse what is neither "auto" nor False.
+    """Check the option ``compile``.
 
     Raises:
-        InputError: it is.
+        InputError: it is neither "auto" nor False.
     """
     if compile is True:
         raise InputError("compile=True: recorded passes are as fast or faster than compiled ones; use compile='auto'")
@@ -201,7 +191,7 @@ def check_compile(compile: object) -> None:
 
 
 def _check_context(config: Any, wanted: int | None) -> None:
-    """Refuse texts on our cache whose positions all change when they grow."""
+    """Refuse contexts on our cache in which all positions change when a text grows."""
     limit = rope_limit(config.get_text_config())
     if wanted is not None and wanted > limit:
         raise UnsupportedError(
@@ -211,14 +201,14 @@ def _check_context(config: Any, wanted: int | None) -> None:
 
 
 def _check_crossing(model: Any, wanted: int | None) -> None:
-    """Refuse classes whose ``generate`` keeps its cache when a text grows beyond the limit, where factors change.
+    """Refuse classes whose ``generate`` keeps its cache when a text grows beyond the limit where its factors change.
 
-    Their texts depend on what of them was the prompt, which nothing here knows any more when it reads one anew.
+    Their texts depend on where the prompt ended, which is not known here when a text is read again.
     """
     limit = rope_limit(model.config.get_text_config())
     if wanted is None or wanted <= limit:
         return
-    from transformers import GenerationMixin  # which models that start from a recording do without
+    from transformers import GenerationMixin  # not imported for models that start from a recording
 
     own: Any = getattr(type(model), "prepare_inputs_for_generation", None)
     if own is GenerationMixin.prepare_inputs_for_generation:
@@ -277,7 +267,7 @@ def _check_files(weights: ModelWeights) -> None:
 
 
 def _make_exact(runner: ModelRunner) -> None:
-    """Keep only row counts at which rows are independent, found by a self-test on the path that will run."""
+    """Keep only row counts at which a self-test finds each row independent of the others."""
     name = type(runner.module).__name__
     if runner.weights.has_experts and not runner.weights.packed_experts:
         raise UnsupportedError(

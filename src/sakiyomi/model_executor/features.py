@@ -1,28 +1,28 @@
-"""Captured hidden states of a pass: the input of the head over the vocabulary, and outputs of layers."""
+"""Captured hidden states of a pass: the input of the head over the vocabulary, and the outputs of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 HEAD = -1
-"""In the place of a layer's number: what the head over the vocabulary reads."""
+"""Stands for a layer's number: the input of the head over the vocabulary."""
 
 
 class PassOutput:
-    """What one pass gives.
+    """The results of one pass.
 
     Args:
         logits: see ``whole``.
-        features: hidden states by decoder layer, counted from 0: what it gives for each row of the pass, (rows,
-            hidden); under ``HEAD`` what the head read for each row of ``logits``.
-        rows: of the pass; None: as many as there are logits.
+        features: hidden states by decoder layer, counted from 0: its output for each row of the pass, (rows, hidden);
+            under ``HEAD`` the input of the head for each row of ``logits``.
+        rows: number of rows of the pass; None: as many as ``logits`` has.
 
     Attributes:
-        whole: logits as the pass has left them, (rows, V), or (1, rows and those that only fill the pass up, V).
+        whole: logits as the pass returns them, (rows, V), or with filler rows (1, rows or more, V).
     """
 
     __slots__ = ("_rows", "features", "whole")
@@ -37,7 +37,7 @@ class PassOutput:
 
     @classmethod
     def empty(cls, vocab_size: int) -> PassOutput:
-        """Of a pass without rows."""
+        """The output of a pass without rows."""
         return cls(torch.empty(0, vocab_size), {})
 
     @classmethod
@@ -47,41 +47,30 @@ class PassOutput:
         return cls(torch.cat([part.logits for part in parts]), features)
 
 
-class PassStates(Mapping[int, Tensor]):
-    """Hidden states of a pass by layer, cut to its own rows when they are asked for, which is rare.
+def states_by_layer(
+    layers: Sequence[int], states: Sequence[Tensor], rows: int, keep: Tensor | None = None
+) -> dict[int, Tensor]:
+    """Hidden states of a pass by layer, without those of rows that only fill the pass up.
 
     Args:
-        layers: that ran and are captured.
+        layers: that are captured, and ran.
         states: of each, (1, rows or more, hidden).
         rows: of the pass.
         keep: rows that the head read; None: all.
     """
-
-    __slots__ = ("_keep", "_layers", "_rows", "_states")
-
-    def __init__(self, layers: Sequence[int], states: Sequence[Tensor], rows: int, keep: Tensor | None = None) -> None:
-        self._layers, self._states, self._rows, self._keep = layers, states, rows, keep
-
-    def __getitem__(self, layer: int) -> Tensor:
-        reached = dict(zip(self._layers, self._states, strict=True))
-        state, keep = reached[layer][0], self._keep
-        if layer == HEAD and keep is not None:
-            return state[keep] if len(keep) != len(state) else state
-        return state[: self._rows]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
+    found = {layer: state[0, :rows] for layer, state in zip(layers, states, strict=True)}
+    if keep is not None and HEAD in found:
+        head = states[layers.index(HEAD)][0]
+        found[HEAD] = head[keep] if len(keep) != len(head) else head
+    return found
 
 
 class HiddenStateCapture:
-    """Notes hidden states of each pass, in recorded passes too, where they become outputs.
+    """Captures hidden states of each pass; in recorded passes they are outputs.
 
     Attributes:
-        layers: what is captured, in the order of ``take``.
-        wanted: decoder layers to be captured beside the head's input, from the next ``listen`` on.
+        layers: captured layers, in the order of ``take``.
+        wanted: decoder layers that the next ``listen`` captures beside the head's input.
     """
 
     def __init__(self) -> None:
@@ -91,7 +80,7 @@ class HiddenStateCapture:
         self._states: dict[int, Tensor] = {}  # by layer
 
     def listen(self, head: nn.Module) -> None:
-        """Capture from now on what this head reads and what the wanted layers give, and nothing else."""
+        """Capture the input of this head and the outputs of the wanted layers from now on, and nothing else."""
         self.leave()
         layers = self.wanted
 
@@ -109,14 +98,14 @@ class HiddenStateCapture:
         self._hooks += [module.register_forward_hook(gave(layer)) for layer, module in layers.items()]
 
     def leave(self) -> None:
-        """Capture nothing any more."""
+        """Stop capturing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.layers = [], ()
         self._states.clear()
 
     def begin(self) -> None:
-        """Forget the states of the pass before."""
+        """Drop the states of the previous pass."""
         self._states.clear()
 
     def give(self, states: Sequence[Tensor]) -> None:

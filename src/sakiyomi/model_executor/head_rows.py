@@ -1,6 +1,6 @@
-"""Rows of a model's head over the vocabulary, read and written where they lie as the model runs.
+"""Rows of a model's head over the vocabulary, read and written in place while the model is in use.
 
-Nobody else reads them there: where the embedding has the same weights it keeps its own.
+Only the head reads them there: an embedding with tied weights keeps its own copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sakiyomi.model_executor.runner import ModelRunner
 
 
 class HeadRows:
-    """The rows of a head, one of each token.
+    """The rows of a head, one for each token.
 
     Args:
         model: whose head it is.
@@ -32,11 +32,11 @@ class HeadRows:
         self.width = int(self._rows.shape[1] if self._rows.ndim == 2 else self._rows.shape[2] * self._rows.shape[3])
 
     def moved(self) -> bool:
-        """Whether the model has other modules now: then rows that were written are lost."""
+        """Whether the model has new modules now: rows that were written are then lost."""
         return self._generation != self._model.weights.generation and self._find()
 
     def _find(self) -> bool:
-        """Where the rows lie."""
+        """Find the memory of the rows."""
         head, self._generation = self._model.head, self._model.weights.generation
         if isinstance(head, PackedLinear) and head.bits == 16:
             # 32 rows side by side, see `pack_weight`.
@@ -48,7 +48,7 @@ class HeadRows:
                 f"{' with quantized weights' if isinstance(head, PackedLinear) else ''}, and [learn=] changes rows of "
                 "a linear layer of 16 or 32 bits; leave the option out, or choose another draft"
             )
-        # The embedding may have the same weight, or the user's own model.
+        # A copy: the embedding, or the user's own model, may have the same weight.
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         self._rows = head.weight.data
         return True

@@ -16,22 +16,22 @@ from sakiyomi.model_executor.widened import widened
 
 
 def read_images(runner: ModelRunner, slot: int, inputs: Mapping[str, Tensor]) -> int:
-    """Read a prompt with images in an empty slot, all tokens but the last one, by the model's own forward.
+    """Read a prompt with images into an empty slot, all tokens but the last one, by the model's own forward.
 
-    Rows of an image may look at each other, and encoders have a say: so this is one pass with transformers' own
-    attention and cache, whose keys and values are then copied; recurrent layers write our states. Positions behind the
-    images may be others than places: the slot's later rows are shifted as the model does it.
+    Rows of an image may attend to each other, and encoders take part. So this is one pass with transformers' own
+    attention and cache, whose keys and values are then copied; recurrent layers write our states. Positions behind
+    images may differ from places: later rows of the slot are shifted as the model shifts them.
 
     Args:
         runner: of the model, which is not ``blind``.
         slot: of the request.
-        inputs: what the model's processor has made, a batch of one.
+        inputs: the output of the model's processor, a batch of one.
 
     Returns:
-        How many tokens lie in the slot.
+        Number of tokens in the slot.
 
     Raises:
-        MemoryLimitError: there is no room for them.
+        MemoryLimitError: there is no memory for them.
     """
     count = inputs["input_ids"].shape[1] - 1
     given = {name: part.to(runner.device) for name, part in inputs.items()}

@@ -1,4 +1,4 @@
-"""Which step of the kernels an operator of a traced pass becomes, and what that reads, in which order."""
+"""By operator of a traced pass: the step of the kernels that replaces it, and the order of the step's operands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _embedding(inputs: list[Any], known: list[Any]) -> Iterable[Pair]:
 
 
 def _first(count: int, *wanted: Any) -> Order:
-    """The first inputs; with others behind them than these it is not the kernels'."""
+    """The first inputs, if the further inputs are these constants; the kernels have no step for others."""
 
     def order(inputs: list[Any], known: list[Any]) -> Iterable[Pair] | None:
         return _all(inputs[:count], known[:count]) if tuple(known[count:]) == wanted else None
@@ -48,7 +48,7 @@ def _first(count: int, *wanted: Any) -> Order:
 
 
 def _sum(inputs: list[Any], known: list[Any]) -> Iterable[Pair] | None:
-    """Of whole numbers it is not the kernels': for them, torch's C interface has no sum."""
+    """The kernels have no step for sums of whole numbers, which torch's C interface lacks."""
     found = [value.type().dtype() if isinstance(value.type(), torch._C.TensorType) else None for value in inputs[:2]]
     if found[0] is not None and not any(dtype is not None and dtype.is_floating_point for dtype in found):
         return None

@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from sakiyomi.core.hooks import hooks_of
 
 RUN = 8
-"""Neighbouring values that are compared, at a third and at two thirds of each tensor."""
+"""Number of neighbouring values that are compared, at a third and at two thirds of each tensor."""
 FEW = 16
-_PLAIN = (bool, int, float, str)  # not None: in its place some classes put what they keep of a text
+_PLAIN = (bool, int, float, str)  # not None: some classes replace it by a cache of a text
 _PASSING = {"training", "max_seq_len_cached", "_output_capturing_hooks_installed", "_previous_max_cache_length"}
-"""Attributes that change while a model is used as it is."""
+"""Attributes that change while an unchanged model is in use."""
 _BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embeddings whose frequencies follow the length of the text."""
+"""Kinds of rotary embeddings whose frequencies depend on the length of the text."""
 
 
 class ModelState:
     """A record of a model: its tensors, some values of each, and the settings of its modules.
 
-    Addresses and version counters show assignments and changes in place. A write through ``.data``, as merging an
-    adapter makes, changes neither: so a few values of each tensor are compared as well. A change of a few entries
-    through ``.data`` may pass unseen.
+    Addresses and version counters show assignments and changes in place. A write through ``.data``, for example when an
+    adapter is merged, changes neither. So a few values of each tensor are compared as well; a change of a few other
+    entries through ``.data`` is not noticed.
 
     Args:
-        model: as it is now. It is not kept alive; its tensors are.
+        model: the model as it is now. Its tensors are kept alive, the model is not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class ModelState:
         self._parts = _Parts(model)
 
     def changed(self, model: nn.Module) -> str | None:
-        """What changed, in words; None: nothing did."""
+        """What changed, in words; None: nothing changed."""
         same = self._parts.same()
         if not same and _tensor_facts(model) != self._tensors:
             return "its weights"
@@ -61,9 +61,9 @@ class ModelState:
 
 
 class _Parts:
-    """The objects that a model consists of: a comparison of them takes a tenth of the time of the full one.
+    """The objects that a model consists of. Comparing them takes a tenth of the time of the full comparison.
 
-    Where it finds a difference, the model may be the same all the same.
+    If it finds a difference, the model may still be unchanged: the full comparison decides.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,7 +79,7 @@ class _Parts:
         self._places = _places(self._dense)
 
     def same(self) -> bool:
-        """Whether each object is there still, and no tensor was written to but through ``.data``."""
+        """Whether each object is still there, and no tensor was written to (except through ``.data``)."""
         modules = [module for place in self._modules if (module := place()) is not None]
         if len(modules) < len(self._modules) or _hanging(modules) != self._hanging:
             return False
@@ -89,7 +89,7 @@ class _Parts:
 
 
 def _values(modules: list[nn.Module], names: list[list[str]]) -> list[Any]:
-    """Attributes of modules, by names of each."""
+    """Values of the named attributes of each module."""
     found: list[Any] = []
     for module, wanted in zip(modules, names, strict=True):
         if wanted:
@@ -98,23 +98,14 @@ def _values(modules: list[nn.Module], names: list[list[str]]) -> list[Any]:
 
 
 def _hanging(modules: list[nn.Module]) -> list[Any]:
-    """What hangs on modules, by addresses."""
+    """Classes, hooks, children, parameters and buffers of modules, by their ids."""
     found: list[Any] = []
     for module in modules:
         own = module.__dict__
-        found += (type(module), len(own))
-        if "forward" in own:
-            found.append(id(own["forward"]))
-        if hooks := own["_forward_hooks"]:
-            found += hooks
-        if hooks := own["_forward_pre_hooks"]:
-            found += hooks
-        if parts := own["_modules"]:
-            found += map(id, parts.values())
-        if parts := own["_parameters"]:
-            found += map(id, parts.values())
-        if parts := own["_buffers"]:
-            found += map(id, parts.values())
+        found += (type(module), len(own), id(own.get("forward")), *own["_forward_hooks"], *own["_forward_pre_hooks"])
+        for parts in (own["_modules"], own["_parameters"], own["_buffers"]):
+            if parts:
+                found += map(id, parts.values())
     return found
 
 
@@ -144,13 +135,13 @@ def _facts(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether it has an address, and values there."""
+    """Whether a tensor has an address, and values there."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return plain and not tensor.is_meta and tensor.numel() > 0
 
 
 def _some(tensor: Tensor) -> list[Tensor]:
-    """Some values of a tensor, without a copy; none where they cannot be had so."""
+    """Some values of a tensor, as views; none if there are no such views."""
     if not _is_dense(tensor) or not tensor.is_contiguous():
         return []
     flat = tensor.detach().view(-1)
@@ -158,7 +149,7 @@ def _some(tensor: Tensor) -> list[Tensor]:
 
 
 def _module_facts(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Of modules, by name: what runs, and their settings."""
+    """By name of a module: its class, its forward, its hooks and its settings."""
     facts: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
         runs = {"its class": type(module), "forward": id(vars(module).get("forward")), "its hooks": hooks_of(module)}
@@ -167,7 +158,7 @@ def _module_facts(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _first_change(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> str:
-    """Where two records of a model's modules differ first, in words."""
+    """The first difference between two records of a model's modules, in words."""
     for name in before | now:
         old, new = before.get(name), now.get(name)
         where = name or "the model"
@@ -180,7 +171,7 @@ def _first_change(before: dict[str, dict[str, Any]], now: dict[str, dict[str, An
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes of a module, and short lists and tables of such."""
+    """Plain attributes of a module, and short lists and dicts of plain values."""
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
         if name not in _PASSING and type(value) in _PLAIN:

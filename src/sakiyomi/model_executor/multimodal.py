@@ -1,4 +1,4 @@
-"""Models of text and images: what runs here is their text part; encoders of images and sounds stand aside."""
+"""Models of text and images: their text part runs on our cache; encoders of images and sounds stay as they are."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 class _Aside(nn.Module):
-    """Stands for a part that is not ours: it is called as it is, and none of its modules are seen from outside.
+    """Wraps a part that stays as it is, and hides its modules.
 
-    So it is not packed, keeps its own attention, and is shared with the user's model.
+    So the part is not packed, keeps its own attention, and is shared with the user's model.
 
     Args:
         part: the module.
@@ -24,19 +24,19 @@ class _Aside(nn.Module):
         return getattr(object.__getattribute__(self, "part"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The part's own."""
+        """The forward of the part."""
         return self.part(*args, **kwargs)
 
 
 def set_aside(module: Any, original: Any) -> bool:
-    """Put what is no part of the text model aside.
+    """Wrap the parts that do not belong to the text model, see ``_Aside``.
 
     Args:
         module: our structural copy of a model; changed in place.
         original: the user's model, whose encoders are used.
 
     Returns:
-        Whether there was anything: the model reads more than text.
+        Whether there are such parts: the model reads more than text.
     """
     names = names_aside(module)
     for name in names:
@@ -47,13 +47,13 @@ def set_aside(module: Any, original: Any) -> bool:
 
 
 def names_aside(module: Any) -> list[str]:
-    """Names of the parts of a model that are no part of its text model; none, where it reads text alone."""
+    """Names of the parts of a model that do not belong to its text model; none if it only reads text."""
     text = module.config.get_text_config(decoder=True)
     if text is module.config:
         return []
     decoder = module.get_decoder()
     if decoder is module or getattr(decoder, "config", None) is not text:
-        return []  # a class that is text throughout, of a configuration with further parts
+        return []  # a class of text alone, whose configuration has further parts
     inside = {id(part) for part in decoder.modules()}
     names: list[str] = []
     for name, part in module.named_modules():
@@ -64,6 +64,6 @@ def names_aside(module: Any) -> list[str]:
 
 
 def tensors_aside(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the parts that stand aside, by the names that they have in the model's files."""
+    """The tensors of the wrapped parts, by their names in the model's files."""
     parts = {name: part.part for name, part in module.named_modules() if isinstance(part, _Aside)}
     return {f"{name}.{own}": tensor for name, part in parts.items() for own, tensor in part.state_dict().items()}

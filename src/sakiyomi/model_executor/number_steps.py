@@ -1,7 +1,8 @@
-"""Operators of torch that are given a ``Scalar``, as other operators that give the same to the last bit.
+"""Replaces operators of torch that take a ``Scalar`` by others with the same results, to the last bit.
 
-Torch's C interface takes no ``Scalar``. In its place comes a tensor without dimensions, of the type in which torch
-computes with the number, so that it changes no type.
+Torch's C interface takes no ``Scalar``. It is replaced by a tensor without dimensions, of the dtype in which torch
+computes with the number, so that no dtype changes. These are the operators that several architectures use; others
+with a number are called through Python.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.step_list import StepList
-from sakiyomi.model_executor.torch_steps import WHOLE, Operand
+from sakiyomi.model_executor.torch_steps import Operand
 
 Way = Callable[[StepList, Any, list[Any]], Operand]
 
 
 def without_number(steps: StepList, node: Any, given: list[Any]) -> Operand:
-    """Add steps for an operator with a number among its arguments; what they make.
+    """Add steps for an operator with a number among its arguments; their result.
 
     Args:
         steps: are added to.
@@ -28,17 +29,17 @@ def without_number(steps: StepList, node: Any, given: list[Any]) -> Operand:
         given: its arguments: operands, and constants, which are tensors, numbers, or None.
 
     Raises:
-        UnsupportedError: no other operators are known for it.
+        UnsupportedError: no replacement is known for it.
     """
     name = node.schema().partition("(")[0]
     if name not in _WAYS:
-        raise UnsupportedError(f"{name}, for which no others are known")
+        raise UnsupportedError(f"{name}, for which no replacement is known")
     return _WAYS[name](steps, node, given)
 
 
-def _dtype(node: Any, at: int) -> torch.dtype:
-    """The type of the numbers of an argument, which a trace knows and a file does not."""
-    found: torch.dtype | None = list(node.inputs())[at].type().dtype()
+def _dtype(node: Any) -> torch.dtype:
+    """The type of the first argument, which a trace knows and a file does not."""
+    found: torch.dtype | None = next(iter(node.inputs())).type().dtype()
     if found is None:
         raise UnsupportedError(f"{node.kind()} of an unknown type")
     return found
@@ -51,32 +52,25 @@ def _beside(number: Any, dtype: torch.dtype) -> Tensor:
     return torch.tensor(number, dtype=torch.result_type(torch.empty(1, dtype=dtype), number))
 
 
-def _as_tensor(name: str, overload: str, *, number: int, beside: int) -> Way:
-    """An operator that takes a tensor in the place of the number at `number`; its others are the same."""
+def _as_tensor(name: str, number: int) -> Way:
+    """An operator whose overload "Tensor" takes a tensor in the place of the number at this place."""
 
     def way(steps: StepList, node: Any, given: list[Any]) -> Operand:
-        fixed = _beside(given[number], _dtype(node, beside))
+        fixed = _beside(given[number], _dtype(node))
         arguments = [*given[:number], fixed, *given[number + 1 :]]
         operands = [steps.constant(each) if isinstance(each, Tensor) else steps.operand(each) for each in arguments]
-        return steps.call(name, overload, 1, operands)[0]
+        return steps.call(name, "Tensor", 1, operands)[0]
 
     return way
 
 
-def _filled(steps: StepList, node: Any, given: list[Any]) -> Operand:
-    if any(given[2:]):
-        raise UnsupportedError("a tensor of another type or layout")
-    fixed = steps.constant(_beside(given[1], _dtype(node, 0)))
-    return steps.call("aten::fill", "Tensor", 1, [steps.operand(given[0]), fixed])[0]
-
-
 def _clamped(*names: str) -> Way:
-    """Bounds, one after the other, of those steps of the kernels."""
+    """Bounds, one after the other, by these steps of the kernels."""
 
     def way(steps: StepList, node: Any, given: list[Any]) -> Operand:
-        dtype, made = _dtype(node, 0), steps.operand(given[0])
+        dtype, made = _dtype(node), steps.operand(given[0])
         bounds = [(name, bound) for name, bound in zip(names, given[1:], strict=True) if bound is not None]
-        # Which zero torch gives where numbers are the bound depends on how they lie.
+        # With the bound 0 the sign of the result depends on the layout of the numbers.
         if any(bound == 0 or _beside(bound, dtype).dtype != dtype for _, bound in bounds):
             raise UnsupportedError("a bound of another type, or 0")
         for name, bound in bounds:
@@ -90,7 +84,7 @@ _ROOTS = {0.5: "aten::sqrt", -0.5: "aten::rsqrt", -1: "aten::reciprocal"}
 
 
 def _power(steps: StepList, node: Any, given: list[Any]) -> Operand:
-    """As torch computes them; those of float16 are different."""
+    """Powers as torch computes them, which differs for float16."""
     base, exponent = given
     half = next(iter(node.inputs())).type().dtype() == torch.float16  # of a file it is not
     if not isinstance(base, Operand) or not isinstance(exponent, int | float):
@@ -99,35 +93,15 @@ def _power(steps: StepList, node: Any, given: list[Any]) -> Operand:
         return steps.emit("mul", base, base)
     if exponent == 3 and not half:
         return steps.emit("mul", steps.emit("mul", base, base), base)
-    if exponent in _ROOTS and _dtype(node, 0) in (torch.float32, torch.float64, torch.bfloat16):
+    if exponent in _ROOTS and _dtype(node) in (torch.float32, torch.float64, torch.bfloat16):
         return steps.call(_ROOTS[exponent], "", 1, [base])[0]
     raise UnsupportedError(f"a number to the power of {exponent}")
-
-
-def _subtracted(steps: StepList, node: Any, given: list[Any]) -> Operand:
-    """A number less a tensor. One that has to be rounded, torch rounds later."""
-    fixed = _beside(given[1], _dtype(node, 0))
-    if given[2] != 1 or not fixed.is_floating_point() or fixed.item() != given[1]:
-        raise UnsupportedError("a number that is whole or rounded, or a product")
-    return steps.emit("sub", steps.constant(fixed), steps.operand(given[0]))
-
-
-def _in_place(name: str) -> Way:
-    """A sum or difference, copied into the first tensor."""
-
-    def way(steps: StepList, node: Any, given: list[Any]) -> Operand:
-        if given[2] != 1 or not _dtype(node, 0).is_floating_point:
-            raise UnsupportedError("a sum with a product, or of whole numbers")
-        made = steps.emit(name, given[0], steps.operand(given[1]))
-        return steps.call("aten::copy_", "", 1, [given[0], made, Operand(WHOLE, 0)])[0]
-
-    return way
 
 
 def _scattered(steps: StepList, node: Any, given: list[Any]) -> Operand:
     """The number in every place of a tensor with the shape of the index."""
     into, along, index, number = given
-    _beside(number, dtype := _dtype(node, 0))
+    _beside(number, dtype := _dtype(node))
     fixed, index = steps.constant(torch.tensor(number, dtype=dtype)), steps.operand(index)
     source = steps.call("aten::expand_as", "", 1, [fixed, index])[0]
     steps.share(fixed.value, source.value)
@@ -136,21 +110,14 @@ def _scattered(steps: StepList, node: Any, given: list[Any]) -> Operand:
 
 _WAYS: Mapping[str, Way] = {
     **{
-        f"aten::{name}.Scalar": _as_tensor(f"aten::{name}", "Tensor", number=1, beside=0)
-        for name in ("gt", "ge", "lt", "le", "eq", "ne")
+        f"aten::{name}.Scalar": _as_tensor(f"aten::{name}", at)
+        for at, names in ((1, ("gt", "ge", "lt", "le", "eq", "ne")), (2, ("masked_fill", "masked_fill_")))
+        for name in names
     },
-    "aten::where.ScalarOther": _as_tensor("aten::where", "self", number=2, beside=1),
-    "aten::where.ScalarSelf": _as_tensor("aten::where", "self", number=1, beside=2),
-    "aten::masked_fill.Scalar": _as_tensor("aten::masked_fill", "Tensor", number=2, beside=0),
-    "aten::masked_fill_.Scalar": _as_tensor("aten::masked_fill_", "Tensor", number=2, beside=0),
-    "aten::full_like": _filled,
     "aten::clamp": _clamped("clamp_min", "clamp_max"),
     "aten::clamp_min": _clamped("clamp_min"),
     "aten::clamp_max": _clamped("clamp_max"),
     "aten::pow.Tensor_Scalar": _power,
-    "aten::rsub.Scalar": _subtracted,
-    "aten::add_.Tensor": _in_place("add"),
-    "aten::sub_.Tensor": _in_place("sub"),
     "aten::scatter.value": _scattered,
     "aten::scatter_.value": _scattered,
 }

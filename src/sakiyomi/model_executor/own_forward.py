@@ -1,9 +1,9 @@
 """Models that do not run on our cache: each text goes through the class's own forward, as `generate` calls it.
 
-Their layers keep something that transformers alone knows (indexers, compressed blocks, states of kinds that no other
-class has), or nothing at all. So a slot holds the tokens of its text and what the class itself has returned of them. Of
-the rows of a pass those of one request are read behind its text, a tree path by path, on a copy: right for whatever
-class, slower than rows that share a pass, and without all that asks for keys and values.
+Their layers keep something that only transformers supports (indexers, compressed blocks, special states), or nothing at
+all. So a slot holds the tokens of its text and the cache that the class returned for them. The rows of a pass are read
+one request at a time behind the request's text; a tree is read path by path, on a copy of the cache. That is right for
+every class, but slower than rows that share a pass, and excludes all options that need keys and values.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ BY_TEXT = {
     "rows": "the whole text for each token",
 }
 """How a text is read, the fastest way first: its new tokens at once behind the class's cache, or one by one; the whole
-text anew in each pass; or anew for each row, where a row that is followed by others is another one.
+text again in each pass; or the whole text for each row, for classes in which a row depends on the rows behind it.
 """
 WAYS = tuple(BY_TEXT)
-TAIL = 16  # tokens that are read again at most, rather than that each pass copied what is kept of the text
+TAIL = 16  # tokens that are read again at most, to save copies of the cache in every pass
 
 
 class OwnForward(nn.Module):
@@ -48,7 +48,7 @@ class OwnForward(nn.Module):
         capture: takes the hidden states of passes.
 
     Attributes:
-        why: what speaks against our cache.
+        why: why the model does not run on our cache.
     """
 
     why = ""
@@ -67,18 +67,18 @@ class OwnForward(nn.Module):
         return self.inner.get_output_embeddings()
 
     def set_attn_implementation(self, _: str) -> None:
-        """Attention stays what the user's model has."""
+        """Does nothing: the user's model keeps its attention."""
 
 
 def ways_of(model: nn.Module) -> tuple[str, ...]:
-    """The ways that may be tried for a model."""
-    # Where a mask keeps the columns with the largest numbers, equal ones are told apart by how many columns there are.
+    """The ways to try for a model."""
+    # A mask that keeps the columns with the largest numbers breaks ties by the number of columns.
     chooses = any(hasattr(type(module), "prepare_dynamic_mask") for module in model.modules())
     return WAYS[1:] if chooses else WAYS
 
 
 def run_by_text(inner: Any, way: str, capture: HiddenStateCapture) -> OwnForward:
-    """A model as ``OwnForward``, under the name of its class."""
+    """A model as an ``OwnForward`` whose class has the name of the model's class."""
     kind = type(type(inner).__name__, (OwnForward,), {})
     made: OwnForward = kind(inner, way, capture)
     return made
@@ -86,12 +86,12 @@ def run_by_text(inner: Any, way: str, capture: HiddenStateCapture) -> OwnForward
 
 @torch.no_grad()
 def expect_own(inner: Any, vocab_size: int) -> Expectation:
-    """What a model's own forward gives without any cache for each beginning of the text of the proof, see ``expect``.
+    """The logits of a model's own forward without any cache, for each prefix of the text of the proof.
 
-    Beginnings by themselves, since some classes have rows look at what comes behind them.
+    Each prefix is read by itself, since in some classes rows attend to later rows. See ``expect``.
 
     Raises:
-        UnsupportedError: it does not run on it.
+        UnsupportedError: the model does not run on the text.
     """
     text = proof_text(inner.config.get_text_config(), vocab_size)[:PROOF]
     try:
@@ -102,14 +102,14 @@ def expect_own(inner: Any, vocab_size: int) -> Expectation:
 
 
 class Read(NamedTuple):
-    """What the class keeps of a text: its tokens, and the arguments of its forward that hold the rest."""
+    """The state that a class keeps of a text: its tokens, and the arguments of the forward that hold the cache."""
 
     tokens: list[int]
     past: dict[str, Any]
 
 
 class TextReader(nn.Module):
-    """Reads one text. Its ``forward`` is that of the slots' texts, see ``TextState``.
+    """Reads one text. ``TextState`` replaces its ``forward``, to read the texts of the slots.
 
     Args:
         inner, way, capture: see ``OwnForward``.
@@ -119,7 +119,7 @@ class TextReader(nn.Module):
 
     def __init__(self, inner: Any, way: str, capture: HiddenStateCapture) -> None:
         super().__init__()
-        vars(self)["inner"] = inner  # whose modules are listed elsewhere
+        vars(self)["inner"] = inner  # not as a child: its modules are listed elsewhere
         self.way, self.capture = way, capture
         config = inner.config.get_text_config()
         self._limit, self.positions = rope_limit(config), position_count(config)
@@ -128,15 +128,15 @@ class TextReader(nn.Module):
         """Read the last tokens of a text behind the others.
 
         Args:
-            tokens: of the whole text.
-            fresh: so many are to be read, at least 1.
-            past: of the tokens before those, changed by this; empty: all are read.
+            tokens: the whole text.
+            fresh: number of tokens to read, at least 1.
+            past: cache of the tokens before those, changed in place; empty: all tokens are read.
 
         Returns:
-            Logits (fresh, V) and captured hidden states (fresh, hidden) of those rows, and what is kept of the text.
+            Logits (fresh, V) and captured hidden states (fresh, hidden) of those rows, and the new cache.
         """
         beyond = len(tokens) - self._limit
-        if 0 < beyond <= fresh and self.way != "rows":  # there all positions have other factors: it is read anew
+        if 0 < beyond <= fresh and self.way != "rows":  # there all positions have other factors
             parts = [self.read(tokens[: self._limit], fresh - beyond, past)[0]] if beyond < fresh else []
             found, past = self._forward(tokens, beyond, {})
             return [torch.cat(rows) for rows in zip(*parts, found, strict=True)], past
@@ -150,7 +150,7 @@ class TextReader(nn.Module):
         return self._forward(tokens, fresh, past)
 
     def _forward(self, tokens: list[int], fresh: int, past: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
-        """The class's own forward, with the arguments that its ``generate`` gives it."""
+        """The class's own forward, with the arguments that its ``generate`` passes."""
         from transformers import DynamicCache
         from transformers.generation.utils import ALL_CACHE_NAMES
 
@@ -169,7 +169,7 @@ class TextReader(nn.Module):
             inputs["logits_to_keep"] = fresh
         self.capture.begin()
         out = inner(**inputs, return_dict=True)
-        # Of several streams (prophetnet) the first one makes the logits.
+        # Of several streams (ProphetNet) the first makes the logits.
         rows = [out.logits, *(state[:, 0] if state.ndim == 4 else state for state in self.capture.take())]
         if not caches:
             return [part[0, -fresh:] for part in rows], {}
@@ -185,9 +185,9 @@ class _Text:
     """The text of a slot.
 
     Attributes:
-        tokens: those that were written, the rows of the last pass among them.
-        live: what the class keeps of as many tokens as were read last.
-        anchor: of some tokens before those, where rows may be taken back to.
+        tokens: all tokens that were written, including the rows of the last pass.
+        live: cache of the tokens that were read last.
+        anchor: cache of fewer tokens, to which rows can be rolled back.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -195,14 +195,14 @@ class _Text:
     anchor: Read | None = None
 
     def longest(self, count: int) -> Read | None:
-        """What is kept of a beginning of the first so many tokens."""
+        """The cache of the longest prefix of at most so many tokens."""
         known = [read for read in (self.live, self.anchor) if read is not None and len(read.tokens) <= count]
         known = [read for read in known if self.tokens[: len(read.tokens)] == read.tokens]
         return max(known, key=lambda read: len(read.tokens), default=None)
 
 
 class TextState:
-    """The texts of a cache's slots: see ``ModuleState``. A text can be resumed at every length, by reading it anew.
+    """The texts of a cache's slots: see ``ModuleState``. A text can be resumed at every length, by reading it again.
 
     Args:
         reader: of the model.
@@ -220,17 +220,17 @@ class TextState:
         return sum({id(tensor): tensor.nbytes for tensor in _tensors(held, set())}.values())
 
     def begin(self, plan: BatchPlan) -> None:
-        """Nothing has to be done: a pass that runs twice reads the same."""
+        """Does nothing: a pass that runs twice reads the same tokens."""
 
     def clear(self, slot: int) -> None:
         """A text begins in this slot."""
         self._texts[slot] = _Text()
 
     def reserve(self, slot: int, columns: int) -> None:
-        """Nothing has to be done: what a class keeps grows with its text."""
+        """Does nothing: the cache of the class grows with its text."""
 
     def commit(self, slot: int, length: int, rows: Sequence[int]) -> None:
-        """Of the pass that wrote rows behind `length` tokens keep these, ascending, and drop the others."""
+        """Keep these rows, ascending, of the pass that wrote behind `length` tokens, and drop the others."""
         tokens = self._texts[slot].tokens
         tokens[length:] = [tokens[length + row] for row in rows]
 
@@ -239,21 +239,21 @@ class TextState:
         return length
 
     def roll_back(self, slot: int, length: int) -> None:
-        """Forget what lies behind so many tokens."""
+        """Drop the tokens behind so many."""
         del self._texts[slot].tokens[length:]
 
     def fork(self, slot: int, other: int, first: int, length: int) -> None:
-        """Copy from another slot what it holds at `length` tokens."""
+        """Copy the first `length` tokens of another slot, with their cache."""
         theirs = self._texts[other]
         read = theirs.longest(length)
         self._texts[slot] = _Text(theirs.tokens[:length], copy.deepcopy(read))
 
     def snapshot(self, slot: int, length: int) -> dict[str, Tensor]:
-        """The tokens: what the class keeps is read anew."""
+        """The tokens; their cache is made again by reading them."""
         return {"tokens": torch.tensor(self._texts[slot].tokens[:length])}
 
     def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
-        """Fill an empty slot with what ``snapshot`` gave."""
+        """Fill an empty slot with a ``snapshot``."""
         self._texts[slot] = _Text(known["tokens"].tolist())
 
     def forward(self, rows: Sequence[Tensor], fixed: Sequence[Tensor], plan: BatchPlan) -> Tensor:
@@ -274,7 +274,7 @@ class TextState:
                 found = self._read(text, columns, stays=count == 1 and not part.done, prompt=part.prompt)
                 own = [j for j, column in enumerate(columns) if column >= length]
                 put([first + columns[j] - length for j in own], [rows[own] for rows in found])
-        if not made:  # a trial of what a pass costs, which may have more rows than the model has positions
+        if not made:  # a trial pass, which may have more rows than the model has positions
             size, most = ids.shape[1], self._reader.positions
             for first in range(0, size, most):
                 some = ids[0, first : first + most].tolist()
@@ -288,11 +288,11 @@ class TextState:
         Args:
             text: of the slot.
             columns: of the path; all before the first lie on it, too.
-            stays: the path will be kept, most probably.
-            prompt: it is a chunk of a prompt, and will be kept.
+            stays: the path will most probably be kept.
+            prompt: it is a chunk of a prompt, which is always kept.
         """
         begin, path, stays = columns[0], [text.tokens[column] for column in columns], stays or prompt
-        # ``generate`` reads a prompt at once, which a class that is read token by token may round otherwise.
+        # ``generate`` reads a prompt at once; token by token a class may round differently.
         known = None if prompt and self._reader.way == "steps" else text.longest(begin)
         at = 0 if known is None else len(known.tokens)
         if known is not None and not stays and begin - at > TAIL:
@@ -326,7 +326,7 @@ def _leaves(part: SequenceRows) -> list[int]:
 
 
 def _tensors(held: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors within an object, and within what it holds."""
+    """All tensors in an object and in its attributes and items."""
     if isinstance(held, Tensor):
         yield held
     elif id(held) not in seen:

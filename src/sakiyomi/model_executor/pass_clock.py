@@ -1,4 +1,4 @@
-"""The cost of passes by their number of rows: running means of measured seconds, and trial passes."""
+"""The cost of passes by number of rows: running means of measured seconds, and trial passes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable, Sequence
 
 from sakiyomi.core.running_mean import running_mean
 
-SLOW = 0.002  # seconds of a trial pass from which on one is enough
+SLOW = 0.002  # seconds; a slower trial pass is not repeated
 TRIALS = 4  # the first one warms up
-FEW = (1, 4, 8)  # rows that are tried out at once: from these the others are guessed
-TRIAL_SHARE = 0.05  # of all seconds of passes, for trials of others
-NEWS = 0.02  # a mean that has moved by so much is told, since what is made of it takes time, too
+FEW = (1, 4, 8)  # rows of the first trial passes, from which other sizes are estimated
+TRIAL_SHARE = 0.05  # share of the seconds of all passes that trials of other sizes may take
+NEWS = 0.02  # relative change of a mean that is reported: plans made from it take time
 
 
 class PassClock:
-    """Seconds of decoding passes, eager and recorded ones.
+    """Seconds of decoding passes, eager and recorded.
 
     Args:
         recorded: whether passes of so many rows are replayed now.
-        offloaded: weights are read from elsewhere in every pass: no trial passes, and no warm-up.
+        offloaded: every pass reads weights from elsewhere: no trial passes, and no warm-up.
 
     Attributes:
-        version: another one whenever something else is known.
-        made: passes so far that were recorded or compared on the way, which takes many times as long.
+        version: changes with every reported change.
+        made: passes so far that were recorded or compared first, which takes many times as long.
     """
 
     def __init__(self, recorded: Callable[[int], bool], *, offloaded: bool) -> None:
@@ -36,7 +36,7 @@ class PassClock:
         self._total = self._told = 0.0  # seconds of all passes, and of those before something was known last
 
     def clear(self) -> None:
-        """Forget all readings."""
+        """Drop all readings."""
         self.version += 1
         for known in (self._means, self._seconds, self._warm, self._costs):
             known.clear()
@@ -48,13 +48,13 @@ class PassClock:
         self._total += seconds
         if not fresh and (key in self._warm or recorded or self._offloaded):
             count, mean = self._means.get(key, (0, seconds))
-            mean = min(mean, seconds) if count < 2 else running_mean(mean, seconds)  # of two the better one counts
+            mean = min(mean, seconds) if count < 2 else running_mean(mean, seconds)  # the better of two counts
             self._means[key] = count + 1, mean
             told = self._seconds.get(key)
             if told is None or abs(mean - told) > NEWS * told:
                 self._seconds[key] = mean
                 self._tell()
-        if self._total > 2 * self._told:  # more can be tried out by now
+        if self._total > 2 * self._told:  # the budget for trials has grown
             self._tell()
         self._warm.add(key)
 
@@ -64,9 +64,9 @@ class PassClock:
         self._told = self._total
 
     def known(self, size: int) -> float | None:
-        """Seconds of a pass of this size; None: none was made.
+        """Seconds of a pass of this size; None: no such pass was made.
 
-        An eager pass that will be replayed when it comes more often counts as the replay that it will be.
+        An eager pass that will be recorded counts as its replay.
         """
         recorded = self._seconds.get((size, True))
         if recorded is not None and self._recorded(size):
@@ -84,10 +84,10 @@ class PassClock:
         return min(1.0, max(ratios, default=1.0))
 
     def seconds(self, size: int, sizes: Sequence[int], trial: Callable[[int], None]) -> float:
-        """What a pass of this size costs.
+        """The cost of a pass of this size, in seconds.
 
-        The smallest sizes without a reading are tried out at once. Others are guessed until a trial costs little beside
-        the passes so far: to try all of them before the first text would take longer than the text.
+        The smallest sizes are tried at once. Others are estimated until a trial costs little compared with the passes
+        so far: trying all sizes before the first text would take longer than the text.
 
         Args:
             size: one of `sizes`, or more than the largest.
@@ -102,15 +102,15 @@ class PassClock:
     def _cost(self, size: int, sizes: Sequence[int], trial: Callable[[int], None]) -> float:
         own = self.known(size)
         if own is None and self._offloaded and size > sizes[0]:
-            # What reads all weights is not tried out: rows come next to free, until a round has shown otherwise.
+            # No trial of a pass that reads all weights: further rows count as free until a round has measured them.
             return self.seconds(sizes[bisect_left(sizes, min(size, sizes[-1] + 1)) - 1], sizes, trial)
         if own is None:
             few = [sizes[min(bisect_left(sizes, rows), len(sizes) - 1)] for rows in FEW]
             own = self._guess(size, sizes, few, trial) if size not in few else 0.0
             if 2 * own <= TRIAL_SHARE * self._total:
                 own = self._tried(size, sizes[0], trial)
-        # A reading taken while other work went on is not believed for long: half the rows twice would do as well, and
-        # a larger pass does what a smaller one does.
+        # Limits a reading that was disturbed by other work: two passes over half the rows do the same work, and so
+        # does a larger pass.
         half = self.known(size // 2) if size > 1 else None
         double = self.known(2 * size)
         return min([own, *([2 * half] if half else []), *([double] if double else [])])
@@ -122,7 +122,7 @@ class PassClock:
                 break
         found, alone = self.known(size), self.known(least)
         if found and alone and 1 < size <= FEW[-1] and found > size / 2 * alone:
-            trial(size)  # perhaps it was held up: rows that seem too dear are not drafted, and never read again
+            trial(size)  # it may have been disturbed, and rows that seem too expensive would never be measured again
             found = self.known(size)
         assert found is not None
         return found
@@ -131,8 +131,8 @@ class PassClock:
         """Estimate a size without a reading from those of other sizes.
 
         Between two sizes it is interpolated. Beyond them it lies on their line, and is at least the largest reading
-        times the square root of the ratio of rows. A guess that is too high is soon corrected by a trial; one that is
-        too low makes a text wait.
+        times the square root of the ratio of rows. A trial soon corrects an estimate that is too high; one that is too
+        low slows a text down.
         """
         for small in few:
             self.seconds(small, sizes, trial)

@@ -1,7 +1,7 @@
 """Positions for model classes that do not count them from 0, or count columns of their cache; context limits.
 
-Ours holds the rows of several requests, and of trees, so that every row is given its own position. The forwards of bart
-and its kin take none; roberta and its kin begin behind the padding's when they count themselves.
+A pass has the rows of several requests and of trees, so every row has its own position. The forwards of Bart and its
+relatives take no positions. RoBERTa and its relatives count from the position behind the padding's.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ENDLESS = 1 << 30
-"""Positions of a model that has no limit."""
+"""Number of positions of a model without a limit."""
 _STRETCHED = ("linear", "llama3", "longrope", "yarn")
-"""Kinds of rotary embeddings that reach a multiple of the context that the model was trained with."""
+"""Kinds of rotary embeddings that extend the context of the training by a factor."""
 
 
 class _GivenPositions(nn.Module):
-    """Embeds the positions that the pass was given, whatever it is called with.
+    """Embeds the positions of the pass, whatever it is called with.
 
     Args:
         table: the model's own, a row for each position behind the first ``offset``.
@@ -42,11 +42,10 @@ def take_positions(model: nn.Module) -> int:
     """Have a model take ``position_ids`` (1, N) that count from 0, if its class does not.
 
     Args:
-        model: our structural copy; changed in place. Without ``position_ids`` a model that has one table of positions,
-            and takes none, has positions 0, 1, 2, ...
+        model: our structural copy; changed in place. Called without ``position_ids``, its positions are 0, 1, 2, ...
 
     Returns:
-        How many positions it has before the first one of a text.
+        The number of positions before the first one of a text.
     """
     if "position_ids" in inspect.signature(model.forward).parameters:
         behind = [m.padding_idx for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids")]
@@ -85,15 +84,15 @@ def take_positions(model: nn.Module) -> int:
 
 
 def position_count(config: Any, wanted: int | None = None) -> int:
-    """Tokens that a text may have by a model's positions.
+    """Most tokens of a text, by the model's positions.
 
-    A rotary embedding that stretches an original context by a factor has as many as that gives where
-    ``max_position_embeddings`` is still the original number, as model cards have it for YaRN.
+    A rotary embedding that extends the original context by a factor has as many positions as the product, if
+    ``max_position_embeddings`` is still the original number, as in model cards for YaRN.
 
     Args:
         config: of the model's text part.
-        wanted: tokens that are asked for. Where ``max_position_embeddings`` is not the original context, or that is not
-            named, only what is asked for goes beyond it.
+        wanted: tokens that the caller asks for. If ``max_position_embeddings`` is not the original context, or the
+            original context is not given, only ``wanted`` raises the result above ``max_position_embeddings``.
     """
     declared = int(getattr(config, "max_position_embeddings", 0) or 0)
     if declared <= 0:
@@ -109,9 +108,9 @@ def position_count(config: Any, wanted: int | None = None) -> int:
 def rope_limit(config: Any) -> int:
     """The longest context in which a position's rotary embedding depends on the position alone.
 
-    "longrope" takes other frequencies for all positions as soon as one lies beyond the original context: keys in the
-    cache would be wrong from there on, and requests of one pass would change each other's numbers. "dynamic" does so
-    beyond ``max_position_embeddings``, which no text goes beyond.
+    "longrope" changes the frequencies of all positions as soon as one lies beyond the original context: keys in the
+    cache would then be wrong, and requests of one pass would change each other's results. "dynamic" does so beyond
+    ``max_position_embeddings``, which no text exceeds.
     """
     rope = _rope(config)
     if rope.get("rope_type") != "longrope" or rope.get("long_factor") == rope.get("short_factor"):
@@ -120,7 +119,7 @@ def rope_limit(config: Any) -> int:
 
 
 def context_note(config: Any, limit: int) -> str:
-    """For messages: why a text has no more positions than this; "": the model has no more."""
+    """For messages: why a text may not have more positions; "": the model has no more."""
     positions, kind = position_count(config), _rope(config).get("rope_type")
     if limit < positions and limit == rope_limit(config):
         return (
@@ -129,14 +128,14 @@ def context_note(config: Any, limit: int) -> str:
             "by itself, which is slower, and is read anew there"
         )
     if kind == "dynamic":
-        return "; its rotary embedding (dynamic) changes all positions of a text that grows beyond them"
+        return "; its rotary embedding (dynamic) changes all positions of a longer text"
     if (most := position_count(config, ENDLESS)) > limit >= positions:
-        return f"; its rotary embedding ({kind}) reaches {most}, which max_context={most} allows"
+        return f"; its rotary embedding ({kind}) supports {most} positions: pass max_context={most} for these"
     return ""
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
-    """Parameters of the rotary embedding, where all layers have the same."""
+    """Parameters of the rotary embedding, if all layers have the same."""
     return getattr(config, "rope_parameters", None) or {}
 
 

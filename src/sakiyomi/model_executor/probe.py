@@ -1,4 +1,4 @@
-"""What a model's layers store, learnt from a small pass; and what its own forward gives, for the proof at load."""
+"""A small pass that finds what a model's layers store; and the logits of its own forward, for the proof at load."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from sakiyomi.model_executor.structural_copy import changed_settings
 from sakiyomi.model_executor.widened import widened
 
 PROOF = 9  # tokens of the proof at load
-SHORT = 4  # positions of windows and chunks in the proof, so that it reaches beyond them
-REACHES = ("sliding_window", "attention_chunk_size")
+SHORT = 4  # positions of windows and chunks in the proof, so that its text is longer than they are
+WINDOWS = ("sliding_window", "attention_chunk_size")
 """Names of windows and chunks in configurations."""
 
 FAULTS = AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError
-"""What a forward raises that is not given what it wants."""
+"""Errors of a forward that lacks something it needs."""
 
 
 class FixedAttentionError(UnsupportedError):
-    """A class keeps its own attention: its texts can only go through its own forward, each by itself."""
+    """A class keeps its own attention: each text can only go through its own forward by itself."""
 
 
 class Expectation(NamedTuple):
-    """What the proof at load compares with.
+    """The results that the proof at load expects.
 
     Attributes:
         logits: (PROOF, V) of the model's own forward, without any cache, with windows of ``SHORT`` positions; where
-            ``layers`` are named what the head would read, (PROOF, hidden).
-        reaches: by the number of each layer that called attention how far it saw.
-        layers: those that were run, one of every kind; None: all.
+            ``layers`` are given, the input of the head, (PROOF, hidden).
+        windows: of each layer that called attention, by its number, see ``LayerShape.reach``.
+        layers: the layers that were run, one of every kind; None: all.
     """
 
     logits: Tensor
-    reaches: dict[int, int]
+    windows: dict[int, int]
     layers: list[int] | None = None
 
 
 class Probed(NamedTuple):
-    """What a small pass tells of a model.
+    """The findings of a small pass over a model.
 
     Attributes:
         shapes: of the cache, by layer.
@@ -62,12 +62,12 @@ def probe(model: Any, vocab_size: int, layers: int | None, device: torch.device)
     Args:
         model: our structural copy.
         vocab_size: of the model.
-        layers: attention layers; None: other layers, whose states are served, are among them.
+        layers: number of attention layers; None: the model has other layers too, whose states we keep.
         device: of the model.
 
     Raises:
-        FixedAttentionError: it does not call attention as transformers has it.
-        UnsupportedError: it does not run on a cache of ours for another reason.
+        FixedAttentionError: it does not call transformers' attention interface.
+        UnsupportedError: it does not run on our cache for another reason.
     """
     ids = torch.tensor([[1, 2]], device=device) % vocab_size
     positions = torch.tensor([[0, 1]], device=device)
@@ -89,24 +89,24 @@ def probe(model: Any, vocab_size: int, layers: int | None, device: torch.device)
 
 
 def proof_text(config: Any, vocab_size: int) -> list[int]:
-    """Tokens on which a model's path is compared with its own forward; the last two stand beside the text."""
+    """Tokens on which our path is compared with the model's own forward; the last two are rejected nodes of a tree."""
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(0, vocab_size, (4 * PROOF,), generator=generator).tolist()
-    pad = getattr(config, "pad_token_id", None)  # which some classes give no position
+    pad = getattr(config, "pad_token_id", None)  # some classes give it no position
     return [token for token in ids if token != pad][: PROOF + 2]
 
 
 @torch.no_grad()
 def expect(model: Any, vocab_size: int, device: torch.device, *, stateful: bool) -> Expectation | None:
-    """What a model's own forward gives on the text of the proof; None: it does not run on it.
+    """The results of a model's own forward on the text of the proof; None: it does not run on the text.
 
     Args:
         model: our structural copy; its attention is left switched.
         vocab_size, device: of the model.
-        stateful: layers without attention are among its layers; those with attention are numbered without them.
+        stateful: it has layers without attention; those with attention are numbered without them.
 
     Raises:
-        UnsupportedError: its attention asks for what is not known here.
+        UnsupportedError: its attention has arguments that are not supported.
     """
     config = model.config.get_text_config()
     text = torch.tensor([proof_text(config, vocab_size)[:PROOF]], device=device)
@@ -120,11 +120,11 @@ def expect(model: Any, vocab_size: int, device: torch.device, *, stateful: bool)
         with changed_settings(model, _shortened):
             callers, shapes = op.note_calls(model, forward)
     except FAULTS:
-        return None  # what is wrong with it, the probe says
+        return None  # the probe reports the reason
     numbers = range(len(callers)) if stateful else [int(module.layer_idx) for module in callers]
     return Expectation(found[0], {i: shape.reach for i, shape in zip(numbers, shapes, strict=True)})
 
 
 def _shortened(name: str, value: Any) -> Any:
     """A setting for the proof, where windows and chunks have ``SHORT`` positions."""
-    return SHORT if name in REACHES and type(value) is int and value > SHORT else value
+    return SHORT if name in WINDOWS and type(value) is int and value > SHORT else value

@@ -1,8 +1,8 @@
 """A pass as a list of steps that the compiled kernels run by themselves.
 
-`kernels/program.h` runs it, with the operators that torch would call, so that its logits are equal to the last bit.
-What follows from positions alone, as the angles of rotary embeddings, is computed once by torch for all of them, and
-looked up. Operators that are not the kernels' own are torch's, called by name (``torch_steps.py``).
+`kernels/program.h` runs it with the operators that torch would call, so that its logits are equal to the last bit.
+Values that depend on positions alone, such as the angles of rotary embeddings, are computed once for all positions and
+then looked up. Operators that the kernels do not have are torch's, called by name (``torch_steps.py``).
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from sakiyomi.model_executor.attention.registry import PassResult
 from sakiyomi.model_executor.program_steps import Builder
 from sakiyomi.model_executor.torch_steps import DTYPES
 
-REACH = 2048  # positions that are computed at first
+TABLE_ROWS = 2048  # positions that are computed at first
 
 
 class Program:
     """Runs passes of a model: see ``PassForward``.
 
     Args:
-        graph: TorchScript, from ids, positions, perhaps the rows to keep, and what is given, to what a pass gives.
+        graph: TorchScript from token ids, positions, perhaps the rows to keep, and ``given`` to the outputs of a pass.
         given: tensors that are the same in all passes.
-        rows: of each output, logits first, how many numbers there are in a row and of which type.
+        rows: width and dtype of a row of each output, logits first.
 
     Attributes:
         number: of the program in the kernels.
-        calls: operators of torch that it calls.
+        calls: names of the operators of torch that it calls.
+        rows: see above.
 
     Raises:
         UnsupportedError: there are no kernels, or one of its operators cannot be called.
@@ -52,8 +53,8 @@ class Program:
         steps, outputs = builder.steps, builder.outputs
         self.calls = tuple(text for text in steps.texts if "::" in text)
         self._held, self._functions = steps.constants, builder.functions
-        self._tables, self._reach = builder.tables, 0
-        self._rows = tuple(rows)
+        self._tables, self._table_rows = builder.tables, 0
+        self.rows = tuple(rows)
         code = numbers(steps.code)
         tables = numbers([number for number, _ in self._tables])
         about = [
@@ -71,11 +72,11 @@ class Program:
             self._kernels.sk_free_program(self.number)
 
     def gives(self, vocab: int, dtype: torch.dtype) -> bool:
-        """Whether logits are of this width and type."""
-        return self._rows[0] == (vocab, dtype)
+        """Whether its logits have this width and dtype."""
+        return self.rows[0] == (vocab, dtype)
 
     def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> PassResult:
-        """The pass that was begun.
+        """Run the pass that was begun.
 
         Args:
             ids, positions: (1, N) of its rows.
@@ -85,7 +86,7 @@ class Program:
             RuntimeError: it cannot be run.
         """
         count = ids.shape[1] if keep is None else len(keep)
-        made = [torch.empty(1, count, width, dtype=dtype) for width, dtype in self._rows]
+        made = [torch.empty(1, count, width, dtype=dtype) for width, dtype in self.rows]
         places = (ctypes.c_void_p * len(made))(*[tensor.data_ptr() for tensor in made])
         why = ctypes.c_char_p()
         kept = (-1, None) if keep is None else (count, keep.data_ptr())
@@ -104,14 +105,14 @@ class Program:
         self._kernels.sk_constant(self.number, number, tensor.data_ptr(), *about)
 
     def _extend(self, positions: int) -> None:
-        """Make tables for so many positions, and some more."""
-        wanted = max(positions, 2 * self._reach, REACH)
-        while positions > self._reach:
+        """Make tables for at least so many positions."""
+        wanted = max(positions, 2 * self._table_rows, TABLE_ROWS)
+        while positions > self._table_rows:
             try:
                 for number, table in self._tables:
                     self._set(number, table(wanted).contiguous())
-                self._reach = wanted
-            except IndexError:  # embeddings of positions that were learned end somewhere
+                self._table_rows = wanted
+            except IndexError:  # learned embeddings of positions have an end
                 if wanted == positions:
                     raise
                 wanted = (wanted + positions) // 2

@@ -22,27 +22,26 @@ from sakiyomi.model_executor.step_list import ARITHMETIC, IDS, POSITIONS, StepLi
 from sakiyomi.model_executor.torch_steps import (
     NUMBER,
     TENSOR,
-    TEXT,
     WHOLE,
     Operand,
     PythonFunction,
+    call_operands,
     each_of,
     node_function,
-    torch_call,
 )
 
 _ALIKE = (
     "prim::NumToTensor", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit", "aten::dropout", "aten::detach",
 )  # fmt: skip
-"""Operators that give what they are given."""
+"""Operators that return their argument."""
 
 
 class _OfPositions:
-    """A value that follows from positions alone, which torch computes."""
+    """A value that depends on positions alone, computed by torch."""
 
 
 class _KeptRows:
-    """The numbers of the rows that a pass is asked for."""
+    """The numbers of the rows whose results are wanted."""
 
 
 class Builder:
@@ -53,9 +52,9 @@ class Builder:
 
     Attributes:
         steps: of the graph.
-        tables: what makes those of so many positions, with their values.
-        functions: of Python that steps call.
-        outputs: of the graph, as steps read them.
+        tables: number of the value, and function from a number of positions to the table.
+        functions: Python functions that steps call.
+        outputs: outputs of the graph, as operands.
 
     Raises:
         UnsupportedError: an operator can be called neither by the kernels nor by Python.
@@ -86,10 +85,10 @@ class Builder:
     def _operand(self, value: Any, known: Any) -> Operand:
         return self._at_positions(value) if isinstance(known, _OfPositions) else self.steps.operand(known)
 
-    # ------------------------------------------------------------ what follows from positions alone
+    # ------------------------------------------------------------ values that depend on positions alone
 
     def _at_positions(self, value: Any) -> Operand:
-        """Looked up, or, where it has no row for each position, computed in each pass."""
+        """Looked up in a table, or computed in each pass if there is no row for each position."""
         if isinstance(made := self._known[value.unique()], Operand):
             return made
         try:
@@ -102,13 +101,13 @@ class Builder:
             return self._operand(value, self._known[value.unique()])
 
     def _look_up(self, value: Any) -> int:
-        """Rows of a table, of the pass's positions."""
+        """The rows of a table for the positions of the pass."""
         if value.unique() not in self._looked_up:
             compute = functools.partial(self._computed, self._known, value)
             few, more = compute(torch.arange(5)), compute(torch.arange(7))
             places = [d for d, (a, b) in enumerate(zip(few.shape, more.shape, strict=True)) if a != b]
             if len(places) != 1 or more.shape[places[0]] != 7 or more.shape[: places[0]].numel() != 1:
-                raise UnsupportedError("what follows from positions has no row for each")
+                raise UnsupportedError("a value of positions without a row for each")
             at = places[0]
 
             def table(count: int) -> Tensor:
@@ -117,7 +116,7 @@ class Builder:
             whole, turned = table(64), compute(torch.arange(64).flip(0)).flatten(0, at)
             alone = compute(torch.tensor([3])).flatten(0, at)
             if not torch.equal(whole.flip(0), turned) or not torch.equal(whole[3:4], alone):
-                raise UnsupportedError("what follows from a position depends on the others")
+                raise UnsupportedError("a value of a position that depends on the others")
             whole_table = self.steps.value()
             self.tables.append((whole_table, table))
             found = self.steps.emit("rows", (TENSOR, whole_table), (TENSOR, POSITIONS))  # (1, N, ...)
@@ -128,13 +127,13 @@ class Builder:
         return self._looked_up[value.unique()]
 
     def _computed(self, values: Mapping[int, Any], value: Any, positions: Tensor) -> Tensor:
-        """A value that follows from positions (N) alone."""
+        """A value that depends on positions (N) alone."""
         known: dict[int, Any] = {self._positions.unique(): positions[None]}
 
         def find(each: Any) -> Any:
             held = values[each.unique()]
             if isinstance(held, Operand):
-                raise UnsupportedError("what follows from what is computed in each pass")
+                raise UnsupportedError("a value that is computed in each pass")
             if not isinstance(held, _OfPositions):
                 return [find(part) for part in each.node().inputs()] if isinstance(held, list) else held
             if each.unique() not in known:
@@ -210,7 +209,7 @@ class Builder:
         return self.steps.emit(name, *operands)
 
     def _called(self, node: Any, inputs: list[Any], known: list[Any]) -> list[Operand]:
-        """What an operator of torch gives, which the kernels call by name, by others' names, or through Python."""
+        """The results of an operator of torch: called without its number, by name, or through Python."""
         aliases = _aliases(node)
         written = known[0] if aliases == "written" else None
         if aliases == "written" and (not isinstance(written, Operand) or written.value in self.steps.lasting):
@@ -229,31 +228,27 @@ class Builder:
         return found
 
     def _without_number(self, node: Any, inputs: list[Any], known: list[Any]) -> tuple[list[Operand], list[Operand]]:
-        """What an operator gives that becomes others, called without a number, and the tensors that it is given."""
+        """The result of operators that replace one with a number, and its tensor arguments."""
         arguments = [self._argument(*pair) for pair in zip(inputs, known, strict=True)]
         made = without_number(self.steps, node, arguments)
         return [made], [each for each in _flat(arguments) if isinstance(each, Operand)]
 
     def _by_name(self, node: Any, inputs: list[Any], known: list[Any]) -> tuple[list[Operand], list[Operand]]:
-        """What an operator gives that is called from C++, and the tensors that it is given."""
-        call = torch_call(node, inputs, known)
-        operands = []
-        for kind, each in call.arguments:
-            if kind == TEXT:
-                operands.append(self.steps.text(each))
-            elif kind in (TENSOR, NUMBER):
-                value, found = each
-                whole = kind == TENSOR and isinstance(found, Tensor)
-                operands.append(self.steps.constant(found) if whole else self._operand(value, found))
-                if (kind == TENSOR) != (operands[-1].kind == TENSOR):
-                    raise UnsupportedError(f"{call.name} with an argument of another type")
-            else:
-                operands.append(Operand(kind, each))
-        made = self.steps.call(call.name, call.overload, call.returns, operands)
+        """The results of an operator that is called from C++, and its tensor arguments."""
+        if node.kind().startswith("prim::"):
+            raise UnsupportedError(node.kind())
+        schema = torch._C.parse_schema(node.schema())
+        operands = call_operands(schema, inputs, known, self._read)
+        made = self.steps.call(node.kind(), schema.overload_name, len(schema.returns), operands)
         return made, [each for each in operands if each.kind == TENSOR]
 
+    def _read(self, value: Any, known: Any) -> Operand:
+        if isinstance(known, str):
+            return self.steps.text(known)
+        return self.steps.constant(known) if isinstance(known, Tensor) else self._operand(value, known)
+
     def _through_python(self, node: Any, inputs: list[Any], known: list[Any]) -> tuple[list[Operand], list[Operand]]:
-        """The same of any other operator."""
+        """The results of any other operator, and its tensor arguments."""
         arguments = [self._argument(*pair) for pair in zip(inputs, known, strict=True)]
         moving = [each for each in _flat(arguments) if isinstance(each, Operand)]
         compute = node_function(node)
@@ -264,22 +259,22 @@ class Builder:
         outputs = list(node.outputs())
         returns = _list_size(node) if isinstance(outputs[0].type(), torch._C.ListType) else len(outputs)
         if not all(isinstance(each.type(), torch._C.TensorType | torch._C.ListType) for each in outputs):
-            raise UnsupportedError(f"{node.kind()}, which gives more than tensors")
+            raise UnsupportedError(f"{node.kind()}, which returns more than tensors")
         function = PythonFunction(run, moving, returns)
         self.functions.append(function)
         made = self.steps.call(function.name, "", returns, [Operand(WHOLE, function.number), *moving])
         return made, [each for each in moving if each.kind == TENSOR]
 
     def _argument(self, value: Any, known: Any) -> Any:
-        """An argument with operands in the place of what differs from pass to pass."""
+        """An argument in which operands replace all that differs from pass to pass."""
         if isinstance(known, list):
             return [self._argument(*pair) for pair in each_of(value, known)]
         if isinstance(known, _KeptRows):
-            raise UnsupportedError("an operator of the rows that a pass is asked for")
+            raise UnsupportedError("an operator on the numbers of wanted rows")
         return self._operand(value, known) if isinstance(known, Operand | _OfPositions) else known
 
     def _parts(self, node: Any, whole: Operand, sizes: Any, dimension: Any) -> list[Operand]:
-        """A tensor cut along a dimension: into so many equal parts, or into those of these sizes."""
+        """A tensor cut along a dimension: into a number of equal parts, or into parts of these sizes."""
         kind, along = node.kind(), Operand(WHOLE, dimension)
         if kind == "aten::chunk":
             cuts = [("part", whole, along, Operand(WHOLE, sizes), Operand(WHOLE, i)) for i in range(sizes)]
@@ -294,7 +289,7 @@ class Builder:
 
 
 def _is_whole(known: Any) -> bool:
-    """Whether it is a whole number, or one that a pass computes."""
+    """Whether it is a whole number, constant or computed by a pass."""
     if isinstance(known, Tensor):
         return not known.dim() and not known.is_floating_point()
     return known.kind == NUMBER if isinstance(known, Operand) else isinstance(known, int)
@@ -309,7 +304,7 @@ def _flat(known: Any) -> Iterable[Any]:
 
 
 def _filled(arguments: list[Any], given: Iterator[Any]) -> list[Any]:
-    """Arguments with what is given, one after the other, in the place of their operands."""
+    """Arguments in which the given values replace the operands, in order."""
     return [
         _filled(each, given) if isinstance(each, list) else next(given) if isinstance(each, Operand) else each
         for each in arguments
@@ -317,7 +312,7 @@ def _filled(arguments: list[Any], given: Iterator[Any]) -> list[Any]:
 
 
 def _aliases(node: Any) -> str:
-    """Whether what an operator gives may lie in memory that it is given ("viewed"), or is written there ("written")."""
+    """Whether results may share the memory of an argument ("viewed"), or are written there ("written"); "": neither."""
     if node.kind().startswith("prim::"):
         return "viewed"
     schema = torch._C.parse_schema(node.schema())
@@ -328,14 +323,14 @@ def _aliases(node: Any) -> str:
 
 
 def _list_size(node: Any) -> int:
-    """How many parts the list has that an operator gives.
+    """The length of the list that an operator returns.
 
     Raises:
-        UnsupportedError: nothing says so.
+        UnsupportedError: it is not known.
     """
     sizes = [use.user.outputsSize() for use in node.output().uses() if use.user.kind() == "prim::ListUnpack"]
     if not sizes:
-        raise UnsupportedError(f"{node.kind()}, which gives a list")
+        raise UnsupportedError(f"{node.kind()}, which returns a list")
     return int(sizes[0])
 
 

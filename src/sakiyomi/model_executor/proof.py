@@ -1,10 +1,6 @@
-"""Proof at load: what a model gives on our path is what its own forward gives on the whole text, without any cache."""
+"""Proof at load: on our path a model gives the logits that its own forward gives on the whole text without a cache."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,30 +11,20 @@ from sakiyomi.model_executor.attention import op
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.probe import FAULTS, proof_text
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.model_executor.structural_copy import one_of_each, settings_of
+from sakiyomi.model_executor.structural_copy import settings_of
 
 FIRST = 5  # tokens read as a prompt
 TREE = (-1, 0, 0, 2, 2)  # the text continues along its rows 0, 2 and 4
 PATH = (0, 2, 4)
 BOUND = 1e-3  # of the largest logit
-ROUNDED = 0.1  # the same in bfloat16 and float16, and where weights or rows are rounded
-
-
-def _one_of_each(whole: ModelRunner, chosen: Sequence[int]) -> ModelRunner:
-    """These layers of a model, without its head."""
-
-    class OneOfEach(FirstLayers):
-        def _cut(self, module: Any) -> Any:
-            return one_of_each(module, chosen, int(whole.config.num_hidden_layers))
-
-    return OneOfEach(whole, len(chosen), records=False)
+ROUNDED = 0.1  # the same for bfloat16, float16, and weights or rows that are quantized
 
 
 def prove(runner: ModelRunner) -> None:
     """Take the text through prompt, a token tree, a commit and a single row, beside another request.
 
-    Windows are as short as they were when the model's own forward was run, so that the text reaches beyond them.
-    Of a large model one layer of every kind is run. Nothing is done for a model whose own logits were not taken (see
+    Windows are as short as in the run of the model's own forward, so that the text is longer than they are. Of a large
+    model one layer of every kind is run. Does nothing for a model whose own logits were not taken (see
     ``ModelWeights.expect``).
 
     Raises:
@@ -48,22 +34,22 @@ def prove(runner: ModelRunner) -> None:
     expected, weights.expected = weights.expected, None
     if expected is None:
         return
-    reaches = [expected.reaches.get(i, shape.reach) for i, shape in enumerate(weights.shapes)]
-    trial = [replace(s, window=max(r, 0), chunk=max(-r, 0)) for s, r in zip(weights.shapes, reaches, strict=True)]
-    op.set_reach(runner.module, trial)
+    windows = [expected.windows.get(i, shape.reach) for i, shape in enumerate(weights.shapes)]
+    op.set_windows(runner.module, windows)
     try:
         if expected.layers is None:
             with runner.eagerly():
                 _compare(runner, expected.logits)
         else:
             with settings_of(runner.module, expected.layers, int(runner.config.num_hidden_layers)):
-                _compare(_one_of_each(runner, expected.layers), expected.logits)
+                some = FirstLayers(runner, len(expected.layers), records=False, chosen=expected.layers)
+                _compare(some, expected.logits)
     except FAULTS as error:
         raise UnsupportedError(
-            f"{type(runner.module).__name__} does not run on a cache of ours; use transformers for this model"
+            f"{type(runner.module).__name__} does not run on our cache; use transformers for this model"
         ) from error
     finally:
-        op.set_reach(runner.module, weights.shapes)
+        weights.set_windows()
         runner.cache.shed()
         runner.clock.clear()  # of eager passes, some of them with fewer layers
 
@@ -92,8 +78,8 @@ def _compare(runner: ModelRunner, expected: Tensor) -> None:
             cache.release(beside)
     scale = expected.abs().max()
     errors = torch.stack([(row.float() - expected[at]).abs().max() for at, row in found.items()]) / scale
-    # Where numbers are rounded, an expert may be chosen otherwise for a token; most tokens must agree even so.
-    exact = runner.dtype == torch.float32 and not runner.weights.rounds
+    # With rounding a token may choose another expert, so the median counts instead of the maximum.
+    exact = runner.dtype == torch.float32 and not runner.weights.quantizes
     worst = float(errors.max() if exact else errors.median())
     bound = BOUND if exact else ROUNDED
     if not worst <= bound:

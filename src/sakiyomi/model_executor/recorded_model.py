@@ -1,4 +1,4 @@
-"""A model that runs from a recording of its passes: its weights and a program, without transformers' class of it.
+"""A model that runs from a recording of its passes: its weights and a program, without its transformers class.
 
 Recordings are read by `loading/recording.py` and written by `loading/recorder.py`.
 """
@@ -17,14 +17,14 @@ from sakiyomi.model_executor.program import Program
 
 
 class PlainConfig(SimpleNamespace):
-    """Settings of a model of text alone, without transformers' class of them."""
+    """The configuration of a text model, without its transformers class."""
 
     def get_text_config(self, **_: Any) -> PlainConfig:
         """Itself."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """As transformers gives it."""
+        """The settings as a dict, as in transformers."""
         return dict(vars(self))
 
 
@@ -35,7 +35,7 @@ class RecordedModel(nn.Module):
         about: the metadata of a recording, see `loading/recorder.py`.
         graph: TorchScript, from token ids and positions (1, N), the rows to keep (K) and the weights to logits (1, K,
             V) and what the head reads, (1, K, hidden).
-        weights: what the graph reads, by name, in its order.
+        weights: the tensors that the graph reads, by name, in its order.
         layers: the packed linear layers, by name.
         whole: loads the transformers model with these packed layers in it.
 
@@ -45,6 +45,8 @@ class RecordedModel(nn.Module):
     Raises:
         UnsupportedError: see ``Program``.
     """
+
+    device = torch.device("cpu")  # whose kernels are recorded
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class RecordedModel(nn.Module):
         self.layers, self.whole = dict(layers), whole
         for name, tensor in weights.items():
             parent, _, own = name.rpartition(".")
-            if parent in about["embeddings"]:  # of whose rows a pass reads a few
+            if parent in about["embeddings"]:  # a pass reads only a few of its rows
                 self._put(parent, nn.Embedding.from_pretrained(tensor))
             else:
                 self._container(parent).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
@@ -83,17 +85,12 @@ class RecordedModel(nn.Module):
         parent, _, own = name.rpartition(".")
         self._container(parent).add_module(own, module)
 
-    @property
-    def device(self) -> torch.device:
-        """The CPU, whose kernels are recorded."""
-        return torch.device("cpu")
-
     def get_output_embeddings(self) -> nn.Module:
         """The head over the vocabulary."""
         return self._head
 
     def set_attn_implementation(self, name: str) -> None:
-        """Nothing: the operator is in the program."""
+        """Does nothing: the operator is part of the program."""
 
     def forward(
         self,
@@ -105,7 +102,7 @@ class RecordedModel(nn.Module):
     ) -> SimpleNamespace:
         """Token ids and positions (1, N) to an object with logits, (1, N, V), or of the rows to keep, (1, K, V).
 
-        Of all modules the head alone has its hooks called, before the call, with what it reads.
+        No hooks of modules are called, except the forward pre-hooks of the head, with its input.
         """
         keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
         logits, read = self.program(input_ids, position_ids, keep)

@@ -2,11 +2,10 @@
 
 A recording is made from a trace (``trace.py``), which takes a fraction of a second and needs no compiler, or comes with
 a model that was read from a file (``recorded_model.py``). The kernels run it as a program (``program.py``), by the very
-operators of the eager pass. It serves every batch, length, tree and row count: plan and cache lie outside of it, and
-sizes are read from its inputs. What it may have taken for a constant shows in a comparison: the first pass of each row
-count is compared with an eager one (bit-equal logits and hidden states), and a row count that differs gets a recording
-of its own. A recording that was read from a file was compared at a few row counts when it was made, and is not compared
-again.
+operators of the eager pass. It serves every batch, length, tree and row count: it does not contain plan and cache, and
+reads sizes from its inputs. A size may have become a constant in the trace. So the first pass of each row count is
+compared with an eager one (bit-equal logits and hidden states), and a row count that differs gets its own recording. A
+recording from a file was compared at a few row counts when it was made, and is not compared again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.trace import trace
 
 logger = logging.getLogger("sakiyomi")
-WORTH_IT = 4  # eager passes after which one is recorded
+WORTH_IT = 4  # eager passes before one is recorded
 ROWS = 8  # of the pass that is recorded first
 
 
@@ -36,8 +35,8 @@ class RecordedPasses:
 
     Args:
         forward: the eager pass.
-        module: what it runs. One that was read from a file brings its recording, which was proven when it was made.
-        sizes: row counts that come again, ascending, as do multiples of the last one.
+        module: the model. One that was read from a file has its recording, which was proven when it was made.
+        sizes: row counts of decoding passes, ascending; multiples of the last one come too.
 
     Attributes:
         failed: the model cannot be recorded; its passes run eagerly.
@@ -47,7 +46,7 @@ class RecordedPasses:
     mode: ClassVar[str] = "recorded"
 
     def __init__(self, forward: PassForward, module: Any, sizes: Sequence[int]) -> None:
-        self._forward, self._module, self._sizes = forward, module, tuple(sizes)
+        self._forward, self._sizes = forward, tuple(sizes)
         self._read = module.program if isinstance(module, RecordedModel) else None
         self._made: dict[int, Program] = {}  # by the rows that they were made of; the first one serves all others
         self.ready: dict[int, PassForward] = {} if self._read is None else dict.fromkeys(sizes, self._read)
@@ -55,17 +54,17 @@ class RecordedPasses:
         self.fresh = self.failed = False
 
     def has(self, rows: int) -> bool:
-        """Whether a pass of so many rows is replayed, or will be once its first run was compared."""
+        """Whether a pass of so many rows is replayed, or will be once its first run has been compared."""
         return self._read is not None or (self._serves(rows) and bool(self._made))
 
     def _serves(self, rows: int) -> bool:
         return not self.failed and (rows in self._sizes or not rows % self._sizes[-1])
 
     def clear(self) -> None:
-        """Nothing: no recording knows where the cache lies."""
+        """Does nothing: a recording does not depend on the addresses of the cache."""
 
     def record(self, begin: BeginPass) -> None:
-        """Record a pass now, if none is there."""
+        """Record a pass now, if there is no recording yet."""
         if self._read is None and not self.failed and not self._made:
             self._record(begin, ROWS)
 
@@ -94,8 +93,8 @@ class RecordedPasses:
         ids = torch.zeros(1, rows, dtype=torch.int64)
         begin(BatchPlan([]), rows)
         try:
-            self._made[rows] = _program(trace(self._forward, self._module, ids, ids.clone()).graph)
-        except Exception as error:  # whatever it is, the eager path is there
+            self._made[rows] = _program(trace(self._forward, ids, ids.clone()).graph)
+        except Exception as error:  # of any kind: the eager path still works
             self._fail(str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}")
 
     def _prove(self, begin: BeginPass, plan: BatchPlan, size: int, ids: Tensor, positions: Tensor) -> PassResult:
@@ -113,13 +112,13 @@ class RecordedPasses:
             else:
                 self._record(begin, size)
         begin(plan, size)
-        return self._forward(ids, positions)  # once more: the cache holds what the recording has written
+        return self._forward(ids, positions)  # again: the cache holds what the recording has written
 
     @staticmethod
     def _agrees(program: Program, expected: PassResult, rows: int, ids: Tensor, positions: Tensor) -> bool:
         try:
             found = program(ids, positions)
-        except RuntimeError:  # a size in it is not that of these rows
+        except RuntimeError:  # it contains a size that does not fit these rows
             return False
         pairs = zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True)
         return all(a.shape == b.shape and torch.equal(a[:, :rows], b[:, :rows]) for a, b in pairs)
@@ -135,5 +134,5 @@ def _program(graph: Any) -> Program:
     """A traced pass as a program."""
     outputs = [leaf.type() for value in graph.outputs() for leaf in leaves(value)]
     if not all(found.sizes() for found in outputs):
-        raise UnsupportedError("what the pass gives has no fixed width")
+        raise UnsupportedError("an output of the pass has no fixed width")
     return Program(graph, [], [(found.sizes()[-1], found.dtype()) for found in outputs])

@@ -1,4 +1,4 @@
-"""Row counts at which a pass computes every row alone, found by a self-test: what ``exact=True`` rests on."""
+"""A self-test for ``exact=True``: finds the row counts at which a pass computes every row independently."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 
 TRIAL = 80  # tokens of the self-test
-LARGE = 1 << 24  # bytes of weights, from which on fewer of its tokens will do
+LARGE = 1 << 24  # bytes of weights; a larger model is tested on fewer tokens
 TRIED = (1, 4, 8, 16, 32, 64)
 
 
 @contextmanager
 def _listening(model: nn.Module) -> Generator[dict[str, Tensor], None, None]:
-    """By name of a module, what it gave last, (rows, width)."""
+    """The last output of each module, (rows, width), by name."""
     made: dict[str, Tensor] = {}
 
     def listen(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             out = output[0] if isinstance(output, tuple) else output
             if isinstance(out, Tensor) and out.ndim > 1:
-                made[name] = out.reshape(-1, out.shape[-1]).clone()  # kernels use their memory again
+                made[name] = out.reshape(-1, out.shape[-1]).clone()  # kernels reuse their memory
 
         return hook
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            if isinstance(module, nn.Conv1d):  # called for all rows at once, which then come last
+            if isinstance(module, nn.Conv1d):  # its rows are the last dimension
                 continue
             hooks.enter_context(module.register_forward_hook(listen(name)))
         yield made
 
 
 def invariant_sizes(runner: ModelRunner) -> tuple[int, ...]:
-    """Row counts whose rows, in any place and number of a pass, are bit for bit those of any other.
+    """Row counts at which a row has the same bits at every place of a pass.
 
-    The same 64 tokens are scored in one pass and in passes of each size. Many rows are compared, not one: a kernel
-    that computes a few elements of some rows another way (the end of a vector loop) often rounds them alike. And
-    what every module makes of them, not the logits alone: where values are rounded on the way (to bfloat16, or to
-    8 bits before a product), most last bits that differ are gone there, and the few that are not come later.
+    The same 64 tokens are scored in one pass and in passes of each size. Many rows are compared: a kernel that computes
+    a few elements of some rows in another way (the end of a vector loop) often rounds them alike. The outputs of all
+    modules are compared, not only the logits: rounding on the way (to bfloat16, or to 8 bits before a product) hides
+    most differences in the last bit.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, runner.vocab_size, (TRIAL,), generator=generator).tolist()
-    # A small model's rows are narrow, and show less each; its passes cost next to nothing.
+    # A small model has narrow rows, each of which shows less; its passes are cheap.
     least, each = (24, 64) if (runner.weights.bytes or LARGE) < LARGE else (8, 4)
     with runner.cache.lent(TRIAL) as slot, _listening(runner.module) as made, runner.eagerly():
         _pretend_source(runner, slot)
-        most = runner.max_context  # attention goes by columns; of positions there may be fewer
+        most = runner.max_context  # the model may have fewer positions than the test has columns
 
         def run(segment: SequenceRows, size: int) -> Tensor:
             plan = BatchPlan([segment])
@@ -64,7 +64,7 @@ def invariant_sizes(runner: ModelRunner) -> tuple[int, ...]:
         run(SequenceRows(slot, 0, ids[:16], prompt=True), 16)
 
         def rows(start: int, end: int, size: int) -> dict[str, Tensor]:
-            """What a pass of this size makes of some tokens behind the first 16."""
+            """Results for some tokens behind the first 16, by passes of this size."""
             made.clear()
             segment = SequenceRows(slot, 16 + start, ids[16 + start : 16 + end])
             found = {"logits": run(segment, size).clone()}
@@ -74,7 +74,7 @@ def invariant_sizes(runner: ModelRunner) -> tuple[int, ...]:
         reference, good = rows(0, 64, 64), []
         for size in TRIED:
             count = min(64, max(least, each * size)) if size > 1 else least
-            starts = [0, *range((size + 1) // 2, count, size)]  # the first pass has fewer rows
+            starts = [0, *range((size + 1) // 2, count, size)]  # the first pass is only half full
             if all(
                 name in reference and torch.equal(out, reference[name][start:end])
                 for start, end in itertools.pairwise([*starts, count])
@@ -96,7 +96,7 @@ def _written(runner: ModelRunner, slot: int, start: int, end: int) -> dict[str, 
 
 
 def _pretend_source(runner: ModelRunner, slot: int) -> None:
-    """Give a slot something for cross-attention to look at."""
+    """Give a slot a source of random numbers for cross-attention."""
     encoder = runner.weights.encoder
     if runner.sources is not None and encoder is not None:
         runner.sources.reserve(slot, 40)

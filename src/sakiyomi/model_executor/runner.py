@@ -1,54 +1,51 @@
 """A Hugging Face causal language model as the engine runs it: packed rows, our cache, our attention, its own weights.
 
-A `ModelRunner` is a session: a model's weights on one cache. Target and draft model are both one of these. It knows
-rows, slots and logits; it knows no drafts and no sampling.
+A `ModelRunner` is a session: a model's weights on one cache. Target and draft model each have one. It deals with rows,
+slots and logits, not with drafts and sampling.
 """
 
 from __future__ import annotations
 
 import logging
-import struct
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sakiyomi.cache.cross_attention import Source
-from sakiyomi.core.errors import MemoryLimitError, UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-from sakiyomi.model_executor.attention import observe
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassForward, PassResult
-from sakiyomi.model_executor.attention.torch import take_over
-from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
+from sakiyomi.model_executor.attention.torch import set_pass
+from sakiyomi.model_executor.features import HEAD, PassOutput, states_by_layer
 from sakiyomi.model_executor.session import Session
 
 logger = logging.getLogger("sakiyomi")
 
 
 class ModelRunner(Session):
-    """Scores packed rows of several requests in one pass. `build_runner` (build.py) makes one of a model.
+    """Scores packed rows of several requests in one pass. `build_runner` (build.py) makes it from a model.
 
-    Of an encoder-decoder model the decoder is what runs; `make_room` has the encoder read a request's source, and its
-    keys and values for cross-attention stay beside the request's own.
+    Of an encoder-decoder model it runs the decoder. `make_room` has the encoder read a request's source, and keeps the
+    keys and values for cross-attention beside the request's own.
     """
 
     # ------------------------------------------------------------ rooms and sources
 
     def takes(self, source: Source | None) -> bool:
-        """Whether the encoder has so many places; without a source there is nothing to be read."""
+        """Whether the source fits into the encoder; None, no source, always fits."""
         limit = self.weights.encoder.limit if self.weights.encoder is not None else None
         return source is None or limit is None or source.length <= limit
 
     def make_room(self, slot: int, columns: int, source: Source | None = None) -> None:
-        """Room for so many tokens in a slot; the request's source is read, if that was not done.
+        """Reserve room for so many tokens in a slot, and read the request's source if it was not read yet.
 
         Args:
             slot: the request's.
-            columns: its tokens.
-            source: what its rows attend to beside their own text; None: nothing.
+            columns: number of tokens.
+            source: attended to beside the text; None: there is none.
 
         Raises:
             MemoryLimitError: there is no memory for it.
@@ -79,10 +76,10 @@ class ModelRunner(Session):
     # ------------------------------------------------------------ passes
 
     def score(self, segments: Sequence[SequenceRows], *, last: bool = False) -> PassOutput:
-        """One pass over the rows of these segments.
+        """Run one pass over the rows of these segments.
 
-        The rows' keys and values are written behind each slot's pairs (`SlotCache.commit` decides which stay); slots
-        must have room.
+        Keys and values of the rows are written behind each slot's pairs; `SlotCache.commit` then decides which stay.
+        The slots must have room.
 
         Args:
             segments: of different slots.
@@ -91,10 +88,8 @@ class ModelRunner(Session):
         Returns:
             Logits of each row of the segments in order, or of each segment with `last`, and hidden states.
         """
-        if not last and self.describable() and (found := self._score_described(segments)) is not None:
-            return found
         if self.exact and len(segments) > 1 and sum(len(segment.tokens) for segment in segments) > self.sizes[-1]:
-            # Beyond the largest size a pass would have another number of rows, and round otherwise.
+            # A pass beyond the largest size would round differently, so it is split.
             half = len(segments) // 2
             return PassOutput.joined([self.score(part, last=last) for part in (segments[:half], segments[half:])])
         plan = BatchPlan(segments)
@@ -109,27 +104,24 @@ class ModelRunner(Session):
         return self.run(plan, rows if self.weights.offloaded and not self.exact else self.padded(rows))
 
     def _replays_prompt(self, rows: int) -> bool:
-        """Whether a chunk of a prompt may be a recorded decoding pass, which computes the logits of all its rows."""
+        """Whether a chunk of a prompt runs as a recorded decoding pass, which computes logits of all its rows."""
         launched = self.device.type == "cuda" and self.backend.session is not None  # launches cost more than products
         if self.exact or rows > self.sizes[-1] or not (self.weights.small_head or launched):
             return False
         return self._replays(self.padded(rows))
 
+    @torch.no_grad()
     def run(self, plan: BatchPlan, size: int, *, keep: Tensor | None = None) -> PassOutput:
-        """The pass of a plan, filled up to `size` rows; logits of its own rows, or of those in `keep`."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.run(plan, size, keep=keep)
+        """Run the pass of a plan, filled up to `size` rows; logits of its own rows, or of those in `keep`."""
         with self.lock:
             ids, positions = self._inputs(plan, size)
             self.begin(plan, size)
             prompts = self._prompts if plan.prompts else None
-            take_over(prompts)
             if prompts is not None:
                 prompts.begin(plan, size)
             elif keep is not None:
                 self.want(keep)
-            observe.listen(self.eviction.observations, plan)
+            set_pass(over=prompts is not None, notes=self.eviction.observations, plan=plan)
             began = time.perf_counter()
             try:
                 found = None
@@ -147,8 +139,7 @@ class ModelRunner(Session):
                     torch.cuda.synchronize(self.device)
             finally:
                 spent = time.perf_counter() - began
-                take_over(None)
-                observe.listen(None, None)
+                set_pass()
             self.cache.begin(None)
             if keep is None:
                 self.clock.add(
@@ -162,13 +153,13 @@ class ModelRunner(Session):
             return self._output(found, plan.rows, keep)
 
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
-        """Without the rows that only filled the pass up."""
+        """The output of a pass without its filler rows."""
         logits, states = found
-        features = PassStates(self.weights.capture.layers[: len(states)], states, rows, keep)  # the head, and layers
+        features = states_by_layer(self.weights.capture.layers[: len(states)], states, rows, keep)
         return PassOutput(logits, features, rows if keep is None else logits.shape[1])
 
     def _inputs(self, plan: BatchPlan, size: int) -> tuple[Tensor, Tensor]:
-        """Token ids and positions of a pass on the host, (1, size) each; rows that only fill it up are zeros."""
+        """Token ids and positions of a pass on the host, (1, size) each; zeros for filler rows."""
         buffer = self._buffers.get(size)
         if buffer is None:
             kept = size in self.sizes  # a chunk of a prompt may have any length
@@ -185,12 +176,12 @@ class ModelRunner(Session):
             numbers[1, first : first + count] += self.eviction.shifts.get(slot, 0)
         if rows < size:
             numbers[:, rows:] = 0
-        if not rows and self.weights.has_experts:  # a trial of what a pass costs: other tokens choose other experts
+        if not rows and self.weights.has_experts:  # a trial pass: different tokens choose different experts
             numbers[0] = np.arange(size) * 97 % self.vocab_size
         return ids, positions
 
     def _check_layers(self, backend: AttentionBackend) -> None:
-        """After the first pass, refuse a model of which a layer did not use our cache: its logits would be wrong."""
+        """After the first pass: refuse a model if a layer did not use our cache, since its logits would be wrong."""
         calls, layers = backend.calls(), self._depth
         if calls != layers:
             raise UnsupportedError(
@@ -200,7 +191,7 @@ class ModelRunner(Session):
         self._proven = True
 
     def read_alone(self, slot: int, token: int, position: int) -> None:
-        """Read one token in an empty slot as if it stood at this position."""
+        """Read one token into an empty slot as if it were at this position."""
         plan = BatchPlan([SequenceRows(slot, 0, [token])])
         plan.positions = [position]
         self.run(plan, self.padded(1))
@@ -208,7 +199,7 @@ class ModelRunner(Session):
     # ------------------------------------------------------------ passes that the kernels describe
 
     def describable(self) -> bool:
-        """Whether the kernels may describe passes: these are replayed, and no callback reads their plans."""
+        """Whether the kernels may describe passes: passes are replayed, and no callback reads their plans."""
         eviction = self.eviction
         return not (
             self.backend.session is None
@@ -223,91 +214,6 @@ class ModelRunner(Session):
             or eviction.observations is not None
         )
 
-    def _score_described(self, segments: Sequence[SequenceRows]) -> PassOutput | None:
-        """A pass over decoding rows that the kernels describe; None: such a pass is not replayed."""
-        table: list[int] = []
-        rows, most = 0, self.sizes[-1]
-        for part in segments:
-            rows += len(part.tokens)
-            table += part.slot, len(part.tokens), part.length, part.done
-            if part.prompt or part.block or rows > most:
-                return None
-        size = self.sizes[bisect_left(self.sizes, rows)]
-        assert self.recorder is not None
-        if size not in self.recorder.ready:
-            return None
-        replay, ids, positions = self.replayed(size)
-        table += (token for part in segments for token in part.tokens)
-        for part in segments:
-            table += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
-        with self.lock:
-            packed = struct.pack(f"={len(table)}q", *table)
-            self.backend.describe(len(segments), packed, size, ids.data_ptr())
-            self.recorder.fresh = False
-            began = time.perf_counter()
-            found = replay(ids, positions)
-            spent = time.perf_counter() - began
-        self.forward_seconds += spent
-        self.clock.add(size, True, spent, fresh=self.recorder.fresh)
-        return self._output(found, rows, None)
-
-    def native_passes(self, rows: int, slot: int | None, length: int) -> tuple[int, tuple[int, ...]] | None:
-        """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.
-
-        They may where decoding passes of so many rows are replayed and no callback reads their plans: see ``replay``.
-
-        Args:
-            rows: of the largest pass.
-            slot, length: where none is free, passes are compared behind so many tokens of it; None: they are not.
-        """
-        if rows > self.sizes[-1] or not self.describable():
-            return None
-        session, recorder = self.backend.session, self.recorder
-        assert session is not None and recorder is not None
-        for size in self.sizes:
-            if size not in recorder.ready and recorder.has(size):
-                _compare(self, size, slot, length)
-            if size >= rows:
-                break
-        # A size that was not compared, for want of memory, is passed over: the next larger one is taken.
-        sizes = tuple(filter(recorder.ready.__contains__, self.sizes))
-        return (session, sizes) if sizes and sizes[-1] >= rows else None
-
-    def replay(self, size: int, take: Callable[[int], int]) -> tuple[int, int]:
-        """Run passes that the kernels have described, and whose inputs they have written to what ``replayed`` gives.
-
-        Args:
-            size: rows of the first one.
-            take: takes the address of the logits of each, (1, rows, V), and says how many rows the next has; not
-                positive: no more.
-
-        Returns:
-            Passes that were run, and what `take` said last.
-        """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.replay(size, take)
-        recorder, count, now = self.recorder, 0, time.perf_counter
-        assert recorder is not None
-        passes: dict[int, tuple[int, float]] = {}  # by rows: how many, and their seconds
-        recorder.fresh = False
-        with self.lock:
-            while size > 0:
-                replay, ids, positions = self.replayed(size)
-                began = now()
-                logits, _ = replay(ids, positions)
-                spent, count = now() - began, count + 1
-                self.forward_seconds += spent
-                if recorder.fresh:  # it was captured first
-                    recorder.fresh, self.clock.made = False, self.clock.made + 1
-                else:
-                    times, seconds = passes.get(size, (0, 0.0))
-                    passes[size] = times + 1, seconds + spent
-                size = take(logits.data_ptr())
-        for rows, (times, seconds) in passes.items():
-            self.clock.add(rows, True, seconds / times)
-        return count, size
-
     def replayed(self, size: int) -> tuple[PassForward, Tensor, Tensor]:
         """The recording of a described pass of so many rows, and its inputs: token ids, and positions behind them."""
         assert self.recorder is not None
@@ -317,34 +223,21 @@ class ModelRunner(Session):
     # ------------------------------------------------------------ what passes cost
 
     def pass_seconds(self, rows: int) -> float:
-        """Seconds of a decoding pass over so many rows: a running mean, or a trial pass if none was made yet."""
+        """Seconds of a decoding pass over so many rows: a running mean, or a trial pass if there was none yet."""
         return self.clock.seconds(self.padded(rows), self.sizes, self._trial)
 
     def _trial(self, size: int) -> None:
         if self.backend.spare:
-            self.cache.reserve(0, 1)  # else there is nothing to capture
+            self.cache.reserve(0, 1)  # a capture needs a cache
         self.run(BatchPlan([]), size)  # without requests nothing is written
 
     def known_seconds(self, rows: int) -> float | None:
-        """`pass_seconds` if a pass of this size was made before; makes none."""
+        """`pass_seconds` without a trial; None: no pass of this size was made."""
         return self.clock.known(self.padded(rows))
 
 
-def _compare(model: ModelRunner, size: int, slot: int | None, length: int) -> None:
-    """Make the first pass of so many rows, which is compared with an eager one; see ``ModelRunner.native_passes``."""
-    try:
-        if model.cache.free or model.cache.extra:
-            with model.cache.lent(size) as lent:
-                model.score([SequenceRows(lent, 0, [0] * size)])
-        elif slot is not None and length + size <= model.max_context:
-            model.cache.reserve(slot, length + size)
-            model.score([SequenceRows(slot, length, [0] * size)])
-    except MemoryLimitError:
-        logger.debug("no memory to compare a pass of %d rows", size)
-
-
 def first_logits(model: ModelRunner, source: Source | None, tokens: Sequence[int]) -> Tensor:
-    """Logits (V,) of what follows these tokens where nothing was written yet."""
+    """Logits (V,) of the token that follows these tokens, read into an empty slot."""
     with model.lock, model.cache.lent(len(tokens)) as slot:
         model.make_room(slot, len(tokens), source)
         return model.score([SequenceRows(slot, 0, tokens, prompt=True)], last=True).logits[0]

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import SourceCache
-from sakiyomi.cache.eviction import FullCache, ManagedCache, QueryTrackingCache
+from sakiyomi.cache.eviction import ManagedCache, QueryTrackingCache
 from sakiyomi.cache.eviction_plan import ENDLESS, EvictionPlan
 from sakiyomi.cache.policies import Policy
 from sakiyomi.cache.policies.looking import scaled_queries
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.core.hooks import has_hooks
+from sakiyomi.core.hooks import hooks_of
 from sakiyomi.core.process import share_processors
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import native, native_at_hand
@@ -35,35 +35,34 @@ from sakiyomi.model_executor.recorded_passes import RecordedPasses
 from sakiyomi.model_executor.weights import ModelWeights, on_cpu
 
 SIZES = (1, 4, 8, 16, 32, 64)
-# Where none of them has to be recorded or proven first, so many that of no pass a fifth is for nothing.
+# For recordings from files, whose sizes need no proof: at most a fifth of a pass is filler rows.
 ALL_SIZES = tuple(sorted({rows << twice for rows in range(1, 9) for twice in range(5)}))
 
 
 class Session:
-    """The state that passes of a model need; `ModelRunner` (runner.py) runs them.
+    """The state of a model's passes on one cache; `ModelRunner` (runner.py) runs the passes.
 
     Args:
         weights: of the model.
         cache: keys and values of the session's requests.
-        module: in the place of the weights' own, with the same layers: an early exit.
-        sources: what cross-attention reads; None: there is no encoder.
-        eviction: what stays of the cache; None: all of it.
-        observer: a policy that listens to the model's modules, and notes something of each layer's queries; None: none
-            does.
-        records: passes that come often are recorded; otherwise all are eager.
+        module: replaces the module of the weights, for an early exit.
+        sources: read by cross-attention; None: there is no encoder.
+        eviction: decides what stays in the cache; None: everything stays.
+        observer: a policy with hooks on the model's modules, which observes each layer's queries; None: there is none.
+        records: frequent passes are recorded; False: all passes are eager.
         exact: every pass has a row count at which a self-test found each row independent of the others.
         sizes: row counts of decoding passes, ascending.
-        evicts: pairs are dropped, quantized or observed.
-        depth: layers that run; None: all.
+        evicts: a policy drops, quantizes or observes pairs.
+        depth: number of layers that run; None: all.
 
     Attributes:
         backend: computes attention.
         recorder: replays passes; None: all are eager.
-        eviction: what stays of the cache, for the engine.
+        eviction: decides what stays in the cache, for the engine.
         records: as given.
-        max_context: tokens that a text may have, prompt included.
-        forward_seconds: spent in passes so far.
-        watchers: told of every pass when it is done: its plan, and its seconds.
+        max_context: most tokens of a text, prompt included.
+        forward_seconds: seconds in passes so far.
+        watchers: called after every pass with its plan and its seconds.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Session:
     ) -> None:
         self.weights, self.cache, self.sources = weights, cache, sources
         self.module: Any = weights.module if module is None else module
-        self.eviction: ManagedCache = FullCache(cache) if eviction is None else eviction
+        self.eviction: ManagedCache = ManagedCache(cache) if eviction is None else eviction
         self.exact, self.sizes = exact, tuple(sizes)
         self.max_context = weights.max_context
         self.forward_seconds = 0.0
@@ -93,7 +92,7 @@ class Session:
         self.records = records
         self._depth = depth or len(cache.shapes)
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
-        self._prompts: TorchBackend | None = None  # reads prompts where only some columns are looked at
+        self._prompts: TorchBackend | None = None  # reads prompts whose rows see only some columns
         self._proven = False
         self._reassigned = False
         self.backend: AttentionBackend
@@ -174,7 +173,7 @@ class Session:
             self.take_backend()
 
     def take_backend(self) -> None:
-        """Choose the attention backend for the weights as they are now, and forget what was recorded on another."""
+        """Choose the attention backend for the weights as they are now, and drop recordings made with another one."""
         self.module = self.weights.module
         needs = self.weights.needs(exact=self.exact, evicts=self._evicts)
         kind = choose_backend(needs)
@@ -185,7 +184,7 @@ class Session:
         self._adopt(kind(needs, self.cache, self.sources))
 
     def _adopt(self, backend: AttentionBackend, recorder: PassRecorder | None = None) -> None:
-        """Switch to this backend, with these recorded passes or with new ones."""
+        """Switch to this backend, with these recordings or with new ones."""
         self.backend = backend
         self._generation = self.weights.generation
         self.clock = PassClock(self._replays, offloaded=self.weights.offloaded)
@@ -212,7 +211,7 @@ class Session:
         return RecordedPasses(self.forward, self.module, self.sizes)
 
     def record(self) -> None:
-        """Record passes now, where they can be recorded before they come."""
+        """Record passes now, if that is possible before they come."""
         with self.lock, torch.no_grad():
             if self.recorder is not None:
                 self.recorder.record(self.begin)
@@ -220,7 +219,7 @@ class Session:
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """Passes within run on the modules themselves and call their hooks; a recorded model calls its head's."""
+        """A context in which passes run on the modules and call their hooks; a recorded model calls its head's."""
         recorder, self.recorder = self.recorder, None
         try:
             yield
@@ -228,7 +227,7 @@ class Session:
             self.recorder = recorder
 
     def recorded(self, rows: int | None = None) -> bool:
-        """Whether passes over so many rows are replayed; None: those of the fewest."""
+        """Whether passes over so many rows are replayed; None: the smallest ones."""
         return self._replays(self.sizes[0] if rows is None else self.padded(rows))
 
     def padded(self, rows: int) -> int:
@@ -240,7 +239,7 @@ class Session:
         return self.recorder is not None and self.recorder.has(size)
 
     def capture(self, layers: Sequence[int]) -> None:
-        """Have every pass give what these decoder layers give, too (see ``ModelWeights.capture_layers``)."""
+        """Also capture the outputs of these decoder layers in every pass (see ``ModelWeights.capture_layers``)."""
         if further := [layer for layer in layers if layer != HEAD]:
             self.weights.capture_layers(further)
             self.settle()
@@ -251,37 +250,33 @@ class Session:
         return self.recorder.mode if self.recorder is not None and self.recorded() else "eager"
 
     def begin(self, plan: BatchPlan, size: int) -> None:
-        """Describe this thread's next pass of the session; `size` counts filler rows too. It may run twice."""
+        """Describe this thread's next pass of the session; `size` includes filler rows. The pass may run twice."""
         self.cache.begin(plan)
         if self.weights.packed is not None and not self.backend.runs_packed:
             self.weights.packed.begin(plan, size)
         self.backend.begin(plan, size)
 
     def want(self, rows: Tensor) -> None:
-        """Have the pass that was begun compute the last layer for these rows alone.
+        """Have the pass that was begun compute the last layer for these rows only.
 
-        Ignored where something reads the others: a policy, a hook of a module, or a recurrent state.
+        Ignored if something reads the other rows: a policy, a hook of a module, or a recurrent state.
         """
         weights = self.weights
         if self._observer is not None or weights.stateful or weights.encoder is not None:
             return
         if self.backend.session is None:  # it computes all rows
             return
-        if all(part is self.module or part is weights.head for part in self.module.modules() if has_hooks(part)):
+        if all(part is self.module or part is weights.head for part in self.module.modules() if hooks_of(part)):
             self.backend.want(rows, self._depth)
 
     def moved(self, cache: SlotCache) -> None:
-        """The cache's tensors are new ones."""
+        """Called when the cache has new tensors."""
         self.backend.attach(cache)
         if self.recorder is not None:
             self.recorder.clear()
 
-    def sources_moved(self, sources: SourceCache) -> None:
-        """The tensors that cross-attention reads are new ones."""
-        self.backend.attach_sources(sources)
-
     def forward(self, ids: Tensor, positions: Tensor) -> PassResult:
-        """The model's own forward over all rows, as it is recorded."""
+        """The forward over all rows, which is traced for a recording."""
         self.weights.capture.begin()
         logits: Tensor = self.module(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False).logits
         return logits, self.weights.capture.take()
@@ -289,7 +284,7 @@ class Session:
     # ------------------------------------------------------------ what stays of the cache
 
     def evict_by(self, plan: EvictionPlan, eviction: ManagedCache) -> None:
-        """Have this manage the cache from now on; self-tests before saw all pairs."""
+        """Have this policy manage the cache from now on; the self-tests before it saw all pairs."""
         self.eviction = eviction
         self._reassigned = plan.reassigned
         if plan.sparse is not None:
@@ -299,9 +294,9 @@ class Session:
             self.max_context = ENDLESS
 
     def track_queries(self) -> QueryTrackingCache:
-        """Keep the queries of each slot's last row from now on, if that is not done already.
+        """Keep the queries of each slot's last row from now on.
 
-        Running requests continue; their slots' queries are kept from the next text on. Passes are recorded anew.
+        Running requests continue; the queries of their slots are kept from the next text on. Passes are recorded again.
 
         Raises:
             UnsupportedError: the cache does not hold all keys and values, or the model keeps its own.
@@ -312,7 +307,7 @@ class Session:
             if tracked is None or apart or not all(shape.plain for shape in self.weights.shapes):
                 raise UnsupportedError(
                     f"the cache of {type(self.module).__name__} does not hold all keys and values that the model "
-                    "attends to, the model keeps them itself, or attends to something else, too; use cache='full'"
+                    "attends to, or the model keeps them itself, or also attends to something else; use cache='full'"
                 )
             if tracked is self.eviction:
                 return tracked

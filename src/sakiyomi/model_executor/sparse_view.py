@@ -7,14 +7,14 @@ from sakiyomi.model_executor.runner import ModelRunner
 
 
 class Excerpt(ModelRunner):
-    """Gives a model's logits where it sees part of what it has read.
+    """A session in which a model sees only part of the text that it has read.
 
-    ``SlotCache.excerpt`` fills its own cache; passes write behind that, as always.
-    Positions are those of the whole text.
+    ``SlotCache.excerpt`` fills the cache of this session; passes write behind the excerpt. Positions are those of the
+    whole text.
 
     Args:
-        whole: the model, with a cache of which nothing is dropped.
-        pairs: of a head, of an excerpt with what is written behind it.
+        whole: the model, with a cache that keeps all pairs.
+        pairs: most pairs of a head: of the excerpt and behind it.
     """
 
     def __init__(self, whole: ModelRunner, pairs: int) -> None:
@@ -27,7 +27,7 @@ class Excerpt(ModelRunner):
         self.take_backend()
 
     def take_backend(self) -> None:
-        """A session of its own on the whole model's weights, with the passes that the whole model has recorded."""
+        """Use the whole model's kind of backend on this cache, and the passes that the whole model has recorded."""
         needs = self.weights.needs(exact=False, evicts=True)
         kind = type(self._whole.backend)
         self._adopt(kind(needs, self.cache), self._whole.recorder)

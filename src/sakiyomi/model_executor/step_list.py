@@ -21,9 +21,9 @@ OPERATORS = (
 )  # fmt: skip
 """In the order of Op in program.h."""
 ARITHMETIC = ("aten::add", "aten::sub", "aten::mul", "aten::floor_divide")
-"""Of whole numbers, in the order of Arithmetic in program.h."""
+"""Arithmetic of whole numbers, in the order of Arithmetic in program.h."""
 VIEWS = {"kept", "view", "transpose", "unsqueeze", "slice", "part", "contiguous"}
-"""Steps whose results may lie in the memory of what they are given."""
+"""Steps whose results may share the memory of their first operand."""
 COUNTING = {"size", "whole"}
 """Steps that make a whole number."""
 IDS, POSITIONS, KEEP = range(3)  # the first values
@@ -33,12 +33,12 @@ class StepList:
     """Steps, in the order in which they run.
 
     Attributes:
-        code: of the steps, as `sk_program` takes them.
-        count: of values.
-        constants: tensors that are the same in all passes, by their values.
-        texts: that steps name.
-        lasting: values in memory that other passes read, too.
-        shared: values in memory of another value.
+        code: the steps as numbers, for `sk_program`.
+        count: number of values.
+        constants: tensors that are the same in all passes, by number of the value.
+        texts: texts that steps refer to.
+        lasting: values in memory that other passes also read.
+        shared: values that share their memory with another value.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class StepList:
         """A tensor that is the same in all passes.
 
         Raises:
-            UnsupportedError: its type is not one of the kernels'.
+            UnsupportedError: the kernels do not have its dtype.
         """
         if tensor.dtype not in DTYPES:
             raise UnsupportedError(f"a tensor of {tensor.dtype}")
@@ -68,7 +68,7 @@ class StepList:
         return Operand(TENSOR, value)
 
     def operand(self, known: Any) -> Operand:
-        """An operand, or what is the same in all passes, as steps read it.
+        """The operand of a step: an operand, or a constant of all passes.
 
         Raises:
             UnsupportedError: it is neither a tensor nor a number.
@@ -99,7 +99,7 @@ class StepList:
             given: its operands.
 
         Returns:
-            What it makes.
+            Its result.
         """
         value = self.value()
         self.code += [OPERATORS.index(name), value, len(given), *(x for operand in given for x in operand)]
@@ -108,7 +108,7 @@ class StepList:
         return Operand(NUMBER if name in COUNTING else TENSOR, value)
 
     def call(self, name: str, overload: str, returns: int, given: Sequence[Operand]) -> list[Operand]:
-        """Add a call of an operator of torch; the tensors that it gives."""
+        """Add a call of an operator of torch; the tensors that it returns."""
         head = self.text(name), self.text(overload), Operand(WHOLE, returns)
         first = self.emit("torch", *head, *given).value
         self.count += returns - 1

@@ -1,11 +1,11 @@
-"""A model's modules: copies around the same tensors, so that changes do not touch the user's model; its layers."""
+"""Copies of a model's modules around the same tensors, so that changes do not touch the user's model; its layers."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -14,18 +14,18 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.loading.stream import hooks
 
 _NUMBERS = ("idx", "index", "layer_id", "number")
-"""Parts of names under which a layer keeps its own number."""
+"""Parts of the names of attributes that hold a layer's own number."""
 _PLAIN = bool, int, str, type(None)
 
 
 def structural_copy(model: nn.Module, *, owned: bool = False) -> Any:
-    """The same modules again around the same parameter and buffer tensors, with a config of their own.
+    """Copies of a model's modules around the same parameter and buffer tensors, with their own configuration.
 
-    Parameters ask for no gradients there: torch would compute products otherwise with such that do.
+    Their parameters require no gradients: torch would compute products differently.
 
     Args:
-        model: to be copied.
-        owned: the caller has no other use for it; the copy has its very parameters, freed when they are packed.
+        model: the model to copy.
+        owned: the caller has no other use for the model; the copy shares its parameters, which packing frees.
     """
     if owned:
         model.requires_grad_(False)
@@ -34,7 +34,7 @@ def structural_copy(model: nn.Module, *, owned: bool = False) -> Any:
         if tensor.requires_grad and type(tensor) is nn.Parameter:
             shared[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
     for hook in (hook for module in model.modules() for hook in hooks(module)):
-        shared[id(hook.weights_map)] = hook.weights_map  # with all that it holds in memory
+        shared[id(hook.weights_map)] = hook.weights_map  # shared, with all that it holds in memory
         tied = (getattr(hook, "tied_params_map", None) or {}).values()
         shared |= {id(tensor): tensor for places in tied for tensor in places.values()}
     return copy.deepcopy(model, shared)
@@ -44,9 +44,9 @@ def layer_list(model: nn.Module, count: int, what: str) -> str:
     """Name of the list of a model's layers.
 
     Args:
-        model: of which it is a part.
-        count: of the layers.
-        what: needs it, the beginning of the message.
+        model: the model.
+        count: number of the layers.
+        what: names the feature that needs the list, for the message.
 
     Raises:
         UnsupportedError: there are several such lists, or none.
@@ -64,7 +64,7 @@ def _is_list(module: nn.Module, count: int) -> bool:
 
 
 def _paths(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[str]:
-    """Names of the modules that are wanted, none of which lies in another one: those are not walked through."""
+    """Names of the wanted modules; the modules inside a wanted one are not searched."""
     found, seen, waiting = [], set[int](), [("", model)]
     while waiting:
         path, module = waiting.pop()
@@ -78,62 +78,57 @@ def _paths(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[str]:
     return found
 
 
-def some_layers(model: nn.Module, chosen: Sequence[int], layers: int) -> Any:
-    """The model with fewer layers: new modules on the way to the list of layers, all others are the model's own.
-
-    Args:
-        model: of so many ``layers``.
-        chosen: numbers of those that are left.
-        layers: of the model.
-    """
-    *way, last = layer_list(model, layers, "early exit").split(".")
-    top = place = _shallow(model)
-    for name in way:
-        place._modules[name] = inner = _shallow(place.get_submodule(name))
-        place = inner
-    whole = place._modules[last]
-    assert isinstance(whole, nn.ModuleList)
-    place._modules[last] = nn.ModuleList([whole[layer] for layer in chosen])
-    return top.eval()
-
-
 class _Headless(nn.Identity):
-    """In the place of a head: gives what that would read, and has the head's hooks."""
+    """Replaces a head: returns the head's input, and has the head's hooks."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self._forward_pre_hooks = head._forward_pre_hooks
 
 
-def one_of_each(model: nn.Module, chosen: Sequence[int], layers: int) -> Any:
-    """The model with these layers alone, and without its head, which is as large as many layers."""
-    top = some_layers(model, chosen, layers)
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    found = _paths(model, lambda part: part is head or _is_list(part, layers))
-    *way, last = next(name for name in found if model.get_submodule(name) is head).split(".")
-    place = top
+def some_layers(model: nn.Module, chosen: Sequence[int], layers: int, *, head: bool = True) -> Any:
+    """The model with fewer layers: new modules on the way to what changes, all others are the model's own.
+
+    Args:
+        model: with so many ``layers``.
+        chosen: numbers of the layers that stay.
+        layers: of the model.
+        head: False leaves the head out, which is as large as many layers.
+    """
+    top = _shallow(model)
+    name = layer_list(model, layers, "early exit")
+    whole = model.get_submodule(name)
+    assert isinstance(whole, nn.ModuleList)
+    _put(top, model, name, nn.ModuleList([whole[layer] for layer in chosen]))
+    if not head:
+        last = model.get_output_embeddings()  # type: ignore[operator]
+        found = _paths(model, lambda part: part is last or _is_list(part, layers))
+        _put(top, model, next(path for path in found if model.get_submodule(path) is last), _Headless(last))
+    return top.eval()
+
+
+def _put(top: nn.Module, model: nn.Module, path: str, new: nn.Module) -> None:
+    """Put a module into a shallow copy of a model, and shallow copies on the way to it where they are still missing."""
+    *way, last = path.split(".")
     for name in way:
-        if place._modules[name] is model.get_submodule(name):
-            place._modules[name] = _shallow(place._modules[name])
-        place = place._modules[name]
-    place._modules[last] = _Headless(head)
-    return top
+        if top._modules[name] is model._modules[name]:
+            top._modules[name] = _shallow(model.get_submodule(name))
+        top, model = top.get_submodule(name), model.get_submodule(name)
+    top._modules[last] = new
 
 
-@contextmanager
-def settings_of(model: nn.Module, chosen: Sequence[int], layers: int) -> Iterator[None]:
-    """While it is open, settings by layer in a model's configurations are those of these layers."""
+def settings_of(model: nn.Module, chosen: Sequence[int], layers: int) -> AbstractContextManager[None]:
+    """A context in which settings by layer in a model's configurations are those of these layers."""
 
     def of_these(_: str, value: Any) -> Any:
         return [value[layer] for layer in chosen] if isinstance(value, list) and len(value) == layers else value
 
-    with changed_settings(model, of_these):
-        yield
+    return changed_settings(model, of_these)
 
 
 @contextmanager
 def changed_settings(model: nn.Module, change: Callable[[str, Any], Any]) -> Iterator[None]:
-    """While it is open, settings in a model's configurations are what `change` makes of their name and value."""
+    """A context in which settings in a model's configurations are changed by `change`, given name and value."""
     found = [vars(part)["config"] for part in model.modules() if "config" in vars(part)]
     configs = {id(config): vars(config) for config in found}
     changed = [
@@ -152,7 +147,7 @@ def changed_settings(model: nn.Module, change: Callable[[str, Any], Any]) -> Ite
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """The module again, with a dictionary of children of its own."""
+    """A copy of a module with its own dictionary of children."""
     same = copy.copy(module)
     same._modules = dict(module._modules)
     for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which would run the original
@@ -161,12 +156,12 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def layer_kinds(layers: nn.ModuleList) -> list[list[tuple[Any, ...]]]:
-    """Of each layer its modules and their settings, but for numbers of the layer."""
+    """By layer: its modules and their settings, without the layer's number."""
     return [_kind(layer) for layer in layers]
 
 
 def distinct_layers(layers: nn.ModuleList) -> list[int]:
-    """The first layer of every kind: of the same modules, with the same settings."""
+    """The first layer of every kind; layers of a kind have the same modules and settings."""
     kinds = layer_kinds(layers)
     return sorted({kinds.index(kind) for kind in kinds})
 
@@ -180,5 +175,5 @@ def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:
 
 @functools.cache
 def _says(name: str) -> bool:
-    """Whether an attribute of this name tells kinds of layers apart: their numbers do not."""
+    """Whether an attribute of this name is no number of a layer."""
     return not any(part in name for part in _NUMBERS)

@@ -26,60 +26,44 @@ TENSOR, NUMBER, WHOLE, REAL, NONE, SOME, LIST, TEXT = range(8)  # kinds of Opera
 CPU = 0xFFFFFFFF
 """The processor as torch's C interface takes a device: its type, 0, before its number, -1, of 32 bits each."""
 _PLACES = {"device", "layout", "pin_memory", "generator"}
-"""Arguments that say where a tensor lies, which is the CPU's memory in any case."""
+"""Arguments that say where a tensor lies, which is always the CPU's memory."""
 
 
 class Operand(NamedTuple):
-    """What a step reads: the number of a value, or a constant."""
+    """The operand of a step: the number of a value, or a constant."""
 
     kind: int
     value: int
 
 
-class TorchCall(NamedTuple):
-    """An operator of torch with its arguments.
-
-    Attributes:
-        name, overload: of it.
-        returns: how many tensors it gives.
-        arguments: kinds of operands, each with a number or a text; those of ``TENSOR`` and ``NUMBER``, which is any
-            number here, with a value of the graph and its constant or operand.
-    """
-
-    name: str
-    overload: str
-    returns: int
-    arguments: list[tuple[int, Any]]
+Read = Callable[[Any, Any], Operand]
+"""From a value of a graph and its constant (a tensor, number or text) or operand to what a step reads."""
 
 
-def torch_call(node: Any, inputs: Sequence[Any], known: Sequence[Any]) -> TorchCall:
-    """How a node of a graph is called from C++.
+def call_operands(schema: Any, inputs: Sequence[Any], known: Sequence[Any], read: Read) -> list[Operand]:
+    """The arguments of an operator of torch that is called from C++.
 
     Args:
-        node: of a graph.
-        inputs: its values.
+        schema: of the operator.
+        inputs: values of a graph.
         known: the constant or operand of each.
+        read: makes an operand of it.
 
     Raises:
         UnsupportedError: it cannot be called.
     """
-    name = node.kind()
-    if name.startswith("prim::"):
-        raise UnsupportedError(name)
-    schema = torch._C.parse_schema(node.schema())
     if not all(isinstance(made.type, torch._C.TensorType) for made in schema.returns):
-        raise UnsupportedError(f"{name}, which gives more than tensors")
+        raise UnsupportedError(f"{schema.name}, which gives more than tensors")
     given = zip(schema.arguments, inputs, known, strict=True)
-    arguments = [part for each in given for part in _argument(*each)]
-    return TorchCall(name, schema.overload_name, len(schema.returns), arguments)
+    return [part for argument, value, each in given for part in _argument(argument, value, each, read)]
 
 
-def _argument(argument: Any, value: Any, known: Any) -> Iterable[tuple[int, Any]]:
+def _argument(argument: Any, value: Any, known: Any, read: Read) -> Iterable[Operand]:
     if argument.name in _PLACES and isinstance(argument.type, torch._C.OptionalType):
         if str(known or "cpu") not in ("cpu", "0", "False"):
             raise UnsupportedError(f"a tensor elsewhere: {known}")
-        return [(NONE, 0)]
-    return _packed(argument.type, value, known)
+        return [Operand(NONE, 0)]
+    return _packed(argument.type, value, known, read)
 
 
 def each_of(value: Any, known: Any) -> Iterable[tuple[Any, Any]]:
@@ -91,7 +75,7 @@ def each_of(value: Any, known: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _as_tensor(known: Any) -> Any:
-    """A number where a tensor is expected becomes one without dimensions, as in torch."""
+    """A number where a tensor is expected, as a tensor without dimensions, as in torch."""
     if isinstance(known, bool):
         return torch.tensor(known)
     if isinstance(known, int | float):
@@ -99,25 +83,29 @@ def _as_tensor(known: Any) -> Any:
     return known
 
 
-def _packed(kind: Any, value: Any, known: Any) -> Iterable[tuple[int, Any]]:
+def _packed(kind: Any, value: Any, known: Any, read: Read) -> Iterable[Operand]:
     if isinstance(kind, torch._C.OptionalType):
-        return [(NONE, 0)] if known is None else [(SOME, 0), *_packed(kind.getElementType(), value, known)]
+        inner = kind.getElementType()
+        return [Operand(NONE, 0)] if known is None else [Operand(SOME, 0), *_packed(inner, value, known, read)]
     if isinstance(kind, torch._C.ListType):
         if not isinstance(known, list):
             raise UnsupportedError("a list that is computed")
-        inner = kind.getElementType()
-        return [(LIST, len(known)), *(part for pair in each_of(value, known) for part in _packed(inner, *pair))]
-    if isinstance(kind, torch._C.StringType):
-        return [(TEXT, known)]
+        parts = [part for pair in each_of(value, known) for part in _packed(kind.getElementType(), *pair, read)]
+        return [Operand(LIST, len(known)), *parts]
     if isinstance(kind, torch._C.TensorType):
-        return [(TENSOR, (value, _as_tensor(known)))]
-    if isinstance(kind, torch._C.FloatType) and isinstance(known, int):
-        return [(NUMBER, (value, float(known)))]
-    if isinstance(kind, torch._C.IntType | torch._C.FloatType | torch._C.BoolType):
-        return [(NUMBER, (value, known))]
-    if isinstance(kind, torch._C.DeviceObjType) and str(known) == "cpu":
-        return [(NUMBER, (value, CPU))]
-    raise UnsupportedError(f"an argument of type {kind}")
+        known = _as_tensor(known)
+    elif isinstance(known, Tensor) and not known.dim():
+        known = known.item()
+    elif isinstance(kind, torch._C.FloatType) and isinstance(known, int):
+        known = float(known)
+    elif isinstance(kind, torch._C.DeviceObjType) and str(known) == "cpu":
+        known = CPU
+    elif not isinstance(kind, torch._C.IntType | torch._C.FloatType | torch._C.BoolType | torch._C.StringType):
+        raise UnsupportedError(f"an argument of type {kind}")
+    made = read(value, known)
+    if isinstance(kind, torch._C.TensorType) != (made.kind == TENSOR):
+        raise UnsupportedError(f"an argument that is not of type {kind}")
+    return [made]
 
 
 # ---------------------------------------------------------------- through Python
@@ -133,7 +121,7 @@ def _library() -> torch.library.Library:
 
 @functools.cache
 def _operator(kinds: str, returns: int) -> str:
-    """An operator that calls one of ``_functions`` by its number, with a tensor (T) or a whole number (n) each."""
+    """The operator that calls one of ``_functions`` by number; its other arguments are tensors (T) or numbers (n)."""
     name = f"call_{kinds}_{returns}"
     given = "".join(f", {'Tensor' if kind == 'T' else 'int'} x{i}" for i, kind in enumerate(kinds))
     _library().define(f"{name}(int number{given}) -> ({', '.join(['Tensor'] * returns)})")
@@ -145,13 +133,13 @@ class PythonFunction:
     """A function that steps call as long as this object lives.
 
     Args:
-        run: gives a tensor, or several.
-        given: what it is given, tensors and whole numbers.
-        returns: tensors that it gives.
+        run: returns a tensor, or several.
+        given: its arguments, tensors and whole numbers.
+        returns: number of tensors that it returns.
 
     Attributes:
-        name: of the operator that calls it.
-        number: the operator's first argument.
+        name: name of the operator that calls it.
+        number: the first argument of the operator.
     """
 
     def __init__(self, run: Callable[..., Any], given: Sequence[Operand], returns: int) -> None:
@@ -172,7 +160,7 @@ class PythonFunction:
 
 
 def node_function(node: Any) -> Callable[[list[Any]], Any]:
-    """What a node of a graph computes, from its arguments.
+    """The function of a node of a graph, from the list of its arguments to its result.
 
     Raises:
         UnsupportedError: it is no operator of torch or Python.

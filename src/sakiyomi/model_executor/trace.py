@@ -1,20 +1,19 @@
 """Traces a pass: runs it once, and notes the operators that torch calls.
 
-What Python decides from a tensor's values would be baked in: tracing such a model is refused, for torch warns of it.
-What follows from sizes, settings and weights may be baked in; ``recorded_passes.py`` finds out whether it is right for
-other row counts.
+A trace turns the results of Python code into constants. If Python decides something from a tensor's values, torch
+warns, and the model is refused. Results that depend on sizes, settings and weights may be constants;
+``recorded_passes.py`` checks whether they are right for other row counts.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.jit._trace import TracerWarning
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -22,20 +21,20 @@ from torch.utils._pytree import tree_leaves
 from sakiyomi.core.errors import UnsupportedError
 
 _TORCH = str(Path(torch.__file__).parent)
-"""Code that decides by sizes, which a comparison finds out."""
+"""Folder of torch's own code, which decides by sizes; a comparison checks these."""
 _SIZED_BY_VALUES = {"aten::nonzero", "aten::nonzero_numpy", "aten::masked_select", "aten::repeat_interleave"} | {
     "aten::bincount", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
 }  # fmt: skip
-"""Operators whose results have a size that follows from values; so has a tensor that is indexed by truth values."""
+"""Operators whose results have a size that depends on values, as has a tensor that is indexed by truth values."""
 
 
-def trace(forward: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> Any:
-    """A function that runs `module`, as TorchScript.
+def trace(forward: Callable[..., Any], *inputs: Tensor) -> Any:
+    """A function as TorchScript. The parameters that it reads must not require gradients, see ``structural_copy``.
 
     Raises:
-        UnsupportedError: Python decides something from a tensor's values, which is right for these inputs alone.
+        UnsupportedError: Python decides something from a tensor's values, which is only right for these inputs.
     """
-    with warnings.catch_warnings(record=True) as told, _detached(module):
+    with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with _Origins(told) as origins:
             made = torch.jit.trace(forward, inputs, check_trace=False)
@@ -47,16 +46,16 @@ def trace(forward: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> An
 
 
 class _Origins(TorchFunctionMode):
-    """Finds out, while a model is traced, where the values come from that the trace turns into constants.
+    """Finds the origin of the values that a trace turns into constants.
 
-    Those that are made of settings, weights and sizes alone may be constants: whether another row count makes something
-    else of them, a comparison with an eager pass finds out.
+    Values that are made of settings, weights and sizes alone may be constants: a comparison with an eager pass checks
+    other row counts.
 
     Args:
-        told: the trace's warnings, as they come.
+        told: the warnings of the trace, as they come.
 
     Attributes:
-        harmless: which of them are about such values, by their places.
+        harmless: places in ``told`` of the warnings about such values.
     """
 
     def __init__(self, told: Sequence[warnings.WarningMessage]) -> None:
@@ -68,7 +67,7 @@ class _Origins(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call it; warnings that come of it are about its arguments."""
+        """Call the function; warnings during the call are about its arguments."""
         before = len(self._told)
         result = func(*args, **(kwargs or {}))
         if len(self._told) > before:
@@ -83,7 +82,7 @@ class _Origins(TorchFunctionMode):
         waiting = [(value, False)]
         while waiting:
             value, size_of = waiting.pop()
-            if (value.unique(), size_of) in self._known:  # after the first one that is not the trace is refused
+            if (value.unique(), size_of) in self._known:  # visited: a refused one would have ended the trace
                 continue
             self._known.add((value.unique(), size_of))
             node = value.node()
@@ -97,22 +96,6 @@ class _Origins(TorchFunctionMode):
 
 
 def _has_mask(indices: Any) -> bool:
-    """Whether a list of indices has one of truth values among them."""
+    """Whether one of these indices is a tensor of truth values."""
     types = [index.type() for index in indices.node().inputs()]
     return any(isinstance(found, torch._C.TensorType) and found.scalarType() == "Bool" for found in types)
-
-
-@contextmanager
-def _detached(module: nn.Module) -> Iterator[None]:
-    """Parameters that require no gradients, as a trace holds them; their tensors are the model's own."""
-    swapped = []
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.requires_grad:
-                swapped.append((part, name, parameter))
-                part._parameters[name] = parameter.detach()  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for part, name, parameter in swapped:
-            part._parameters[name] = parameter

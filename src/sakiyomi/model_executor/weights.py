@@ -1,7 +1,7 @@
 """A Hugging Face model's weights as sessions run them: a structural copy, its linear layers packed, its kernels.
 
-The user's object keeps its attention setting and its modules; parameters are shared with it. One of these may serve
-several sessions (`runner.py`): the whole model, its first layers, the model on an excerpt of its cache.
+The user's object keeps its attention setting and its modules, and shares its parameters. Several sessions (`runner.py`)
+may use the same weights: the whole model, its first layers, the model on an excerpt of its cache.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from sakiyomi.model_executor.recurrences import serve_functions, stateful_module
 from sakiyomi.model_executor.structural_copy import (
     distinct_layers,
     layer_list,
-    one_of_each,
     settings_of,
+    some_layers,
     structural_copy,
 )
 
 logger = logging.getLogger("sakiyomi")
-LARGE = 1 << 27  # bytes of weights, from which on the proof at load takes some layers instead of all
-SMALL_HEAD = 0.1  # share of the weights, below which a head is small
+LARGE = 1 << 27  # bytes of weights; the proof at load runs only some layers of a larger model
+SMALL_HEAD = 0.1  # a head with a smaller share of the weights is small
 
 
 class _Given(NamedTuple):
-    """How the weights are to be packed, see ``ModelWeights``."""
+    """Options for packing the weights, see ``ModelWeights``."""
 
     owned: bool
     prepared: Prepared | None
@@ -72,7 +72,7 @@ class _Given(NamedTuple):
 
 
 def is_shared(model: Any) -> bool:
-    """Whether each of several processes has a part of the model's layers."""
+    """Whether the model's layers are distributed over several processes."""
     return isinstance(model, nn.Module) and any(type(weight).__name__ == "DTensor" for weight in model.parameters())
 
 
@@ -81,37 +81,37 @@ class ModelWeights:
 
     Args:
         model: a loaded causal LM, or an encoder-decoder one of a known family; not changed.
-        owned: the model was loaded for this alone: its weights are freed when packed, and it cannot run any more.
+        owned: the caller has no other use for the model: its weights are freed when packed, and it cannot run any more.
         prepared: metadata of a model whose layers are packed already; nothing is quantized then.
         quantize: "int8" or "int4" quantizes weights to so many bits, and rows to 8, in layers whose error stays small.
-        text: token ids on which the quantization is judged.
-        way: of ``own_forward.WAYS``, that in which texts go through the class's own forward; None: rows of a pass go
-            through it together, on our cache.
+        text: token ids on which quantization is measured.
+        way: one of ``own_forward.WAYS``: how texts go through the class's own forward; None: the rows of a pass run
+            together on our cache.
 
     Attributes:
         module: the transformers model as it runs here.
         encoder: of an encoder-decoder model, whose decoder is the module.
-        multimodal: the class reads more than text; its encoders stand aside.
-        max_context: positions that the model has.
-        small_head: the logits of all rows of a prompt cost next to nothing.
-        offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
-            same whatever the number of rows.
-        stream: where those come from that lie in files; None: no weights do.
+        multimodal: the class reads more than text; its encoders stay as they are.
+        max_context: number of positions of the model.
+        small_head: the logits of all rows of a prompt are cheap.
+        offloaded: accelerate's hooks load and free the weights of each layer; passes are eager, and cost about the same
+            for any number of rows.
+        stream: reads the weights that lie in files; None: there are none.
         shapes: of the cache, by layer.
-        stateful: layers that keep something else than keys and values, see ``cache/layer_state.py``.
-        expected: what the model's own forward gives, for the proof that ours gives the same; None: none is made.
+        stateful: layers that keep a state beside keys and values, see ``cache/layer_state.py``.
+        expected: results of the model's own forward, for the proof at load; None: there is no proof.
         own_attention: texts go through the class's own forward, see ``way``.
-        packed: linear layers in the compiled kernels; None: none are.
+        packed: linear layers in the compiled kernels; None: there are none.
         unsettled: kernels are being built; ``ModelRunner.settle`` swaps them in.
-        generation: grows when modules are replaced by others.
-        quantizing: the quantization that was asked for; None: none was.
-        quantization: what quantizing changed; None where nothing was quantized.
+        generation: grows when modules are replaced.
+        quantizing: the quantization that the caller asks for; None: there is none.
+        quantization: the effect of quantization; None if nothing was quantized.
         siblings: names of linear layers that are computed together.
         capture: hidden states of passes.
         lock: held during a pass.
 
     Raises:
-        UnsupportedError: the model's attention cannot be served, or nothing here can compute with 8 bits.
+        UnsupportedError: the model's attention is not supported, or quantized weights are not.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ModelWeights:
         latents: bool = True,
         max_context: int | None = None,
     ) -> None:
-        if quantize and not owned:  # of what was loaded for it, this was known before weights were read
+        if quantize and not owned:  # else it was checked before weights were read
             check_quantization(f"quantize={quantize!r}", model.dtype)
         recorded = isinstance(model, RecordedModel)
         if not recorded:
@@ -146,12 +146,12 @@ class ModelWeights:
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
         self.device = _device(model)
-        reach = position_count(self.config, max_context)
-        self.max_context = (reach if way is not None else min(reach, rope_limit(self.config))) - before
-        if self.max_context + before < reach:
+        positions = position_count(self.config, max_context)
+        self.max_context = (positions if way is not None else min(positions, rope_limit(self.config))) - before
+        if self.max_context + before < positions:
             logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
-        # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
+        # Hooks of an owned model load each layer once, for packing.
         self.offloaded = not owned and is_offloaded(self.module)
         self.stream: WeightStream | None = None
         if self.offloaded:
@@ -183,14 +183,14 @@ class ModelWeights:
             self.stateful.update(serve_modules(self.module))
 
     def _learn(self) -> None:
-        """Find out what the layers keep, and have recurrent ones keep it on our cache."""
+        """Find what the layers store, and have recurrent ones keep their states in our cache."""
         prepared, recorded = self._given.prepared, isinstance(self.module, RecordedModel)
         callers = stateful_modules(self.module)
-        if self.quantizing is None and (prepared is None or prepared.native is None):  # else it gives other logits
+        if self.quantizing is None and (prepared is None or prepared.report is None):  # else its logits differ
             self.expect(bool(callers))
         shapes = prepared.shapes if prepared is not None else None
         if shapes is not None and not self._given.latents and any(shape.tied for shape in shapes):
-            shapes = None  # of another way of keeping them
+            shapes = None  # they were made with latents
         if not recorded:
             serve_own(self.module)
             if self._given.latents and self.device.type == "cpu" and (shapes is None or any(s.tied for s in shapes)):
@@ -207,8 +207,12 @@ class ModelWeights:
             self._probed = probe(self.module, self.vocab_size, layers, self.device)
             self.shapes = self._probed.shapes
         if not recorded:
-            op.set_reach(self.module, self.shapes)
+            self.set_windows()
         self.stateful = {**modules, **calls}
+
+    def set_windows(self) -> None:
+        """Give the attention layers the windows of their shapes."""
+        op.set_windows(self.module, [shape.reach for shape in self.shapes])
 
     @property
     def head(self) -> nn.Module:
@@ -218,57 +222,66 @@ class ModelWeights:
 
     @property
     def text(self) -> list[int]:
-        """Token ids on which the quantization is judged."""
+        """Token ids on which quantization is measured."""
         judged = self.encoder.judged if self.encoder is not None else None
         return self._given.text if judged is None else judged.text
 
     @property
     def context_note(self) -> str:
-        """Why a text may have fewer tokens than the model has positions, for messages; "": it may have as many."""
+        """For messages: why a text may have fewer tokens than the model has positions; "": it may have as many."""
         return context_note(self.config, self.max_context)
 
     @property
-    def rounds(self) -> bool:
-        """Whether layers round their rows or their weights: texts read in other pieces have other roundings."""
+    def quantizes(self) -> bool:
+        """Whether weights were quantized here, or layers in block formats quantize their rows."""
         layers = (module for module in self.module.modules() if isinstance(module, PackedLayer))
-        blocks = any(layer.blocks is not None and layer.blocks.rounded for layer in layers)
-        return self.quantization is not None or blocks
+        return self.quantization is not None or any(each.blocks is not None and each.blocks.rounded for each in layers)
 
     @property
     def packed_experts(self) -> bool:
-        """Whether all experts of a mixture are in the kernels, so that a row's sums do not depend on other rows."""
+        """Whether the kernels have all experts of a mixture, so that a row's sums do not depend on other rows."""
         return self.packed is not None and self.packed.experts
 
     def unfold(self) -> None:
-        """Put the transformers model in the place of a recorded one, for its modules, once sessions settle."""
+        """Replace a recorded model by the transformers model, for its modules; sessions switch when they settle."""
         if isinstance(self.module, RecordedModel):
             self.module = self.module.whole(self.module)
-            op.set_reach(self.module, self.shapes)
+            self.set_windows()
             _serve_elementwise(self.module)
             self.generation += 1
 
     def expect(self, stateful: bool) -> None:
-        """Run the model's own forward for the proof at load, where there is one; attention is left switched.
+        """Run the model's own forward for the proof at load; its attention is left switched.
 
-        What was recorded was proven then; the decoders of encoder-decoder models are those of ``FAMILIES``, and have no
-        forward of their own; a pass with offloaded weights costs as much as loading them.
+        There is no proof for three kinds of models. A recorded model was proven when it was recorded. The decoder of an
+        encoder-decoder model is one of ``FAMILIES``, and has no forward of its own. With offloaded weights a pass costs
+        as much as loading them.
         """
         apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded
         if self.expected is not None or apart or self.max_context < PROOF + 2:
             return
-        if self.packed is not None:
-            self.packed.begin(BatchPlan([]), 0)
-        layers = None if stateful else _enough(self.module, int(self.config.num_hidden_layers))
-        self.expected = _expect(self.module, self.vocab_size, self.device, layers, stateful=stateful)
+        prepared = self._given.prepared
+        if (table := self.packed if prepared is None else prepared.native) is not None:
+            table.begin(BatchPlan([]), 0)
+        count = 0 if stateful else int(self.config.num_hidden_layers)
+        layers = None if stateful else _enough(self.module, count)
+        if layers is not None:
+            with settings_of(self.module, layers, count):
+                some = some_layers(self.module, layers, count, head=False)
+                found = expect(some, self.vocab_size, self.device, stateful=False)
+            if found is not None:  # else these layers need others
+                self.expected = found._replace(layers=layers)
+                return
+        self.expected = expect(self.module, self.vocab_size, self.device, stateful=stateful)
 
     def capture_layers(self, layers: Sequence[int]) -> None:
-        """Have every pass give what these decoder layers give, too (see ``PassOutput``), once sessions have settled.
+        """Also capture the outputs of these decoder layers in every pass (see ``PassOutput``), once sessions settle.
 
         Args:
             layers: counted from 0.
 
         Raises:
-            UnsupportedError: the model has an encoder, no such layers, or none that can be found.
+            UnsupportedError: the model has an encoder, or no such layers, or its list of layers is not found.
         """
         self.unfold()
         name, count = type(self.module).__name__, int(self.config.num_hidden_layers)
@@ -287,12 +300,12 @@ class ModelWeights:
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether the model's forward can be asked for the logits of some rows alone."""
+        """Whether the model's forward can return the logits of some rows only."""
         return "logits_to_keep" in inspect.signature(self.module.forward).parameters
 
     @property
     def one_device(self) -> bool:
-        """Whether all layers lie where the model does."""
+        """Whether all layers lie on the model's device."""
         return all(shape.device == self.device for shape in self.shapes)
 
     @property
@@ -302,13 +315,16 @@ class ModelWeights:
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of weights that one pass reads: all but embeddings, of which it reads a few rows.
+        """Bytes of weights that one pass reads: all except embeddings, of which it reads a few rows.
 
-        None for a mixture of experts, where it depends on the tokens. What reads a source is no part of a pass.
+        None for a mixture of experts, where it depends on the tokens. Projections of a source are not part of a pass.
         """
         if self.has_experts:
             return None
-        return _read_bytes(self.module, self.encoder.projections if self.encoder is not None else [])
+        apart = set(map(id, self.encoder.projections)) if self.encoder is not None else set()
+        modules = [m for m in self.module.modules() if not isinstance(m, nn.Embedding) and id(m) not in apart]
+        packed = [part for m in modules if isinstance(m, PackedLinear) for part in m.tensors().values()]
+        return sum(map(_stored_bytes, (*packed, *(weight for m in modules for weight in m.parameters(recurse=False)))))
 
     def needs(self, *, exact: bool, evicts: bool) -> BackendNeeds:
         """The requirements of a session's attention backend."""
@@ -335,7 +351,7 @@ class ModelWeights:
         return not self.own_attention and here and self.dtype in (torch.float32, torch.bfloat16)
 
     def pack(self) -> None:
-        """Switch to the device's kernels, where they serve; quantize linear layers on the CPU, if that was asked."""
+        """Switch to the device's kernels, if they support the model; quantize linear layers on the CPU if asked to."""
         prepared = self._given.prepared
         self.packed = prepared.native if prepared is not None else self._pack_own()
         if self.packed is not None and not self.siblings and self._probed is not None:
@@ -361,7 +377,7 @@ class ModelWeights:
             join_siblings(table, group)
 
     def _pack_own(self) -> PackedWeights | None:
-        """The linear layers in the kernels; None: these do not serve them, or there is no room for copies."""
+        """The linear layers in the kernels; None: the kernels do not support them, or there is no memory for copies."""
         given, table = self._given, PackedWeights.create() if self.packable else None
         if table is None or not (given.owned or _has_room(self.module, self.device)):
             return None
@@ -377,13 +393,13 @@ class ModelWeights:
         return table
 
     def changed(self) -> str | None:
-        """What changed in the user's model since this was made of it, in words; None: nothing did."""
+        """What changed in the user's model since it was packed, in words; None: nothing changed."""
         model, state = self._given.theirs(), self._given.state
         return None if model is None or state is None else state.changed(model)
 
 
 def _scale_for_inference(model: nn.Module) -> None:
-    """Do once what RWKV's class does to its weights in its first forward: copies of the model have the same ones."""
+    """Rescale the weights of RWKV now: its class does so in the first forward, and copies share the weights."""
     for module in model.modules():
         rescale: Any = getattr(module, "_rescale_layers", None)
         if rescale is not None and not is_offloaded(model):
@@ -392,21 +408,8 @@ def _scale_for_inference(model: nn.Module) -> None:
             module.training = training
 
 
-def _expect(
-    module: Any, vocab_size: int, device: torch.device, layers: list[int] | None, *, stateful: bool
-) -> Expectation | None:
-    """See ``expect``; of these layers alone, if they do not need others."""
-    found, count = None, int(module.config.get_text_config().num_hidden_layers)
-    if layers is not None:
-        with settings_of(module, layers, count):
-            found = expect(one_of_each(module, layers, count), vocab_size, device, stateful=stateful)
-    if found is not None:
-        return found._replace(layers=layers)
-    return expect(module, vocab_size, device, stateful=stateful)
-
-
 def _serve_elementwise(model: nn.Module) -> None:
-    """Have norms, gates and rotary embeddings between a model's packed layers call the kernels."""
+    """Have norms, gates and rotary embeddings of a model call the kernels."""
     serve_norms(model)
     serve_gates(model)
     serve_rotary(model)
@@ -418,12 +421,12 @@ def on_gpu(weights: ModelWeights) -> bool:
 
 
 def on_cpu(weights: ModelWeights) -> bool:
-    """Whether the compiled kernels run passes of a model, recorded ones even where they pack no weights of its type."""
+    """Whether the compiled kernels run passes of a model; they also run recorded passes without packed weights."""
     return weights.device.type == "cpu" and not (weights.offloaded or weights.own_attention)
 
 
 def _enough(model: nn.Module, count: int) -> list[int] | None:
-    """Layers, one of every kind, on which a large model is proven, since passes over all would take long; None: all."""
+    """One layer of every kind, for a quick proof of a large model; None: all layers."""
     size = sum(map(_stored_bytes, (*model.parameters(), *model.buffers())))
     if size < LARGE:
         return None
@@ -437,7 +440,7 @@ def _enough(model: nn.Module, count: int) -> list[int] | None:
 
 
 def _device(model: Any) -> torch.device:
-    """Where a model computes. One that is offloaded as a whole is brought there by hooks."""
+    """The device that computes a model. Hooks load a model that is offloaded as a whole to it."""
     device: torch.device = model.device
     if device.type != "meta":
         return device
@@ -449,18 +452,6 @@ def _count(module: nn.Module) -> int:
     if isinstance(module, PackedLayer):
         return module.in_features * module.out_features * (module.count or 1)
     return sum(parameter.numel() for parameter in module.parameters(recurse=False))
-
-
-def _read_bytes(model: nn.Module, elsewhere: Sequence[nn.Module]) -> int:
-    """Bytes of a model's weights but for embeddings and these modules."""
-    modules = [
-        module
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding) and all(module is not other for other in elsewhere)
-    ]
-    packed = [tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()]
-    others = [weight for module in modules for weight in module.parameters(recurse=False)]
-    return sum(map(_stored_bytes, (*packed, *others)))
 
 
 def _has_room(model: Any, device: torch.device) -> bool:
@@ -477,7 +468,7 @@ def _has_room(model: Any, device: torch.device) -> bool:
 
 
 def _stored_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor as it lies in memory: one of torchao's says what it would take unquantized."""
+    """Bytes of a tensor in memory: ``nbytes`` of a torchao tensor is the size without quantization."""
     parts = getattr(type(tensor), "__tensor_flatten__", None)
     if parts is None:
         return tensor.nbytes

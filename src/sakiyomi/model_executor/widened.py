@@ -1,4 +1,4 @@
-"""Products of weights of 16 bits as float32, on a processor that has none of its own."""
+"""Products of 16-bit tensors in float32, on processors without 16-bit products."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ PRODUCTS = frozenset(
         Tensor.__matmul__,
     }
 )
-"""Functions whose tensors come first, by their places. Torch's attention of 16 bits is as fast as that of 32."""
+"""Functions that take tensors as positional arguments. Torch's attention is as fast in 16 bits as in 32."""
 
 
 def widened(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it, torch multiplies tensors of 16 bits as float32 where this device is faster so.
+    """A context in which torch multiplies 16-bit tensors as float32, if that is faster on this device.
 
-    Torch sums products of 16 bits in float32, too, so that results are the same but for the order of the sums. Without
-    such products of the processor's own it takes six times as long for them, and for convolutions fourteen times.
+    Torch also sums 16-bit products in float32, so results differ only in the order of the sums. On a processor without
+    16-bit products torch takes six times as long for them, and fourteen times as long for convolutions.
 
     Args:
-        device: on which is computed.
+        device: the device that computes.
     """
     return _Widened() if device.type == "cpu" and not multiplies_bf16() else nullcontext()
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from sakiyomi.kernels.build import loaded
-from sakiyomi.sampling.rows import Row, Tokens, largest
+from sakiyomi.sampling.rows import Row, Tokens
 
 Hashes = NDArray[np.uint32]
 
@@ -29,8 +29,6 @@ _FIRST, _SECOND = 0x7FEB352D, 0x31848BAB
 # Noise is kept as float32 of an odd 32-bit number; this scales it into (0, 1). Just below 2^-32, because the largest
 # numbers round up to 2^32 and a uniform of 1 would never win, not even where it is the only one.
 _SCALE = 2.0**-32 * (1 - 2.0**-24)
-# Rounding of a float32 quotient must not hide a winner.
-_SLACK = 1 - 1e-6
 
 
 def _mix(value: int) -> int:
@@ -101,10 +99,9 @@ class RequestNoise(Uniforms):
     ) -> tuple[list[int], list[float]]:
         """Tokens with the largest log weight + Gumbel noise of this position, best first, and these sums.
 
-        The first is a draw from the weights; all are a draw without replacement. This is the fast way of
-        ``argmax(log p + gumbel)``: the winner has the largest weight / E, E = -log(1 - w) exponential and w uniform.
-        As E >= w, only tokens whose weight / w reaches the best known weight / E can win, so that logarithms are
-        taken of a handful instead of V.
+        The first is a draw from the weights; all are a draw without replacement. It is ``argmax(log p + gumbel)``: the
+        winner has the largest weight / E, E = -log(1 - w) exponential and w uniform. As E >= w, the kernel takes
+        logarithms only of tokens whose weight / w is at least the best known weight / E: of a handful instead of V.
 
         Args:
             position: absolute position of the token in the request's sequence.
@@ -118,20 +115,13 @@ class RequestNoise(Uniforms):
         kernels = loaded()
         if kernels is not None:
             weights, count = np.ascontiguousarray(weights, np.float32), min(count, weights.size)
-            tokens, sums = (ctypes.c_int64 * count)(), (ctypes.c_double * count)()
+            ranked, sums = (ctypes.c_int64 * count)(), (ctypes.c_double * count)()
             known = (None, 0) if support is None else (support.ctypes.data, support.size)
             row = weights.ctypes.data, weights.size, count
-            found: int = kernels.sk_ranked(*row, self.state, position, *known, tokens, sums)
-            return tokens[:found], sums[:found]
-        if support is not None:
-            return _best(weights[support], self._noise(position, support), support, count)
-        noise = self._noise(position, np.arange(weights.size))
-        bound = weights / noise
-        some = largest(bound, count)
-        scores = np.sort(weights[some] / _exponential(noise[some]))
-        floor = float(scores[-min(count, scores.size)]) * _SCALE * _SLACK
-        likely = (bound >= floor).nonzero()[0]
-        return _best(weights[likely], noise[likely], likely, count)
+            found: int = kernels.sk_ranked(*row, self.state, position, *known, ranked, sums)
+            return ranked[:found], sums[:found]
+        tokens = weights.nonzero()[0] if support is None else support
+        return _best(weights[tokens], self._noise(position, tokens), tokens, count)
 
     def gumbel(self, position: int, vocab_size: int) -> torch.Tensor:
         """Standard Gumbel noise of one position, (V,) float32; of a larger V the first entries are the same."""

@@ -44,7 +44,7 @@ def audit(
             return (done[number] for number in range(len(parts)))
 
         pieces = [prompts[first : first + PIECE] for first in range(0, len(prompts), PIECE)]
-        return put_together(do, pieces, config, apart=True)
+        return put_together(do, pieces, config)
 
 
 def _worker(*pair: Any) -> OneByOne:

@@ -3,8 +3,8 @@
 The end of the process frees all of the model's memory; engines of several models share no threads, no locks and no
 default dtype; and a model that crashes does not affect others.
 
-Frames go both ways: a length, and a pickled pair of a request's number and a value. The first frame has the settings of
-the model; the answer to it says that it is loaded, or why not. The process ends when its standard input does.
+Frames go both ways: a length, and a pickled pair of a request's number and a value. None ends a reply, or cancels a
+request. The first request is to load the model. The process ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any, BinaryIO, Self
@@ -33,7 +32,6 @@ from sakiyomi.server.logs import set_up
 
 logger = logging.getLogger("sakiyomi")
 _LENGTH = struct.Struct("!Q")
-_READY = 0  # number of the first frames
 _FIGURES = "figures"  # asked for in place of a reply; None in its place ends one
 _PATIENCE = 5.0  # seconds in which a process must give its figures, or end
 
@@ -47,13 +45,21 @@ def _frame(number: int, value: Any) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
+async def _frames(pipe: asyncio.StreamReader) -> AsyncGenerator[tuple[int, Any]]:
+    """The frames of a pipe, up to its end."""
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            (length,) = _LENGTH.unpack(await pipe.readexactly(_LENGTH.size))
+            yield pickle.loads(await pipe.readexactly(length))  # of our own child, or of our parent
+
+
 class ModelProcess:
     """The process, as its parent sees it; made by ``start``."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str | None) -> None:
         self._process, self._name, self._stopped = process, name, False
-        self._numbers = itertools.count(_READY + 1)
-        self._open: dict[int, asyncio.Queue[Any]] = {_READY: asyncio.Queue()}
+        self._numbers = itertools.count()
+        self._open: dict[int, asyncio.Queue[Any]] = {}
         self._reading = asyncio.ensure_future(self._read())
 
     @classmethod
@@ -73,14 +79,11 @@ class ModelProcess:
         )
         made = cls(process, config.served_name)
         try:
-            made._send(_READY, (model, config))
-            found = await made._open[_READY].get()
-            if found is not None:
-                raise found
+            async for _ in made.ask((model, config)):
+                pass
         except BaseException:
             await made.stop()
             raise
-        del made._open[_READY]
         return made
 
     @property
@@ -125,13 +128,14 @@ class ModelProcess:
             await self._process.wait()
         await self._reading
 
-    async def ask(self, asked: Asked | str) -> AsyncGenerator[Any]:
+    async def ask(self, asked: Asked | str | tuple[LLMConfig, ServerConfig]) -> AsyncGenerator[Any]:
         """Parts of a reply. Closing the generator frees the request's slot in the engine.
 
         Args:
-            asked: a request, or ``_FIGURES``.
+            asked: a request, ``_FIGURES``, or at first what to load.
 
         Raises:
+            SakiyomiError: the model cannot be loaded.
             ModelDied: the process ended.
         """
         if not self.alive:
@@ -155,16 +159,12 @@ class ModelProcess:
             pipe.write(_frame(number, value))
 
     async def _read(self) -> None:
-        pipe = self._process.stdout
-        assert pipe is not None
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                (length,) = _LENGTH.unpack(await pipe.readexactly(_LENGTH.size))
-                number, value = pickle.loads(await pipe.readexactly(length))  # of our own child
-                if number in self._open:
-                    self._open[number].put_nowait(value)
+        assert self._process.stdout is not None
+        async for number, value in _frames(self._process.stdout):
+            if number in self._open:
+                self._open[number].put_nowait(value)
         code = await self._process.wait()
-        if not self._stopped and _READY not in self._open:
+        if not self._stopped:
             logger.error("the process %d of model %s ended with status %d", self.pid, self._name, code)
         for queue in self._open.values():
             queue.put_nowait(ModelDied(f"its process ended with status {code}"))
@@ -173,84 +173,55 @@ class ModelProcess:
 # ------------------------------------------------------------ in the process
 
 
-class _Asked:
-    """Frames that come in, and frames that go out."""
+async def _serve(out: BinaryIO) -> None:
+    server: Any = None
+    tasks: dict[int, asyncio.Task[None]] = {}
 
-    def __init__(self, source: BinaryIO, out: BinaryIO) -> None:
-        self._source, self._out = source, out
-        self._loop = asyncio.get_running_loop()
-        self.loaded = False
-        self.frames: asyncio.Queue[tuple[int, Any] | None] = asyncio.Queue()
-        threading.Thread(target=self._listen, name="asked", daemon=True).start()
-
-    def _listen(self) -> None:
-        frame: tuple[int, Any] | None = (_READY, None)
-        while frame is not None:
-            head = self._source.read(_LENGTH.size)
-            frame = pickle.loads(self._source.read(*_LENGTH.unpack(head))) if len(head) == _LENGTH.size else None
-            if frame is None and not self.loaded:
-                os._exit(0)  # loading may take minutes, and the parent is gone
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self.frames.put_nowait, frame)
-
-    def send(self, number: int, value: Any) -> None:
-        """Write one frame."""
+    def send(number: int, value: Any) -> None:
         with suppress(BrokenPipeError):  # the parent is gone, and the end of the other pipe follows
-            self._out.write(_frame(number, value))
-            self._out.flush()
+            out.write(_frame(number, value))
+            out.flush()
+
+    async def answer(number: int, asked: Any) -> None:
+        nonlocal server
+        try:
+            if isinstance(asked, Asked):
+                async for part in server.events(asked):
+                    send(number, part)
+            elif asked == _FIGURES:
+                send(number, server.figures())
+            else:
+                set_up(asked[1].log_format)
+                logging.getLogger("sakiyomi.server").setLevel(logging.WARNING)  # the front writes a line a request
+                made = await asyncio.to_thread(load_server, *asked)
+                server = await made.__aenter__()
+            send(number, None)
+        except SakiyomiError as error:
+            send(number, error)
+        except Exception as error:
+            logger.exception("a request failed")
+            send(number, ModelDied(str(error)))
+        finally:
+            del tasks[number]
+
+    source = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(source)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    async for number, value in _frames(source):
+        if value is not None:
+            tasks[number] = asyncio.ensure_future(answer(number, value))
+        elif number in tasks:
+            tasks[number].cancel()
 
 
-async def _serve(source: BinaryIO, out: BinaryIO) -> None:
-    pipes = _Asked(source, out)
-    first = await pipes.frames.get()
-    if first is None:
-        return
-    model, config = first[1]
-    set_up(config.log_format)
-    logging.getLogger("sakiyomi.server").setLevel(logging.WARNING)  # a line a request is what the front writes
-    try:
-        made = await asyncio.to_thread(load_server, model, config)
-    except SakiyomiError as error:
-        pipes.send(_READY, error)
-        return
-    async with made as server:
-        pipes.loaded = True
-        pipes.send(_READY, None)
-        tasks: dict[int, asyncio.Task[None]] = {}
-
-        async def answer(number: int, asked: Any) -> None:
-            try:
-                if isinstance(asked, Asked):
-                    async for part in server.events(asked):
-                        pipes.send(number, part)
-                else:
-                    pipes.send(number, server.figures())
-                pipes.send(number, None)
-            except Exception as error:
-                logger.exception("a request failed")
-                pipes.send(number, ModelDied(str(error)))
-            finally:
-                tasks.pop(number, None)
-
-        while (frame := await pipes.frames.get()) is not None:
-            number, asked = frame
-            if asked is not None:
-                tasks[number] = asyncio.ensure_future(answer(number, asked))
-            elif number in tasks:
-                tasks[number].cancel()
-        for task in [*tasks.values()]:
-            task.cancel()
-
-
-def main() -> None:
+async def main() -> None:
     """The process."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # print() must not write into the frames
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_serve(sys.stdin.buffer, out))
-    out.flush()
-    os._exit(0)  # threads of torch and of the engine are not waited for
+    await _serve(out)
+    os._exit(0)  # threads of torch and of the engine are not waited for, nor a model that is still being loaded
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

@@ -7,7 +7,8 @@ from collections.abc import Generator, Iterable
 from contextlib import closing
 
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
-from sakiyomi.evaluation.bench.spec.run import Answered, Asked, Share, Spec
+from sakiyomi.evaluation.bench.spec.results import Results
+from sakiyomi.evaluation.bench.spec.run import Asked, Share, Spec
 from sakiyomi.scale.cluster import WorkersOption, import_ray
 from sakiyomi.scale.spread import OneByOne, spread
 
@@ -20,7 +21,7 @@ def share(option: WorkersOption) -> Share:
     """
     import_ray()
 
-    def shared(config: SpecConfig, template: str, file: str, asked: Iterable[Asked]) -> Generator[Answered, None, None]:
+    def shared(config: SpecConfig, template: str, file: str, asked: Iterable[Asked]) -> Generator[Results, None, None]:
         make = functools.partial(_worker, config, template, file)
         with closing(spread(make, option, config.device, ((None, one) for one in asked))) as found:
             for _, result in found:

@@ -44,19 +44,20 @@ class _Actor:
 
 
 class _Worker:
-    """A place in the pool, whose actor may change.
+    """One process of the pool.
 
     Attributes:
-        actor: Ray's handle; None while no actor is ready.
+        actor: Ray's handle.
+        ready: its model is loaded.
         running: its running requests.
-        answered: requests that this actor has answered.
+        answered: requests that it has answered.
         reserved: it gets no more requests, so that one request can have it alone.
     """
 
-    def __init__(self) -> None:
-        self.actor: Any = None
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
         self.running = self.answered = 0
-        self.reserved = False
+        self.ready = self.reserved = False
 
 
 class WorkerPool:
@@ -78,7 +79,6 @@ class WorkerPool:
         self._make, self._count, self._cpus, self._gpus, self._lines = make, count, cpus, gpus, lines
         self._kind = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_concurrency=1 << 14)(_Actor)
         self._workers: list[_Worker] = []
-        self._actors: list[Any] = []
         self._starting: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._suspects = asyncio.Lock()
@@ -87,7 +87,7 @@ class WorkerPool:
 
     async def __aenter__(self) -> Self:
         for _ in range(self._count.least):
-            self._add()
+            self._start()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -96,13 +96,13 @@ class WorkerPool:
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
-        for actor in self._actors:
-            ray.kill(actor)
+        for worker in self._workers:
+            ray.kill(worker.actor)
 
     @property
     def ready(self) -> int:
         """Workers that are ready."""
-        return sum(worker.actor is not None for worker in self._workers)
+        return sum(worker.ready for worker in self._workers)
 
     async def post(self, path: str, body: Any, client: str) -> tuple[int, Any]:
         """Status and object of the reply to a body.
@@ -125,11 +125,10 @@ class WorkerPool:
         from ray.exceptions import RayActorError
 
         worker = await self._take(alone)
-        actor = worker.actor
         try:
-            reply: tuple[int, Any] = await actor.post.remote(path, body, client)
+            reply: tuple[int, Any] = await worker.actor.post.remote(path, body, client)
         except RayActorError:
-            await self._lost(worker, actor)
+            await self._lost(worker)
             return None
         else:
             worker.answered += 1
@@ -148,12 +147,12 @@ class WorkerPool:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                there = [worker for worker in self._workers if worker.actor is not None]
+                there = [worker for worker in self._workers if worker.ready]
                 if alone:
-                    if chosen is None and there:
+                    if chosen not in there and there:
                         chosen = min(there, key=lambda worker: worker.running)
                         chosen.reserved = True
-                    free = [chosen] if chosen is not None and chosen.actor and not chosen.running else []
+                    free = [worker for worker in there if worker is chosen and not worker.running]
                 else:
                     free = [w for w in there if not w.reserved and w.running < self._lines]
                     if not free:
@@ -172,35 +171,29 @@ class WorkerPool:
             return
         room = ray.available_resources()
         if room.get("CPU", 0) >= self._cpus and room.get("GPU", 0) >= self._gpus:
-            self._add()
+            self._start()
 
-    def _add(self) -> None:
-        worker = _Worker()
+    def _start(self) -> None:
+        worker = _Worker(self._kind.remote())
         self._workers.append(worker)
-        self._start(worker)
-
-    def _start(self, worker: _Worker) -> None:
         task = asyncio.ensure_future(self._begin(worker))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
     async def _begin(self, worker: _Worker) -> None:
-        """Start an actor for this worker; waits until the cluster has room."""
+        """Load the model in a new worker; waits until the cluster has room."""
         from ray.exceptions import RayError
 
         failure: Exception | None = None
-        actor = self._kind.remote()
-        self._actors.append(actor)
         try:
-            version, failure = await actor.begin.remote(self._make)
+            version, failure = await worker.actor.begin.remote(self._make)
             check_version(version)
         except LoadError as error:
             failure = error
         except RayError as error:
             self._futile += 1
-            self.deaths += 1
             if self._futile < FUTILE:
-                self._start(worker)
+                await self._lost(worker)
                 return
             reason = str(error).strip().splitlines()[-1]
             failure = LoadError(
@@ -208,21 +201,18 @@ class WorkerPool:
                 "there memory for the model on each machine, and the same sakiyomi?"
             )
         async with self._changed:
-            if failure is not None:
-                self._failure = failure
-            else:
-                worker.actor, worker.answered = actor, 0
+            self._failure = self._failure or failure
+            worker.ready = failure is None
             self._changed.notify_all()
 
-    async def _lost(self, worker: _Worker, actor: Any) -> None:
-        """A worker has died: the first request that notices starts another actor."""
+    async def _lost(self, worker: _Worker) -> None:
+        """A worker has died: the first request that notices starts another one."""
         async with self._changed:
-            if worker.actor is not actor:
-                return
-            worker.actor = None
-            self.deaths += 1
-            logger.warning("a worker died after %d replies; another one takes its place", worker.answered)
-            self._start(worker)
+            if worker in self._workers:
+                self._workers.remove(worker)
+                self.deaths += 1
+                logger.warning("a worker died after %d replies; another one takes its place", worker.answered)
+                self._start()
 
 
 @contextmanager

@@ -85,11 +85,10 @@ class Room:
         most = self._context * (self._longest if isinstance(prompt, str) else 1)
         if len(prompt) > most:
             kind = "characters" if isinstance(prompt, str) else "tokens"
-            raise bad_request(
+            raise _too_long(
                 f"the prompt has {len(prompt)} {kind}, and no text of more than {most} fits into the context of "
                 f"{self._context} tokens; shorten it",
                 field,
-                code="context_length_exceeded",
             )
 
     def limit(self, tokens: Sequence[int], asked: int | None, field: str, source: str) -> int:
@@ -106,19 +105,21 @@ class Room:
         """
         room = self._context - len(tokens)
         if room < 1:
-            raise bad_request(
+            raise _too_long(
                 f"the prompt has {len(tokens)} tokens, and the context holds {self._context} with at least one "
                 "new one; shorten it",
                 source,
-                code="context_length_exceeded",
             )
         if asked is not None and asked > room:
-            raise bad_request(
+            raise _too_long(
                 f"{field} is {asked}, and after the prompt's {len(tokens)} tokens the context has room for {room}",
                 field,
-                code="context_length_exceeded",
             )
         return room if asked is None else max(asked, 1)
+
+
+def _too_long(message: str, field: str) -> ApiError:
+    return bad_request(message, field, code="context_length_exceeded")
 
 
 class BodyReader:

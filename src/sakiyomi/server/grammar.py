@@ -18,7 +18,7 @@ from sakiyomi.server.errors import ApiError, bad_request, unsupported
 from sakiyomi.server.escapes import JSON_OUTLINE, Matcher, Vocabulary
 from sakiyomi.server.pair_rules import GAP, PairRules
 from sakiyomi.server.schema import FunctionTool
-from sakiyomi.server.tools import MARKS, Pairs, ToolFormat
+from sakiyomi.server.tools import MARKS, ToolFormat
 
 # Without a limit an unsure model may write white space for ever, which no rule forbids.
 LAYOUT = {"whitespace_pattern": r"[ \n\t]{1,24}"}
@@ -214,27 +214,21 @@ class _Lark:
         """``body``: the text after the opening."""
         form = self._form
         call = "call" + (f' (", " call){{0,{MOST_CALLS - 1}}}' if form.listed and several else "")
-        call = f"call{{1,{MOST_CALLS}}}" if form.each[0] and several else call
+        call = f"call{{1,{MOST_CALLS}}}" if form.apart and several else call
         call = f'"[" {call} "]"' if form.listed else call
         pad = f"/{json.dumps(form.pad)[1:-1]}?/" if form.pad else ""
         lark = f"body: {pad} {call} {f'{pad} {self._words(form.closing)}' if form.closing else ''}\n"
         lark += _one_of(tools)
-        if form.pairs is not None:
-            return lark + self._pairs(form.pairs, tools)
+        rules = None if form.pairs is None else PairRules(form.pairs, self._words, self._value)
+        lark += "" if rules is None else rules.shared
         for i, tool in enumerate(tools):
             before, after = form.around(tool.function.name)
-            value = self._value(_object(tool))
-            number = f"/[0-9]{{1,3}}/ {self._words(form.divider)}" if form.numbered else ""
-            lark += f"call_{i}: {self._words(before)} {number} {value} {self._words(after)}\n"
-        return lark
-
-    def _pairs(self, pairs: Pairs, tools: Sequence[FunctionTool]) -> str:
-        rules = PairRules(pairs, self._words, self._value)
-        lark = rules.shared
-        for i, tool in enumerate(tools):
-            before, after = self._form.around(tool.function.name)
-            lark += f"call_{i}: {self._words(before)} {GAP} call_{i}_arguments {self._words(after)}\n"
-            lark += rules.of(f"call_{i}", tool.function.parameters, f"tools.{tool.function.name}")
+            if rules is None:
+                arguments = self._value(_object(tool))
+            else:
+                arguments = f"{GAP} call_{i}_arguments"
+                lark += rules.of(f"call_{i}", tool.function.parameters, f"tools.{tool.function.name}")
+            lark += f"call_{i}: {self._words(before)} {arguments} {self._words(after)}\n"
         return lark
 
     def channels(self, tools: Sequence[FunctionTool], *, forced: bool, schema: dict[str, Any] | None = None) -> str:
@@ -270,7 +264,7 @@ class _Lark:
             plain = '\nCALLED: /\\s*\\{\\s*"name"(.|\\n)*/\nPLAIN: TEXT & ~CALLED\n'
             return f"start: {lead} body" + ("\n" if forced else f" | PLAIN {self._behind('TEXT')} {plain}{TEXT}")
         if forced:
-            apart = several and not form.listed and not form.each[0]
+            apart = several and not form.listed and not form.apart
             more = f'("\\n"? {opening} body){{0,{MOST_CALLS - 1}}}' if apart else ""
             return f"start: {opening} body {more}\n"
         free = f"\nfree: TEXT {self._behind('TEXT')}\n{TEXT}"
@@ -286,11 +280,9 @@ class _Lark:
         return f"(<[{self._other}]> {text})*" if self._other else ""
 
     def _words(self, text: str) -> str:
-        known = "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))
-        parts = re.split(f"({known})", text) if known else [text]
-        return " ".join(
-            f"<[{self._marks[part]}]>" if part in self._marks else json.dumps(part) for part in parts if part
-        )
+        symbols = {mark: f"<[{i}]>" for mark, i in self._marks.items()} | {"{number}": "/[0-9]{1,3}/"}
+        known = "|".join(map(re.escape, sorted(symbols, key=len, reverse=True)))
+        return " ".join(symbols.get(part) or json.dumps(part) for part in re.split(f"({known})", text) if part)
 
 
 def _one_of(tools: Sequence[FunctionTool]) -> str:

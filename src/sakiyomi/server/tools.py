@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from sakiyomi.core.text import profile
 from sakiyomi.server.errors import unsupported
@@ -52,26 +52,23 @@ class Pairs:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How calls are written: ``{opening}{pad}{"name": NAME, "arguments": ARGUMENTS}{pad}{closing}``.
+    """How calls are written: ``{opening}{pad}{call}{pad}{closing}``.
 
     Attributes:
         models: that use the format.
         signs: strings that all occur in the chat template of these models.
         foreign: strings that must not occur in the template; they mark a different format.
-        opening: mark before calls; "" if a reply that begins with such an object is a call.
+        opening: mark before calls; "" if a reply that begins with a call's first character is a call.
         closing: mark after them.
         pad: written inside the marks; read as any white space.
-        arguments: the object's field for the arguments.
-        listed: one opening is followed by a JSON list of calls; otherwise each call has its own opening.
-        divider: written between a name and its arguments; "" if both are fields of one object.
-        each: marks around each call between opening and closing; "" if opening and closing surround one call.
-        before: written before a name, with a divider.
-        numbered: a name is followed by a colon and the call's number; together with ``before`` they are the call's id,
-            which the template takes back.
-        after: written after arguments, with a divider.
+        call: one call, with {name} and {arguments} in it, and {number} where calls are numbered. White space is read as
+            any other.
+        listed: one opening is followed by a JSON list of calls.
+        apart: one opening is followed by calls one after the other. Otherwise each call has its own opening.
+        id: the id of a call, which the template takes back, with {name} and {number} in it; "" for a new one.
         texts: the template takes arguments of earlier calls as JSON text, not as an object.
         lead: may precede a call that has no opening.
-        pairs: the format of arguments that are not an object; a name is followed by ``divider`` then, too.
+        pairs: the format of arguments that are not an object.
         channels: the whole reply consists of messages in channels, see ``thoughts.py``; other attributes are unused.
     """
 
@@ -80,13 +77,10 @@ class ToolFormat:
     opening: str = ""
     closing: str = ""
     pad: str = ""
-    arguments: str = "arguments"
+    call: str = '{"name": "{name}", "arguments": {arguments}}'
     listed: bool = False
-    divider: str = ""
-    each: tuple[str, str] = ("", "")
-    before: str = ""
-    numbered: bool = False
-    after: str = ""
+    apart: bool = False
+    id: str = ""
     texts: bool = False
     lead: str = ""
     foreign: tuple[str, ...] = ()
@@ -99,63 +93,66 @@ class ToolFormat:
         if self.channels:
             return list(MARKS)
         pairs = (self.pairs.before, self.pairs.named, self.pairs.opened, self.pairs.after) if self.pairs else ()
-        inner = [mark for text in (self.before, self.divider, self.after, *pairs) for mark in _MARK.findall(text)]
-        return [mark for mark in (self.opening, self.closing, *self.each, *inner, self.lead) if mark]
+        inner = _MARK.findall(" ".join((self.call, *pairs)))
+        return [mark for mark in (self.opening, self.closing, *inner, self.lead) if mark]
 
     def around(self, name: str) -> tuple[str, str]:
-        """The text before the arguments of a call, up to its number if it has one, and the text after them."""
-        if self.divider or self.pairs is not None:
-            begin = self.each[0] + self.before + name
-            return begin + (":" if self.numbered else self.divider), self.after + self.each[1]
-        return f'{{"name": {json.dumps(name)}, "{self.arguments}": ', "}"
+        """The text before the arguments of a call, with {number} in it if it has one, and the text after them."""
+        begin, _, end = self.call.replace("{name}", name).partition("{arguments}")
+        return begin, end
 
-    def read(self, text: str, schemas: Schemas) -> tuple[list[tuple[str, Any]], str] | None:
-        """Names and arguments of the calls at the beginning of a text after the opening, and the rest.
-
-        Names include their numbers in numbered formats. None: the calls are incomplete, or there is none.
-        """
-        if not self.each[0]:
-            return self._read(text, schemas)
-        calls: list[tuple[str, Any]] = []
-        while (text := text.lstrip()).startswith(self.each[0]):
-            if (found := self._read(text[len(self.each[0]) :], schemas)) is None:
+    def read(self, text: str, schemas: Schemas) -> tuple[list[Found], str] | None:
+        """The calls at the beginning of a text after the opening, and the rest; None: they are incomplete, or none."""
+        calls: list[Found] = []
+        begin, end = ("[", "]" + self.closing) if self.listed else ("", self.closing)
+        more = text.lstrip().startswith(begin)
+        text = text.lstrip()[len(begin) :]
+        while more:
+            if (found := self._call(text, schemas)) is None:
                 return None
-            calls, text = calls + found[0], found[1]
-        return (calls, text[len(self.closing) :]) if calls and text.startswith(self.closing) else None
+            calls.append(found[0])
+            text = found[1].lstrip() if end else found[1]
+            more = text.startswith(",") if self.listed else self.apart and not text.startswith(end)
+            text = text[1:] if self.listed and more else text
+        return (calls, text[len(end) :]) if calls and text.startswith(end) else None
 
-    def _read(self, text: str, schemas: Schemas) -> tuple[list[tuple[str, Any]], str] | None:
-        """Calls after an opening, or after a call's own mark, and the rest."""
-        found = self._object(text) if self.pairs is None else self._pairs(self.pairs, text, schemas)
-        if found is None:
+    def _call(self, text: str, schemas: Schemas) -> tuple[Found, str] | None:
+        """The call at the beginning of a text, and the rest; None: it is incomplete, or none."""
+        head, _, tail = map(_lenient, self.call.partition("{arguments}"))
+        if (begun := re.match(rf"\s*{head}", text)) is None:
             return None
-        calls, rest = found
-        own = self.after + self.each[1]
-        for mark in (self.after, self.closing) if self.pairs is not None else (own or self.closing,):
-            mark, rest = mark.lstrip(), rest.lstrip() if mark else rest
-            if not rest.startswith(mark):
+        parts = begun.groupdict()
+        if self.pairs is not None:
+            if (found := self.pairs.read(text[begun.end() :], schemas.get(parts["name"], {}))) is None:
                 return None
-            rest = rest[len(mark) :]
-        return calls, rest
-
-    def _object(self, text: str) -> tuple[list[tuple[str, Any]], str] | None:
-        name, _, rest = text.partition(self.divider) if self.divider else ("", "", text)
-        name = name.strip().removeprefix(self.before)
-        try:
-            value, end = _decode(rest := rest.lstrip())
-            values = value if self.listed else [value]
-            calls = [(name, value)] if self.divider else [(each["name"], each[self.arguments]) for each in values]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None
-        return calls, rest[end:]
-
-    def _pairs(self, pairs: Pairs, text: str, schemas: Schemas) -> tuple[list[tuple[str, Any]], str] | None:
-        named = re.match(rf"\s*{re.escape(self.before)}([^<>\s]+)\s*{re.escape(self.divider)}", text)
-        found = pairs.read(text[named.end() :], schemas.get(named[1], {})) if named is not None else None
-        return None if named is None or found is None else ([(named[1], found[0])], found[1])
+            arguments, rest = found
+        else:
+            try:
+                arguments, place = _decode(text, begun.end())
+            except (ValueError, RecursionError):
+                return None
+            rest = text[place:]
+        ended = re.match(rf"\s*{tail}" if tail else "", rest)
+        return None if ended is None else (Found(arguments=arguments, **parts), rest[ended.end() :])
 
 
-_MARK = re.compile("<[^<>]+>")
+class Found(NamedTuple):
+    """A call in a text; its number is "" where calls have none."""
+
+    name: str
+    arguments: Any
+    number: str = ""
+
+
+_MARK = re.compile(r"<[^<>{}\s]+>|\[[A-Z_]+\]")
+_PARTS = {"{name}": r"(?P<name>[\w.-]+)", "{number}": r"(?P<number>\d+)"}
 _decode = json.JSONDecoder().raw_decode
+
+
+def _lenient(text: str) -> str:
+    """A pattern of a text that may have other white space, and of its name and number."""
+    words = re.split(r"(\s+|{name}|{number})", text)
+    return "".join(r"\s*" if word.isspace() else _PARTS.get(word) or re.escape(word) for word in words)
 
 
 def _formats() -> Iterator[ToolFormat]:
@@ -289,11 +286,10 @@ class ToolReader:
         ahead = text.removeprefix(self._form.lead).strip() == "" or self._form.lead.startswith(text)
         return len(self._pending) if ahead and not self._begun else 0
 
-    def _add(self, calls: Sequence[tuple[str, Any]]) -> None:
-        for name, arguments in calls:
-            id_ = self._names(5)[:9]  # nine letters and digits: Mistral's templates take no other ids back
-            if self._form.numbered:
-                id_, name = self._form.before + name, name.rpartition(":")[0]
+    def _add(self, calls: Sequence[Found]) -> None:
+        for name, arguments, number in calls:
+            id_ = self._form.id.replace("{name}", name).replace("{number}", number)
+            id_ = id_ or self._names(5)[:9]  # nine letters and digits: Mistral's templates take no other ids back
             self.calls.append(called(len(self.calls), id_, name, json.dumps(arguments, ensure_ascii=False)))
 
 

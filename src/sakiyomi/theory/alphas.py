@@ -58,7 +58,7 @@ def mean_acceptance(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) ->
 
 
 def guess_acceptance(p: Sequence[float], q: Sequence[float]) -> float:
-    """What is accepted of a draft that proposes its most probable token in place of a draw: p of that token.
+    """Acceptance of a draft that proposes its most probable token instead of drawing one: p of that token.
 
     ``acceptance`` with a point mass in place of q: all that greedy and n-gram drafts have. Far below the sum of
     min(p, q) where both are flat. Section 2.3 with q one-hot.
@@ -74,9 +74,9 @@ def guess_acceptance(p: Sequence[float], q: Sequence[float]) -> float:
 
 
 def matching_acceptance(p: Sequence[float], q: Sequence[float]) -> float:
-    """What is accepted where both draw and are compared: sum of p x q, at most ``acceptance``.
+    """Acceptance if target and draft both draw and equal tokens are accepted: sum of p x q, at most ``acceptance``.
 
-    "Sample and compare", which rejection sampling (section 2.3) replaces.
+    This is "sample and compare", which rejection sampling (section 2.3) replaces.
 
     Args:
         p, q: (V) distributions over one vocabulary.
@@ -89,7 +89,7 @@ def matching_acceptance(p: Sequence[float], q: Sequence[float]) -> float:
 
 
 def alpha_of(tokens: float, gamma: int) -> float:
-    """The alpha at which a chain of gamma has so many expected tokens a pass: ``expected_tokens`` the other way round.
+    """Inverse of ``expected_tokens``: the alpha at which a chain of gamma commits this many tokens per target pass.
 
     Args:
         tokens: per target pass, between 1 and gamma + 1.
@@ -136,10 +136,10 @@ def positional_acceptance(drafted: Sequence[int], accepted: Sequence[int]) -> li
 
 
 def synchronous_alpha(alpha: float, batch: int) -> float:
-    """Alpha where all requests of a batch are cut to the one that accepted least: alpha^batch.
+    """Alpha if all requests of a batch are cut to the one that accepted the fewest tokens: alpha^batch.
 
-    The rule of engines that keep one length for all. Where each request keeps its own, as here, alpha stays what it is
-    and only the pass grows: see ``round_speedup``.
+    This is the rule of engines that keep one length for all requests. Here each request keeps its own length, so alpha
+    does not change and only the pass grows: see ``round_speedup``.
 
     Args:
         alpha: in [0, 1].

@@ -153,7 +153,7 @@ def marginal_gamma(
 
 
 def _chances(alphas: Sequence[float], gamma: int) -> list[float]:
-    """Of the first gamma places."""
+    """Acceptance of the first gamma places."""
     if not alphas:
         raise InputError("alphas is empty; give the acceptance of at least the first draft token")
     chances = [fraction("alphas", alpha) for alpha in alphas]

@@ -23,7 +23,7 @@ class Traffic:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of the four."""
         return self.weights + self.kv + self.draft_weights + self.draft_kv
 
 

@@ -1,4 +1,4 @@
-"""How well a drafter foretells a target: alpha, greedy speculation along its text, ranks of its tokens, speed here."""
+"""How well a drafter predicts a target: alpha, greedy speculation along its text, ranks of its tokens, speed here."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ NODES = 16
 CHAIN = 4  # as in the measures of draft models
 RUNS = 2
 PROMPTS = 4
-"""Of each file, for what is measured with the engine."""
+"""Prompts of each file in measurements with the engine."""
 MEASURING = "measuring tau and speed with the engine"
 
 
@@ -188,9 +188,9 @@ def ranked(
     Args:
         module: in evaluation mode meanwhile.
         texts: of the target.
-        ahead: tokens that are guessed behind each.
+        ahead: tokens that are guessed after each.
         guess: gives logits for (1, T) ids and the place of the first one that the target wrote: for k = 0, 1, ... those
-            of the token k + 1 places behind each token from that one on, (places, tokens), as far as there is one.
+            of the token k + 1 places after each token from that one on, (places, tokens), as far as there is one.
         tokens: that the module knows, ascending; None: all.
     """
     found = []

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.chats import encoded, written_chat
 from sakiyomi.train.counted import marked, token_ids
-from sakiyomi.train.data import Ids, Record, TextSpec, excerpts, parse_text, read_records
+from sakiyomi.train.data import Ids, Record, TextSpec, excerpts, read_records
 from sakiyomi.train.long_tasks import Filler, named
 from sakiyomi.train.rows import Mixture, Shuffled, check_unchanged
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SHORTEST = 16
 """Tokens of a prompt below which there is nothing to choose from."""
@@ -197,20 +194,11 @@ class TaskRows:
 
 
 def _behind(question: str, answer: str) -> str:
-    """An answer that continues the question, inside a quotation or behind a word, and what closes it.
+    """An answer that continues the question, inside a quotation or after a word, and what closes it.
 
-    The row that closes it looks at what stood behind the value: without that an answer does not end where it should.
+    The row that closes it looks at what stood after the value: without that an answer does not end where it should.
     """
     return answer + '"' if question.endswith('"') else " " * question[-1].isalnum() + answer + "."
-
-
-def parse_tasks(tasks: str) -> list[TextSpec]:
-    """Read NAME,NAME@SHARE,NAME@STABLE:DECAY; the path of each is its name.
-
-    Raises:
-        InputError: a share is no number, or negative.
-    """
-    return [parse_text(part.strip()) for part in tasks.split(",") if part.strip()]
 
 
 # ---------------------------------------------------------------- batches
@@ -219,7 +207,7 @@ def parse_tasks(tasks: str) -> list[TextSpec]:
 class Questions(Mixture):
     """Rows of prompts with answers, drawn from files and tasks by share.
 
-    A batch has the rows behind one another: `ids`, the `ends` of the rows, and their `prompts`' tokens.
+    A batch is a list of rows, each its token ids and how many of them are the prompt's.
 
     Args:
         files: of each what was read of it.
@@ -256,17 +244,10 @@ class Questions(Mixture):
         one = self._tasks[task].make(rng, min(length, self._most)) if task >= 0 else self.streams[source].take(length)
         return self.row(one, length)
 
-    def joined(self, rows: list[tuple[Ids, int]]) -> dict[str, Ids]:
-        """See `joined`."""
-        batch = joined(rows)
-        self.tokens += len(batch["ids"])
-        return batch
-
-    def part(self, batch: dict[str, Ids], rows: slice) -> dict[str, Ids]:
-        """Some rows of a batch."""
-        ends, prompts = batch["ends"], batch["prompts"]
-        pieces = np.split(batch["ids"], ends[:-1])
-        return joined(list(zip(pieces[rows], prompts[rows].tolist(), strict=True)))
+    def joined(self, rows: list[tuple[Ids, int]]) -> list[tuple[Ids, int]]:
+        """See `Mixture`; rows differ in length and stay as they are."""
+        self.tokens += sum(len(ids) for ids, _ in rows)
+        return rows
 
     def row(self, one: Answered, length: int) -> tuple[Ids, int]:
         """One of at most `length` tokens, or the target's positions, and how many are the prompt's."""
@@ -290,19 +271,3 @@ class Questions(Mixture):
         for rows, taken in zip(self.streams, state["taken"], strict=True):
             rows.restore(divmod(taken, rows.size))
         self.tokens = int(state["tokens"])
-
-
-def joined(rows: Sequence[tuple[Ids, int]]) -> dict[str, Ids]:
-    """Rows of several lengths as one batch."""
-    return {
-        "ids": np.concatenate([ids for ids, _ in rows]),
-        "ends": np.cumsum([len(ids) for ids, _ in rows]),
-        "prompts": np.array([prompt for _, prompt in rows], dtype=np.int64),
-    }
-
-
-def split_rows(batch: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
-    """The rows of a batch again, as tensors."""
-    ends = batch["ends"].tolist()
-    rows = [batch["ids"][begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    return list(zip(rows, batch["prompts"].tolist(), strict=True))

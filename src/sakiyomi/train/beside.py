@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.trained import Origin
-from sakiyomi.train.answered import Answered, Questions, TaskRows, joined, parse_tasks, read_answered
+from sakiyomi.train.answered import Answered, Questions, TaskRows, read_answered
 from sakiyomi.train.config import AnsweredConfig
 from sakiyomi.train.counted import hold_back
 from sakiyomi.train.data import TextSpec, check_shares, parse_text
@@ -27,6 +27,8 @@ from sakiyomi.train.recipe import Recipe
 from sakiyomi.train.taught import load_target
 
 HELD_OUT = 1_000_003  # in the seeds of held-out tasks, so that no step of a run has them
+Rows = Sequence[tuple[Tensor, int]]
+"""A batch of `Questions` on the device: token ids of each row, and how many of them are the prompt's."""
 Settings = TypeVar("Settings", bound=AnsweredConfig)
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -44,12 +46,14 @@ class BesideTarget(Recipe[Settings]):
 
     marked = False
     """Whether prompts are read with marks, see `TaskRows`."""
-    rows_loss: Callable[[Any], Tensor]
+    rows_loss: Callable[[Rows], Tensor]
     """Loss of a batch as `Questions` gives it."""
 
     def files(self) -> list[TextSpec]:
         """See `Recipe`."""
-        files, self.tasks = [parse_text(spec) for spec in self.config.data], parse_tasks(self.config.tasks)
+        files = [parse_text(spec) for spec in self.config.data]
+        # NAME,NAME@SHARE,NAME@STABLE:DECAY: the path of each is its name.
+        self.tasks = [parse_text(part.strip()) for part in self.config.tasks.split(",") if part.strip()]
         check_shares("--data and --tasks", [*files, *self.tasks])
         return files
 
@@ -99,7 +103,7 @@ class BesideTarget(Recipe[Settings]):
             rngs = (np.random.default_rng((config.loop.seed, HELD_OUT, key, i)) for i in range(config.eval_rows))
             held[str(spec.path)] = [maker.make(rng, length) for rng in rngs]  # fails now where a row is too short
         self.held_out = {
-            name: on_device(joined([self.questions.row(one, longest) for one in some]), self.device)
+            name: on_device([self.questions.row(one, longest) for one in some], self.device)
             for name, some in held.items()
         }
 
@@ -141,7 +145,7 @@ class BesideTarget(Recipe[Settings]):
         """Those of the rows as long as they are, without what fills them up."""
         return self.questions.tokens
 
-    def loss(self, model: Any, batch: Any) -> Tensor:
+    def loss(self, model: Any, batch: Rows) -> Tensor:
         """See `Recipe`."""
         return self.rows_loss(batch)
 

@@ -1,6 +1,6 @@
 """Train a block drafter on a frozen target, whose hidden states are computed on the way.
 
-DFlash, arXiv 2602.06036. Behind tokens that are drawn anew for every piece of text stand blocks of masks, which learn
+DFlash, arXiv 2602.06036. After tokens that are drawn anew for every piece of text stand blocks of masks, which learn
 the target's distributions there.
 """
 
@@ -34,7 +34,7 @@ def train_block(config: TrainBlock, command: str = "") -> dict[str, Any]:
 
 
 class _Block(LayersRecipe[TrainBlock]):
-    """A few decoder layers learn to foretell a block of the target's tokens at once."""
+    """A few decoder layers learn to predict a block of the target's tokens at once."""
 
     kind = "block"
     head: BlockHead
@@ -66,7 +66,7 @@ class _Block(LayersRecipe[TrainBlock]):
         """See `HeadRecipe`."""
         config, head = self.config, self.head
         joined, last = self.states(ids)
-        # A block needs a token before it, whose states are known, and the target's word behind all its guesses.
+        # A block needs a token before it, whose states are known, and the target's word after all its guesses.
         order = np.random.default_rng((config.loop.seed, step)).permutation(ids.shape[1] - config.guesses)
         anchors = torch.from_numpy(np.sort(order[: config.anchors])) + 1
         hidden = head(ids, joined, anchors)
@@ -163,7 +163,7 @@ class BlockHead(nn.Module):
 
         Args:
             ids: (B, T) tokens.
-            states: (B, T, joined) the target's behind each.
+            states: (B, T, joined) the target's after each.
             anchors: (n,) places of tokens that blocks begin with; of these the target's states are not known.
         """
         options, size = self.options, self.options.size

@@ -20,7 +20,7 @@ ROLES = {
 PLAIN = {"system": "{}\n\n", "user": "USER: {}\n", "assistant": "ASSISTANT: {}\n"}
 """How a chat is written where the tokenizer has no template."""
 ASKING = "ASSISTANT:"
-"""Where the next reply begins, which follows behind a space."""
+"""Marks where the next reply begins; a space follows."""
 
 
 def chat_messages(record: dict[str, Any], place: str) -> list[Message] | None:

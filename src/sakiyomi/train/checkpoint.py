@@ -89,3 +89,23 @@ def writing(path: Path) -> Iterator[None]:
         if cause is None:
             raise
         raise LoadError(f"cannot write {path}: {cause}; {ADVICE}") from error
+
+
+def whole_lines(path: Path, together: int = 1) -> int:
+    """Lines in the file after a last half-written one, if any, was cut off, and what does not fill a batch.
+
+    Args:
+        path: of the file.
+        together: lines of a batch.
+    """
+    if not path.exists():
+        return 0
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    count = len(lines) // together * together
+    whole = sum(map(len, lines[:count]))
+    if whole < len(content):
+        os.truncate(path, whole)
+    return count

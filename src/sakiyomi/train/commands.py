@@ -50,50 +50,6 @@ class TrainTarget(TextRunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRetriever(TextRunConfig):
-    """Train a small Llama that finds pass keys, numbers and values of keys in long texts.
-
-    Attributes:
-        text: Training file FILE for filler between the facts and for text. Repeatable.
-        valid: Held-out file, NAME=FILE: its loss, and the longest tasks with it as their filler, are measured.
-            Repeatable.
-        row_tokens: Row lengths in tokens, one a stage; 32 at least.
-        stage_shares: Share of the budget of each stage, in the order of the row lengths.
-        text_weight: Weight of the loss of all text beside that of the answers.
-        note_weight: Weight of the loss that has hidden states of values say whether a question in front asks for them.
-        eval_prompts: Prompts of each task for the accuracies during the run, at the length of the stage.
-        final_prompts: Prompts of each task, length and form for the accuracies on the card.
-        eval_lengths: Lengths in tokens of the prompts for the accuracies on the card.
-
-    Example: sakiyomi train retriever --text stories.jsonl --out my-retriever --minutes 60
-    """
-
-    loop: LoopOptions = field(
-        default=LoopOptions(minutes=60.0, decay_share=0.3, row_tokens=(64, 128, 256, 1024, 4096), step_tokens=4096)
-    )
-    sizes: WholeSizes = field(
-        default=WholeSizes(
-            vocab=1024, hidden=128, layers=4, heads=4, intermediate=384, max_positions=8192, rope_theta=500000.0
-        )
-    )
-    stage_shares: tuple[float, ...] = setting((0.15, 0.25, 0.25, 0.2, 0.15), above=0)
-    text_weight: float = setting(0.05, least=0)
-    note_weight: float = setting(0.3, least=0)
-    eval_prompts: int = setting(16, least=1, resume=True)
-    final_prompts: int = setting(50, least=1, resume=True)
-    eval_lengths: tuple[int, ...] = setting((1024, 2048, 4096), least=256, resume=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rows, most = self.loop.row_tokens, self.sizes.max_positions
-        require(min(rows) >= 32, "row_tokens", rows, "32 or more")
-        expected = f"{len(rows)} shares, one for each of row_tokens"
-        require(len(self.stage_shares) == len(rows), "stage_shares", self.stage_shares, expected)
-        longest = max(*rows, *self.eval_lengths)
-        require(longest <= most, "max_positions", most, f"{longest} or more")
-
-
-@dataclass(frozen=True, kw_only=True)
 class DraftSizes(LlamaSizes):
     """Sizes of a draft; what is 0 follows from the target's (`train.llama.draft_sizes`).
 
@@ -117,16 +73,16 @@ class TrainDraft(TaughtConfig):
 
     Attributes:
         row_tokens: Row length in tokens; one only, rows are reused with their labels.
-        init: A model to start from (embedded name, folder or hub id), such as the Llama that `train target --tokenizer
-            TARGET` makes; the sizes are then its own.
+        init: Model to start from (embedded name, folder or hub id), for example the Llama that `train target
+            --tokenizer TARGET` makes; the draft then has its sizes.
         top: The target's likeliest tokens kept as labels of a position; one bucket holds the rest.
-        label_share: Most of the time that labels may take, which a large target makes slowly; rows without labels learn
-            the text itself. With --tokens all rows have labels.
+        label_share: Maximum share of the time that the target may spend on labels; rows without labels learn the text
+            itself. With --tokens all rows have labels.
         label_gib: Memory in GiB for labels that later epochs use again.
-        parallel: Tokens that the draft learns to guess in one pass (PARD): mask tokens stand behind the text, each of
-            which guesses one; 1: a token a pass.
-        mask: Token that stands for one to be guessed; -1: one that the tokenizer does not have, or its padding. No text
-            may hold it.
+        parallel: Tokens that the draft guesses in one pass (PARD), with a mask token for each further one; 1: one token
+            per pass.
+        mask: Token id of the mask; -1: an id that the tokenizer does not use, else its padding token. Texts must not
+            contain it.
         gamma: Draft tokens a round in the acceptance measurements.
         cost: Draft step / target step (c) for the expected speed-up: a number, or measured, which times the pair here.
 
@@ -178,7 +134,7 @@ class TrainEagle(LayersConfig, UnrolledConfig):
         reads: Layers of the target whose outputs are read, counted from 0; none given: the method's own choice, 1, one
             before the middle, and three before the last. Repeatable.
         draft_vocab: Tokens that the head proposes, the most frequent ones of the training text; 0: all of the target's.
-        own_head: Train the head over the vocabulary, which begins as the target's, too; otherwise it stays that.
+        own_head: Also train the head over the vocabulary, which starts as the target's; otherwise it is not changed.
 
     Example: sakiyomi train eagle --target FOLDER --text stories.jsonl --out my-head --minutes 40
     """
@@ -192,8 +148,8 @@ class TrainMtp(UnrolledConfig):
     """Train a layer for further tokens (MTP) on a target, its own or a new one.
 
     Attributes:
-        init: The layer to begin with: a folder with one, or new for a new one; empty: the target's own, where its files
-            hold one, else a new one.
+        init: Layer to start from: a folder with one, or new for random weights; empty: the target's own layer if its
+            files have one, else new.
 
     Example: sakiyomi train mtp --target FOLDER --text stories.jsonl --out my-layer --minutes 40
     """
@@ -210,14 +166,14 @@ class TrainBlock(LayersConfig):
             evenly from 1 to three before the last. Repeatable.
         layers: Decoder layers.
         guesses: Tokens that a pass guesses.
-        anchors: Tokens of a row, drawn anew for every piece, behind which a block stands.
-        anchored: The row of the last token guesses the first one (DSpark); otherwise the first mask does, and the block
-            is one row longer (DFlash).
-        causal: A row of a block sees only those before it (JetSpec); otherwise all of them.
-        markov: Rank of a gated table by which the token before changes a guess, so that branches of a tree differ
-            (DSpark's Markov head); 0: guesses of a pass do not know each other.
-        mask: Token that stands for one to be guessed; -1: one that the tokenizer does not have, or its padding. No text
-            may hold it.
+        anchors: Random positions of each row at which a block of guesses starts.
+        anchored: The last token's own row makes the first guess (DSpark); otherwise the first mask makes it, and the
+            block is one row longer (DFlash).
+        causal: Each row of a block attends only to the rows before it (JetSpec); otherwise to the whole block.
+        markov: Rank of a gated table by which the previous token changes a guess, so that branches of a tree differ
+            (DSpark's Markov head); 0: the guesses of a pass are independent.
+        mask: Token id of the mask; -1: an id that the tokenizer does not use, else its padding token. Texts must not
+            contain it.
 
     Example: sakiyomi train block --target FOLDER --text stories.jsonl --out my-drafter --minutes 40
     """
@@ -237,15 +193,15 @@ class TrainBlock(LayersConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class JointOptions(Group):
-    """How the target is trained together with its heads, if it is.
+    """Training of the target together with its heads.
 
     Attributes:
-        joint: Medusa-2: train the target too, by low-rank adapters that are merged into a copy of it at the end.
+        joint: Also train the target (Medusa-2), with low-rank adapters that are merged into a copy of it at the end.
         lora_rank: Rank of the adapters.
         lora_alpha: Scale of the adapters: alpha / rank.
-        heads_first: Share of the budget in which heads are trained alone before both are.
-        head_lr_times: Learning rate of the heads to that of the target, where both are trained.
-        heads_weight: Weight of the heads' loss where both are trained.
+        heads_first: Share of the budget at the start in which only the heads are trained.
+        head_lr_times: Learning rate of the heads as a multiple of the target's, while both are trained.
+        heads_weight: Weight of the heads' loss while both are trained.
     """
 
     joint: bool = setting(False)
@@ -267,8 +223,8 @@ class MedusaMachine(MachineOptions):
     """The same with a further precision.
 
     Attributes:
-        precision: Precision of the passes: bf16, fp16, no (float32, the target's too), or auto: bf16, but no on a
-            processor that does not multiply bf16, which is several times slower there.
+        precision: Precision of the passes: bf16, fp16, no (float32, also for the target), or auto: bf16, but no on a
+            processor without instructions for bf16, where bf16 is several times slower.
     """
 
     precision: str = setting("auto", choices=("auto", "bf16", "fp16", "no"), resume=True)
@@ -276,32 +232,32 @@ class MedusaMachine(MachineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainMedusa(RunConfig):
-    """Train Medusa heads on a target, which stays as it is, or together with it (--joint).
+    """Train Medusa heads on a frozen target, or together with it (--joint).
 
     Attributes:
         valid: Held-out file, NAME=FILE; the target answers its prompts, and heads are measured on that. Repeatable;
             without it some of the training data is held back.
         row_tokens: Row length in tokens; one only, rows come again.
-        compile: Compile the layers of a frozen target with torch.compile where a C++ compiler exists; with --joint they
-            are not.
+        compile: Compile the layers of a frozen target with torch.compile if a C++ compiler is installed; not with
+            --joint.
         target: The target: embedded name (tales), folder in Hugging Face format, or hub id.
         data: Training file FILE@STABLE:DECAY: its share of the rows before and during the decay. Texts, chats, of which
-            what the assistant says is learnt, or what `train distill-data` wrote. Repeat for more files.
-        heads: Number of heads: tokens that are proposed behind the target's own.
+            the assistant's replies are learnt, or what `train distill-data` wrote. Repeat for more files.
+        heads: Number of heads: tokens proposed after the target's own.
         layers: Residual blocks of each head.
-        own_head: Give each head a head over the vocabulary of its own (version 1) instead of the target's (version 2).
-        head_decay: Weight of a head's loss to that of the head before: 0.8 is the paper's, 1.0 the first release's.
-        positions: Share of a batch's positions that heads are trained on, drawn anew for each batch.
-        lr: Peak learning rate of the heads, or of the target where both are trained.
+        own_head: Give each head its own projection to the vocabulary (version 1) instead of the target's (version 2).
+        head_decay: Factor of the loss weight from one head to the next: the paper has 0.8, the first release 1.0.
+        positions: Share of each batch's positions on which the heads are trained, drawn at random.
+        lr: Peak learning rate of the heads; with --joint, of the target while both are trained.
         weight_decay: Weight decay.
-        cache_gib: Disk space in GiB below OUT to keep hidden states of rows that are used again; 0 keeps none.
+        cache_gib: Disk space in GiB below OUT for hidden states of rows that are used again; 0: none.
         eval_prompts: Held-out prompts of each file, continued by up to 128 tokens.
 
     Example: sakiyomi train medusa --target FOLDER --data answers.jsonl --out my-heads --minutes 40
     """
 
     loop: LoopOptions = field(default=LoopOptions(minutes=20.0, decay_share=0.6, row_tokens=(512,)))
-    target: str = setting("", needed="the model to guess ahead for")
+    target: str = setting("", needed="the model that gets the heads")
     data: tuple[str, ...] = setting((), needed="training text or chats, a .jsonl, .json or .txt file (.gz allowed)")
     heads: int = setting(4, least=1, most=16)
     layers: int = setting(1, least=1, most=8)
@@ -328,14 +284,14 @@ class TrainRetaining(AnsweredConfig):
 
     Attributes:
         clip: Largest absolute value of an entry of the gradient.
-        compile: Compile the heads and their loss with torch.compile where a C++ compiler exists.
-        width: Width of the heads' own layer; 0: 1024 for targets of hidden states from 2048 on, 256 for others.
+        compile: Compile the heads and their loss with torch.compile if a C++ compiler is installed.
+        width: Width of the heads' hidden layer; 0: 1024 for targets with hidden states of 2048 or more, else 256.
         labels: What heads predict of the rows' attention to a token: logits, its largest logit (the paper's), or
             chances, the logarithm of its largest probability.
         queries: Rows whose attention counts: answer, those of the answer's tokens (the paper's), or writing, those that
             predict them, one position earlier.
         smooth: Weight of the squared difference of neighbours' scores in each layer.
-        huber: Difference from which on the loss is linear (beta of the smooth L1 loss).
+        huber: Difference above which the loss is linear (beta of the smooth L1 loss).
 
     Example: sakiyomi train retaining --target FOLDER --data answers.jsonl --out my-retaining-heads
     """
@@ -350,21 +306,21 @@ class TrainRetaining(AnsweredConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainLococo(AnsweredConfig):
-    """Train convolutions (LoCoCo) on a target that merge what a small cache drops.
+    """Train convolutions (LoCoCo) that merge the KV pairs which a small cache drops.
 
     Attributes:
-        compile: Compile the loss over the vocabulary with torch.compile where a C++ compiler exists.
+        compile: Compile the loss over the vocabulary with torch.compile if a C++ compiler is installed.
         steps: Training budget in steps; the paper has 200 to 1000.
         scores: Policy that chooses which pairs stay, as --cache takes it, such as h2o or locret:HEADS.
         kv_budget: KV pairs that each head keeps at an eviction boundary, merged ones included.
         merged: Merged pairs among these; the paper uses one in eight.
         chunk_size: Tokens of a prompt between two eviction boundaries.
         kernel: Neighbouring pairs that one weight depends on (kernel size); an odd number.
-        again: Merge merged pairs again at the next boundary, as in the paper; otherwise a merged pair is kept as long
-            as the pair that it was merged into would be.
-        norm: Share of other pairs in a merged one before training; the paper has 0.5.
-        text_weight: Weight of the loss on prompt tokens behind the first eviction boundary, beside that on the answer;
-            1 suits plain texts.
+        again: Merge merged pairs again at the next boundary, as in the paper; otherwise a merged pair stays as long
+            as the pair that it was merged into would stay.
+        norm: Share of the other pairs in a merged pair before training; the paper has 0.5.
+        text_weight: Weight of the loss on prompt tokens after the first eviction boundary, in addition to the loss on
+            the answer; use 1 for plain texts.
 
     Example: sakiyomi train lococo --target FOLDER --data answers.jsonl --out my-convolutions
     """
@@ -397,23 +353,23 @@ class TrainLococo(AnsweredConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainDistillData(Settings):
-    """Have a target write answers, from which its drafts and heads learn best.
+    """Have a target write answers, the best training data for its drafts and heads.
 
     Attributes:
-        out: The .jsonl file; the same command continues it where it was stopped.
+        out: The .jsonl file; the same command continues a stopped run.
         target: The target: embedded name (tales), folder in Hugging Face format, or hub id.
         data: Prompts FILE@SHARE: beginnings of texts, or the users' turns of chats in ShareGPT's form. Repeatable.
         samples: Answers that the target writes.
-        minutes: Most minutes that writing may take.
-        tokens: Most new tokens of an answer.
+        minutes: Maximum minutes for writing.
+        tokens: Maximum new tokens of an answer.
         batch: Answers written in one batch.
-        temperatures: Temperatures of the batches in turn; 0 is greedy.
+        temperatures: Sampling temperatures; batches cycle through them. 0 is greedy.
         device: Where to run: auto, cpu, cuda or cuda:N.
         seed: Seed of prompts and samples.
         workers: Engines that share the batches, each in a process of its own, on a Ray cluster: N, or MIN:MAX. By
-            default one, in this process, without Ray. The file does not depend on it.
+            default one, in this process, without Ray. The file is the same for any number.
         worker_cpus: Processors of each worker; a worker on cuda has a GPU as well.
-        address: Of the cluster: auto, HOST:PORT or ray://HOST:PORT; by default Ray is started here.
+        address: Address of the cluster: auto, HOST:PORT or ray://HOST:PORT; by default Ray is started here.
 
     Example: sakiyomi train distill-data --target FOLDER --data prompts.jsonl --out answers.jsonl
     """
@@ -446,14 +402,13 @@ class TrainNgram(Settings):
         out: The file of the tables, .safetensors; `ngram:OUT` drafts from it.
         text: Training file of texts or chats, .jsonl, .json or .txt (.gz allowed). Repeat for more files.
         valid: Held-out file, NAME=FILE; alpha is measured on it. Repeatable; without it some of the text is held back.
-        target: The target: embedded name (tales), folder, or hub id. With it alpha is measured, and it can write
-            samples.
-        tokenizer: Folder of the tokenizer, where no target is given.
+        target: The target: embedded name (tales), folder, or hub id. It measures alpha, and can write samples.
+        tokenizer: Folder of the tokenizer, if no target is given.
         order: Tokens of the longest n-gram.
-        least: Fewest occurrences of an n-gram of three or more tokens that is kept.
-        keep: Continuations kept of each run of tokens, the most frequent ones.
-        samples: Continuations of the text's beginnings that the target writes; they are counted instead of the text.
-        sample_tokens: New tokens of each.
+        least: Minimum count of an n-gram of three or more tokens.
+        keep: Continuations kept for each run of tokens, the most frequent ones.
+        samples: Continuations of beginnings of the text that the target writes; they are counted instead of the text.
+        sample_tokens: New tokens of each continuation.
         temperature: Temperature of the samples; 0 is greedy.
         positions: Held-out tokens of each file on which alpha is measured.
         seed: Seed of the samples, and of what is held back.
@@ -492,5 +447,4 @@ COMMANDS: dict[str, type[Settings]] = {
     "lococo": TrainLococo,
     "distill-data": TrainDistillData,
     "ngram": TrainNgram,
-    "retriever": TrainRetriever,
 }

@@ -1,7 +1,7 @@
 """Passes of a frozen target over a text whose keys and values are kept within a budget, with gradients.
 
 A policy and a merger do at the boundaries of a prompt's chunks what they do in a cache (``eviction.py``), on tensors
-that autograd follows: the loss of what comes behind a boundary tells the merger what its mixtures should have held.
+that autograd follows: the loss of what comes after a boundary tells the merger what its mixtures should have held.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Layer:
 
 
 class Compressed:
-    """Passes chunk by chunk, with a boundary behind each.
+    """Passes chunk by chunk, with a boundary after each.
 
     Args:
         target: frozen, a transformers causal LM.
@@ -111,7 +111,7 @@ class Compressed:
             self._policy.leave()
 
     def __call__(self, ids: Tensor, prompt: int, merger: Convolutions | None) -> Iterator[tuple[int, Tensor]]:
-        """Read a text; behind its prompt there is no boundary.
+        """Read a text; after its prompt there is no boundary.
 
         Args:
             ids: (T,) of the text.

@@ -11,7 +11,7 @@ from sakiyomi.train.settings import Group, Settings, require, setting
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions(Group):
-    """What every training run shares: budget, schedule, checkpoints.
+    """Settings of every training run: budget, schedule, checkpoints.
 
     Attributes:
         out: Folder of the finished model; checkpoints and logs are written below it.
@@ -21,19 +21,19 @@ class LoopOptions(Group):
         tokens: Training budget in tokens; above 0 it replaces `minutes` (reproducible on any machine).
         decay_share: Last share of the budget in which the learning rate falls linearly to 0.
         warmup_steps: Steps of linear warm-up.
-        finish_minutes: Length of the early decay that SIGUSR1 or the file OUT/finish asks for.
+        finish_minutes: Length of the decay when SIGUSR1 or the file OUT/finish asks for an early finish.
         row_tokens: Row lengths in tokens; step s uses the (s mod n)-th.
         step_tokens: Tokens of one optimizer step; a multiple of every row length.
         clip: Largest norm of the gradient.
         note: Line for the card, such as a data set with its licence. Repeatable.
-        seed: Seed of the initial weights and of the order of the data.
+        seed: Seed for the initial weights and the order of the data.
         save_minutes: Minutes of training between checkpoints; the last two are kept.
         eval_minutes: Minutes of training between held-out losses.
         log_seconds: Seconds between log lines if stderr is no terminal.
-        compile: Compile the layers with torch.compile where a C++ compiler exists.
-        threads: CPU threads of each process; 0 takes them all.
-        workers: Processes on this machine that share the rows of each step; the result is that of one process. Under
-            torchrun the processes are torchrun's.
+        compile: Compile the layers with torch.compile if a C++ compiler is installed.
+        threads: CPU threads of each process; 0: all.
+        workers: Processes on this machine that share the rows of each step; the result is the same as with one
+            process. Under torchrun, torchrun's processes are used.
         resume: Continue from the newest checkpoint below OUT, with the settings of its first part.
     """
 
@@ -72,7 +72,7 @@ class LoopOptions(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(Group):
-    """What a model that is trained on text reads, and how fast it learns.
+    """Training text and optimizer of a model that is trained on text.
 
     Attributes:
         text: Training file FILE@STABLE:DECAY of texts or chats: its share of the rows before and during the decay.
@@ -80,9 +80,8 @@ class TextOptions(Group):
         muon_lr: Peak learning rate of Muon (2-D matrices of the layers); 0: AdamW trains them, too.
         adam_lr: Peak learning rate of AdamW (embeddings and norms).
         weight_decay: Weight decay of the 2-D matrices of the layers.
-        precision: Precision of the passes, and of Muon's iterations: bf16, no (float32: several workers then agree with
-            one to the sixth digit), or auto: bf16 where the processor multiplies it, which is faster there and several
-            times slower elsewhere.
+        precision: Precision of the passes and of Muon's iterations: bf16, no (float32; several workers then agree with
+            one to the sixth digit), or auto: bf16 if the processor has instructions for it, else no.
     """
 
     text: tuple[str, ...] = setting((), needed="training text or chats, a .jsonl, .json or .txt file (.gz allowed)")
@@ -98,11 +97,11 @@ class TextOptions(Group):
 
 
 def passes_on(device: str, precision: str) -> str:
-    """Precision of a run's passes: "auto" becomes what the device is fast in, bf16 or no.
+    """Precision of a run's passes: "auto" becomes bf16 or no, whichever the device computes faster.
 
     Args:
-        device: its type, as torch calls it. All but processors multiply bf16.
-        precision: of the settings.
+        device: its type, as torch names it. Every device but some processors has instructions for bf16.
+        precision: the setting.
     """
     if precision != "auto":
         return precision
@@ -111,12 +110,12 @@ def passes_on(device: str, precision: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions(Group):
-    """Where a run that can use a GPU takes place.
+    """Device and precision of a run that can use a GPU.
 
     Attributes:
         device: Where to train: auto, cpu, cuda or cuda:N.
-        precision: Precision of the passes: bf16, no (float32, the target's too), or auto: bf16, but no on a processor
-            that does not multiply bf16, which is several times slower there.
+        precision: Precision of the passes: bf16, no (float32, also for the target), or auto: bf16, but no on a
+            processor without instructions for bf16, where bf16 is several times slower.
     """
 
     device: str = setting("auto", resume=True)
@@ -172,14 +171,14 @@ class WholeSizes(LlamaSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions(Group):
-    """What the target writes for its draft to learn from.
+    """Continuations that the target writes as training text for its draft.
 
     Attributes:
         samples: Continuations that the target writes as training text; 0: the given text alone.
-        sample_minutes: Most minutes that writing them may take.
-        sample_tokens: New tokens of each.
+        sample_minutes: Maximum minutes for writing them.
+        sample_tokens: New tokens of each continuation.
         sample_batch: Continuations written in one batch.
-        temperatures: Temperatures of the batches in turn; 0 is greedy.
+        temperatures: Sampling temperatures; batches cycle through them. 0 is greedy.
         prompts: Files of the prompts, FILE@SHARE, texts or chats; empty: the training text.
         sample_share: Share of the rows that are samples before the decay.
         sample_share_decay: Share of the rows that are samples during the decay.
@@ -246,11 +245,11 @@ class TextRunConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TaughtConfig(TextRunConfig):
-    """What learns from a target, on text and on what the target writes.
+    """A run that learns from a target, on text and on what the target writes.
 
     Attributes:
         target: The target: embedded name (tales), folder in Hugging Face format, or hub id; any causal LM.
-        greedy_weight: Weight of -log q(the target's likeliest token) beside the KL divergence.
+        greedy_weight: Weight of -log q(the target's likeliest token), added to the KL divergence.
         eval_prompts: Held-out prompts of each file, of 64 tokens or of a chat, continued by 128.
         valid: Held-out file, NAME=FILE; the acceptance is reported under the name. Repeatable; without it some of the
             training text is held back.
@@ -274,12 +273,12 @@ class HeadConfig(TaughtConfig):
     """A head of decoder layers beside a frozen target, whose hidden states it reads.
 
     Attributes:
-        step_decay: Weight of the loss of a token further ahead to that of the one before.
-        loss: Loss of a position: ce, the cross-entropy with the target's distribution, tv, its total variation
-            distance, which is the share that is rejected, or lk, -log of the share that is accepted.
-        muon_lr: Peak learning rate of Muon (matrices of the layers, and what joins hidden states); 0: AdamW trains
-            them, too.
-        adam_lr: Peak learning rate of AdamW (norms, and what else is trained).
+        step_decay: Factor of the loss weight from one draft position to the next.
+        loss: Loss of a position: ce, the cross-entropy with the target's distribution; tv, the total variation
+            distance, which is the rejection rate; or lk, -log of the acceptance rate.
+        muon_lr: Peak learning rate of Muon (matrices of the layers, and the projection of hidden states); 0: AdamW
+            trains them, too.
+        adam_lr: Peak learning rate of AdamW (norms, and all other trained weights).
     """
 
     loop: LoopOptions = LoopOptions(minutes=40.0, decay_share=0.6, row_tokens=(256,), step_tokens=4096, compile=False)
@@ -290,13 +289,13 @@ class HeadConfig(TaughtConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LayersConfig(HeadConfig):
-    """Such a head with layers of its own kind, which reads the outputs of some of the target's layers.
+    """A head with layers of its own kind, which reads the outputs of some of the target's layers.
 
     Attributes:
-        reads: Layers of the target whose outputs are read, counted from 0; none given: the method's own choice.
+        reads: Layers of the target whose outputs are read, counted from 0; by default the method's own choice.
             Repeatable.
-        kv_heads: Key/value heads of a layer; 0: as many as the target's.
-        intermediate: Width of a layer's MLP; 0: as the target's.
+        kv_heads: Key/value heads of a layer; 0: as many as the target has.
+        intermediate: Width of a layer's MLP; 0: the target's width.
     """
 
     reads: tuple[int, ...] = setting((), least=0)
@@ -306,10 +305,10 @@ class LayersConfig(HeadConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class UnrolledConfig(HeadConfig):
-    """Such a head that drafts token by token.
+    """A head that drafts token by token.
 
     Attributes:
-        unroll: Draft tokens that the head reads with features of its own while it learns, one step each.
+        unroll: Draft steps of each training position; from the second step on the head reads its own features.
     """
 
     unroll: int = setting(5, least=1, most=16)
@@ -321,7 +320,7 @@ class UnrolledConfig(HeadConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredConfig(RunConfig):
-    """What trains beside a frozen target on prompts with answers, for which a small cache is kept.
+    """A run that trains a module of a small cache on prompts with answers; the target is frozen.
 
     Attributes:
         target: The target: embedded name (tales), folder in Hugging Face format, or hub id.
@@ -329,12 +328,12 @@ class AnsweredConfig(RunConfig):
             answer, chats, of which the last reply is the answer, what `train distill-data` wrote, or plain texts, whose
             last part is the answer; its share of the rows before and during the decay. Repeat for more files.
         tasks: Synthetic questions about long texts, made during the run, by name and share: passkey,number@0.5,kv@2.
-        filler: File of texts (.jsonl or .txt, .gz allowed) in whose sentences the tasks hide their facts; empty: a few
-            sentences over and over.
+        filler: File of texts (.jsonl or .txt, .gz allowed) whose sentences hide the facts of the tasks; empty: a few
+            built-in sentences, repeated.
         steps: Training budget in steps.
-        warmup_share: First share of the budget in which the learning rate rises linearly from 0.
-        answer_tokens: Most tokens of an answer.
-        query_aware: Put the question in front of the prompt, too (Locret-Q).
+        warmup_share: Share of the budget at the start in which the learning rate rises linearly from 0.
+        answer_tokens: Maximum tokens of an answer.
+        query_aware: Put the question in front of the prompt as well (Locret-Q).
         query_tokens: Last tokens of a prompt that count as its question, where the data names none.
         eval_rows: Held-out rows of each file or task.
         valid: Held-out file, NAME=FILE; its prompts are measured on. Repeatable; without it some of the training data
@@ -350,7 +349,7 @@ class AnsweredConfig(RunConfig):
     loop: LoopOptions = LoopOptions(
         minutes=0.0, warmup_steps=0, decay_share=1 / 3, row_tokens=(10240,), step_tokens=10240
     )
-    target: str = setting("", needed="the model whose keys and values are to be kept or dropped")
+    target: str = setting("", needed="the model whose keys and values are kept or dropped")
     data: tuple[str, ...] = setting(())
     tasks: str = setting("")
     filler: str = setting("")

@@ -36,7 +36,7 @@ class Document:
 
 
 class Library:
-    """Files as documents. Each is read once, and what is held back is missing from then on.
+    """Files as documents. Each file is read once; documents that are held back are removed from it.
 
     Args:
         tokenizer: encodes what is text.
@@ -160,7 +160,7 @@ def read_counted(path: Path, tokenizer: Any, vocab: int) -> list[Ids]:
 
 
 def _documents(path: Path, tokenizer: Any, vocab: int, prompts: bool) -> list[Document]:
-    """Documents of all records, texts in excerpts behind the others; `prompts`: those of token ids are marked."""
+    """Documents of all records, texts in excerpts after the others; `prompts`: those of token ids are marked."""
     plain = ".txt" in path.suffixes[-2:]
     found, texts = list[Document](), list[str]()
     for record in read_records(path):

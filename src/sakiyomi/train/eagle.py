@@ -1,6 +1,6 @@
 """Train an EAGLE-3 head on a frozen target, whose hidden states are computed on the way.
 
-Li et al. 2025, arXiv 2503.01840. The head learns the target's distribution behind every token: with the target's
+Li et al. 2025, arXiv 2503.01840. The head learns the target's distribution after every token: with the target's
 features, and then step by step with its own in their place, as it will draft (`UnrolledHead`).
 """
 
@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers, write_eagle
 from sakiyomi.drafters.eagle_heads.module import EagleOptions, make_module
 from sakiyomi.train.commands import TrainEagle
-from sakiyomi.train.head_recipe import LayersRecipe, Unrolled, UnrolledRecipe, attend, behind
+from sakiyomi.train.head_recipe import STEPS, LayersRecipe, Unrolled, UnrolledRecipe, attend_in_steps, behind
 from sakiyomi.train.hidden import begin_as, vocabulary
 from sakiyomi.train.recipe import train
 
@@ -30,7 +29,7 @@ def train_eagle(config: TrainEagle, command: str = "") -> dict[str, Any]:
 
 
 class _Eagle(LayersRecipe[TrainEagle], UnrolledRecipe[TrainEagle]):
-    """One decoder layer learns to foretell the target from its hidden states."""
+    """One decoder layer learns to predict the target from its hidden states."""
 
     kind = "eagle"
     head: UnrolledHead
@@ -102,7 +101,7 @@ class UnrolledHead(Unrolled):
         self.norm, self.head, self.embed = module.model.norm, module.lm_head, module.model.embed_tokens
         self.embed.requires_grad_(False)
         self._rotary = module.model.rotary_emb
-        self._dim = layer.self_attn.head_dim
+        attend_in_steps(module)
 
     def forward(self, ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
         """See `Unrolled`."""
@@ -111,11 +110,11 @@ class UnrolledHead(Unrolled):
         features = self.layers[0](states.to(self.norm.weight.dtype))
         places = torch.arange(ids.shape[1], device=ids.device)[None]
         turned = self._rotary(embedded, places)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+        setattr(layer.self_attn, STEPS, ([], []))
         for _ in range(steps):
             read = torch.cat([embedded, layer.hidden_norm(features).to(embedded.dtype)], -1)
-            features = features + self._attend(layer.self_attn, read, turned, keys, values)
+            mixed, _ = layer.self_attn(hidden_states=read, position_embeddings=turned, attention_mask=None)
+            features = features + mixed
             features = features + layer.mlp(layer.post_attention_layernorm(features))
             yield self.norm(features)
             features = behind(features, 1)
@@ -123,27 +122,6 @@ class UnrolledHead(Unrolled):
     def weight(self) -> Tensor:
         """See `Unrolled`."""
         found: Tensor = self.head.weight
-        return found
-
-    def _attend(
-        self, attention: Any, read: Tensor, turned: tuple[Tensor, Tensor], keys: list[Tensor], values: list[Tensor]
-    ) -> Tensor:
-        """Attention of a step to tokens with the target's features and, behind them, to the draft tokens so far.
-
-        Args:
-            attention: its projections.
-            read: (B, T, 2 hidden).
-            turned: cosines and sines of the rotary positions.
-            keys, values: (B, heads, T, width) of the steps before; those of this step are added.
-        """
-        shape = (*read.shape[:2], -1, self._dim)
-        q, k, v = (
-            project(read).view(shape).transpose(1, 2)
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        q, k = (each.to(v.dtype) for each in apply_rotary_pos_emb(q, k, *turned))
-        mixed = attend(q * self._dim**-0.5, k, v, keys, values)
-        found: Tensor = attention.o_proj(mixed.transpose(1, 2).flatten(2))
         return found
 
 

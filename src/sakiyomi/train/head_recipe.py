@@ -1,11 +1,12 @@
 """What recipes share that train a head beside a frozen target, whose hidden states are computed on the way.
 
-Nothing is stored but the head: a piece of a batch goes through the target and the head, its gradient is added, and its
-activations are forgotten.
+Hidden states are not stored: each piece of a batch passes through the target and the head, its gradient is
+accumulated, and its activations are freed.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -16,8 +17,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.train.acceptance import DEPTH, MEASURING, Continuations, measured, measured_on, ranked, worth
 from sakiyomi.train.checkpoint import writing
@@ -25,26 +27,26 @@ from sakiyomi.train.config import HeadConfig, LayersConfig, UnrolledConfig
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.hidden import TargetStates, layer_config
 from sakiyomi.train.losses import soft_loss
-from sakiyomi.train.medusa_measures import HeadLog
 from sakiyomi.train.plot import plot_heads
+from sakiyomi.train.progress import HeadLog
 from sakiyomi.train.taught import Taught
 
 PIECE = 512
-"""Tokens that are gone through at a time, target and all: their activations stay in the caches of a CPU."""
+"""Tokens of one piece of a batch, small enough that activations stay in the caches of a CPU."""
 Settings = TypeVar("Settings", bound=HeadConfig)
 LayersSettings = TypeVar("LayersSettings", bound=LayersConfig)
 UnrolledSettings = TypeVar("UnrolledSettings", bound=UnrolledConfig)
 
 
 class HeadRecipe(Taught[Settings]):
-    """A head learns to foretell the target from its hidden states, several tokens ahead.
+    """A head learns to predict the target from its hidden states, several tokens ahead.
 
     Attributes:
         reads: layers of the target whose outputs the head reads; none: it reads what the target's head reads.
         head: that learns.
         layers: decoder layers of it.
         states: of the target.
-        positions_ahead: tokens that it foretells, each with a loss of its own.
+        positions_ahead: tokens that it predicts, each with a loss of its own.
     """
 
     kind: ClassVar[str]
@@ -56,7 +58,7 @@ class HeadRecipe(Taught[Settings]):
 
     @abstractmethod
     def new_head(self) -> nn.Module:
-        """The head before it has learnt anything."""
+        """The untrained head."""
 
     @abstractmethod
     def losses(self, ids: Tensor, step: int) -> Tensor:
@@ -102,7 +104,7 @@ class HeadRecipe(Taught[Settings]):
         return (each * self.shares).sum()
 
     def wanted(self, last: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What the head should give, see `TargetStates.probs`; the likeliest token has `greedy_weight` more."""
+        """Distributions to learn, see `TargetStates.probs`; the likeliest token gets `greedy_weight` more."""
         wanted, counts = self.states.probs(last, known)
         if weight := self.config.greedy_weight:
             best = wanted.argmax(1, keepdim=True)
@@ -183,7 +185,7 @@ class Unrolled(nn.Module):
     """A head that is run step by step over whole texts, with the target's features and then with its own.
 
     In step k every token is read with the feature that the head itself gave in step k - 1, as the k-th draft token
-    behind one with a feature of the target (training-time test; Li et al. 2025, arXiv 2503.01840, section 3.2).
+    after one with a feature of the target (training-time test; Li et al. 2025, arXiv 2503.01840, section 3.2).
     """
 
     @abstractmethod
@@ -205,7 +207,7 @@ class Unrolled(nn.Module):
 
 
 class UnrolledRecipe(HeadRecipe[UnrolledSettings]):
-    """Such a head learns to foretell the target.
+    """Such a head learns to predict the target.
 
     Attributes:
         known: tokens that it proposes; None: all.
@@ -236,8 +238,51 @@ class UnrolledRecipe(HeadRecipe[UnrolledSettings]):
         return rank_continuations(self.head, self.states, self.known, texts)
 
 
+NAME = "sakiyomi_unrolled"
+"""Attention of a step, by transformers' name for it."""
+STEPS = "sakiyomi_steps"
+"""Attribute of a module that attends: keys and values of the steps so far."""
+
+
+def attend_in_steps(module: Any) -> None:
+    """Switch a model to the attention of a step; each pass of its layers is one, see `STEPS`.
+
+    Raises:
+        UnsupportedError: its class keeps its own attention.
+    """
+    _register()
+    try:
+        module.set_attn_implementation(NAME)
+    except ValueError:
+        raise own_attention(module) from None
+
+
+def own_attention(module: Any) -> UnsupportedError:
+    """The error for a head whose class does not call the attention that it was switched to."""
+    return UnsupportedError(f"{type(module).__name__} keeps its own attention: no head of it can be trained here")
+
+
+@functools.cache
+def _register() -> None:
+    # What it appends to is no matter of a compiled graph.
+    AttentionInterface.register(NAME, torch.compiler.disable(_attend))
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
+) -> tuple[Tensor, None]:
+    """One step, of (B, heads, T, width): (B, T, heads, width)."""
+    if more.get("softcap") is not None or more.get("s_aux") is not None:
+        raise UnsupportedError("the target's attention has a soft cap or sinks: no MTP layer can be trained here")
+    scaling = more.get("scaling")
+    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    mixed = attend(query.to(value.dtype), key.to(value.dtype), value, *getattr(module, STEPS))
+    return mixed.transpose(1, 2), None
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of a step to tokens with the target's features and, behind them, to the draft tokens so far.
+    """Attention of a step to tokens with the target's features and, after them, to the draft tokens so far.
 
     Args:
         q: (B, heads, T, width), scaled; turned as keys are.
@@ -263,7 +308,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], values: list[Ten
 
 
 def behind(rows: Tensor, count: int) -> Tensor:
-    """Each row's values in the place of the row so many behind it; (..., T, width)."""
+    """Each row's values in the place of the row so many further on; (..., T, width)."""
     return F.pad(rows, (0, 0, count, 0))[..., : rows.shape[-2], :] if count else rows
 
 
@@ -276,7 +321,7 @@ def rank_continuations(head: Unrolled, states: TargetStates, tokens: Tensor | No
     def guess(ids: Tensor, first: int) -> Iterator[Tensor]:
         joined, _ = states(ids)
         for step, hidden in enumerate(head(ids[:, 1:], joined[:, :-1], DEPTH)):
-            rows = hidden[0, first - 1 + step : -1]  # row r is that of the token r + 1, and foretells the next one
+            rows = hidden[0, first - 1 + step : -1]  # row r is that of the token r + 1, and predicts the next one
             yield F.linear(rows, head.weight().to(rows.dtype))
 
     return ranked(head, texts, DEPTH, guess, tokens)

@@ -23,25 +23,23 @@ logger = logging.getLogger("sakiyomi")
 
 
 class HiddenStates:
-    """What heads read of rows that may come again.
+    """Hidden states of rows that may come again, kept on disk.
 
     Args:
         backbone: the target.
-        folder: for a file of what is kept; it goes with the process.
-        limit_bytes: of that file; 0: none is made. Where the disk is full before, what fits is kept.
+        folder: holds the file of kept states, which is deleted when the process ends.
+        limit_bytes: of that file; 0: no file. If the disk is full earlier, the file keeps what fits.
 
     Attributes:
         computed, found: rows so far, by the target and on disk.
-        calls: of each call the rows that were computed, and the seconds of that.
     """
 
     def __init__(self, backbone: Backbone, folder: Path, limit_bytes: int = 0) -> None:
         self._backbone, self._limit = backbone, limit_bytes
-        # It goes with the process, however that ends.
+        # The system deletes it with the process, however that ends.
         self._file = tempfile.TemporaryFile(dir=folder) if limit_bytes else None  # noqa: SIM115
         self._places: dict[bytes, int] = {}
         self.computed = self.found = 0
-        self.calls: list[tuple[int, float]] = []
 
     def __call__(self, ids: Tensor) -> Tensor:
         """(B, T) ids to (B, T, hidden), on the device of the ids."""
@@ -63,14 +61,9 @@ class HiddenStates:
         self._file, self._places = None, {}
 
     def _compute(self, ids: Tensor) -> Tensor:
-        began = time.perf_counter()
-        with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
-            hidden = torch.cat([self._backbone(rows) for rows in chunks(ids)])[: len(ids)]
-        if hidden.device.type == "cuda":
-            torch.cuda.synchronize(hidden.device)
         self.computed += len(ids)
-        self.calls.append((len(ids), time.perf_counter() - began))
-        return hidden
+        with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
+            return torch.cat([self._backbone(rows) for rows in chunks(ids)])[: len(ids)]
 
     def _keep(self, key: bytes, row: Tensor) -> None:
         size = row.numel() * 2
@@ -99,7 +92,7 @@ class HiddenStates:
 
 
 class TargetStates:
-    """What a target's layers give for whole texts, computed when they are needed and not kept.
+    """Outputs of a target's layers for whole texts, computed when needed and not kept.
 
     Args:
         target: a frozen causal LM.

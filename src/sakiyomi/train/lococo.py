@@ -1,6 +1,6 @@
 """Train convolutions (LoCoCo) that merge what a cache drops, beside a frozen target.
 
-Cai et al. 2024, arXiv 2406.05317, section 4: the language model's own loss on what comes behind chunks whose keys and
+Cai et al. 2024, arXiv 2406.05317, section 4: the language model's own loss on what comes after chunks whose keys and
 values were merged; nothing but the convolutions is trained.
 """
 
@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.cache.policies.merging.formats import write_merging
-from sakiyomi.train.answered import split_rows
-from sakiyomi.train.beside import BesideTarget, as_written
+from sakiyomi.train.beside import BesideTarget, Rows, as_written
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainLococo
 from sakiyomi.train.compressed import Compressed, policy_of
@@ -58,7 +57,7 @@ class _Lococo(BesideTarget[TrainLococo]):
         return self.convolutions
 
     def _beside(self) -> dict[str, dict[str, float]]:
-        """Losses of held-out answers with what goes dropped, and with everything kept."""
+        """Losses of held-out answers with evicted pairs dropped, and with all pairs kept."""
         config = self.config
         whole = MergingLoss(config, Compressed(self.target, self.policy, 0, config.chunk_size), None)
         with self.compressed.hooks():
@@ -81,7 +80,7 @@ class _Lococo(BesideTarget[TrainLococo]):
         more = {
             "about": f"Convolutions (LoCoCo) that merge what a cache of {config.target} drops into {config.merged} "
             f"pairs of each head in its {len(convolutions.shape.dims)} layers",
-            "measured_on": f"Losses of held-out answers behind a prompt of which {config.kv_budget} pairs stay, chosen "
+            "measured_on": f"Losses of held-out answers after a prompt of which {config.kv_budget} pairs stay, chosen "
             f"by `{self.policy.name}`: with {config.merged} of them merged, with what goes `dropped`, and with "
             "everything kept (`full`).",
         }
@@ -111,14 +110,9 @@ class MergingLoss:
         self.passes, self._convolutions = passes, convolutions
         self._nats = compiled_loss(_nats, config.loop.compile, dynamic=True)
 
-    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean loss of a batch's rows, without gradient: that is in the convolutions already, row by row.
-
-        Args:
-            batch: rows as `Questions` gives them, with marks.
-        """
-        rows = split_rows(batch)
-        total = torch.zeros((), device=batch["ids"].device)
+    def __call__(self, rows: Rows) -> Tensor:
+        """Mean loss of a batch's rows, with marks, without gradient: that is in the convolutions already."""
+        total = torch.zeros((), device=rows[0][0].device)
         for ids, prompt in rows:
             loss = self._row(ids, prompt, self._convolutions) / len(rows)
             if loss.requires_grad:  # not where a prompt fits into the budget
@@ -127,9 +121,8 @@ class MergingLoss:
         return total
 
     @torch.no_grad()
-    def measure(self, batch: dict[str, Tensor], convolutions: Convolutions | None) -> float:
+    def measure(self, rows: Rows, convolutions: Convolutions | None) -> float:
         """Mean loss of a batch's rows, in nats per token."""
-        rows = split_rows(batch)
         return sum(float(self._row(ids, prompt, convolutions)) for ids, prompt in rows) / len(rows)
 
     def _row(self, marked: Tensor, prompt: int, convolutions: Convolutions | None) -> Tensor:

@@ -11,10 +11,8 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,7 +37,7 @@ from sakiyomi.train.workers import ALONE, Workers
 
 
 class Learner(ABC):
-    """A loss, and what its loop needs to know; the module comes beside it.
+    """A loss, and everything else that the loop needs, except the module.
 
     Attributes:
         config: settings of the run; its loop has budget, schedule and checkpoints.
@@ -49,7 +47,6 @@ class Learner(ABC):
         workers: the processes of the run, of which the first decides, measures and writes.
         grow_to: layers that a shallower model is grown to; Llama models can be.
         grow_at: share of the budget at which it is.
-        stages: shares of the budget in which the row lengths are used one after the other; none: in turn, step by step.
         warmup_share: first share of the budget in which the learning rate rises.
         clip_values: `clip` bounds each entry of the gradient, and not its norm.
     """
@@ -61,9 +58,13 @@ class Learner(ABC):
     workers: Workers = ALONE
     grow_to: int = 0
     grow_at: float = 0.0
-    stages: tuple[float, ...] = ()
     warmup_share: float = 0.0
     clip_values: bool = False
+
+    def row_length(self, step: int, share: float) -> int:
+        """Tokens of the rows of a step, when so much of the budget is spent."""
+        lengths = self.config.loop.row_tokens
+        return lengths[step % len(lengths)]
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Tensor:
@@ -79,10 +80,10 @@ class Learner(ABC):
 
 
 class Loop:
-    """One training run. What of the model needs no gradient is neither trained nor kept in checkpoints.
+    """One training run. Weights without a gradient are neither trained nor kept in checkpoints.
 
     Args:
-        learner: what is done.
+        learner: loss, data and settings of the run.
         model: trained in place (replaced when it grows: read `self.model` at the end).
     """
 
@@ -148,7 +149,7 @@ class Loop:
             self.save()
 
     def _goes_on(self, reporter: Reporter) -> bool:
-        """Whether there is another step. The clock, and what signals have asked for, are the first process's."""
+        """Whether there is another step. The first process decides, by its clock and the signals that it received."""
         if self.learner.workers.leads and self._clock() < self.schedule.end and not self._stop_asked:
             self._maybe_finish(reporter)
         progress, schedule = self.progress, self.schedule
@@ -179,15 +180,6 @@ class Loop:
     def share(self) -> float:
         """Of the budget that is spent."""
         return self._clock() / self._budget
-
-    @property
-    def row_tokens(self) -> tuple[int, ...]:
-        """Row lengths that are used in turn now: all, or that of the stage."""
-        if not self.learner.stages:
-            return self.config.row_tokens
-        ends = list(accumulate(self.learner.stages))
-        stage = bisect_right(ends, min(self.share, 1.0) * ends[-1])
-        return (self.config.row_tokens[min(stage, len(ends) - 1)],)
 
     def epochs(self, sources: Sequence[TextSpec]) -> dict[str, float]:
         """How often each file of the mixture was read, by name."""
@@ -229,7 +221,7 @@ class Loop:
         """One optimizer step; returns the factor of the peak learning rate."""
         began = time.monotonic()
         config, progress = self.config, self.progress
-        length = self.row_tokens[progress.step % len(self.row_tokens)]
+        length = self.learner.row_length(progress.step, self.share)
         batch = self._batch(progress.step, length, self.schedule.decaying(self._clock()))
         scale = self.schedule.scale(progress.step, self._clock())
         set_scale(self._optimizers, scale)
@@ -368,9 +360,11 @@ def _depth(model: nn.Module) -> int:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Arrays as tensors on a device: one, or those of a mapping."""
+    """Arrays as tensors on a device: one, those of a mapping, or those of rows with the lengths of their prompts."""
     if isinstance(batch, dict):
         return {name: on_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, list):
+        return [(on_device(ids, device), prompt) for ids, prompt in batch]
     return torch.from_numpy(batch).to(device)
 
 

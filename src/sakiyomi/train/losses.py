@@ -178,7 +178,7 @@ class _Piecewise(torch.autograd.Function):
     ) -> Tensor:
         dtype = features.dtype
         parts = [(features, head.to(dtype)), (more, table.to(dtype))]
-        # In float32: a loss may be scaled behind it, for a precision in which small gradients vanish.
+        # In float32: a loss may be scaled afterwards, for a precision in which small gradients vanish.
         grads = [torch.empty_like(read, dtype=torch.float32) for read, _ in parts]
         own = [
             torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[place] else None
@@ -195,7 +195,7 @@ class _Piecewise(torch.autograd.Function):
                     logits = logits.addmm_(more[some], parts[1][1].T)
                 losses, grad = each(some, logits.float())
                 total += (losses * share).sum()
-                # The gradient of the logits, but for the scale of each row, which is cheaper behind the product.
+                # The gradient of the logits without the scale of each row: that is cheaper to apply to the product.
                 grad = grad.to(dtype)
                 for (read, wide), into, weight_grad in zip(parts, grads, own, strict=True):
                     into[some] = (grad @ wide) * share

@@ -6,7 +6,9 @@ token t + k + 2; the one in between is the target's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import resource
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -17,12 +19,14 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.memory import readable
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
-from sakiyomi.drafters.medusa_heads.ranks import Ranks
+from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
 from sakiyomi.drafters.medusa_heads.tuned import FILE as TUNED
 from sakiyomi.engine.llm import LLM
+from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, Continuations, continuations
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainMedusa
@@ -32,13 +36,16 @@ from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.hidden import HiddenStates, vocabulary
 from sakiyomi.train.loop import compile_layers, place
 from sakiyomi.train.medusa_joint import Joint, guess_loss, save_tuned
-from sakiyomi.train.medusa_measures import HeadLog, best_trees, measured, memory, rank_answers, throughput
 from sakiyomi.train.optim import with_peaks
 from sakiyomi.train.plot import plot_heads
+from sakiyomi.train.progress import HeadLog
 from sakiyomi.train.recipe import Recipe, train
 from sakiyomi.train.rows import FixedRows, mixture_of
 from sakiyomi.train.taught import held_out_prompts, load_target
 
+BUDGETS = (4, 8, 16, 32, 64)
+"""Nodes of the trees in the report."""
+SHOWN = 5  # first guesses whose accuracy is reported
 SHORTEST_VALID = 8
 """Tokens of the shortest held-out text of a file; it is a prompt as a whole."""
 
@@ -49,7 +56,7 @@ def train_medusa(config: TrainMedusa, command: str = "") -> dict[str, Any]:
 
 
 class _Medusa(Recipe[TrainMedusa]):
-    """Heads learn the tokens behind the target's own, from the target's hidden states."""
+    """Heads learn the tokens after the target's own, from the target's hidden states."""
 
     def files(self) -> list[TextSpec]:
         """See `Recipe`."""
@@ -83,7 +90,7 @@ class _Medusa(Recipe[TrainMedusa]):
         self.mixture = mixture_of(self.specs, texts, partial(FixedRows, length=config.loop.row), config.loop.seed)
 
     def _answers(self) -> dict[str, Continuations]:
-        """What the target writes behind held-out prompts, greedily."""
+        """What the target writes after held-out prompts, greedily."""
         llm = LLM((self.target, self.tokenizer), "none", compile=False, max_batch=16)
         prompts = held_out_prompts(self.held, llm.max_context)
         return {name: continuations(llm, some, new_tokens=NEW_TOKENS, sampled=False) for name, some in prompts.items()}
@@ -172,7 +179,7 @@ class _Medusa(Recipe[TrainMedusa]):
         more = {
             "about": f"{config.heads} Medusa heads of {config.layers} {blocks} {kind}, for {base}",
             "measured_on": f"On what {base} answers to held-out prompts, greedily: head k is right where its guess is "
-            "what the target writes k tokens behind its own.",
+            "what the target writes k tokens after its own.",
             "held_back": self.held_back,
             "base": base,
             "trees": {name: best_trees(found) for name, found in ranks.items()},
@@ -180,7 +187,73 @@ class _Medusa(Recipe[TrainMedusa]):
             "accuracy_curve": "accuracy.png" if drawn else None,
             "memory": held,
             "rows_from_disk": self.hidden.found,
-            "throughput": throughput(config, self.loop.progress, self.hidden),
         }
         measures = {name: measured(found) for name, found in ranks.items()}
         return Result(heads, config.layers, measures, self.loop.epochs(self.specs), more)
+
+
+# ---------------------------------------------------------------- measures
+
+
+def rank_answers(heads: MedusaHeads, backbone: Backbone, texts: Continuations) -> Ranks:
+    """Where the target's own tokens stand among the heads' guesses."""
+    weight = backbone.weight.to(heads.weights.dtype)
+
+    def hidden_of(ids: Sequence[int]) -> Tensor:
+        return backbone(torch.tensor([list(ids)], device=weight.device))[0].to(weight.dtype)
+
+    return rank_texts(hidden_of, lambda hidden: heads(hidden, weight), texts.prompts, texts.greedy)
+
+
+def measured(ranks: Ranks) -> dict[str, float]:
+    """Accuracies of each head, and tau of the best tree of 16 nodes."""
+    found: dict[str, float] = {}
+    for head, chances in enumerate(ranks.accuracies(), start=1):
+        for top in range(1, SHOWN + 1):
+            found[f"head_{head}_top_{top}"] = sum(chances[:top])
+    found["tau_16_nodes"] = ranks.replay(ranks.best(16))
+    found["tokens"] = ranks.places
+    return found
+
+
+def best_trees(ranks: Ranks) -> list[dict[str, Any]]:
+    """The best tree of each budget, with tau expected from the accuracies and tau replayed on these texts."""
+    return [
+        {
+            "nodes": nodes,
+            "expected_tau": expected_tree_tokens(ranks.accuracies(), paths),
+            "replayed_tau": ranks.replay(paths),
+            "choices": [list(path) for path in paths],
+        }
+        for nodes in BUDGETS
+        for paths in [ranks.best(nodes)]
+    ]
+
+
+def memory(
+    config: TrainMedusa, target: nn.Module, heads: MedusaHeads, adapters: int, device: torch.device
+) -> dict[str, Any]:
+    """Peak memory of the run, and the sizes of its parts, in bytes."""
+    frozen = sum(weight.nbytes for weight in target.parameters())
+    trained = sum(weight.numel() * 4 for weight in heads.parameters())
+    row = next(target.parameters()).element_size() * int(heads.shape.hidden_size)
+    states = config.loop.step_tokens * row
+    kept = int(config.loop.step_tokens * config.positions) * row * heads.shape.heads
+    peak = (
+        torch.cuda.max_memory_allocated(device)
+        if device.type == "cuda"
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    )
+    parts = {
+        "target": frozen,
+        "heads": trained,
+        "adapters": adapters,
+        "gradients": trained + adapters,
+        "optimizer": 2 * (trained + adapters),
+        "hidden_states": states,
+        "head_activations": 4 * kept,
+    }
+    where = "on the device" if device.type == "cuda" else "of the process, torch itself and its compiler included"
+    shown = ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for name, size in parts.items() if size)
+    explained = f"memory: {readable(peak)} at most {where}; of these by count: {shown}"
+    return {"peak": peak, "parts": parts, "explained": explained}

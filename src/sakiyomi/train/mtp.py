@@ -1,28 +1,26 @@
 """Train a layer for predicting further tokens (MTP) on a frozen target, its own or a new one.
 
-The layer learns the target's distribution behind every token: with the target's hidden states, and then step by step
-with what it gave itself in their place, as it will draft. DeepSeek-V3, arXiv 2412.19437; that one layer is run again
-for each further token: FastMTP.
+The layer learns the target's distribution after every token: with the target's hidden states, and then step by step
+with what it gave itself in their place, as it will draft. DeepSeek-V3, arXiv 2412.19437. One layer is run again for
+each further token, as in FastMTP.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.core_model_loading import revert_weight_conversion
 
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.errors import LoadError
 from sakiyomi.drafters.mtp_layer import MtpForm, make_mtp, new_mtp, read_mtp, write_mtp
 from sakiyomi.model_executor.structural_copy import layer_list
 from sakiyomi.train.commands import TrainMtp
-from sakiyomi.train.head_recipe import Unrolled, UnrolledRecipe, attend, behind
+from sakiyomi.train.head_recipe import STEPS, Unrolled, UnrolledRecipe, attend_in_steps, behind, own_attention
 from sakiyomi.train.recipe import train
 
 NEW = "new"
@@ -34,7 +32,7 @@ def train_mtp(config: TrainMtp, command: str = "") -> dict[str, Any]:
 
 
 class _Mtp(UnrolledRecipe[TrainMtp]):
-    """One decoder layer of the target's kind learns to foretell the target from what its head reads."""
+    """One decoder layer of the target's kind learns to predict the target from what its head reads."""
 
     kind = "mtp"
     head: MtpHead
@@ -92,12 +90,6 @@ class _Mtp(UnrolledRecipe[TrainMtp]):
 # ---------------------------------------------------------------- the layer while it learns
 
 
-NAME = "sakiyomi_unrolled"
-"""Attention of a step, by transformers' name for it."""
-STEPS = "sakiyomi_steps"
-"""Attribute of a module that attends: keys and values of the steps so far."""
-
-
 class MtpHead(Unrolled):
     """The layer's parts in the order in which they work.
 
@@ -120,11 +112,7 @@ class MtpHead(Unrolled):
         embedding = fused.embed
         module.float().requires_grad_(True)
         fused.embed = nn.Embedding.from_pretrained(embedding.weight.detach())  # as the target has it
-        _register()
-        try:
-            module.set_attn_implementation(NAME)
-        except ValueError:
-            raise _own(module) from None
+        attend_in_steps(module)
         self.layers = nn.ModuleList([fused.project, module.get_submodule(layer_list(module, 1, "training heads"))[0]])
         self.model = module.model
         self._form, self._out = form, [out]  # no parameter of this module
@@ -150,29 +138,6 @@ class MtpHead(Unrolled):
             joined = fused.project(torch.cat(parts[::-1] if self._form.hidden_first else parts, -1))
             hidden = self.model(inputs_embeds=joined.to(embedded.dtype), use_cache=False).last_hidden_state
             if len(found[0]) != step:
-                raise _own(self.model)
+                raise own_attention(self.model)
             yield hidden
             features = behind(hidden, 1)
-
-
-@functools.cache
-def _register() -> None:
-    # What it appends to is no matter of a compiled graph.
-    AttentionInterface.register(NAME, torch.compiler.disable(_attend))
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
-
-
-def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
-) -> tuple[Tensor, None]:
-    """One step, of (B, heads, T, width): (B, T, heads, width)."""
-    if more.get("softcap") is not None or more.get("s_aux") is not None:
-        raise UnsupportedError("the target's attention has a soft cap or sinks: no MTP layer can be trained here")
-    scaling = more.get("scaling")
-    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    mixed = attend(query.to(value.dtype), key.to(value.dtype), value, *getattr(module, STEPS))
-    return mixed.transpose(1, 2), None
-
-
-def _own(module: Any) -> UnsupportedError:
-    return UnsupportedError(f"{type(module).__name__} keeps its own attention: no MTP layer can be trained here")

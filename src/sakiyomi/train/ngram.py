@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from sakiyomi import theory
 from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.core.errors import InputError
-from sakiyomi.core.files import whole_file
 from sakiyomi.drafters.ngram import SIBLINGS, NgramReader, Tables
-from sakiyomi.drafters.ngram_file import FileTables, tables_bytes
+from sakiyomi.drafters.ngram_file import FileTables, write_tables
 from sakiyomi.engine import machine
 from sakiyomi.engine.llm import LLM
 from sakiyomi.kernels.batch import SequenceRows
@@ -69,13 +68,11 @@ def train_ngram(config: TrainNgram, command: str = "") -> dict[str, Any]:
         "source": f"{config.samples} samples of {config.target}" if config.samples else "text",
         "command": command,
     }
-    content = tables_bytes(config.order, tensors, about)
-    with whole_file(out, "make room there, or choose another --out") as fresh:
-        fresh.write_bytes(content)
+    write_tables(out, config.order, tensors, about)
     summary: dict[str, Any] = {
         "finished": True,
         "out": str(out),
-        "bytes": len(content),
+        "bytes": out.stat().st_size,
         "order": config.order,
         "tokens": int(about["tokens"]),
         "ngrams": {n: int(tensors[f"tokens.{n}"].size) for n in range(2, config.order + 1)},
@@ -160,7 +157,7 @@ def _held_out(config: TrainNgram, library: Library, texts: Sequence[Path]) -> di
 
 
 def _samples(config: TrainNgram, llm: Any, pool: list[Ids], reporter: Reporter) -> list[Ids]:
-    """Prompts of the text with what the target writes behind them; the prompts are counted too."""
+    """Prompts of the text with what the target writes after them; the prompts are counted too."""
     rng = np.random.default_rng((config.seed, 0))
     found: list[Ids] = []
     batch = 64
@@ -274,7 +271,7 @@ def worth(
 
 
 def _rows(llm: Any, tokens: Sequence[int]) -> NDArray[np.float64]:
-    """The target's distributions behind each token, (n, V), in one pass."""
+    """The target's distributions after each token, (n, V), in one pass."""
     with llm.target.cache.lent(len(tokens)) as slot:
         logits = llm.target.score([SequenceRows(slot, 0, list(tokens))]).logits
     rows: NDArray[np.float64] = logits.double().softmax(-1).cpu().numpy()

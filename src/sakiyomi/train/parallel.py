@@ -1,8 +1,8 @@
-"""Rows from which a draft learns to guess several tokens a pass: behind its text stand masks, each guesses a token.
+"""Rows from which a draft learns to guess several tokens per pass: masks follow the text, each guesses a token.
 
-PARD, arXiv 2504.18583. The mask that is k tokens behind a token sees the text up to that one and the k - 1 masks
+PARD, arXiv 2504.18583. The mask k tokens after a token sees the text up to that token and the k - 1 masks
 before it, as it will when drafts are wanted. Deeper masks teach less and cost as much: a share of them is left out
-(section 3.2, conditional drop of tokens), of masks behind a token always the last ones, since a mask sees those before.
+(section 3.2, conditional drop of tokens), always the last masks of a token, since a mask sees those before it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ KEPT, LEAST_KEPT = 0.7, 0.2
 
 
 class MaskedRows:
-    """Rows of a pass: the tokens of a text, and masks behind some of them.
+    """Rows of a pass: the tokens of a text, and masks after some of them.
 
     Args:
         length: tokens of the text.
-        anchors: for each depth from 1 on the tokens that have a mask so far behind them; each depth's are among those
+        anchors: for each depth from 1 on the tokens that have a mask so far after them; each depth's are among those
             of the depth before, and all masks lie within the text.
 
     Attributes:
-        places: (rows,) positions. What a row foretells is the token behind its position, whether it is a mask or not.
+        places: (rows,) positions. What a row predicts is the token after its position, whether it is a mask or not.
         depths: (rows,) 0 of tokens.
     """
 
@@ -50,14 +50,14 @@ class MaskedRows:
 
     @classmethod
     def drawn(cls, length: int, count: int, rng: np.random.Generator) -> MaskedRows:
-        """Masks for guesses of `count` tokens behind tokens that are drawn."""
+        """Masks for guesses of `count` tokens after tokens that are drawn."""
         order = torch.from_numpy(rng.permutation(length - count + 1))
         shares = [max(KEPT**depth, LEAST_KEPT) for depth in range(1, count)]
         return cls(length, [order[: round(share * len(order))] for share in shares])
 
     @classmethod
     def behind(cls, first: int, length: int, count: int) -> MaskedRows:
-        """All masks behind tokens from `first` on."""
+        """All masks after tokens from `first` on."""
         return cls(length, [torch.arange(first, max(first, length - depth)) for depth in range(1, count)])
 
     def read(self, model: Any, ids: Tensor, mask: int) -> Tensor:

@@ -51,7 +51,7 @@ def plot_heads(
         losses: steps, and the loss of each head in nats.
         accuracies: by held-out file, of each head by rank.
         path: of the picture.
-        what: has such a loss.
+        what: name of the parts that have such a loss.
         tops: steps, and of each head the share of training places whose token was among its first 1, 2, ... guesses.
 
     Returns:

@@ -1,14 +1,21 @@
-"""What a training run has done so far, its learning rate, and what it shows of both on stderr."""
+"""State of a training run: its progress, its learning rate, and what it prints and logs of them."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import progress as bars
 from rich.console import Console
+from torch import Tensor
+
+from sakiyomi.train.checkpoint import whole_lines, writing
 
 
 @dataclass
@@ -82,7 +89,7 @@ class Reporter:
 
     Args:
         log_seconds: seconds between lines where stderr is not a terminal.
-        silent: nothing is said; another process speaks.
+        silent: prints nothing, because another process reports.
     """
 
     def __init__(self, log_seconds: float, *, silent: bool = False) -> None:
@@ -134,3 +141,57 @@ class Reporter:
     def note(self, line: str) -> None:
         """Print a line above the bar."""
         self._console.print(line, markup=False)
+
+
+# ---------------------------------------------------------------- what each head learnt, step by step
+
+
+class HeadLog:
+    """The means of each head at every step, a line each in a file that a resumed run continues.
+
+    A line has ``step``, ``loss`` (K) in nats and, where it is known, ``top`` (K, 5): the share of places whose token
+    was among a head's first 1, 2, ... 5 guesses.
+
+    Args:
+        path: of the file.
+        resume: continue it.
+    """
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self._path = path
+        self._fresh: list[list[float]] = []
+        with writing(path):
+            if resume:
+                whole_lines(path)  # a last line that was cut off is removed
+            self._file = path.open("a" if resume else "w", encoding="utf-8", buffering=1)
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):  # of a full disk, which was said when the line was written
+            self._file.close()
+
+    def add(self, step: int, means: Tensor) -> None:
+        """The next step's: (K) losses, or (K, 1 + 5) with the shares after them."""
+        rounded = [[round(value, 5) for value in each] for each in means.reshape(len(means), -1).tolist()]
+        self._fresh.append([loss for loss, *_ in rounded])
+        line: dict[str, Any] = {"step": step, "loss": self._fresh[-1]}
+        if means.dim() > 1:
+            line["top"] = [tops for _, *tops in rounded]
+        with writing(self._path):
+            self._file.write(json.dumps(line) + "\n")
+
+    def recent(self) -> list[float]:
+        """Mean losses over the steps since this was asked last."""
+        found = np.mean(self._fresh, axis=0).tolist() if self._fresh else []
+        self._fresh = []
+        return list(found)
+
+    def curve(self, key: str = "loss", most: int = 200) -> list[tuple[int, list[Any]]]:
+        """Means over so many steps that a curve has few points; ``key``: loss or top."""
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        # Steps after the checkpoint that a run was resumed from were made again: the later line counts.
+        steps = {entry["step"]: entry[key] for entry in map(json.loads, lines) if key in entry}
+        means = sorted(steps.items())
+        size = max(1, -(-len(means) // most))
+        pieces = [means[at : at + size] for at in range(0, len(means), size)]
+        return [(piece[-1][0] + 1, np.mean([each for _, each in piece], axis=0).tolist()) for piece in pieces]

@@ -38,8 +38,8 @@ class Recipe(Learner, Generic[Settings]):
     Attributes:
         specs: training files with their shares.
         valid: held-out files by name.
-        reporter: takes lines about what happens beside the loop.
-        loop: around the module, from `make` on. All processes but the first read what that has made.
+        reporter: prints notes about what happens outside the loop.
+        loop: trains the module; set after `make`. Only the first process makes files, the others read them.
     """
 
     config: Settings
@@ -75,7 +75,7 @@ class Recipe(Learner, Generic[Settings]):
         """The module that learns, with random weights from the seed that has just been set."""
 
     def hooks(self) -> AbstractContextManager[object]:
-        """What is open while the loop runs: files, hooks on the target."""
+        """A context that is open while the loop runs: files, hooks on the target."""
         return nullcontext()
 
     def tokens(self) -> int:
@@ -152,7 +152,7 @@ def _run(recipe: Recipe[Any], workers: Workers) -> bool:
 
 
 def _work(workers: Workers, kind: type[Recipe[Any]], config: RunConfig) -> None:
-    """What a process does that the first one has started."""
+    """The work of a process that the first one has started."""
     recipe = kind(config)
     recipe.check()
     _run(recipe, workers)

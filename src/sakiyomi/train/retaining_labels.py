@@ -2,7 +2,7 @@
 
 Huang et al. 2024, arXiv 2410.01805, section 3.2: of each KV head the largest attention logit of a token, over the
 queries of its group and over the rows of the answer. Queries and keys are taken where a model hands them to its
-attention: behind norms and rotary embedding. No matrix of all rows by all tokens is ever made.
+attention: after norms and rotary embedding. No matrix of all rows by all tokens is ever made.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ROWS = 512  # of queries at a time
 COLUMNS = 2048  # of keys at a time
 
 Observe = Callable[[int, Tensor, Tensor, float, float, int], None]
-"""Told of every layer's attention: layer, queries (heads, T, dim), keys (kv_heads, T, dim), scaling, soft cap or 0,
-sliding window or 0."""
+"""Called for the attention of every layer with: layer, queries (heads, T, dim), keys (kv_heads, T, dim), scaling, soft
+cap or 0, sliding window or 0."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float, float, int], Tensor]
 """Computes a layer's attention: layer, queries (1, heads, T, dim), keys and values (1, kv_heads, T, dim), scaling, soft
@@ -97,7 +97,7 @@ def largest_logits(
         scaling: of the logits.
         softcap: largest absolute value of a logit; 0: none.
         window: tokens that a row sees, itself included; 0: all.
-        first: position of the first row; None: behind the tokens.
+        first: position of the first row; None: after the tokens.
 
     Returns:
         (kv_heads, tokens) float32; -inf where no row's window includes the token.
@@ -110,8 +110,8 @@ def largest_chances(
 ) -> Tensor:
     """The logarithm of the largest attention that a token gets from a row of the answer.
 
-    A row's logits are worth what they are beside its other logits: the softmax's denominator goes over all that the
-    row sees. It is found in a pass over blocks of tokens before the one that takes the maxima.
+    A logit has a meaning only relative to the other logits of its row: the softmax's denominator covers all tokens that
+    the row sees. A first pass over blocks of tokens computes it, a second one takes the maxima.
 
     Args:
         queries: (heads, rows, dim) of the last rows of the text.
@@ -212,7 +212,7 @@ def attention_by(model: Any, attend: Attend) -> Iterator[None]:
 
 @contextmanager
 def attention_observed(model: Any, observe: Observe) -> Iterator[None]:
-    """Around the same passes: their attention is as it would be, and told of.
+    """Around the same passes: computes the model's usual attention, and reports it to `observe`.
 
     Raises:
         UnsupportedError: see `attention_by`.

@@ -87,7 +87,7 @@ class Stream(Rows):
 
 
 class Shuffled(Rows):
-    """Things in a fresh order every epoch; each comes back as it was.
+    """Items in a new random order every epoch.
 
     Args:
         things: rows, or prompts with answers.

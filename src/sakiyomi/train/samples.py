@@ -1,6 +1,6 @@
 """The target's own continuations as training text of a draft: kept in a file, extended when a run is repeated.
 
-A draft is asked about text that the target writes, not about text that people wrote; what it learns here counts.
+During speculation a draft predicts text that the target writes, so this is the training text that matters most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.pieces import Pieces
 from sakiyomi.engine.llm import LLM
-from sakiyomi.train.checkpoint import writing
+from sakiyomi.train.checkpoint import whole_lines, writing
 from sakiyomi.train.counted import LONGEST_PROMPT, token_ids
 from sakiyomi.train.data import Ids, TextSpec
 from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Reporter
@@ -101,7 +101,7 @@ def by(llm: LLM) -> Write:
 class Samples(Pieces):
     """A file of what a target writes, and the record beside it of what wrote it and how.
 
-    Its batches are its pieces. Each goes under its number first, and behind the file's end when all before it are
+    Its batches are its pieces. Each goes under its number first, and at the file's end when all before it are
     there: a file that is read meanwhile holds whole batches, in order.
 
     Args:
@@ -197,7 +197,7 @@ class Samples(Pieces):
         self._join()
 
     def _join(self) -> None:
-        """Put the batches whose turn it is behind the file's end."""
+        """Append the batches whose turn it is to the file."""
         with writing(self.out), self.out.open("ab") as file:
             while (path := self.path(self.count // self.plan.batch)).exists():
                 file.write(path.read_bytes())
@@ -299,23 +299,3 @@ def prompt_of(document: Ids, length: int) -> list[int]:
         length = int(counted[0]) if len(counted) else len(document)
     found: list[int] = token_ids(document[:length]).tolist()
     return found
-
-
-def whole_lines(path: Path, together: int = 1) -> int:
-    """Lines in the file after a last half-written one, if any, was cut off, and what does not fill a batch.
-
-    Args:
-        path: of the file.
-        together: lines of a batch.
-    """
-    if not path.exists():
-        return 0
-    content = path.read_bytes()
-    lines = content.splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
-    count = len(lines) // together * together
-    whole = sum(map(len, lines[:count]))
-    if whole < len(content):
-        os.truncate(path, whole)
-    return count

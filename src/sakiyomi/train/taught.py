@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError
 from sakiyomi.engine.llm import LLM
 from sakiyomi.model_executor.loading import load_model, stop_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, continuations
@@ -20,6 +20,7 @@ from sakiyomi.train.hidden import vocabulary
 from sakiyomi.train.recipe import TextRecipe
 from sakiyomi.train.rows import FixedRows, mixture_of
 from sakiyomi.train.samples import Plan, Samples, by, prompt_of, weights_digest
+from sakiyomi.train.tokenizer import check_end
 
 # Where a target's configuration knows no limit, its positions are relative; a draft's need one all the same.
 POSITIONS = 2048
@@ -35,7 +36,7 @@ class Taught(TextRecipe[Settings]):
         positions, vocab: of the target.
         sources: files that rows come from, those of the target's samples too.
         texts: documents of each.
-        held_out: prompts, and what the target writes behind them.
+        held_out: prompts, and what the target writes after them.
         held_back: documents of the training text that are held out.
     """
 
@@ -135,8 +136,7 @@ def load_target(
     loaded = load_model(name, dtype="float32" if passes == "no" else "bfloat16", device="cpu")
     model: PreTrainedModel = loaded.model
     tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
-    if tokenizer.eos_token_id is None:
-        raise LoadError(f"the tokenizer of {name!r} has no end token; set eos_token in its configuration")
+    check_end(tokenizer, name)
     # A checkpoint's own taste (a repetition penalty, top-k) would bend what the target writes; the engine has none.
     model.generation_config = GenerationConfig(eos_token_id=list(stop_tokens(model, tokenizer)))
     nn.Module.to(model, device)  # type: ignore[call-overload]

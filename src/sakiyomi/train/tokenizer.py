@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.model_executor.loading.folder import read_tokenizer
 from sakiyomi.train.checkpoint import writing
 
 END = "<|endoftext|>"
@@ -36,17 +37,10 @@ def train_tokenizer(
     """
     if pieces < SMALLEST:
         raise InputError(f"vocab is {pieces}, expected at least {SMALLEST} (256 bytes and 2 special tokens)")
-    tokenizer = Tokenizer(models.BPE())
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, words]) if split else words
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=pieces,
-        special_tokens=[END, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    made = ByteLevelBPETokenizer()
+    made.pre_tokenizer = pre_tokenizers.Sequence([*split, made.pre_tokenizer]) if split else made.pre_tokenizer
+    made.train_from_iterator(texts, pieces, min_frequency=0, show_progress=False, special_tokens=[END, PAD])
+    tokenizer = Tokenizer.from_str(made.to_str())
     if tokenizer.get_vocab_size() != pieces:
         raise InputError(
             f"the text gives {tokenizer.get_vocab_size()} pieces, expected {pieces}; give more text or lower --vocab"
@@ -94,12 +88,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     Raises:
         LoadError: it is missing or holds no tokenizer with an end token.
     """
-    if not folder.is_dir():
-        raise LoadError(f"tokenizer folder {folder} does not exist; expected a Hugging Face folder")
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot load a tokenizer from {folder}: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise LoadError(f"the tokenizer in {folder} has no end token; set eos_token in its configuration")
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(folder, trust_remote_code=False)
+    check_end(tokenizer, str(folder))
     return tokenizer
+
+
+def check_end(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise LoadError unless the tokenizer of the model or folder `name` has an end token."""
+    if tokenizer.eos_token_id is None:
+        raise LoadError(f"the tokenizer of {name!r} has no end token; set eos_token in its configuration")

@@ -18,6 +18,7 @@ from sakiyomi.core.trained import trained_config, write_trained
 from sakiyomi.drafters.head_files import (
     DraftFile,
     check_layers,
+    check_tensors,
     head_config,
     head_tensors,
     layer_config,
@@ -47,12 +48,12 @@ _USUAL = {"kernel": 2, "group": 16, "selected": 16}
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions:
-    """What block drafters differ in.
+    """Settings that differ between block drafters.
 
     Attributes:
         layers: decoder layers of the target, counted from 0, whose outputs are read.
         size: rows of a block; the first holds the last committed token.
-        mask: token of the others.
+        mask: token of the other rows.
         anchored: the first row guesses the first token, the next the second (DSpark); else the second row guesses the
             first token (DFlash).
         causal: a row sees those before it, and not those behind it (JetSpec).
@@ -121,8 +122,7 @@ def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
         "num_target_layers": layers,
         **(named if options.anchored else {"dflash_config": named}),
     }
-    tensors = {name: tensor.contiguous() for name, tensor in file.tensors.items()}
-    write_trained(folder, "model.safetensors", tensors, trained_config(config, base=base), WHAT)
+    write_trained(folder, "model.safetensors", file.tensors, trained_config(config, base=base), WHAT)
 
 
 def read_block(folder: str | Path, layers: int, *, allow_pickle: bool = False) -> BlockFile:
@@ -147,9 +147,7 @@ def read_block(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
     inner = layer_config(config, model_type="qwen3")
     inner.pop("is_causal", None)  # of the block, not of the layers
     tensors = head_tensors(folder, WHAT, allow_pickle=allow_pickle)
-    lacking = [name for name in ("fc.weight", "hidden_norm.weight", "norm.weight") if name not in tensors]
-    if lacking:
-        raise LoadError(f"{folder} lacks the tensor {lacking[0]} of a {WHAT}; get it again")
+    check_tensors(tensors, ("fc.weight", "hidden_norm.weight", "norm.weight"), WHAT, folder)
     tokens, nested = pop_tokens(tensors), config.get("dflash_config") or {}
     options = _options(str(folder), {**config, **nested}, inner)
     beside = {part for part in _HEADS if any(tensor.startswith(part) for tensor in tensors)}

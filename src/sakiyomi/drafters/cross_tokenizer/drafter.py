@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -41,8 +41,8 @@ BROADER = 2.0
 
 
 @dataclass(eq=False, slots=True)
-class _DraftSide:
-    """One request on the side of the draft model.
+class _Request:
+    """One request as the draft model sees it.
 
     Attributes:
         inner: the draft model's own context; its tokens are the mirror's.
@@ -50,6 +50,9 @@ class _DraftSide:
         seen: committed tokens of the target that are in it.
         size: mean bytes of a token of the target, of late.
         tail: the last committed bytes.
+        depth: levels wanted in this round, in tokens of the target.
+        nodes: nodes wanted; if there are not more than ``depth``, a chain.
+        steps: levels of the draft model's own tree.
     """
 
     inner: Context
@@ -57,33 +60,24 @@ class _DraftSide:
     seen: int = 0
     size: float = 0.0
     tail: bytes = b""
+    depth: int = 0
+    nodes: int = 0
+    steps: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class _Round:
-    """One request in a round.
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where the draft model starts to write.
 
     Attributes:
-        context: of the request.
-        depth: levels wanted, in tokens of the target.
-        nodes: nodes wanted; if there are not more than ``depth``, a chain.
-        side: the request on the side of the draft model.
-        steps: levels of the draft model's own tree.
-        inner: the draft model's context where it starts to write.
+        inner: its context there.
         owed: committed bytes with which its text has to begin.
         first: its first token, where that is in the context already.
-        draft: the draft model's own proposal.
     """
 
-    context: Context
-    depth: int
-    nodes: int
-    side: _DraftSide
-    steps: int
     inner: Context
     owed: bytes
-    first: Draft | None
-    draft: Draft = field(default_factory=Draft.empty)
+    first: Draft | None = None
 
 
 def _among(tokens: list[int]) -> Any:
@@ -138,114 +132,106 @@ class CrossDrafter(Drafter):
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter.inherit``: the draft model's slot is taken over."""
-        before: _DraftSide | None = earlier.memory.pop(self.name, None)
+        before: _Request | None = earlier.memory.pop(self.name, None)
         if before is not None:
-            self._inner.inherit(self._side(context).inner, before.inner)
+            self._inner.inherit(self._request(context).inner, before.inner)
 
     def end(self, context: Context) -> None:
         """Free the request's slot."""
-        side: _DraftSide | None = context.memory.pop(self.name, None)
-        if side is not None:
-            self._inner.end(side.inner)
+        request: _Request | None = context.memory.pop(self.name, None)
+        if request is not None:
+            self._inner.end(request.inner)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass of the draft model for each level."""
         began, asked = time.perf_counter(), self._asked
-        rounds = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
+        requests = [self._update(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
+        starts = [self._start(request) for request in requests]
         # Without a begin token and before any text the draft model has nothing to continue.
-        ready = [each for each in rounds if each.inner.tokens]
-        drafts = self._ask([each.inner for each in ready], [each.steps for each in ready])
-        for each, draft in zip(ready, drafts, strict=True):
-            each.draft = draft
-            if each.first is not None:
-                self._inner.move(each.inner, each.side.inner, len(each.inner.tokens) - 1)
-                each.draft = _joined(each.first, draft)
-        found = [self._translated(each).draft(self.name) for each in rounds]
+        ready = [i for i, start in enumerate(starts) if start.inner.tokens]
+        found = [Draft.empty()] * len(contexts)
+        drafts = self._ask([starts[i].inner for i in ready], [requests[i].steps for i in ready])
+        for i, draft in zip(ready, drafts, strict=True):
+            start, inner = starts[i], requests[i].inner
+            if start.first is not None:
+                self._inner.move(start.inner, inner, len(start.inner.tokens) - 1)
+                draft = _joined(start.first, draft)
+            said = self._translate(requests[i], contexts[i], start.owed, draft)
+            if not said.natural and start.first is None:
+                said = self._alternative(requests[i], contexts[i], draft) or said
+            found[i] = said.draft(self.name)
         self.alignment_seconds += time.perf_counter() - began - (self._asked - asked)
         return found
 
-    def _begin(self, context: Context, gamma: int) -> _Round:
-        side = self._update(context)
-        inner = side.inner
-        nodes = context.nodes if inner.params.tree != "chain" else gamma
-        if context.worth is not None:
-            nodes = min(nodes, WIDEST)
-        ratio = self._ratio(side)
-        steps = max(1, math.ceil((gamma + SETTLING) * ratio))
-        inner.nodes = steps if nodes <= gamma else max(steps, math.ceil(BROADER * nodes * ratio))
-        return _Round(context, gamma, nodes, side, steps, *self._start(side))
-
-    def _translated(self, each: _Round) -> Translation:
-        """The draft in the target's tokens, or that of another text if the target's tokens do not fit the first."""
-        said = self._translate(each, each.owed, each.draft)
-        return said if said.natural or each.first is not None else self._alternative(each) or said
-
-    def _side(self, context: Context) -> _DraftSide:
-        found: _DraftSide | None = context.memory.get(self.name)
+    def _request(self, context: Context) -> _Request:
+        found: _Request | None = context.memory.get(self.name)
         if found is None:
             mirror = Mirror(self._own, self._prefix)
             params = SamplingParams(temperature=0.0, tree=context.params.builder)
             inner = Context(context.id, mirror.tokens, params, "greedy", context.noise, self._stop_ids)
             inner.shares = context.shares
-            found = context.memory[self.name] = _DraftSide(inner, mirror)
+            found = context.memory[self.name] = _Request(inner, mirror)
         return found
 
-    def _update(self, context: Context) -> _DraftSide:
-        """Bring the draft model's text up to date."""
-        side = self._side(context)
-        fresh = context.tokens[side.seen :]
+    def _update(self, context: Context, gamma: int) -> _Request:
+        """Bring the draft model's text up to date, and set the size of its tree."""
+        request = self._request(context)
+        inner, mirror, fresh = request.inner, request.mirror, context.tokens[request.seen :]
         said = self._target.bytes_of(fresh)
-        same = side.mirror.grow(said)
+        same = mirror.grow(said)
         share = max(len(fresh) / RATIO_MEMORY, len(fresh) / len(context.tokens))
         if fresh:
-            side.size += min(1.0, share) * (len(said) / len(fresh) - side.size)
-        side.seen = len(context.tokens)
-        side.tail = self._target.tail(context.tokens[-TAIL:])
+            request.size += min(1.0, share) * (len(said) / len(fresh) - request.size)
+        request.seen = len(context.tokens)
+        request.tail = self._target.tail(context.tokens[-TAIL:])
         room = self.model.max_context
-        if len(side.mirror.tokens) > room * 3 // 4:
-            side.mirror.forget(len(side.mirror.tokens) - room // 2)
+        if len(mirror.tokens) > room * 3 // 4:
+            mirror.forget(len(mirror.tokens) - room // 2)
             same = 0
-        self._inner.rewind(side.inner, same)
-        return side
+        self._inner.rewind(inner, same)
+        nodes = context.nodes if inner.params.tree != "chain" else gamma
+        request.depth, request.nodes = gamma, nodes if context.worth is None else min(nodes, WIDEST)
+        ratio = self._ratio(request)
+        request.steps = max(1, math.ceil((gamma + SETTLING) * ratio))
+        broad = max(request.steps, math.ceil(BROADER * request.nodes * ratio))
+        inner.nodes = request.steps if request.nodes <= gamma else broad
+        return request
 
-    def _ratio(self, side: _DraftSide) -> float:
+    def _ratio(self, request: _Request) -> float:
         """Draft tokens that are about as long as one of the target's."""
-        mirror = side.mirror
+        mirror = request.mirror
         count = min(RATIO_MEMORY, len(mirror.tokens) - mirror.start)
         own = self._own.bytes_of(mirror.tokens[-count:]) if count else b""
-        return side.size * count / len(own) if own and side.size else 1.0
+        return request.size * count / len(own) if own and request.size else 1.0
 
-    def _start(self, side: _DraftSide) -> tuple[Context, bytes, Draft | None]:
-        """Where the draft model starts to generate: ``inner``, ``owed`` and ``first`` of ``_Round``.
+    def _start(self, request: _Request) -> _Start:
+        """Where the draft model starts to write.
 
         The committed text may end inside a word or a character, where no token of the draft model ends. The draft model
         then starts before its last tokens and chooses among the longer tokens that begin with their text: for "the lit"
         it reads "the" and may choose " little".
         """
-        inner, owed = side.inner, side.mirror.pending
-        for count, said in reversed(self._last(side)):
+        inner = request.inner
+        for count, said in reversed(self._last(request)):
             longer = self._own.longer(said)
             if not longer or count == len(inner.tokens):
                 continue
-            last = inner.tokens[len(inner.tokens) - count :]
-            params = replace(inner.params, logits_processors=(_among([*longer, *last[:1]]),))
-            shorter = replace(inner, tokens=inner.tokens[: len(inner.tokens) - count], params=params, memory={})
-            first = self._elsewhere(inner, shorter, 1)
+            left = len(inner.tokens) - count
+            params = replace(inner.params, logits_processors=(_among([*longer, *inner.tokens[left : left + 1]]),))
+            first = self._elsewhere(inner, inner.tokens[:left], 1, params)
             token = first.tree.tokens[0] if len(first) else -1
-            if token not in longer:
+            if token not in longer or not self._fits(request, token, len(said)):
                 break
-            if not continuation(self._target, side.tail, self._own.piece(token)[len(said) :]).natural:
-                break
-            other = replace(inner, tokens=[*shorter.tokens, token], memory={})
-            self._inner.move(inner, other, len(shorter.tokens))
-            return other, said, first
-        return inner, owed, None
+            other = replace(inner, tokens=[*inner.tokens[:left], token], memory={})
+            self._inner.move(inner, other, left)
+            return _Start(other, said, first)
+        return _Start(inner, request.mirror.pending)
 
-    def _last(self, side: _DraftSide) -> list[tuple[int, bytes]]:
+    def _last(self, request: _Request) -> list[tuple[int, bytes]]:
         """(count, text) of the draft's last tokens, as long as some token may begin with that text and be longer."""
-        tokens, said = side.inner.tokens, side.mirror.pending
+        tokens, said = request.inner.tokens, request.mirror.pending
         found = [(0, said)] if said else []
-        for count in range(1, min(WITHIN, len(tokens) - side.mirror.start) + 1):
+        for count in range(1, min(WITHIN, len(tokens) - request.mirror.start) + 1):
             piece = self._own.piece(tokens[-count])
             # Usually no token has both bytes, and no list has to be searched.
             if not piece or (said and self._own.borders.apart(piece[-1], said[0])):
@@ -254,40 +240,48 @@ class CrossDrafter(Drafter):
             found.append((count, said))
         return found
 
-    def _translate(self, each: _Round, owed: bytes, draft: Draft) -> Translation:
-        """The draft's text in tokens of the target, without the bytes that are committed already."""
-        context, chain = each.context, each.nodes <= each.depth
-        nodes, worth = (each.depth, None) if chain else (each.nodes, context.worth)
-        ends = self._end in context.stop_ids
-        return self._translator.translate(each.side.tail, owed, draft, each.depth, nodes, ends=ends, worth=worth)
+    def _fits(self, request: _Request, token: int, said: int = 0) -> bool:
+        """Whether the target's tokenizer also ends a token before what this one adds to the text.
 
-    def _alternative(self, each: _Round) -> Translation | None:
+        Args:
+            request: whose text it continues.
+            token: of the draft model.
+            said: bytes of it that are committed already.
+        """
+        return continuation(self._target, request.tail, self._own.piece(token)[said:]).natural
+
+    def _translate(self, request: _Request, context: Context, owed: bytes, draft: Draft) -> Translation:
+        """The draft's text in tokens of the target, without the bytes that are committed already."""
+        depth, chain = request.depth, request.nodes <= request.depth
+        nodes, worth = (depth, None) if chain else (request.nodes, context.worth)
+        ends = self._end in context.stop_ids
+        return self._translator.translate(request.tail, owed, draft, depth, nodes, ends=ends, worth=worth)
+
+    def _alternative(self, request: _Request, context: Context, draft: Draft) -> Translation | None:
         """Another text, where the target's tokens do not fit the first.
 
         After the target's token "▁s" an "o" is unlikely, since there is a token "▁so". The draft model does not see the
         target's tokens, so it is asked for its next best first token and continues from there.
         """
-        side, inner = each.side, each.side.inner
-        tried = [each.draft.tree.tokens[node] for node in each.draft.tree.children(-1)]
+        inner = request.inner
+        tried = [draft.tree.tokens[node] for node in draft.tree.children(-1)]
         for _ in range(TRIES):
             params = replace(inner.params, logit_bias=dict.fromkeys(tried, BANNED))
-            first = self._elsewhere(inner, replace(inner, params=params, memory={}, nodes=1), 1)
+            first = self._elsewhere(inner, inner.tokens, 1, params)
             if not first.draws:
                 return None
             token = first.tree.tokens[0]
             tried.append(token)
-            if continuation(self._target, side.tail, self._own.piece(token)).natural:
-                longer = replace(inner, tokens=[*inner.tokens, token], memory={})
-                rest = self._elsewhere(inner, longer, max(each.steps - 1, 1))
-                said = self._translate(each, side.mirror.pending, _joined(first, rest))
+            if self._fits(request, token):
+                rest = self._elsewhere(inner, [*inner.tokens, token], max(request.steps - 1, 1), inner.params)
+                said = self._translate(request, context, request.mirror.pending, _joined(first, rest))
                 if said.natural:
                     return said
         return None
 
-    def _elsewhere(self, inner: Context, other: Context, steps: int) -> Draft:
-        """What the draft model proposes in another context than the request's own, in the same slot of its cache."""
-        if steps == 1:
-            other.nodes = 1
+    def _elsewhere(self, inner: Context, tokens: list[int], steps: int, params: SamplingParams) -> Draft:
+        """What the draft model proposes behind other tokens than the request's own, in the same slot of its cache."""
+        other = replace(inner, tokens=tokens, params=params, memory={}, nodes=1 if steps == 1 else inner.nodes)
         shared = min(len(inner.tokens), len(other.tokens))
         self._inner.move(inner, other, shared)
         try:

@@ -113,11 +113,11 @@ class Translator:
         total: dict[int, float] = {}
         for parent, value in zip(found.parents, raw, strict=True):
             total[parent] = total.get(parent, 0.0) + value
-        reach: list[float] = []
+        reached: list[float] = []
         for parent, value in zip(found.parents, raw, strict=True):
-            most = 1.0 if parent < 0 else reach[parent]
+            most = 1.0 if parent < 0 else reached[parent]
             chance = value / max(most, total[parent]) if value else 0.0
-            reach.append(most * chance)
+            reached.append(most * chance)
             found.chances.append(chance)
         found.natural = natural or not leaves
         return found.best(nodes, worth)

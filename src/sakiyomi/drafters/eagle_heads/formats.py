@@ -17,6 +17,7 @@ from sakiyomi.core.trained import trained_config, write_trained
 from sakiyomi.drafters.head_files import (
     DraftFile,
     check_layers,
+    check_tensors,
     head_config,
     head_tensors,
     layer_config,
@@ -37,7 +38,7 @@ _MIDDLE, _FIRST = "midlayer.", "layers.0."
 
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions:
-    """What heads of this family differ in.
+    """Settings that differ between heads of this family.
 
     Attributes:
         layers: decoder layers of the target, counted from 0, whose outputs are read.
@@ -102,9 +103,7 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
         width, read = tensors["fc.weight"].shape
         options = EagleOptions(layers=(layers - 1,), target_size=read - width, norm_output=True, first=True)
         return EagleFile(inner, options, tensors, None, str(folder))
-    lacking = [name for name in ("fc.weight", "norm.weight", EAGLE_NORM) if name not in tensors]
-    if lacking:
-        raise LoadError(f"{folder} lacks the tensor {lacking[0]} of an {WHAT}; get it again")
+    check_tensors(tensors, ("fc.weight", "norm.weight", EAGLE_NORM), WHAT, folder)
     parallel = kind == "peagle" or bool(config.get("parallel_drafting"))
     mask = next((config[entry] for entry in _MASKS if config.get(entry) is not None), None) if parallel else None
     if parallel and (mask is None or _MASK_HIDDEN not in tensors):
@@ -130,7 +129,7 @@ def write_eagle(folder: Path, file: EagleFile, base: str) -> None:
         base: the target's name.
     """
     options = file.options
-    tensors = {name.replace(_FIRST, _MIDDLE): tensor.contiguous() for name, tensor in file.tensors.items()}
+    tensors = {name.replace(_FIRST, _MIDDLE): tensor for name, tensor in file.tensors.items()}
     config = {
         "architectures": [EAGLE_ARCHITECTURE],
         **file.config,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.errors import LoadError
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, EagleOptions
-from sakiyomi.drafters.head_files import OTHER
+from sakiyomi.drafters.head_files import check_size
 from sakiyomi.drafters.head_model import (
     HEAD_WEIGHT,
     ROWS,
@@ -116,11 +116,7 @@ def load_module(file: EagleFile, target: ModelRunner) -> Any:
     options, tensors = file.options, file.tensors
     read = options.target_size if options.first else tensors["fc.weight"].shape[1]
     embedding = token_embedding(file, target, "head", read)
-    if options.target_size != (width := int(target.config.hidden_size)):
-        raise UnsupportedError(
-            f"the head {file.name} is for hidden states of {options.target_size} values, and those of the target have "
-            f"{width}: {OTHER}"
-        )
+    check_size(f"the head {file.name} reads hidden states", options.target_size, int(target.config.hidden_size))
     config, weight = with_context(file.config, target.max_context), tensors.get(HEAD_WEIGHT)
     most = min(target.vocab_size, len(embedding))
     if options.first:

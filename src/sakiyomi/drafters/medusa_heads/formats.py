@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,14 +34,14 @@ PREFIX, WHAT = "medusa_head.", "Medusa heads"
 
 @dataclass(frozen=True)
 class _Form:
-    """What a tool calls the parts of heads.
+    """Names of tensors and entries in the files of one tool.
 
     Attributes:
         block: weight or bias of a residual block, with the numbers of head and layer.
         own: weight of a head over the vocabulary; its layer is the one behind the blocks.
-        prefix: may stand before all names.
+        prefix: optional prefix of all names.
         count: entry of the configuration with the number of heads.
-        whose: heads these are, for messages.
+        whose: what the heads are called in messages.
     """
 
     block: str = "{head}.{layer}.linear.{part}"
@@ -129,7 +129,7 @@ def write_heads(
     else:
         if shape.own == 1 and shape.heads > 1:
             raise InputError(f"one head over the vocabulary for all of {shape.heads} can only be written as 'vllm'")
-        tensors = _to_tensors(heads, heads.own if heads.own is not None else (), _FORMS["medusa"])
+        tensors = _to_tensors(heads, heads.own, _FORMS["medusa"])
         config = {"medusa_num_heads": shape.heads, "medusa_num_layers": shape.layers}
         if not shape.own:
             config["version"] = "2"
@@ -141,31 +141,54 @@ def write_heads(
     write_trained(folder, name, tensors, config, WHAT)
 
 
-# ---------------------------------------------------------------- tensors to heads
+# ---------------------------------------------------------------- tensors and heads
+
+
+def _layout(form: _Form, shape: HeadsShape, own: int, bias: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """For each tensor name of a tool: the parameter of ``MedusaHeads`` that holds the tensor, and the index there."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for head in range(shape.heads):
+        for layer in range(shape.layers):
+            found[form.block.format(head=head, layer=layer, part="weight")] = "weights", (layer, head)
+            if bias:
+                found[form.block.format(head=head, layer=layer, part="bias")] = "biases", (layer, head)
+    for head in range(own):
+        found[form.own.format(head=head, layer=shape.layers)] = "own", (head,)
+    return found
 
 
 def _from_tensors(folder: Path, tensors: Mapping[str, Tensor], form: _Form) -> MedusaHeads:
-    """Heads of tensors that have a tool's names."""
-    block, own_head = _pattern(form.block), _pattern(form.own)
-    blocks, own, token_map = {}, {}, None
-    for stored, tensor in tensors.items():
-        name = stored.removeprefix(form.prefix)
-        if match := block.fullmatch(name):
-            blocks[int(match["head"]), int(match["layer"]), match["part"]] = tensor
-        elif match := own_head.fullmatch(name):
-            own[int(match["head"])] = tensor
-        elif name == "token_map" and form is _FORMS["vllm"]:
-            token_map = tensor
-        else:
-            raise LoadError(f"{folder} holds a tensor {name!r}, which {form.whose} do not have")
-    heads = _assembled(folder, blocks, own)
-    if token_map is not None:
-        if token_map.shape != (heads.shape.vocab_size,):
+    """Heads of tensors that have a tool's names; none may be missing."""
+    named = {name.removeprefix(form.prefix): tensor for name, tensor in tensors.items()}
+    token_map = named.pop("token_map", None) if form is _FORMS["vllm"] else None
+    blocks = [match for name in named if (match := _pattern(form.block).fullmatch(name))]
+    own = [name for name in named if _pattern(form.own).fullmatch(name)]
+    if not blocks:
+        raise LoadError(f"{folder} holds no {WHAT}; check that it is the folder of the heads")
+    heads, layers = (1 + max(int(match[part]) for match in blocks) for part in ("head", "layer"))
+    first, bias = named[blocks[0][0]], any(match["part"] == "bias" for match in blocks)
+    size = max(first.shape, default=1)
+    vocab = max(named[own[0]].numel() // size, 1) if own else None
+    shape = HeadsShape(heads, layers, size, vocab, heads if len(own) > 1 else len(own), bias)
+    found, layout = MedusaHeads(shape, first.dtype, "meta"), _layout(form, shape, shape.own, bias)
+    if strange := sorted(named.keys() - layout.keys()):
+        raise LoadError(f"{folder} holds a tensor {strange[0]!r}, which {form.whose} do not have")
+    if lacking := sorted(layout.keys() - named.keys()):
+        raise LoadError(f"{folder} holds {heads} heads of {layers} layers in part: {lacking[0]} is missing, ...")
+    for name, (part, place) in layout.items():
+        goal, tensor = getattr(found, part).data[place], named[name]
+        if (goal.shape, goal.dtype) != (tensor.shape, tensor.dtype):
             raise LoadError(
-                f"{folder}: token_map has the shape {tuple(token_map.shape)}, expected ({heads.shape.vocab_size},)"
+                f"{folder}: the heads differ in shape or dtype ({name} is {tuple(tensor.shape)} in {tensor.dtype}, "
+                f"expected {tuple(goal.shape)} in {goal.dtype})"
             )
-        heads.token_map = token_map
-    return heads
+    found.to_empty(device="cpu")
+    for name, (part, place) in layout.items():
+        getattr(found, part).data[place] = named[name]
+    if token_map is not None and token_map.shape != (vocab,):
+        raise LoadError(f"{folder}: token_map has the shape {tuple(token_map.shape)}, expected ({vocab},)")
+    found.token_map = token_map
+    return found
 
 
 def _pattern(name: str) -> re.Pattern[str]:
@@ -173,59 +196,14 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(name.replace(".", r"\.").format(**numbers, part="(?P<part>weight|bias)"))
 
 
-def _assembled(folder: Path, blocks: dict[tuple[int, int, str], Tensor], own: dict[int, Tensor]) -> MedusaHeads:
-    """Heads made of single tensors; none may be missing."""
-    import torch
-
-    if not blocks:
-        raise LoadError(f"{folder} holds no Medusa heads; check that it is the folder of the heads")
-    heads, layers = 1 + max(key[0] for key in blocks), 1 + max(key[1] for key in blocks)
-    bias = any(key[2] == "bias" for key in blocks)
-    parts = ("weight", "bias") if bias else ("weight",)
-    wanted = {(head, layer, part) for head in range(heads) for layer in range(layers) for part in parts}
-    if wanted != blocks.keys() or own.keys() not in (set(), {0}, set(range(heads))):
-        lacking = [str(key) for key in sorted(wanted - blocks.keys())]
-        lacking += [f"head {head} over the vocabulary" for head in range(heads) if head not in own]
-        raise LoadError(f"{folder} holds {heads} heads of {layers} layers in part: {lacking[0]} is missing, ...")
-    dtypes = {tensor.dtype for tensor in (*blocks.values(), *own.values())}
-    size = blocks[0, 0, "weight"].shape[-1]
-    shapes = {(key[2], tuple(tensor.shape)) for key, tensor in blocks.items()}
-    vocab = {tuple(tensor.shape) for tensor in own.values()}
-    right = shapes <= {("weight", (size, size)), ("bias", (size,))} and all(
-        len(shape) == 2 and shape[1] == size for shape in vocab
-    )
-    if len(dtypes) != 1 or len(vocab) > 1 or not right:
-        raise LoadError(
-            f"{folder}: the heads differ in shape or dtype ({sorted(shapes | {('own', s) for s in vocab})})"
-        )
-    shape = HeadsShape(heads, layers, size, next(iter(vocab))[0] if vocab else None, len(own), bias)
-    found = MedusaHeads(shape, next(iter(dtypes)), "meta")
-
-    def stacked(part: str) -> torch.nn.Parameter:
-        rows = [torch.stack([blocks[head, layer, part] for head in range(heads)]) for layer in range(layers)]
-        return torch.nn.Parameter(torch.stack(rows))
-
-    found.weights = stacked("weight")
-    found.biases = stacked("bias") if bias else None
-    found.own = torch.nn.Parameter(torch.stack([own[head] for head in sorted(own)])) if own else None
-    return found
-
-
-# ---------------------------------------------------------------- heads to tensors
-
-
-def _to_tensors(heads: MedusaHeads, own: Iterable[Tensor], form: _Form) -> dict[str, Tensor]:
-    """Tensors by name, with these heads over the vocabulary."""
-    shape, tensors = heads.shape, {}
-    for head in range(shape.heads):
-        for layer in range(shape.layers):
-            tensors[form.block.format(head=head, layer=layer, part="weight")] = heads.weights[layer, head]
-            bias = form.block.format(head=head, layer=layer, part="bias")
-            if heads.biases is not None:
-                tensors[bias] = heads.biases[layer, head]
-            elif form is _FORMS["medusa"]:  # its readers expect one
-                tensors[bias] = heads.weights.new_zeros(shape.hidden_size)
-    return tensors | {form.own.format(head=head, layer=shape.layers): weight for head, weight in enumerate(own)}
+def _to_tensors(heads: MedusaHeads, own: Tensor | None, form: _Form) -> dict[str, Tensor]:
+    """Tensors by name, with these heads over the vocabulary, (heads, V, hidden)."""
+    biases: Tensor | None = heads.biases
+    if biases is None and form is _FORMS["medusa"]:  # its readers expect one
+        biases = heads.weights.new_zeros(heads.weights.shape[:-1])
+    parts: dict[str, Any] = {"weights": heads.weights, "biases": biases, "own": own}
+    layout = _layout(form, heads.shape, 0 if own is None else len(own), biases is not None)
+    return {name: parts[part][place] for name, (part, place) in layout.items()}
 
 
 def _to_vllm(heads: MedusaHeads, head: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Any]]:

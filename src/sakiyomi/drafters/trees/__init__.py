@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.drafters.trees.base import Builder, CandidateTree, Shape, native_shape
+from sakiyomi.drafters.trees.base import Builder, CandidateTree, Shape
 from sakiyomi.drafters.trees.builders import BestFirst, Chain, Choices, DDTree, Dynamic, Static
 
 __all__ = [
     "BUILDERS", "BestFirst", "Builder", "CandidateTree", "Chain", "Choices", "DDTree", "Dynamic", "Ranks", "Shape",
-    "Static", "native_shape",
+    "Static",
 ]  # fmt: skip
 
 Ranks = Sequence[float] | Sequence[Sequence[float]]

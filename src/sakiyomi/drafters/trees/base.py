@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import ClassVar, Literal, NamedTuple
 
 from sakiyomi.core.tree import best_nodes
@@ -123,6 +123,10 @@ class Builder(ABC):
     def candidate_count(self, tree: CandidateTree, place: int) -> int:
         """How many candidates the draft should list for a place, ``tree.nodes`` at most; 0: none."""
 
+    @abstractmethod
+    def shape(self, depth: int, nodes: int) -> Shape | None:
+        """The shape of a tree of so many levels and nodes for the kernels; None: they cannot grow it."""
+
     def expand(self, tree: CandidateTree) -> list[int]:
         """Candidates of the last level that the draft reads next, ascending; empty: the tree is as deep as it gets.
 
@@ -131,18 +135,11 @@ class Builder(ABC):
         return [candidate for candidate in tree.level if self.candidate_count(tree, candidate)]
 
     def chosen(self, tree: CandidateTree) -> list[int]:
-        """Candidates that become nodes, the most valuable first, none without its parent; ``tree.nodes`` at most.
+        """Candidates that become nodes, none before its parent; ``tree.nodes`` at most.
 
-        By default all of them, in the order in which they came.
+        By default the first ones, or with ``picks`` the most valuable, best first.
         """
-        return list(range(len(tree.tokens)))
-
-    def shape(self, depth: int, nodes: int) -> Shape | None:
-        """The shape of a tree of so many levels and nodes for the kernels; None: they cannot grow it.
-
-        A subclass that changes other methods needs a ``shape`` of its own, see ``native_shape``.
-        """
-        return None
+        return tree.best(tree.nodes) if self.picks else list(range(len(tree.tokens)))[: tree.nodes]
 
 
 class FixedBuilder(Builder):
@@ -171,30 +168,3 @@ def _fixed(counts: tuple[tuple[tuple[int, ...], int], ...]) -> Shape:
         first.append(first[-1] + count)
     by_level = Counter(len(path) for path in paths if path in children)
     return Shape("fixed", max(by_level.values()), by_level.total() - 1, tuple(first))
-
-
-def native_shape(builder: Builder, depth: int, nodes: int) -> Shape | None:
-    """``Builder.shape``, if it describes everything that the builder decides; else None."""
-    return builder.shape(depth, nodes) if _told(type(builder)) else None
-
-
-@cache
-def _told(kind: type[Builder]) -> bool:
-    """Whether no subclass of the class that defines ``shape`` overrides another decision."""
-    ways = ("shape", "expand", "chosen", "candidate_count", "calibrated")
-    first = [next(i for i, each in enumerate(kind.__mro__) if way in vars(each)) for way in ways]
-    return first[0] == min(first)
-
-
-class PickingBuilder(Builder):
-    """Picks the candidates of largest value of all that were read."""
-
-    picks = True
-
-    def candidate_count(self, tree: CandidateTree, place: int) -> int:
-        """See ``Builder.candidate_count``."""
-        return min(LISTED, tree.nodes)
-
-    def chosen(self, tree: CandidateTree) -> list[int]:
-        """See ``Builder.chosen``."""
-        return tree.best(tree.nodes)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import ClassVar
 
-from sakiyomi.drafters.trees.base import Builder, CandidateTree, FixedBuilder, PickingBuilder, Shape
+from sakiyomi.drafters.trees.base import LISTED, Builder, CandidateTree, FixedBuilder, Shape
 from sakiyomi.theory import best_tree
 
 LEVELS = 4  # of a best-first tree that are counted at full width; most are narrow
@@ -33,22 +33,12 @@ class Chain(Builder):
         """See ``Builder.candidate_count``."""
         return 1
 
-    def expand(self, tree: CandidateTree) -> list[int]:
-        """See ``Builder.expand``."""
-        return tree.level[:1]
-
-    def chosen(self, tree: CandidateTree) -> list[int]:
-        """See ``Builder.chosen``."""
-        if not any(tree.ranks):
-            return list(range(min(len(tree.tokens), tree.nodes)))
-        return [i for i, rank in enumerate(tree.ranks) if rank == 0][: tree.nodes]
-
     def shape(self, depth: int, nodes: int) -> Shape:
         """See ``Builder.shape``."""
         return Shape("chain", 1, depth - 1)
 
 
-class BestFirst(PickingBuilder):
+class BestFirst(Builder):
     """Of all trees with so many nodes and levels the one with the most expected accepted tokens.
 
     These are the nodes of largest value. Values fall along a path, so the best nodes are a tree. A node of the final
@@ -56,6 +46,12 @@ class BestFirst(PickingBuilder):
     gives the same tree as growing it node by node. Ranking by the draft's own confidence follows EAGLE-2 (arXiv
     2406.16858, section 4).
     """
+
+    picks = True
+
+    def candidate_count(self, tree: CandidateTree, place: int) -> int:
+        """See ``Builder.candidate_count``."""
+        return min(LISTED, tree.nodes)
 
     def expand(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.expand``."""
@@ -89,15 +85,21 @@ class DDTree(BestFirst):
         return Shape("ddtree", nodes, nodes * (depth - 1))
 
 
-class Dynamic(PickingBuilder):
+class Dynamic(Builder):
     """The two steps of EAGLE-2 (arXiv 2406.16858, section 4.1): expand the best k of a level, then rank all candidates.
 
     Args:
         width: k, the places read at each level: a draft pass never has more rows than this for a request.
     """
 
+    picks = True
+
     def __init__(self, width: int = 4) -> None:
         self.width = width
+
+    def candidate_count(self, tree: CandidateTree, place: int) -> int:
+        """See ``Builder.candidate_count``."""
+        return min(LISTED, tree.nodes)
 
     def expand(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.expand``."""

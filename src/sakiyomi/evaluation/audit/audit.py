@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from sakiyomi.core.dtypes import dtype_name
@@ -24,16 +24,9 @@ from sakiyomi.core.tokens import TokenNames
 from sakiyomi.drafters import Drafter
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.audit.config import AuditConfig, shape_name
+from sakiyomi.evaluation.audit.config import AuditConfig, Shape, shape_name
 from sakiyomi.evaluation.audit.distribution import SampledTests
-from sakiyomi.evaluation.audit.reference import (
-    Divergence,
-    EngineReference,
-    HFReference,
-    Scores,
-    coupled_scores,
-    greedy_scores,
-)
+from sakiyomi.evaluation.audit.reference import EngineReference, HFReference, coupled_scores, greedy_scores
 from sakiyomi.evaluation.audit.report import AuditReport, Check, SampledCheck, Texts
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.model_executor.loading import load_model
@@ -44,12 +37,12 @@ Key = tuple[str, int] | None
 
 
 Part = tuple[str, tuple[Any, ...]]
-"""What one engine does by itself: the name of an ``Auditor``'s method, and its arguments."""
+"""Work of one engine: the name of a method of ``Auditor``, and its arguments."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the checks of some texts begin with.
+    """What the checks of some texts need.
 
     Attributes:
         prompts, expected: token ids of prompts, and the reference's greedy texts behind them.
@@ -92,12 +85,9 @@ def audit(
 
 
 def put_together(
-    do: Callable[[Sequence[Part]], Iterable[Any]],
-    prompts: Sequence[Sequence[str]],
-    config: AuditConfig,
-    apart: bool = False,
+    do: Callable[[Sequence[Part]], Iterable[Any]], prompts: Sequence[Sequence[str]], config: AuditConfig
 ) -> AuditReport:
-    """Have the parts of an audit done, and put them together.
+    """Run the parts of an audit and combine their results; each rule whose distribution is tested is a part.
 
     Differences are judged by the noise of all texts, whichever part measured it.
 
@@ -105,7 +95,6 @@ def put_together(
         do: results of parts, in their order.
         prompts: of each part that compares texts.
         config: how much is checked.
-        apart: every rule whose distribution is tested is a part of its own.
     """
     measured: list[Measured] = list(do([("measure", (texts,)) for texts in prompts]))
     noise = max(part.noise for part in measured)
@@ -114,9 +103,7 @@ def put_together(
     every: Texts = [ids for part in measured for ids in part.prompts]
     report = AuditReport(noise, prompts=every, **measured[0].about)
     rules = _rules(config)[1] if config.sampled or config.verifiers else []
-    testing: list[Part] = [
-        ("test", (every, some)) for some in ([[rule] for rule in rules] if apart else [rules]) if some
-    ]
+    testing: list[Part] = [("test", (every, [rule])) for rule in rules]
     done = list(do(comparing + testing))
     report.checks = [Check.joined(same) for same in zip(*done[: len(comparing)], strict=True)]
     report.sampled = [check for part in done[len(comparing) :] for check in part]
@@ -129,7 +116,7 @@ def put_together(
 
 
 def _rules(config: AuditConfig) -> tuple[list[str], list[str]]:
-    """Those whose text depends on the seed alone, and is compared; those whose text's distribution is tested."""
+    """Rules whose text depends on the seed alone and is compared; rules whose distribution is tested."""
     names = config.verifiers or [name for name, rule in VERIFIERS.items() if rule.lossless]
     coupled = [name for name in names if VERIFIERS[name].rule == "coupled"]
     return coupled, [name for name in names if VERIFIERS[name].rule != "coupled" and name != "greedy"]
@@ -159,7 +146,7 @@ class Auditor:
         return getattr(self, part[0])(*part[1])
 
     def measure(self, texts: Sequence[str]) -> Measured:
-        """What is right behind some prompts, and how far passes of other shapes are from it.
+        """The reference's texts after some prompts, and the noise of passes of other shapes.
 
         Raises:
             InputError: the context has no room for a text.
@@ -195,14 +182,84 @@ class Auditor:
             first: place of the first prompt among all.
             noise: by which differences are judged.
         """
-        name, reference, _ = self._judge
+        config, (name, reference, _) = self._config, self._judge
         reference.noise = noise
-        comparing = _Comparison(measured, first, name, reference, self._config, self._note)
         self._note("checking plain text")
-        plain = comparing.plain(self._view())
+        compared = partial(self._compared, measured, first)
+        write = partial(_write, measured.prompts, self._view())
+        plain: dict[Key, Texts] = {None: write(config.greedy())}
+        together = write(config.greedy(), batched=True)
+        checks = [compared("plain", name, measured.expected, plain[None])]
+        checks.append(compared("plain", "plain", plain[None], together, batch=len(together)))
+        for rule, seed in itertools.product(_rules(config)[0], config.seeds):
+            plain[rule, seed] = write(config.seeded(seed, rule=rule))
+            checks.append(compared("plain", "logits", None, plain[rule, seed], key=(rule, seed)))
         for drafter in self._drafters:
-            comparing.drafted(self._view(drafter), drafter, plain)
-        return comparing.checks
+            for shape in config.shapes():
+                self._note(f"checking {drafter.name}, {shape_name(shape)}")
+                checks += self._drafted(compared, drafter, shape, plain, measured)
+        return checks
+
+    def _drafted(
+        self,
+        compared: Callable[..., Check],
+        drafter: Drafter,
+        shape: Shape,
+        plain: Mapping[Key, Texts],
+        measured: Measured,
+    ) -> Iterator[Check]:
+        """Check text that was written with a draft."""
+        config, write = self._config, partial(_write, measured.prompts, self._view(drafter))
+        compared = partial(compared, "drafted", gamma=shape.get("gamma"), drafter=drafter.name, tree="tree" in shape)
+        texts = write(config.greedy(shape))
+        yield compared(against=self._judge[0], expected=measured.expected, got=texts)
+        if measured.about["exact"]:
+            yield compared(against="plain", expected=plain[None], got=texts)
+        together = write(config.greedy(shape), batched=True)
+        yield compared(against="plain", expected=plain[None], got=together, batch=len(together))
+        for key in plain:
+            if key is None:
+                continue
+            params = config.seeded(key[1], shape, key[0])
+            if drafter.kind_for(params) in VERIFIERS[key[0]].takes:
+                yield compared(against="plain", expected=plain[key], got=write(params), key=key)
+
+    def _compared(
+        self,
+        measured: Measured,
+        first: int,
+        what: str,
+        against: str,
+        expected: Texts | None,
+        got: Texts,
+        *,
+        key: Key = None,
+        batch: int = 1,
+        **where: Any,
+    ) -> Check:
+        """Compare texts with the expected ones, or judge each token by itself; see ``Check`` for the rest."""
+        reference, (rule, seed) = self._judge[1], key or ("greedy", None)
+        # Each sampled text was a list of one: its key is (seed, 0).
+        scores = greedy_scores if seed is None else coupled_scores(self._config.seeded(seed), 0)
+        limit = reference.limit(0.0 if seed is None else self._config.temperature)
+        exact = measured.about["exact"] and against == "plain"
+        found = []
+        for i, (prompt, text) in enumerate(zip(measured.prompts, got, strict=True)):
+            follow = partial(reference.follow, first + i, prompt, text, scores=scores, limit=limit)
+            if expected is None:
+                divergence = follow()
+            else:
+                allowed = 0.0 if exact else limit
+                divergence = reference.compare(first + i, prompt, expected[i], text, scores=scores, limit=allowed)
+                if divergence is not None and exact:
+                    divergence = replace(divergence, defect=True)
+                elif divergence is not None and not divergence.defect:
+                    # The texts part at a near-tie; what follows is judged token by token.
+                    divergence = follow() or divergence
+            if divergence is not None:
+                found.append(divergence)
+        where |= {"texts": len(got), "equal": len(got) - len(found), "tokens": sum(map(len, got))}
+        return Check(rule, what, against, seed, batch, divergences=tuple(found), **where)
 
     def test(self, prompts: Texts, rules: Sequence[str]) -> list[SampledCheck]:
         """Test the distribution of sampled text under some rules."""
@@ -222,7 +279,7 @@ class Auditor:
 
     @cached_property
     def _judge(self) -> tuple[str, HFReference, Callable[[list[int]], list[int]]]:
-        """Whose texts and logits are right: its name, what judges by its logits, and what writes its greedy text."""
+        """The reference: its name, the judge by its logits, and a function that writes its greedy text."""
         own, options, greedy = self.engine.target, self._options, self._config.greedy()
         # torchao, on a GPU, reports nothing
         if own.weights.quantization is not None or options.get("quantize") or options.get("cache", "full") != "full":
@@ -235,104 +292,7 @@ class Auditor:
         return "transformers", HFReference(loaded.model), lambda ids: writer.generate(ids, greedy)
 
 
-@dataclass
-class _Comparison:
-    """Makes the checks of some texts.
-
-    Attributes:
-        measured: of the prompts.
-        first: place of the first prompt among all.
-        name: of the reference.
-        reference: judges.
-        config: how much is checked.
-        note: is told what is going on.
-        checks: that are made.
-    """
-
-    measured: Measured
-    first: int
-    name: str
-    reference: HFReference
-    config: AuditConfig
-    note: Callable[[str], None]
-    checks: list[Check] = field(default_factory=list)
-
-    @property
-    def _seeded(self) -> Iterator[tuple[str, int]]:
-        """Rules and seeds of the sampled texts that are compared."""
-        return itertools.product(_rules(self.config)[0], self.config.seeds)
-
-    def plain(self, llm: Any) -> dict[Key, Texts]:
-        """Check plain text; it comes back by rule and seed, None for the greedy one."""
-        found: dict[Key, Texts] = {None: self._write(llm, self.config.greedy())}
-        self._compare("plain", self.name, self.measured.expected, found[None])
-        together = self._write(llm, self.config.greedy(), batched=True)
-        self._compare("plain", "plain", found[None], together, batch=len(together))
-        for key in self._seeded:
-            found[key] = self._write(llm, self.config.seeded(key[1], rule=key[0]))
-            self._follow(found[key], key)
-        return found
-
-    def drafted(self, llm: Any, drafter: Drafter, plain: Mapping[Key, Texts]) -> None:
-        """Check text that was written with a draft."""
-        for shape in self.config.shapes():
-            self.note(f"checking {drafter.name}, {shape_name(shape)}")
-            where: dict[str, Any] = {"gamma": shape.get("gamma"), "drafter": drafter.name, "tree": "tree" in shape}
-            texts = self._write(llm, self.config.greedy(shape))
-            self._compare("drafted", self.name, self.measured.expected, texts, **where)
-            if self.measured.about["exact"]:
-                self._compare("drafted", "plain", plain[None], texts, **where)
-            together = self._write(llm, self.config.greedy(shape), batched=True)
-            self._compare("drafted", "plain", plain[None], together, **where, batch=len(together))
-            for key in self._seeded:
-                params = self.config.seeded(key[1], shape, key[0])
-                if drafter.kind_for(params) in VERIFIERS[key[0]].takes:
-                    self._compare("drafted", "plain", plain[key], self._write(llm, params), key=key, **where)
-
-    def _write(self, llm: Any, params: SamplingParams, *, batched: bool = False) -> Texts:
-        prompts = self.measured.prompts
-        if batched:
-            return [list(done.token_ids) for done in llm.generate(prompts, params)]
-        return [list(llm.generate([prompt], params)[0].token_ids) for prompt in prompts]
-
-    def _scores(self, key: Key) -> tuple[Scores, float]:
-        if key is None:
-            return greedy_scores, self.reference.limit()
-        # Each text was a list of one: its key is (seed, 0).
-        return coupled_scores(self.config.seeded(key[1]), 0), self.reference.limit(self.config.temperature)
-
-    def _compare(
-        self, what: str, against: str, expected: Texts, got: Texts, *, key: Key = None, batch: int = 1, **where: Any
-    ) -> None:
-        scores, limit = self._scores(key)
-        if self.measured.about["exact"] and against == "plain":
-            limit = 0.0
-        found = []
-        for i, (prompt, right, text) in enumerate(zip(self.measured.prompts, expected, got, strict=True)):
-            divergence = self.reference.compare(self.first + i, prompt, right, text, scores=scores, limit=limit)
-            if divergence is None:
-                continue
-            if limit == 0.0:
-                divergence = replace(divergence, defect=True)
-            elif not divergence.defect:
-                # The texts part at a near-tie; what follows is judged token by token.
-                divergence = (
-                    self.reference.follow(self.first + i, prompt, text, scores=scores, limit=limit) or divergence
-                )
-            found.append(divergence)
-        self._add(what, against, got, found, key, batch, **where)
-
-    def _follow(self, texts: Texts, key: Key) -> None:
-        scores, limit = self._scores(key)
-        judged = (
-            self.reference.follow(self.first + i, prompt, text, scores=scores, limit=limit)
-            for i, (prompt, text) in enumerate(zip(self.measured.prompts, texts, strict=True))
-        )
-        self._add("plain", "logits", texts, [found for found in judged if found is not None], key, 1)
-
-    def _add(
-        self, what: str, against: str, texts: Texts, found: list[Divergence], key: Key, batch: int, **where: Any
-    ) -> None:
-        rule, seed = key or ("greedy", None)
-        where |= {"texts": len(texts), "equal": len(texts) - len(found), "tokens": sum(map(len, texts))}
-        self.checks.append(Check(rule, what, against, seed, batch, divergences=tuple(found), **where))
+def _write(prompts: Texts, llm: EngineView, params: SamplingParams, *, batched: bool = False) -> Texts:
+    """Texts behind all prompts, one after the other or all at once."""
+    batches = [prompts] if batched else [[prompt] for prompt in prompts]
+    return [list(done.token_ids) for batch in batches for done in llm.generate(batch, params)]

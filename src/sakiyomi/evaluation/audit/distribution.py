@@ -1,9 +1,9 @@
-"""The audit's tests of sampled text: are its tokens distributed as the target's own, whatever rule and draft?
+"""Tests of the audit: sampled tokens have the target's distribution under every rule and with every draft.
 
 Each rule gets two tests. *Whole*: the pair itself writes texts, and the reference's logits judge them. This covers
 everything (passes, caches, the drafter), but its tokens are expensive. *Played*: rows of the pair's distributions are
 recorded and played through the real engine, a draft model's own code and the rule (see ``replay``). Such tokens cost
-next to nothing, so that even a small fault of the rule is seen. The passes take no part in it: the equality of greedy
+almost nothing, so that small faults of a rule are found. The passes take no part in it: the equality of greedy
 and coupled texts covers them. Requests that run side by side are tested too: a token must not depend on the token of
 another request.
 """
@@ -11,8 +11,8 @@ another request.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -56,19 +56,8 @@ SHAPES: dict[DraftKind, dict[str, Any]] = {
 """What is drafted where rows are played, by kind: every kind that a drafter makes."""
 
 
-@dataclass(frozen=True)
-class _Test:
-    """A rule with a drafter and a shape, or with a kind of draft where rows are played."""
-
-    rule: str
-    drafter: Drafter | None
-    shape: dict[str, Any]
-    kind: DraftKind | None = None
-
-    @property
-    def name(self) -> str | None:
-        """Of the drafter."""
-        return None if self.drafter is None else self.drafter.name
+Test = tuple[Drafter | None, str, dict[str, Any], DraftKind | None]
+"""Drafter, rule, shape, and the kind of draft where rows are played."""
 
 
 class SampledTests:
@@ -99,40 +88,40 @@ class SampledTests:
         self._prompts, self._reference = prompts, reference
         self._config, self._note = config, note
         self._tokenizer = make(None).engine.tokenizer
-        shapes = config.shapes()[-2:] if config.texts else []
-        self._whole = [
-            _Test(rule, drafter, shape)
-            for drafter, rule, shape in itertools.product(self._drafters, rules, shapes)
-            if drafter is None or drafter.kind_for(config.seeded(SEED, shape, rule)) in VERIFIERS[rule].takes
-        ]
-        self._played = [
-            _Test(rule, drafter, shape, kind)
-            for drafter, rule, (kind, shape) in itertools.product(drafters, rules, SHAPES.items())
-            if kind in VERIFIERS[rule].takes and (kind == "point_mass" or _draws(drafter))
-        ]
-        self._level = ODDS / TAILS / max(len(self._whole) + 2 * len(self._played), 1)
+        counts = [1 if kind is None else 2 for *_, kind in self._planned(rules)]
+        self._level = ODDS / TAILS / max(sum(counts), 1)
         self._recordings: dict[str, Recording] = {}
+
+    def _planned(self, rules: Sequence[str]) -> Iterator[Test]:
+        """The tests of some rules."""
+        shapes = self._config.shapes()[-2:] if self._config.texts else []
+        for drafter, rule in itertools.product(self._drafters, rules):
+            takes = VERIFIERS[rule].takes
+            for shape in shapes:
+                if drafter is None or drafter.kind_for(self._config.seeded(SEED, shape, rule)) in takes:
+                    yield drafter, rule, shape, None
+            for kind, shape in SHAPES.items():
+                if drafter is not None and kind in takes and (kind == "point_mass" or _draws(drafter)):
+                    yield drafter, rule, shape, kind
 
     def run(self, rules: Sequence[str]) -> list[SampledCheck]:
         """Make those of some rules; the odds of a false alarm are those of all together."""
         found: list[SampledCheck] = []
-        for drafter in self._drafters:
-            llm = self._make(drafter)
-            mine = [test for test in self._whole + self._played if test.drafter is drafter and test.rule in rules]
-            for test in mine:
-                if test.kind is None or drafter is None:
-                    found.append(self._run_whole(test, llm))
-                    continue
-                if drafter.name not in self._recordings:
-                    self._recordings[drafter.name] = self._record(drafter)
-                found += self._run_played(test, test.kind, self._recordings[drafter.name])
+        for drafter, rule, shape, kind in self._planned(rules):
+            if kind is None or drafter is None:
+                found.append(self._run_whole(drafter, rule, shape))
+                continue
+            if drafter.name not in self._recordings:
+                self._recordings[drafter.name] = self._record(drafter)
+            found += self._run_played(drafter, rule, shape, kind)
         return found
 
     # ------------------------------------------------------------ the pair itself
 
-    def _run_whole(self, test: _Test, llm: EngineView) -> SampledCheck:
-        what = f"{test.rule}, {test.name or 'no draft'}, {shape_name(test.shape)}"
-        counted, params = Frequencies(len(WHOLE) + 1, len(WHOLE) + 1), self._config.seeded(SEED, test.shape, test.rule)
+    def _run_whole(self, drafter: Drafter | None, rule: str, drawn: dict[str, Any]) -> SampledCheck:
+        llm, name, shape = self._make(drafter), None if drafter is None else drafter.name, shape_name(drawn)
+        what = f"{rule}, {name or 'no draft'}, {shape}"
+        counted, params = Frequencies(len(WHOLE) + 1, len(WHOLE) + 1), self._config.seeded(SEED, drawn, rule)
         sampler = Sampler(params, llm.engine.target.vocab_size)
         drafted = accepted = 0
         for first in range(0, self._config.texts, SIDE_BY_SIDE):
@@ -143,8 +132,7 @@ class SampledTests:
                 counted.add(ranked, [0, *ranked.part[:-1]])
                 drafted, accepted = drafted + request.stats.drafted, accepted + request.stats.accepted
         fit = counted.fit(self._level, AWAY, POWER)
-        shape = shape_name(test.shape)
-        return SampledCheck("whole", test.rule, test.name, shape, self._config.texts, drafted, accepted, fit)
+        return SampledCheck("whole", rule, name, shape, self._config.texts, drafted, accepted, fit)
 
     def _write(self, llm: EngineView, params: SamplingParams, most: int) -> list[Request]:
         """Some texts that are written side by side."""
@@ -161,7 +149,7 @@ class SampledTests:
     # ------------------------------------------------------------ rows that are played
 
     def _record(self, drafter: Drafter) -> Recording:
-        """Rows of the pair; of a drafter that draws nothing what the target says at another place stands for its."""
+        """Rows of the pair. If a drafter draws nothing, the target's rows at the next places stand for its own."""
         self._note(f"recording rows of {drafter.name}")
         listener = Listener(drafter)
         params = self._config.seeded(SEED, {"gamma": 1, "tree": "chain"}, "ratio")
@@ -178,12 +166,12 @@ class SampledTests:
             draft += drawn.values()
         return Recording.of(target, draft) if draft else Recording.of(every, every[1:] + every[:1])
 
-    def _run_played(self, test: _Test, kind: DraftKind, recording: Recording) -> list[SampledCheck]:
-        what = f"{test.rule}, rows of {test.name}, {kind}"
+    def _run_played(self, drafter: Drafter, rule: str, shape: dict[str, Any], kind: DraftKind) -> list[SampledCheck]:
+        what, recording = f"{rule}, rows of {drafter.name}, {kind}", self._recordings[drafter.name]
         level, most = self._level / len(LOOKS), self._config.samples
         engine = _engine(recording, kind, self._tokenizer)
         single, beside = Frequencies(STATES, WIDTH), Frequencies(WIDTH, WIDTH)
-        usual = self._config.seeded(SEED, test.shape, test.rule)
+        usual = self._config.seeded(SEED, shape, rule)
         params = replace(usual, max_new_tokens=PLAYED_TOKENS, temperature=1.0, top_k=WIDTH)
         looks = [share * most for share in LOOKS[:-1]]
         texts = drafted = accepted = 0
@@ -209,7 +197,7 @@ class SampledTests:
                 break
             looks = looks[early:]
         return [
-            SampledCheck(how, test.rule, test.name, kind, texts, drafted, accepted, fit)
+            SampledCheck(how, rule, drafter.name, kind, texts, drafted, accepted, fit)
             for how, fit in zip(("played", "neighbours"), fits, strict=True)
         ]
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.eviction import FullCache
+from sakiyomi.cache.eviction import ManagedCache
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context, Drafter
 from sakiyomi.evaluation.tuning.watch import Heard
@@ -213,7 +213,7 @@ class TableModel:
         self.vocab_size = probs.shape[1]
         self.forward_seconds = 0.0
         self.cache = _Columns(slots)
-        self.eviction = FullCache(self.cache)  # type: ignore[arg-type]
+        self.eviction = ManagedCache(self.cache)  # type: ignore[arg-type]
         self._logits, self._step = probs.log(), step
 
     def capture(self, layers: Sequence[int]) -> None:
@@ -229,9 +229,6 @@ class TableModel:
     def describable(self) -> bool:
         """No: no kernel describes these passes."""
         return False
-
-    def native_passes(self, rows: int, slot: int | None, length: int) -> None:
-        """Nothing: no compiled code runs these passes."""
 
     def known_seconds(self, rows: int) -> None:
         """Passes cost nothing that is worth a thought."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment
 
 from sakiyomi.core.draft_specs import split_spec
 from sakiyomi.core.dtypes import dtype_name
@@ -29,8 +30,8 @@ from sakiyomi.evaluation.bench.report import Row, condition_line
 
 FORMAT = 1
 TITLE = "greedy, one prompt at a time, tokens/s"
-LAPS_UNTIL = 40.0
-"""Seconds after which no further lap begins."""
+RUNS_UNTIL = 40.0
+"""Seconds after which no further run begins."""
 _SHOWN = ("name", "tokens_per_second", "low", "high", "ratio", "tau", "acceptance_rate", "kv_bytes", "equal")
 
 
@@ -96,7 +97,7 @@ def _measured(row: PairRow, llm: LLM, engines: Sequence[OtherEngine] = ()) -> Ra
         if config.compile:
             row.note("recording passes")
             llm.wait(20.0)
-        yield Race(contenders, until=time.perf_counter() + LAPS_UNTIL)
+        yield Race(contenders, until=time.perf_counter() + RUNS_UNTIL)
     row.lines = [{name: line[name] for name in _SHOWN if name in line} for line in row.lines]
     return row.conditions(llm, alone=True, gamma="auto", draft=config.draft)
 
@@ -121,30 +122,10 @@ def _draft(spec: str, llm: LLM) -> dict[str, Any]:
 
 def _page(found: Mapping[str, Any], table: Row) -> str:
     """The page, in Markdown."""
-    machine_, draft = found["machine"], found["draft"]
-    size = f", {draft['parameters'] / 1e6:.4g}M parameters" if draft["parameters"] else ""
-    notes = [*table.notes, condition_line(table.conditions)]
-    return (
-        Path(__file__)
-        .with_name("card.md")
-        .read_text(encoding="utf-8")
-        .format(
-            **found,
-            size=f"{found['model']['parameters'] / 1e6:.4g}M parameters",
-            drafters=f"{' and '.join(draft['drafters']) or 'nothing is drafted'}{size}",
-            features=", ".join(machine_["processor_features"]) or "none that matter here",
-            bandwidth=machine_["bandwidth_bytes_per_second"] / 1e9,
-            devices=", ".join(machine_["devices"]),
-            table="\n".join(_table(table.table())),
-            notes="\n".join(f"- {note}" for note in notes),
-        )
-    )
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = list(rows[0])
-    cells = [[_cell(row.get(name)) for name in names] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in ([name or " " for name in names], ["---"] * len(names), *cells)]
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"cell": _cell, "millions": lambda count: f"{count / 1e6:.4g}M parameters"}
+    template = environment.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
+    return template.render(**found, table=table.table(), notes=[*table.notes, condition_line(table.conditions)])
 
 
 def _cell(value: Any) -> str:

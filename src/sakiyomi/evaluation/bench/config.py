@@ -68,19 +68,13 @@ class BenchConfig(PairSettings):
 
     Attributes:
         rows: rows to run (--rows again for each). Without any the one-minute table (minute): transformers, plain, with
-            the draft. all: speculative, stories, batch, sweep, trees, oracle, offload, peers, cross, selfdraft,
-            dropin, medusa, typical; and, if they are named, evicted, heads and learning (a draft that learns while it
-            is used, beside the same without, over many prompts).
-        draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS, of row minute
-            any draft.
-        heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales;
-            for row heads a folder of any heads, measured beside what is known for the target.
-        cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
+            the draft. all: speculative, stories, sweep, oracle, peers, dropin, typical.
+        draft: auto (tales-draft, for tales alone), or model:FOLDER; of row minute any draft.
+        heads: for row typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
         quantize: int8 or int4: quantize the weights of our own target. Its drafted text is then compared with its plain
             text, not with that of other programs. Row dropin ignores it; row peers measures this kind beside the pair's
             dtype, and every kind without it.
         gamma: draft tokens a round, the same for every contender.
-        contexts: context lengths of row evicted, in tokens of the joined prompts (again for each).
         batch_sizes: concurrent requests of row sweep (again for each), as far as memory suffices.
         quality: file of held-out text. Rows about a pair then show the perplexity of each contender's weights on its
             beginning and, where prompts carry a reference or an answer, the share of texts that begin with it.
@@ -90,9 +84,7 @@ class BenchConfig(PairSettings):
     """
 
     rows: tuple[str, ...] = ()
-    cross: str | None = None
     quantize: str | None = None
-    contexts: tuple[int, ...] = (1024, 2048, 4096, 8192)
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     quality: str | None = None
     peers: bool = True
@@ -102,9 +94,8 @@ class BenchConfig(PairSettings):
         super().__post_init__()
         if self.quantize not in (None, *QUANTIZATIONS):
             raise InputError(f"quantize is {self.quantize!r}; expected {' or '.join(QUANTIZATIONS)}, or nothing")
-        for name in ("batch_sizes", "contexts"):
-            if min(sizes := getattr(self, name), default=0) < 1:
-                raise InputError(f"{name} is {sizes}; expected one size of at least 1, or more")
+        if min(self.batch_sizes, default=0) < 1:
+            raise InputError(f"batch_sizes is {self.batch_sizes}; expected one size of at least 1, or more")
 
     def texts(self) -> list[str]:
         """The prompts.

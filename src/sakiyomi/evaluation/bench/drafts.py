@@ -1,4 +1,4 @@
-"""Rows about kinds of drafts: trees, drafts of known rate at no cost, a target that drafts for itself."""
+"""Row ``oracle``: drafts of known rate at no cost."""
 
 from __future__ import annotations
 
@@ -8,45 +8,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.drafters.oracle import Oracle
-from sakiyomi.engine.machine import pass_seconds
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared
 from sakiyomi.evaluation.bench.meter import round_ms
-from sakiyomi.evaluation.bench.runner import Lap, Standing, figured
-from sakiyomi.model_executor.early_exit import FirstLayers
+from sakiyomi.evaluation.bench.runner import Lap, Standing
 from sakiyomi.theory import expected_tokens
-
-NODES = 15
-CHAINS = (2, 4, 8)
-
-
-@declared("greedy, trees against chains of one drafter, tokens/s")
-def trees(row: PairRow) -> Races:
-    """Greedy: plain, chains of several lengths, trees of 15 nodes with --gamma levels, and what "auto" chooses."""
-    llm, depth = row.llm(), row.config.gamma
-    ways: dict[str, dict[str, Any]] = {f"chain of {depth}": {}}
-    ways |= {f"chain of {gamma}": {"gamma": gamma} for gamma in CHAINS}
-    ways |= {f"{tree}, {NODES} nodes": {"tree": tree, "nodes": NODES} for tree in ("best-first", "dynamic", "static")}
-    ways["best-first, nodes heuristic"] = {"tree": "best-first", "nodes": "heuristic"}
-    ways["best-first, nodes auto"] = {"tree": "best-first"}
-    ways |= {"chain, gamma auto": {"gamma": "auto", "tree": "chain"}, "auto": {"gamma": "auto"}}
-    for name, more in ways.items():  # "auto" measures what passes cost
-        row.note(f"warming up, {name}")
-        llm.generate(row.pair.prompts[:1], row.params(**more))
-    runs = {name: row.run(llm, **more) for name, more in ways.items()} | {"plain": row.run(EngineView(llm))}
-    standings = yield Race(runs, row.pair.judge(llm))
-    auto = next(standing for standing in standings if standing.name == "auto")
-    chains = [standing for standing in standings if standing.name.startswith("chain of")]
-    best = max(chains, key=lambda standing: statistics.median(standing.speeds))
-    row.notes.append(f"auto against {best.name}, the fastest chain: {auto.ratio_to(best):.2f} in the median lap")
-    passes = pass_seconds(llm.target, (1, 4, 8, 16))
-    costs: dict[str, Any] = {f"v{rows}": seconds / passes[1] for rows, seconds in passes.items() if rows > 1}
-    model = llm.draft.model if llm.draft is not None else None
-    costs["c"] = pass_seconds(model, (1,))[1] / passes[1] if model is not None else 0.0
-    return costs | row.conditions(llm)
-
 
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GAMMAS = (1, 2, 4, 8, 16)
@@ -98,25 +65,3 @@ def _point(rate: float, gamma: int, standing: Standing, plain: Standing, texts: 
         "predicted": expected * round_ms(plain.to_dict(), draft=False) / round_ms(shown, draft=False),
         "equal": shown["equal"],
     }
-
-
-SHARES = (0.25, 0.5, 0.75)
-"""Of the layers, after which there is an exit."""
-
-
-@declared("greedy, a target that drafts for itself, tokens/s")
-def selfdraft(row: PairRow) -> Races:
-    """Greedy: plain, self-int8 unless the target's own weights are quantized, and exits after some of the layers."""
-    rounded = row.config.quantize is not None
-    llm = row.llm("none" if rounded else "self-int8")
-    layers = int(llm.target.config.num_hidden_layers)
-    ways: dict[str, Any] = {"plain": EngineView(llm)} | ({} if rounded else {"self-int8": llm})
-    for count in sorted({min(max(1, round(share * layers)), layers - 1) for share in SHARES} - {0}):
-        ways[f"early-exit:{count}"] = EngineView(llm, EarlyExit(FirstLayers(llm.target, count)))
-    yield Race({name: figured(row.run(way), _draft_share) for name, way in ways.items()}, row.pair.judge(llm))
-    return row.conditions(llm, alone=True, layers=layers)
-
-
-def _draft_share(lap: Lap) -> dict[str, float]:
-    """The share of a round that goes into drafting."""
-    return {"draft_share": lap.figures["draft_ms"] / max(round_ms(lap.figures), 1e-9)}

@@ -15,8 +15,8 @@ from sakiyomi.evaluation.bench.report import condition_line
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BAR", "BASELINE", "FOOT", "MARK", "NARROW", "WIDTH", "blank", "bordered", "curve", "drawn", "foot"]
-__all__ += ["need_matplotlib", "plain_numbers", "save", "small"]
+__all__ = ["BAR", "BASELINE", "FOOT", "MARK", "NARROW", "WIDTH", "blank", "bordered", "drawn", "need_matplotlib"]
+__all__ += ["plain_numbers", "save", "small"]
 
 WIDTH, NARROW = 9.0, 5.6
 """Inches; narrow pictures are for phones, where a point of the picture is about a pixel."""
@@ -60,31 +60,9 @@ def bordered(some: Iterable[Any]) -> list[Any]:
     return found
 
 
-def curve(
-    axes: Any, lines: Iterable[Mapping[str, Any]], x: str, y: str, style: str = "o-", scale: float = 1.0, **look: Any
-) -> None:
-    """Plot one figure of a table's lines against another; lines that lack it are left out.
-
-    Args:
-        axes: takes the curve.
-        lines: of the table.
-        x, y: names of the figures.
-        style: matplotlib's short form of marks and strokes.
-        scale: y is multiplied by it.
-        look: colour, label and so on.
-    """
-    known = [line for line in lines if line[y] is not None]
-    axes.plot([line[x] for line in known], [scale * line[y] for line in known], style, **look)
-
-
 def small(conditions: Mapping[str, Any]) -> str:
     """Conditions for the margin of a picture."""
     return textwrap.fill(condition_line(conditions), 150)
-
-
-def foot(figure: Any, conditions: Mapping[str, Any]) -> None:
-    """Write conditions below a figure."""
-    figure.supxlabel(small(conditions), **FOOT)
 
 
 def drawn(figure: Any, kind: str, dpi: int) -> bytes:
@@ -122,7 +100,7 @@ def save(figure: Any, path: str | Path, other: str = "--plot") -> None:
         raise LoadError(f"cannot write {path}: {error}; choose another {other}") from None
 
 
-def plain_numbers(axes: Any) -> None:
+def plain_numbers(axes: Any, *_: Any) -> None:
     """Numbers in place of powers of ten at a logarithmic vertical axis, and no more ticks than have one."""
     from matplotlib.ticker import LogLocator
 

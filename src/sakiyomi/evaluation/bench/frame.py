@@ -1,7 +1,7 @@
-"""What the rows about a pair share: its models and prompts, runs over them, races between ways of running them.
+"""What rows about a pair share: its models, prompts, runs over the prompts, and races between ways of running them.
 
-A row is a short declaration: a generator that yields one ``Race`` or several, gets the standings of each back, and
-returns the conditions. ``declared`` runs the races and makes the table, the notes and the rest of the conditions.
+A row is a generator: it yields one ``Race`` or several, receives the standings of each, and returns the conditions.
+``declared`` runs the races and makes the table, the notes and the other conditions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.report import Row, of_race
 from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, Run, Standing, race, timed
 
-__all__ = ["PairRow", "Race", "Races", "Run", "counted_lap", "declared", "generated", "lengths", "our_lap", "peer_lap"]
+__all__ = ["PairRow", "Race", "Races", "Run", "declared", "generated", "lengths", "our_lap", "peer_lap"]
 
 Prompts = Sequence[Sequence[int]]
 Calls = Iterable[tuple[Prompts, SamplingParams]]
@@ -43,7 +43,7 @@ class Race:
         judge: of those that are given by name; None: their outputs are not compared.
         where: names the race, if the row has several.
         lines: lines of the table; by default one for each contender.
-        until: reading of ``time.perf_counter`` after which no further lap begins.
+        until: reading of ``time.perf_counter`` after which no further round of runs begins.
     """
 
     contenders: Mapping[str, Run] | Sequence[Contender]
@@ -64,7 +64,7 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
         @wraps(races)
         def measure(row: PairRow) -> Row:
             found = dict[str, Any]()
-            with closing(races(row)) as several:  # what it has opened ends with it, also where a race fails
+            with closing(races(row)) as several:  # closes what the row has opened, also where a race fails
                 try:
                     asked = next(several)
                     while True:
@@ -87,7 +87,7 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
 
 
 def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
-    """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other: the lap, and the generations."""
+    """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other; the generations come too."""
     done: list[Generation] = []
 
     def work() -> list[list[int]]:
@@ -122,21 +122,6 @@ def peer_lap(peer: Transformers, prompts: Prompts, params: SamplingParams, *, to
     """The same with transformers: all prompts, one after the other or all at once."""
     batches = [prompts] if together else [[prompt] for prompt in prompts]
     return timed(lambda: [text for batch in batches for text in peer.generate_batch(batch, params)])
-
-
-def counted_lap(peer: Transformers, calls: Iterable[tuple[Sequence[int], SamplingParams]]) -> Lap:
-    """Run transformers on prompts with parameters of their own; tau is counted by the target's forwards."""
-    calls = list(calls)
-    forwards: list[None] = []
-    hook = peer.model.register_forward_hook(lambda *_: forwards.append(None))
-    try:
-        lap = timed(lambda: [peer.generate(prompt, params) for prompt, params in calls])
-    finally:
-        hook.remove()
-    # As with ours, the first pass and the first token of a text belong to the prompt. But with a draft model the first
-    # forward over the prompt already verifies a draft.
-    first = 0 if peer.assistant is not None else len(calls)
-    return lap.more(tau=(lap.tokens - first) / max(len(forwards) - first, 1))
 
 
 class PairRow:
@@ -185,7 +170,7 @@ class PairRow:
         return SamplingParams(**{"max_new_tokens": self.config.max_new_tokens, "gamma": self.config.gamma} | more)
 
     def run(self, way: Any, *, prompts: Prompts | None = None, together: bool = False, **more: Any) -> Run:
-        """A lap of our engine, see ``our_lap``; the pair's prompts if no others are given, and ``params(**more)``."""
+        """A run of our engine, see ``our_lap``; the pair's prompts if no others are given, and ``params(**more)``."""
         prompts = self.pair.prompts if prompts is None else prompts
         return partial(our_lap, way, prompts, self.params(**more), together=together)
 

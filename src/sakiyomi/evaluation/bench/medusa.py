@@ -1,10 +1,10 @@
-"""Medusa heads beside a draft model, alone and merged with drafts from the text; quality of typical acceptance."""
+"""Row ``typical``: what typical acceptance of Medusa heads costs."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,53 +12,17 @@ from typing import Any
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.medusa import MedusaDrafter
-from sakiyomi.drafters.merged import MergedDrafter
-from sakiyomi.drafters.ngram import NgramDrafter
-from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.reference import EngineReference
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared, our_lap
-from sakiyomi.evaluation.bench.runner import Lap, figured
+from sakiyomi.evaluation.bench.runner import Lap
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.typical import threshold
 
-TEMPERATURES = (0.0, 0.7, 1.0)
 EPSILONS = (0.01, 0.03, 0.09, 0.2, 0.4)
-WARM = 0.7  # temperature of the row typical, as in the paper's figures
-
-
-@declared("heads against a draft model, one prompt at a time, tokens/s")
-def medusa(row: PairRow) -> Races:
-    """Plain, the draft model, heads, and heads merged with drafts from the text, at three temperatures."""
-    config, llm = row.config, row.llm()
-    drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
-    assert llm.draft is not None and llm.draft.model is not None
-    model = llm.draft.model
-
-    def own(lap: Lap) -> dict[str, float]:
-        """Megabytes that the draft model takes: its weights, keys and values."""
-        pairs = sum(part.nbytes for part in (*model.cache.keys, *model.cache.values))
-        return {"draft_mb": ((model.weights.bytes or 0) + pairs) / 1e6}
-
-    merged = MergedDrafter([SuffixDrafter(), NgramDrafter(llm.vocab_size), drafter])
-    heads = {"draft_mb": drafter.guesser.bytes / 1e6}
-    ways: dict[str, tuple[Any, Callable[[Lap], Mapping[str, float]]]] = {
-        "plain": (EngineView(llm), lambda lap: {"draft_mb": 0.0}),
-        "draft model": (llm, own),
-        "medusa": (EngineView(llm, drafter), lambda lap: heads),
-        "medusa+suffix+ngram": (EngineView(llm, merged), lambda lap: heads),
-    }
-    for temperature in TEMPERATURES:
-        runs = {
-            name: figured(row.run(way, temperature=temperature, seed=7, gamma="auto"), size)
-            for name, (way, size) in ways.items()
-        }
-        row.warm(runs, llm)
-        # Sampled text may differ at near-ties, too: it is not compared.
-        yield Race(runs, None if temperature else row.pair.judge(llm), f"T={temperature:g}")
-    return row.conditions(llm, gamma="auto", **_conditions(config, drafter))
+WARM = 0.7  # temperature, as in the paper's figures
 
 
 @declared(
@@ -81,10 +45,11 @@ def typical(row: PairRow) -> Races:
     yield Race(runs)
     row.notes.append("typical is lossy: tau and speed are those of another text")
     known = {"target": config.target, "temperature": WARM, "delta": "root of epsilon", "sizes": "auto"}
-    return known | _conditions(config, drafter)
+    return known | heads_conditions(config, drafter)
 
 
-def _conditions(config: BenchConfig, drafter: MedusaDrafter) -> dict[str, Any]:
+def heads_conditions(config: BenchConfig, drafter: MedusaDrafter) -> dict[str, Any]:
+    """For the conditions: heads, their size and what they were tuned to."""
     tuned = drafter.tuned
     size = f"{tuned.heads} heads, top {tuned.top_k}, {tuned.nodes} nodes" if tuned else "not tuned"
     return {"heads": config.medusa_heads, "heads_mb": drafter.guesser.bytes / 1e6, "tuned": size}

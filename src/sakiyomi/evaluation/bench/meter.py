@@ -14,13 +14,14 @@ from sakiyomi.kernels.batch import BatchPlan
 
 
 def round_figures(total: Stats) -> dict[str, float]:
-    """Of a sum over requests: tau, acceptance, and milliseconds a round in draft, score and everything else.
+    """Of a sum over requests: tau, alpha, acceptance, and milliseconds a round in draft, score and everything else.
 
     Of requests that ran together a round counts as often as requests took part in it.
     """
     milliseconds = 1000 / max(total.rounds, 1)
     return {
         "tau": total.tau,
+        "alpha": total.alpha,
         "acceptance_rate": total.acceptance_rate,
         "draft_ms": milliseconds * total.draft_seconds,
         "score_ms": milliseconds * total.score_seconds,

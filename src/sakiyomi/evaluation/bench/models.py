@@ -106,13 +106,14 @@ class NearTies:
     """Accepts outputs that are equal, or that differ only at a near-tie (see ``audit.reference``).
 
     Args:
-        model: a transformers model of the same weights, or a ``ModelRunner`` of quantized weights, which transformers
-            does not have.
+        model: a transformers model of the same weights, a ``ModelRunner`` of quantized weights, which transformers
+            does not have, or another reference.
         prompts: of the texts, in order; prompts after the last text are ignored.
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
-        self._reference = EngineReference(model) if isinstance(model, ModelRunner) else HFReference(model)
+        of = EngineReference if isinstance(model, ModelRunner) else HFReference
+        self._reference = model if isinstance(model, HFReference) else of(model)
         self._prompts = prompts
         self._measured = 0
 

@@ -63,17 +63,23 @@ class Transformers:
         longest = max(map(len, prompts))
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        ids = torch.tensor(padded, device=self._device)
+        ids, seen = (torch.tensor(rows, device=self._device) for rows in (padded, mask))
+        done = self._generated(params, input_ids=ids, attention_mask=seen)
+        ends = () if params.ignore_eos else self.stop
+        return [_until_end(row, ends) for row in done[:, longest:].tolist()]
+
+    def _generated(self, params: SamplingParams, **given: Any) -> torch.Tensor:
+        """What ``generate`` returns for these inputs."""
+        given |= self._more
         with ExitStack() as stack:
             own = self._config(self.model, params)
             own.prompt_lookup_num_tokens = self.gamma if self.lookup else None
             own.cache_implementation = self.cache
             stack.enter_context(generation_settings(self.model, own))
-            extra: dict[str, Any] = dict(self._more)
             if params.logits_processors:
                 from transformers import LogitsProcessorList
 
-                extra["logits_processor"] = LogitsProcessorList(params.logits_processors)
+                given["logits_processor"] = LogitsProcessorList(params.logits_processors)
             if self.assistant is not None:
                 config = self._config(self.assistant, params)
                 if self.gamma is not None:
@@ -81,15 +87,12 @@ class Transformers:
                     config.num_assistant_tokens_schedule = "constant"
                     config.assistant_confidence_threshold = 0.0
                 stack.enter_context(generation_settings(self.assistant, config))
-                extra["assistant_model"] = self.assistant
+                given["assistant_model"] = self.assistant
             if not params.greedy:
                 torch.manual_seed(params.seed or 0)
             with torch.no_grad():
-                done = self.model.generate(
-                    input_ids=ids, attention_mask=torch.tensor(mask, device=self._device), **extra
-                )
-        ends = () if params.ignore_eos else self.stop
-        return [_until_end(row, ends) for row in done[:, longest:].tolist()]
+                done: torch.Tensor = self.model.generate(**given)
+        return done
 
     def _config(self, model: Any, params: SamplingParams) -> Any:
         """Settings that do what ``params`` says and nothing else: penalties of the model's own are left out."""

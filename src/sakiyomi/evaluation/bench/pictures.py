@@ -6,13 +6,14 @@ Needs matplotlib when it draws; imports no torch.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.evaluation.bench.draw import NARROW, WIDTH, blank, bordered, curve, drawn, foot, save
+from sakiyomi.evaluation.bench.draw import FOOT, NARROW, WIDTH, blank, bordered, drawn, save, small
 from sakiyomi.evaluation.bench.report import Row
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ MARKS = "os^DvPX"
 HEIGHT = 3.2
 """Inches of a panel that does not say otherwise."""
 Lines = Sequence[Mapping[str, Any]]
+Of = str | Callable[[Lines], Lines] | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Theme:
     paper: str
     ink: str
     faint: str
-    colours: tuple[str, ...]
+    colours: Sequence[str]
 
     def settings(self) -> Any:
         """For matplotlib's ``rc_context``, whose type of keys is its own."""
@@ -53,29 +55,12 @@ class Theme:
         return found | {"grid.color": self.faint, "axes.prop_cycle": cycler(color=self.colours)}
 
 
-LIGHT = Theme(
-    "light",
-    "#ffffff",
-    "#1b1f24",
-    "#8a929c",
-    ("#1f4e8c", "#c2622d", "#2e7d4f", "#8b3f86", "#9a7a12", "#1f8a8a", "#555555"),
-)
-DARK = Theme(
-    "dark",
-    "#14181d",
-    "#e3e7ec",
-    "#7d8792",
-    ("#7fb2ee", "#f0a06a", "#7fcf9c", "#d695d2", "#e0c25c", "#6fd0d0", "#b5bcc4"),
-)
-THEMES = (LIGHT, DARK)
+_KNOWN = tomllib.loads(Path(__file__).with_name("themes.toml").read_text(encoding="utf-8"))
+THEMES = LIGHT, DARK = tuple(Theme(name, **own) for name, own in _KNOWN.items())
 
 Painter = Callable[[Row, Theme], "Figure"]
 Panel = Callable[[Any, Row, Theme], None]
 Height = float | Callable[[Row], float]
-
-
-Figures = dict[str, tuple[Callable[[Any], Row], Painter]]
-"""Figures by name: what measures each, called with what the figures share, and what draws the row."""
 
 
 def themed(theme: Theme, salt: str) -> Any:
@@ -145,7 +130,7 @@ def drawing(
         if legend:
             legend_once(figure, figure.axes, "upper", 4)
         if conditions is not None:
-            foot(figure, conditions)
+            figure.supxlabel(small(conditions), **FOOT)
         save(figure, path)
 
 
@@ -164,12 +149,42 @@ def legend_once(figure: Figure, panels: Sequence[Any], place: str, columns: int)
     figure.legend(list(found.values()), list(found), **look)
 
 
+Series = Mapping[str, str | Sequence[str]]
+"""Names of figures, each with its label, or with label and style."""
+
+
+def chosen(lines: Lines, of: Of) -> Lines:
+    """The lines that a panel is about.
+
+    Args:
+        lines: of a row.
+        of: a function of the lines, or the name of a figure that they have; None: all.
+    """
+    if of is None:
+        return lines
+    return having(lines, of) if isinstance(of, str) else of(lines)
+
+
+def parts(lines: Lines, ys: Series, by: str | None) -> list[tuple[str, str, str, Lines]]:
+    """Figure, label, style ("": the default one) and lines of each curve, or of each colour of bars."""
+    labels = [(y, (said, "") if isinstance(said, str) else said) for y, said in ys.items()]
+    if by is None:
+        return [(y, label, style, lines) for y, (label, style) in labels]
+    ((y, (_, style)),) = labels
+    names = dict.fromkeys(line[by] for line in lines)
+    return [(y, str(name), style, [line for line in lines if line[by] == name]) for name in names]
+
+
 def curves(
     x: str,
-    ys: Mapping[str, str | tuple[str, str]],
+    ys: Series,
     *,
-    of: Callable[[Lines], Lines] = lambda lines: lines,
+    of: Of = None,
     by: str | None = None,
+    styles: Mapping[str, str] | None = None,
+    band: Mapping[str, Sequence[str]] | None = None,
+    inverse: float | None = None,
+    at: str | None = None,
     level: float | None = None,
     mark: float | None = None,
     legend: str | None = None,
@@ -181,9 +196,13 @@ def curves(
 
     Args:
         x: name of the figure below.
-        ys: names of the figures beside, each with its label, or with label and style.
-        of: chooses and sorts lines.
+        ys: the figures beside.
+        of: the lines, see ``chosen``.
         by: draw one curve for each value of this key, of the only figure of ``ys``.
+        styles: of some of the curves, by label.
+        band: names of lowest and highest value, by figure; the area between them is shaded.
+        inverse: values are drawn as this number divided by them.
+        at: key of names that stand below each value of ``x``, in the place of round numbers.
         level: where a faint line crosses the panel.
         mark: where a dashed line stands upright.
         legend: its place.
@@ -193,55 +212,40 @@ def curves(
     """
 
     def panel(axes: Any, row: Row, theme: Theme) -> None:
-        lines = of(row.lines)
-        if by is None:
-            parts = [(y, said, lines) for y, said in ys.items()]
-        else:
-            (y,) = ys
-            names = dict.fromkeys(line[by] for line in lines)
-            parts = [(y, name, [line for line in lines if line[by] == name]) for name in names]
-        for at, (y, said, own) in enumerate(parts, start=first):
-            label, style = said if isinstance(said, tuple) else (said, f"{MARKS[at % len(MARKS)]}{stroke}")
-            colour = theme.colours[at % len(theme.colours)]
-            curve(axes, own, x, y, style, color=colour, label=label or None, markersize=5)
+        lines = chosen(row.lines, of)
+        for place, (y, label, own_style, own) in enumerate(parts(lines, ys, by), start=first):
+            style = (styles or {}).get(label) or own_style or f"{MARKS[place % len(MARKS)]}{stroke}"
+            colour = theme.colours[place % len(theme.colours)]
+            known = [line for line in own if line.get(y) is not None]
+
+            def drawn(name: str, lines: Lines = known) -> list[float]:
+                return [inverse / line[name] if inverse else line[name] for line in lines]
+
+            xs = [line[x] for line in known]
+            axes.plot(xs, drawn(y), style, color=colour, label=label or None, markersize=5)
+            if band is not None:
+                axes.fill_between(xs, *map(drawn, band[y]), color=colour, alpha=0.15, linewidth=0)
         if level is not None:
             axes.axhline(level, color=theme.faint, linewidth=1)
         if mark is not None:
             axes.axvline(mark, color=theme.colours[1], linestyle="--", linewidth=1)
         axes.set(**look)
+        if at is not None:
+            places = {line[x]: line[at] for line in lines}
+            axes.set_xticks(list(places), [name if isinstance(name, str) else f"{name:g}" for name in places.values()])
+            axes.minorticks_off()
         if legend is not None:
             axes.legend(loc=legend)
 
     return panel
 
 
-def bars(key: str, *, label: str, colour: int | None = 0, of: str = "name", text: str = ".2f") -> Panel:
-    """A panel of horizontal bars, one a line, the first on top, each with its value behind it.
-
-    Args:
-        key: of the value.
-        label: below the axis.
-        colour: of the theme's; None: the first bar has the third one, the others the second.
-        of: key of the names; lines that have none are left out.
-        text: how a value is written.
-    """
-
-    def panel(axes: Any, row: Row, theme: Theme) -> None:
-        lines = having(row.lines, of)
-        for at, line in enumerate(lines):
-            value = line[key] or 0.0
-            axes.barh(at, value, height=0.6, color=theme.colours[(2 if not at else 1) if colour is None else colour])
-            axes.text(value, at, f" {value:{text}}", va="center", fontsize=9)
-        axes.set_yticks(range(len(lines)), [line[of].replace("+", "\n+ ") for line in lines], fontsize=8)
-        axes.set(ylim=(len(lines) - 0.4, -0.6), xlabel=label)
-        axes.margins(x=0.12)
-        axes.grid(visible=False, axis="y")
-
-    return panel
-
-
 def grouped(
-    axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], colours: Sequence[str]
+    axes: Any,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    colours: Sequence[str],
+    start: int = 0,
 ) -> list[list[float]]:
     """Draw vertical bars in groups, side by side: a group a name, a bar a series.
 
@@ -250,6 +254,7 @@ def grouped(
         names: of the groups.
         series: a value each group; None: no bar.
         colours: of the series; of more series than colours they are repeated, paler.
+        start: where the first group stands.
 
     Returns:
         Where the bars of each series stand.
@@ -257,12 +262,12 @@ def grouped(
     width = 0.84 / max(len(series), 1)
     found = []
     for at, (label, values) in enumerate(series.items()):
-        xs = [place + (at - (len(series) - 1) / 2) * width for place in range(len(names))]
+        xs = [start + place + (at - (len(series) - 1) / 2) * width for place in range(len(names))]
         alpha = 1 - 0.4 * min(at // len(colours), 1)
         heights = [value or 0.0 for value in values]
         axes.bar(xs, heights, 0.92 * width, color=colours[at % len(colours)], alpha=alpha, label=label or None)
         found.append(xs)
-    ticks(axes, "x", names, rotation=20 if len(names) > 8 else 0)
+    ticks(axes, "x", names, shift=start, rotation=20 if len(names) > 8 else 0)
     axes.grid(visible=False, axis="x")
     return found
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from functools import partial
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, need_matplotlib, small
-from sakiyomi.evaluation.bench.pictures import Lines, Panel, Theme, curves, drawing
+from sakiyomi.evaluation.bench.kinds import built
+from sakiyomi.evaluation.bench.pictures import Height, Lines, Panel, Theme, curves, drawing
 from sakiyomi.evaluation.bench.report import Row
 
 SUFFIXES = (".png", ".svg")
 WHISKER = "#222222"
-WAYS = ("plain", "speculative")
 
 
 def check(path: str) -> None:
@@ -43,9 +44,9 @@ def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> bool:
         LoadError: the file cannot be written.
     """
     parts = [
-        (panel if at else partial(_titled, panel), row, 0.7 + 0.42 * len(row.lines) if panel is _bars else 3.6)
+        (panel if at else partial(_titled, panel), row, height)
         for row in rows
-        for at, panel in enumerate(_panels(row))
+        for at, (panel, height) in enumerate(_panels(row))
     ]
     if parts:
         drawing(path, parts, conditions)
@@ -58,15 +59,17 @@ def _titled(panel: Panel, axes: Any, row: Row, theme: Theme) -> None:
     panel(axes, row, theme)
 
 
-def _panels(row: Row) -> Sequence[Panel]:
-    """Panels of a row, chosen by the figures in its lines; none if there is nothing to draw."""
+@cache
+def plots() -> dict[str, Any]:
+    """Panels of rows by a figure that such a row has in its lines: ``plots.toml``."""
+    return tomllib.loads(Path(__file__).with_name("plots.toml").read_text(encoding="utf-8"))
+
+
+def _panels(row: Row) -> Sequence[tuple[Panel, Height]]:
+    """Panels of a row; none if there is nothing to draw."""
     known = {name for line in row.lines for name, value in line.items() if value}
-    panels: dict[str, Sequence[Panel]] = {
-        "plain_latency_seconds": BY_BATCH,
-        "oracle_tokens_per_second": ORACLE,
-        "tokens_per_second": [_bars],
-    }
-    return next((found for name, found in panels.items() if name in known), [])
+    declared: Lines = next((panels for name, panels in plots().items() if name in known), [])
+    return built(declared, row, KINDS, {})
 
 
 def _bars(axes: Any, row: Row, theme: Theme) -> None:
@@ -96,34 +99,11 @@ def _label(line: Mapping[str, Any], *, first: bool) -> str:
     return f"{line['tokens_per_second']:.0f}, {place}" + (", other weights" if line.get("weights") else "")
 
 
-def _by_batch(figure: str, label: str) -> Panel:
-    """Curves of plain and speculative generation by requests at once; a line where speculation is slower."""
-
-    def panel(axes: Any, row: Row, theme: Theme) -> None:
-        look: dict[str, Any] = {"xlabel": "requests at once", "ylabel": label}
-        curves("batch", {f"{way}_{figure}": way for way in WAYS}, legend="best", **look)(axes, row, theme)
-        for way, colour in zip(WAYS, theme.colours, strict=False):
-            lines = [line for line in row.lines if line[f"{way}_low"] is not None]
-            xs, lows, highs = ([line[name] for line in lines] for name in ("batch", f"{way}_low", f"{way}_high"))
-            if figure == "tokens_per_second":
-                axes.fill_between(xs, lows, highs, color=colour, alpha=0.15, linewidth=0)
-        sizes = [line["batch"] for line in row.lines]
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        for line in row.lines:
-            if line["stops"]:
-                axes.axvline(line["batch"], color=MARK, linestyle="--", linewidth=1)
-
-    return panel
-
-
-BY_BATCH = (
-    _by_batch("tokens_per_second", "tokens/s of all; dashed: speculative slower"),
-    _by_batch("latency_seconds", "seconds a request, median"),
-)
-"""Speed and latency by requests at once."""
+def _stops(axes: Any, row: Row, theme: Theme) -> None:
+    """A line at each size where speculation is slower."""
+    for line in row.lines:
+        if line["stops"]:
+            axes.axvline(line["batch"], color=MARK, linestyle="--", linewidth=1)
 
 
 def _rates(lines: Lines) -> Lines:
@@ -134,13 +114,10 @@ def _sure(lines: Lines) -> Lines:
     return sorted((line for line in lines if line["rate"] == 1.0), key=lambda line: int(line["gamma"]))
 
 
-_TOKENS = {"tau": ("measured", "o"), "expected": ("theory", "-")}
-_SPEEDS = {"ratio": ("measured", "o"), "expected": ("passes cost alike", "-"), "predicted": ("as passes cost", "--")}
-_PASSES = {"passes": ("measured", "o"), "least": ("fewest possible", "-")}
-_LOOK: dict[str, Any] = {"legend": "best", "ylim": (0, None)}
-ORACLE = (
-    curves("gamma", _PASSES, of=_sure, xlabel="draft tokens a round, all right", ylabel="passes, all texts", **_LOOK),
-    curves("rate", _SPEEDS, of=_rates, xlabel="share of draft tokens that are right", ylabel="speed-up", **_LOOK),
-    curves("rate", _TOKENS, of=_rates, xlabel="share of draft tokens that are right", ylabel="tokens a pass", **_LOOK),
-)
-"""Passes by gamma where all is right; at one gamma speed-up and tokens a pass by rate."""
+KINDS: dict[str, Callable[..., Panel]] = {
+    "race": lambda: _bars,
+    "stops": lambda: _stops,
+    "at one gamma": partial(curves, "rate", of=_rates),
+    "all right": partial(curves, "gamma", of=_sure),
+}
+"""Kinds of panels, see ``kinds.built``."""

@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.memory import readable
 from sakiyomi.evaluation.bench.runner import Spread, Standing
 
-HEADS = {
-    "tokens_per_second": ("tok/s", 1),
-    "characters_per_second": ("char/s", 1),
-    "acceptance_rate": ("acc", 1),
-    "draft_ms": ("draft", 1),
-    "score_ms": ("score", 1),
-    "overhead_ms": ("rest", 1),
-    "alignment_ms": ("align", 1),
-    "kv_bytes": ("KV MB", 1e-6),
-    "bandwidth_share": ("bw %", 100),
-    "perplexity": ("ppl", 1),
-    "text_perplexity": ("text ppl", 1),
-    "ratio_8_to_1": ("8:1", 1),
-    "speculative_tokens_per_second": ("spec tok/s", 1),
-    "oracle_tokens_per_second": ("tok/s", 1),
-    "speculative_latency_seconds": ("spec s", 1),
-    "accuracy": ("right", 100),
-    "accuracy_spread": ("±", 100),
-    "accuracy_error": ("s.e.", 100),
-    "of_full": ("of full", 100),
-    "agreement": ("agree", 100),
-    "agreement_spread": ("± agree", 100),
-    "perplexity_spread": ("± ppl", 1),
-    "kv_slope": ("KV slope", 1),
-    "process_slope": ("grown slope", 1),
-    "resident_growth_bytes": ("grown MB", 1e-6),
-    "tokens_held": ("tokens", 1),
-    "seconds_per_answer": ("s/answer", 1),
-    "over_assisted": ("x assisted", 1),
-    "word_error_rate": ("WER", 1),
-    "rouge_l": ("ROUGE-L", 1),
-    "bleu": ("BLEU", 1),
-    "chrf": ("chrF", 1),
-}
-"""Short heads of columns, and what their values are multiplied by, so that a table fits in 120 columns."""
-UNITS = {"_tokens_per_second": (" tok/s", 1), "_latency_seconds": (" s", 1), "_bytes": (" MB", 1e-6)}
-"""The same by the end of a name that is not in ``HEADS``."""
-JSON_ONLY = {"tokens", "latency_seconds", "plain_low", "plain_high", "speculative_low", "speculative_high", "weights"}
-JSON_ONLY |= {"spec", "kind", "pairs", "starred", "tasks", "seeds", "decode_low_high", "grown_bytes"}
-JSON_ONLY |= {"series", "by_category"}
-"""Figures that no table has room for; of other weights a note tells."""
-LAST = ("far_bytes", "perplexity", "match", "equal", "state")
-"""Columns at the end, whichever line has further figures."""
+
+@cache
+def columns() -> dict[str, Any]:
+    """How figures are shown in tables: ``columns.toml``."""
+    return tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -76,8 +41,9 @@ class Row:
 
     def table(self) -> list[dict[str, Any]]:
         """The lines as they are shown: short heads, handy units, the same columns in each."""
-        names = dict.fromkeys(name for line in self.lines for name in line if name not in JSON_ONLY | set(LAST))
-        names |= dict.fromkeys(name for name in LAST if any(name in line for line in self.lines))
+        hidden, last = (columns()[part]["names"] for part in ("json_only", "last"))
+        names = dict.fromkeys(name for line in self.lines for name in line if name not in (*hidden, *last))
+        names |= dict.fromkeys(name for name in last if any(name in line for line in self.lines))
         return [dict(_cell(name, line.get(name)) for name in names) for line in self.lines]
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,13 +77,13 @@ def of_race(
         conditions: further ones; the number of runs and the noise are added.
     """
     before = f"{where}: " if where else ""
-    conditions["laps"] = len(standings[0].laps)
+    conditions["runs"] = len(standings[0].laps)
     if lines is None or not where:
         conditions[f"A/A {where}".strip()] = Spread.shown(standings)
     notes = race_notes(standings) if lines is None else _differences(standings)
     if lines is None:
         shown = [standing.to_dict() | {"name": before + standing.name} for standing in standings]
-        lines = [{key: value for key, value in line.items() if key != "note"} for line in shown]
+        lines = [{key: value for key, value in line.items() if key not in ("alpha", "note")} for line in shown]
     return Row(name, title, lines, conditions, [before + text for text in notes])
 
 
@@ -155,8 +121,8 @@ def unclaimed(standings: Sequence[Standing]) -> list[str]:
 
 
 def _cell(name: str, value: Any) -> tuple[str, Any]:
-    head, scale = HEADS.get(name, (name, 1))
-    for end, (unit, factor) in UNITS.items():
+    head, scale = columns()["heads"].get(name, (name, 1))
+    for end, (unit, factor) in columns()["endings"].items():
         if head == name and name.endswith(end):
             head, scale = name.removesuffix(end).replace("_", " ") + unit, factor
     return head, value if value is None or scale == 1 else value * scale

@@ -1,7 +1,7 @@
 """Contenders side by side in one process: A B C A B C ..., a warm-up first, outputs compared in the same process.
 
-Knows no model: a contender is a name and a function that runs once (a lap). A contender whose outputs differ from
-those of the first one gets no speed.
+Knows no model: a contender is a name and a function that runs once and returns a ``Lap``. A contender whose outputs
+differ from those of the first one gets no speed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Standing:
     Attributes:
         name: of the contender.
         laps: its runs, without the warm-up.
-        ratio: its speed / the baseline's in the same lap, the median over laps.
+        ratio: its speed / the baseline's in the same round of runs, the median over all.
         agreement: with the baseline's outputs, or with those of another.
         against: the other, which has the same weights; None: it was the baseline.
     """
@@ -125,7 +125,7 @@ class Standing:
 
     @property
     def speeds(self) -> list[float]:
-        """Tokens per second of each lap."""
+        """Tokens per second of each run."""
         return [lap.speed for lap in self.laps]
 
     def median(self, figure: str) -> float:
@@ -133,7 +133,7 @@ class Standing:
         return statistics.median(lap.figures[figure] for lap in self.laps)
 
     def ratio_to(self, other: Standing) -> float:
-        """Its speed / another's in the same lap, the median over laps."""
+        """Its speed / another's in the same round of runs, the median over all."""
         return _ratio(self.laps, other.laps)
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Spread:
-    """The noise (A/A): ratios that two equal things show on this machine now. A ratio within it says nothing.
+    """The noise (A/A): ratios between equal runs on this machine. A ratio within it shows no difference.
 
     Each run of a contender is compared with its next one, and the widest ratio of any contender counts, because with
     few runs a single contender may look steady by luck. The range is rather too wide than too narrow: two such runs are
@@ -172,7 +172,7 @@ class Spread:
 
     @classmethod
     def of(cls, standings: Sequence[Standing]) -> Spread | None:
-        """Of one race; None if there is only one lap, which tells nothing."""
+        """Of one race; None if there is only one run, which tells nothing."""
         pairs = [pair for standing in standings for pair in itertools.pairwise(standing.speeds)]
         ratios = [max(a / b, b / a) for a, b in pairs if a and b]
         return cls(1 / max(ratios), max(ratios)) if ratios else None
@@ -218,7 +218,7 @@ def race(
         contenders: one or more.
         repeats: measured runs of each.
         warm_up: runs before them; their outputs are compared, their times do not count.
-        until: reading of ``time.perf_counter`` after which no further lap begins; at least one is measured.
+        until: reading of ``time.perf_counter`` after which no further round of runs begins; at least one is measured.
         note: is told what is going on.
         lost: takes a line for each optional contender that failed and was left out.
 
@@ -237,7 +237,7 @@ def race(
         for contender in contenders:
             note(f"run {lap} of {repeats}: {contender.name}")
             try:
-                # The outputs of the warm-up count too: a text has to be the same in every lap.
+                # The outputs of the warm-up count too: a text has to be the same in every run.
                 laps[contender.name].append(contender.run())
             except UnsupportedError as error:
                 if not contender.optional or lost is None:
@@ -258,7 +258,7 @@ def race(
 
 
 def timed(work: Callable[[], Sequence[Sequence[int]]]) -> Lap:
-    """A lap of work that gives lists of token ids."""
+    """Time work that gives lists of token ids."""
     began = time.perf_counter()
     outputs = tuple(tuple(text) for text in work())
     seconds = time.perf_counter() - began

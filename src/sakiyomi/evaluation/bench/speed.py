@@ -16,8 +16,6 @@ from sakiyomi.evaluation.bench.models import WAYS
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing
 
-BATCH = 8
-
 
 def everybody(row: PairRow, llm: LLM, *, peers: Sequence[str] = (), auto: bool = False) -> list[Contender]:
     """The same greedy work: transformers in some of its ``WAYS``, ours plain and speculative.
@@ -50,25 +48,11 @@ def stories(row: PairRow) -> Races:
     return row.conditions(llm)
 
 
-@declared("speculative, total tokens/s")
-def batch(row: PairRow) -> Races:
-    """Eight requests at once against one at a time, all tokens counted.
-
-    24 requests are submitted, so that the eight slots stay busy nearly to the end although texts need different numbers
-    of rounds.
-    """
-    prompts, llm = (row.pair.prompts * (3 * BATCH))[: 3 * BATCH], row.llm(max_batch=BATCH)
-    sizes = {"batch of 1": False, f"batch of {BATCH}": True}
-    runs = {name: row.run(llm, prompts=prompts, together=many, ignore_eos=True) for name, many in sizes.items()}
-    yield Race(row.contenders(llm, runs, prompts=prompts))
-    return row.conditions(llm, prompts)
-
-
 @declared("total tokens/s and seconds a request, by requests at once")
 def sweep(row: PairRow) -> Races:
     """Plain and speculative generation at each batch size, interleaved, on one target.
 
-    ``pays``: speculation has more total tokens/s than plain generation, by more than the noise.
+    ``pays``: speculation has more total tokens/s than plain generation, and the difference exceeds the noise.
     Latency is the median over requests of the time from a request's start to its last token.
     """
     config, sizes = row.config, sorted(set(row.config.batch_sizes))
@@ -96,7 +80,7 @@ def fitting(sizes: Sequence[int], llm: LLM, tokens: int, notes: list[str]) -> It
     """
     for size in sizes:
         try:
-            llm.target.cache.check(size, tokens)
+            llm.target.cache.needs(size, tokens)
         except MemoryLimitError as error:
             notes.append(f"batch of {size} and above: {error}")
             return

@@ -1,4 +1,4 @@
-"""What all sub-benchmarks do alike: rows that fail say so, and what is measured is kept line by line.
+"""What all sub-benchmarks share: rows that fail show their error, and results are kept line by line.
 
 A sub-benchmark gives rows one after the other (``report.Row``); the command line prints each as a table, writes all as
 one JSON object (``cli.rows``) and has them drawn (``pictures``). What takes long is kept in a file of JSON lines, each

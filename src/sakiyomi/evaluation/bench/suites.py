@@ -12,40 +12,24 @@ from sakiyomi.core.memory import peak_bytes
 from sakiyomi.evaluation.bench.card import minute
 from sakiyomi.evaluation.bench.config import BenchConfig, Note, silent
 from sakiyomi.evaluation.bench.contest import peers
-from sakiyomi.evaluation.bench.cross import cross
-from sakiyomi.evaluation.bench.drafts import oracle, selfdraft, trees
-from sakiyomi.evaluation.bench.evicted import evicted
+from sakiyomi.evaluation.bench.drafts import oracle
 from sakiyomi.evaluation.bench.frame import PairRow
-from sakiyomi.evaluation.bench.heads import heads
-from sakiyomi.evaluation.bench.learning import learning
-from sakiyomi.evaluation.bench.medusa import medusa, typical
-from sakiyomi.evaluation.bench.offload import offload
+from sakiyomi.evaluation.bench.medusa import typical
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.speed import batch, dropin, speculative, stories, sweep
+from sakiyomi.evaluation.bench.speed import dropin, speculative, stories, sweep
 from sakiyomi.evaluation.bench.study import attempted
 
 Measure = Callable[[PairRow], Row]
 Rows = Mapping[str, Measure]
-_DECLARED: list[Measure] = [minute, speculative, stories, batch, sweep, trees, oracle, offload, peers, cross]
-_DECLARED += [selfdraft, evicted, dropin, medusa, heads, typical, learning]
+_DECLARED: list[Measure] = [minute, speculative, stories, sweep, oracle, peers, dropin, typical]
 ROWS: dict[str, Measure] = {row.__name__: row for row in _DECLARED}
 """Named as the functions are, in the order in which they run."""
 
 ALL = "all"
 """In the place of names of rows."""
 
-ALONE = {"minute", "selfdraft", "evicted", "heads"}
+ALONE = {"minute"}
 """Rows of a target without a draft model."""
-
-NAMED = {"minute", "evicted", "heads", "learning"}
-"""Rows that ``all`` does not include: of long texts, of many drafters, of many texts."""
-
-TABLES = {"learning"}
-"""Rows of which nothing can be drawn."""
-
-MOVED = {"block", "bookkeeping", "coverage", "exact", "lookup", "merged", "never-slower", "passes", "plain", "scoring"}
-MOVED |= {"useless"}
-"""Rows about sakiyomi's own code, which are run by a script."""
 
 
 def measure(name: str, config: BenchConfig, note: Note = silent, rows: Rows = ROWS) -> Row:
@@ -69,7 +53,7 @@ def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS, alone: Set[
     if "peers" in config.rows and not config.peers:
         raise InputError("row peers measures others beside us and peers is off; leave one of the two out")
     config.check_pair(alone=set(wanted) <= alone)
-    if {"medusa", "typical"} & set(wanted):
+    if "typical" in wanted or "medusa" in wanted:
         config.medusa_heads  # noqa: B018
 
     def measured() -> Iterator[Row]:
@@ -82,14 +66,14 @@ def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS, alone: Set[
 
 
 def _wanted(config: BenchConfig, rows: Rows) -> Sequence[str]:
-    """Names of the rows to run; ``all`` leaves out rows whose heads or drafts are not known."""
+    """Names of the rows to run; ``all`` leaves out rows whose heads are not known."""
     for name in config.rows:
-        if name in MOVED and name not in rows:
-            raise InputError(f"row {name!r} is now in the source repository: python benchmarks/rows.py --rows {name}")
         if name not in (*rows, ALL):
-            raise InputError(f"there is no row {name!r}; rows are {', '.join(rows)}, and all")
+            raise InputError(
+                f"there is no row {name!r}; rows are {', '.join(rows)}, and all. Rows that compare ways of sakiyomi's "
+                f"own are run in the source repository: python benchmarks/rows.py --rows {name}"
+            )
     if ALL not in config.rows:
         return config.rows or ("minute",)
-    absent = NAMED | ({"cross"} if config.cross is None else set())
-    absent |= {"medusa", "typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set()
+    absent = {"minute"} | ({"typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set())
     return [name for name in rows if name not in absent or name in config.rows]

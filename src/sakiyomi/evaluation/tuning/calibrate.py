@@ -1,4 +1,4 @@
-"""Measures drafters: how often they are right, on many texts, and what they cost, on a few."""
+"""Measures drafters: acceptance on many texts, and the time of rounds on a few."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sakiyomi.evaluation.tuning.predict import (
 from sakiyomi.evaluation.tuning.watch import Heard, Round, watched
 
 GAMMAS = (1, 2, 3, 4, 6, 8)
-RUN = (1, 3, 6, 8)  # those between are told from these
+RUN = (1, 3, 6, 8)  # lengths that run; the others are interpolated
 DEEP = RUN[-1]
 ALONE = 8  # texts that are written one at a time
 BATCH = 16
@@ -60,7 +60,7 @@ class Candidate:
 
     @classmethod
     def on(cls, llm: LLM, spec: str) -> Candidate | None:
-        """A drafter made ready beside a target; None for "none".
+        """Make a drafter beside a target; None for "none".
 
         Raises:
             SakiyomiError: it cannot be used there.
@@ -75,10 +75,9 @@ class Candidate:
         """The one for this gamma."""
         return self.weighing if gamma == "auto" else self.fixed
 
-    def write(self, prompts: Prompts, params: SamplingParams, gamma: Gamma) -> list[Sequence[Round]]:
+    def write(self, prompts: Prompts, params: SamplingParams, gamma: Gamma) -> list[list[Round]]:
         """Rounds of texts that are written at once."""
-        written = watched(self.engine(gamma).engine, self.heard, prompts, replace(params, gamma=gamma))
-        return [text.rounds for text in written]
+        return watched(self.engine(gamma).engine, self.heard, prompts, replace(params, gamma=gamma))
 
     @property
     def plain_seconds(self) -> float:
@@ -93,9 +92,9 @@ class Candidate:
 class Calibration:
     """Rounds of every drafter on the same texts.
 
-    A few texts are written one at a time: all drafters write one, with plain decoding between them, before the next one
-    begins, since machines drift. These give the time of rounds. Many texts are written in batches, which give how often
-    drafts are right; that does not depend on the batch.
+    A few texts are written one at a time and give the time of rounds. All drafters write a text, with plain decoding
+    between them, before the next text begins, because the speed of a machine drifts. Many texts are written in batches
+    and give the acceptance, which does not depend on the batch.
 
     Args:
         llm: the target, without a drafter.
@@ -118,7 +117,7 @@ class Calibration:
         self.texts = 0
 
     def warm(self, prompt: list[int]) -> None:
-        """Write a first text with every drafter, whose extra costs later ones do not have."""
+        """Write a first text with every drafter as a warm-up."""
         self._plain(prompt)
         short = replace(self.params, max_new_tokens=min(WARM, self.params.max_new_tokens))
         self._each(lambda candidate: [candidate.write([prompt], short, gamma) for gamma in (DEEP, "auto")])
@@ -143,7 +142,7 @@ class Calibration:
                 self.refused.append({"draft": spec, "refused": error.message})
 
     def _plain(self, prompt: list[int]) -> None:
-        self.plain.append(watched(self.undrafted.engine, None, [prompt], self.params)[0].rounds)
+        self.plain += watched(self.undrafted.engine, None, [prompt], self.params)
 
     def _time(self, prompt: list[int], candidate: Candidate) -> None:
         for gamma in (*RUN, "auto"):
@@ -184,8 +183,8 @@ class Calibration:
     def predict(self, candidate: Candidate) -> dict[Gamma, Expected]:
         """Of every length, and of "auto".
 
-        A drafter is compared with the plain rounds that were run between its own: a machine may be half as fast a
-        minute later, and that is no merit of the next one.
+        A drafter is compared with the plain rounds that ran between its own, because a machine may be half as fast a
+        minute later.
         """
         for texts in (self.plain, *candidate.alone.values(), *candidate.many.values()):
             if not any(texts):
@@ -196,7 +195,7 @@ class Calibration:
         return found
 
     def described(self, candidate: Candidate) -> dict[str, Any]:
-        """What was found out about a drafter: acceptance by place, rank and confidence, and its times."""
+        """Acceptance of a drafter by place, rank and confidence, and its times."""
         deep, costs = Chains(candidate.many).rounds(DEEP), self.costs(candidate)
         alphas, weighing = by_place(deep), [part for text in candidate.alone["auto"] for part in text]
         judged = sum(min(part.tokens, part.depth) for part in deep)

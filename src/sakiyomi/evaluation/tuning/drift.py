@@ -1,4 +1,4 @@
-"""Whether the draft that was chosen for a target is still accepted as it was then, on the texts of today."""
+"""Checks whether the draft that ``tune`` chose is still accepted as often as then, on other texts."""
 
 from __future__ import annotations
 

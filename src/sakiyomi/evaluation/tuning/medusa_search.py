@@ -1,12 +1,13 @@
-"""Which size of a Medusa tree is fastest here: heads x first guesses x nodes, by accuracies and measured passes.
+"""Finds the fastest size of a Medusa tree on this machine: heads x first guesses x nodes.
 
-The tau of every tree is counted on texts that the target wrote to held-out prompts, the time of a round is that of a
-pass over so many rows, of the heads and of what lies between, as they are on this machine.
+Tau of every tree is counted on texts that the target wrote to held-out prompts. The time of a round is measured by the
+number of nodes: the target's pass, the heads, and everything between.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import tempfile
 import time
@@ -42,7 +43,7 @@ from sakiyomi.train.samples import prompt_of
 PROMPT_TOKENS = 64
 Way = TypeVar("Way")
 WIDTHS = (1, 2, 3, 4, 6, 8)
-LAPS = 5
+RUNS = 5
 ROUNDS = 48  # tokens of a text that times rounds
 
 
@@ -80,10 +81,10 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     rounds = _rounds(llm, drafter, prompts, ranks, config.max_nodes)
     table = search(ranks, rounds)
     best = max(table, key=lambda row: row["tokens_per_second"])
-    conditions = machine.conditions(target=llm.name, dtype=dtype_name(llm.target.dtype), quantize=config.quantize)
-    conditions |= {"round_ms": {nodes: 1000 * spent for nodes, spent in rounds.items()}}
-    conditions |= {"heads_ms": 1000 * _heads_seconds(llm, drafter)}
-    conditions |= {"texts": len(ranks.texts), "places": ranks.places}
+    times: dict[str, Any] = {"round_ms": {nodes: 1000 * spent for nodes, spent in rounds.items()}}
+    times |= {"heads_ms": 1000 * _heads_seconds(llm, drafter), "texts": len(ranks.texts), "places": ranks.places}
+    known = {"target": llm.name, "dtype": dtype_name(llm.target.dtype), "quantize": config.quantize}
+    conditions = machine.conditions(**known, **times)
     tuned = Tuned(
         max(1, best["heads"]), max(1, best["top_k"]), max(1, best["nodes"]), ranks.accuracies(), conditions, table
     )
@@ -96,7 +97,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse now a folder into which the result could not be written; an unreadable one of before goes."""
+    """Refuse a folder that cannot be written, before any work; an unreadable earlier result is removed."""
     try:
         read_tuned(folder)
     except LoadError:
@@ -120,34 +121,18 @@ def search(ranks: Ranks, rounds: dict[int, float]) -> list[dict[str, Any]]:
         rounds: seconds of a round by the nodes of its tree, 0 for plain decoding; no other sizes are considered.
     """
     levels = ranks.accuracies()
-    plain = 1.0 / rounds[0]
-    table = [_row(0, 0, 0, 1.0, 1.0, plain, plain)]
-    seen: set[tuple[tuple[int, ...], ...]] = set()
-    for heads in range(1, ranks.heads + 1):
-        for width in WIDTHS:
-            for nodes in rounds.keys() - {0}:
-                paths = ranks.best(nodes, heads, width)
-                key = tuple(sorted(paths))
-                if key in seen or len(paths) < nodes:  # the same tree again, or no tree of this size
-                    continue
-                seen.add(key)
-                tau = ranks.replay(paths)
-                table.append(
-                    _row(heads, width, nodes, expected_tree_tokens(levels, paths), tau, tau / rounds[nodes], plain)
-                )
+    trees: dict[Any, tuple[int, int, int]] = {(): (0, 0, 0)}  # the first size that gives a tree
+    for heads, width, nodes in itertools.product(range(1, ranks.heads + 1), WIDTHS, rounds.keys() - {0}):
+        paths = ranks.best(nodes, heads, width)
+        if len(paths) == nodes:
+            trees.setdefault(tuple(sorted(paths)), (heads, width, nodes))
+    table = []
+    for paths, (heads, width, nodes) in trees.items():
+        tau, expected = (ranks.replay(paths), expected_tree_tokens(levels, paths)) if paths else (1.0, 1.0)
+        row: dict[str, Any] = {"heads": heads, "top_k": width, "nodes": nodes, "expected_tau": expected, "tau": tau}
+        rate = tau / rounds[nodes]
+        table.append(row | {"tokens_per_second": rate, "speedup": rate * rounds[0]})
     return sorted(table, key=lambda row: (row["heads"], row["top_k"], row["nodes"]))
-
-
-def _row(heads: int, width: int, nodes: int, expected: float, tau: float, rate: float, plain: float) -> dict[str, Any]:
-    return {
-        "heads": heads,
-        "top_k": width,
-        "nodes": nodes,
-        "expected_tau": expected,
-        "tau": tau,
-        "tokens_per_second": rate,
-        "speedup": rate / plain,
-    }
 
 
 def _prompts(config: TuneConfig, llm: LLM) -> list[list[int]]:
@@ -176,40 +161,45 @@ def ranks_of(llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], tex
 def _rounds(
     llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], ranks: Ranks, most: int
 ) -> dict[int, float]:
-    """Median seconds of a whole round by the nodes of its tree, 0 for plain decoding; sizes take turns.
+    """Median seconds of a whole round by the nodes of its tree, 0 for plain decoding.
 
-    A pass has one of few numbers of rows, so that trees that fill one up are all that is worth a look.
+    A pass has one of few numbers of rows: only trees that fill one are worth a look.
     """
     nodes = [rows - 1 for rows in SIZES if rows - 1 <= most]
-    ways = {count: _way(llm, drafter, ranks.best(count)) for count in nodes}
-    laps = [prompts[lap % len(prompts)] for lap in range(LAPS + 1)]
-    found = _interleaved(ways, laps, max_new_tokens=ROUNDS, ignore_eos=True)
+    trees = {count: _tree(ranks.best(count)) for count in nodes}
+    several = [prompts[number % len(prompts)] for number in range(RUNS + 1)]
+    found = _interleaved(llm, drafter, trees, several, max_new_tokens=ROUNDS, ignore_eos=True)
     return {
         count: statistics.median((one.seconds - one.prefill_seconds) / max(one.rounds, 1) for one in _counted(texts))
         for count, texts in found.items()
     }
 
 
+def _tree(paths: Sequence[tuple[int, ...]]) -> SamplingParams | None:
+    """What asks for this tree; None for plain decoding."""
+    return SamplingParams(tree=[list(path) for path in paths]) if paths else None
+
+
 def _interleaved(
-    ways: Mapping[Way, tuple[EngineView, SamplingParams]], prompts: Sequence[list[int]], **more: Any
+    llm: LLM,
+    drafter: MedusaDrafter,
+    ways: Mapping[Way, SamplingParams | None],
+    prompts: Sequence[list[int]],
+    **more: Any,
 ) -> dict[Way, list[Generation]]:
-    """What each way makes of each prompt: all ways write one before the next one begins."""
+    """What each way makes of each prompt: all ways write one before the next one begins. None: without a draft."""
+    plain, drafting = EngineView(llm, strict=True), EngineView(llm, drafter, strict=True)
     found: dict[Way, list[Generation]] = {way: [] for way in ways}
     for prompt in prompts:
-        for way, (engine, params) in ways.items():
-            found[way] += engine.generate([prompt], replace(params, **more))
+        for way, params in ways.items():
+            engine = plain if params is None else drafting
+            found[way] += engine.generate([prompt], replace(params or SamplingParams(), **more))
     return found
 
 
 def _counted(texts: Sequence[Generation]) -> list[Stats]:
     """Figures of all but the first text, which warms up, unless it is the only one."""
     return [text.stats for text in texts[1:] or texts]
-
-
-def _way(llm: LLM, drafter: MedusaDrafter, paths: Sequence[tuple[int, ...]]) -> tuple[EngineView, SamplingParams]:
-    """An engine on the same target, and what asks it for this tree; none for plain decoding."""
-    engine = EngineView(llm, drafter if paths else None, strict=True)
-    return engine, SamplingParams(tree=[list(path) for path in paths] or "auto")
 
 
 def _heads_seconds(llm: LLM, drafter: MedusaDrafter) -> float:
@@ -227,20 +217,16 @@ def _measured(
     llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], paths: Sequence[tuple[int, ...]], new_tokens: int
 ) -> dict[str, Any]:
     """Plain decoding, the best fixed tree and what is used by default, interleaved on some of the prompts."""
-    plain, fixed = _way(llm, drafter, []), _way(llm, drafter, paths)
-    ways = {"plain": plain, "fixed": fixed, "default": (fixed[0], SamplingParams())}
-    done = _interleaved(ways, prompts[: LAPS + 1], max_new_tokens=new_tokens)
+    ways = {"plain": None, "fixed": _tree(paths), "default": SamplingParams()}
+    done = _interleaved(llm, drafter, ways, prompts[: RUNS + 1], max_new_tokens=new_tokens)
     equal = [len({tuple(text.token_ids) for text in texts}) == 1 for texts in zip(*done.values(), strict=True)]
     measured: dict[str, Any] = {"texts": len(equal), "equal": sum(equal)}
-    found = {name: _counted(texts) for name, texts in done.items()}
-    rates = {
-        name: [part.committed / max(part.seconds - part.prefill_seconds, 1e-9) for part in parts]
-        for name, parts in found.items()
-    }
-    for name, parts in found.items():
-        measured[name] = {
-            "tokens_per_second": statistics.median(rates[name]),
-            "speedup": statistics.median(a / b for a, b in zip(rates[name], rates["plain"], strict=True)),
-            "tau": Stats.total(parts).tau,
-        }
+    base: list[float] = []
+    for name, texts in done.items():
+        parts = _counted(texts)
+        rates = [part.committed / max(part.seconds - part.prefill_seconds, 1e-9) for part in parts]
+        base = base or rates
+        speedup = statistics.median(a / b for a, b in zip(rates, base, strict=True))
+        known = {"tokens_per_second": statistics.median(rates), "speedup": speedup, "tau": Stats.total(parts).tau}
+        measured[name] = known
     return measured

@@ -97,34 +97,6 @@ class PlanConfig:
             )
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """The numbers as floats.
-
-    Attributes:
-        read: bytes of a pass over one request's row: weights and kv, draft_weights and draft_kv.
-        bandwidth, operations: a second; None: not known.
-    """
-
-    read: dict[str, float]
-    bandwidth: float | None
-    operations: float | None
-
-    def seconds(self, rows: int, batch: int, bits: float, model: str = "") -> float:
-        """Of a pass; the bandwidth is 1 byte a second where it is not known: ratios are the same.
-
-        Args:
-            rows: of all requests together.
-            batch: requests.
-            bits: of a weight.
-            model: "" is the target, "draft_" the draft.
-        """
-        weights = self.read[f"{model}weights"]
-        read, operations = weights + batch * self.read[f"{model}kv"], 2 * weights * 8 / bits
-        bandwidth = self.bandwidth or 1.0
-        return theory.pass_seconds(rows, read=read, operations=operations, bandwidth=bandwidth, rate=self.operations)
-
-
 def plan(config: PlanConfig) -> dict[str, Any]:
     """All of it, as JSON values.
 
@@ -135,19 +107,16 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     Raises:
         InputError: a value that cannot be meant, or too few of them.
     """
-    machine = _machine(config)
-    c, c_hat = _ratios(config, machine)
-    verify = _verify(config, machine)
-    best, fastest = theory.marginal_gamma(config.alpha, c, verify, config.overhead, config.max_gamma)
-    lines = [_line(config, machine, gamma, c, c_hat, verify) for gamma in range(config.max_gamma + 1)]
-    timed = machine is not None and machine.bandwidth
-    plain = machine.seconds(config.batch, config.batch, config.bits) if machine is not None and timed else None
+    pair = _Pair(config)
+    best, fastest = theory.marginal_gamma(config.alpha, pair.c, pair.verify, config.overhead, config.max_gamma)
+    lines = [pair.line(gamma) for gamma in range(config.max_gamma + 1)]
+    plain = pair.seconds(config.batch) if config.bandwidth is not None else None
     return {
         "gamma": best,
         "speedup": fastest,
         "tokens": lines[best]["tokens"],
-        "c": c,
-        "c_hat": c_hat,
+        "c": pair.c,
+        "c_hat": pair.c_hat,
         "plain_ms": None if plain is None else 1000 * plain,
         "tokens_per_second": None if plain is None else fastest / plain,
         "lines": lines,
@@ -155,72 +124,75 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     }
 
 
-def _line(
-    config: PlanConfig,
-    machine: _Machine | None,
-    gamma: int,
-    c: float,
-    c_hat: float | None,
-    verify: Callable[[int], float],
-) -> dict[str, Any]:
-    tokens = theory.expected_chain_tokens(config.alpha, gamma)
-    overhead = config.overhead if gamma else 0.0
-    line: dict[str, Any] = {
-        "gamma": gamma,
-        "tokens": tokens,
-        "speedup": theory.round_speedup(tokens, gamma * c, verify(gamma + 1), overhead),
-        "flat": theory.round_speedup(tokens, gamma * c, 1.0),
-        "v": verify(gamma + 1),
-        "operations": None if c_hat is None else (gamma * c_hat + gamma + 1.0) / tokens,
-    }
-    if machine is not None:
-        steps = gamma if machine.read["draft_weights"] else 0
-        line["traffic_bytes"] = theory.traffic(tokens, steps, **machine.read, batch=config.batch).total
-    return line
+class _Pair:
+    """The numbers as floats.
 
+    Attributes:
+        config: where they come from.
+        read: bytes of a pass over one request's row: weights and kv, draft_weights and draft_kv.
+        c, c_hat: a draft step in time and in operations; c_hat None: not known.
+        verify: time of a pass over so many rows of each request, in passes over one of each.
+    """
 
-def _machine(config: PlanConfig) -> _Machine | None:
-    if config.target_size is None:
-        return None
-    names = ("target_size", "draft_size", "kv_per_token", "draft_kv_per_token", "bandwidth", "operations")
-    given = {name: getattr(config, name) for name in names}
-    known = {name: None if text is None else _number(name, text) for name, text in given.items()}
-    read = {
-        "weights": (known["target_size"] or 0.0) * config.bits / 8,
-        "draft_weights": (known["draft_size"] or 0.0) * config.draft_bits / 8,
-        "kv": (known["kv_per_token"] or 0.0) * config.context,
-        "draft_kv": (known["draft_kv_per_token"] or 0.0) * config.context,
-    }
-    return _Machine(read, known["bandwidth"], known["operations"])
-
-
-def _ratios(config: PlanConfig, machine: _Machine | None) -> tuple[float, float | None]:
-    """The draft step in time and in operations (c, c_hat)."""
-    c, c_hat, batch = config.c, config.c_hat, config.batch
-    if machine is not None and machine.read["draft_weights"]:
+    def __init__(self, config: PlanConfig) -> None:
+        self.config = config
+        names = ("target_size", "draft_size", "kv_per_token", "draft_kv_per_token", "bandwidth", "operations")
+        given = {name: getattr(config, name) for name in names}
+        known = {name: None if text is None else _number(name, text) for name, text in given.items()}
+        self.read = {
+            "weights": (known["target_size"] or 0.0) * config.bits / 8,
+            "draft_weights": (known["draft_size"] or 0.0) * config.draft_bits / 8,
+            "kv": (known["kv_per_token"] or 0.0) * config.context,
+            "draft_kv": (known["draft_kv_per_token"] or 0.0) * config.context,
+        }
+        # Of 1 byte a second where it is not known: ratios are the same.
+        self._bandwidth, self._rate = known["bandwidth"] or 1.0, known["operations"]
+        self.c_hat = config.c_hat
+        c = config.c
+        if known["draft_size"] and known["target_size"]:
+            if c is None:
+                c = self.seconds(config.batch, "draft_") / self.seconds(config.batch)
+            if self.c_hat is None:
+                self.c_hat = known["draft_size"] / known["target_size"]
         if c is None:
-            step = machine.seconds(batch, batch, config.draft_bits, "draft_")
-            c = step / machine.seconds(batch, batch, config.bits)
-        if c_hat is None:
-            c_hat = _number("draft_size", config.draft_size) / _number("target_size", config.target_size)
-    if c is None:
-        raise InputError(
-            "c is not given; give the time of a draft step in target steps (--c 0.05; 0 for a draft from the text), or "
-            "--target-size and --draft-size"
-        )
-    return c, c_hat
+            raise InputError(
+                "c is not given; give the time of a draft step in target steps (--c 0.05; 0 for a draft from the "
+                "text), or --target-size and --draft-size"
+            )
+        self.c, self.verify = c, self._verify()
 
+    def seconds(self, rows: int, model: str = "") -> float:
+        """Of a pass over rows of all requests together; ``model``: "" is the target, "draft_" the draft."""
+        bits = self.config.draft_bits if model else self.config.bits
+        weights = self.read[f"{model}weights"]
+        read, operations = weights + self.config.batch * self.read[f"{model}kv"], 2 * weights * 8 / bits
+        return theory.pass_seconds(rows, read=read, operations=operations, bandwidth=self._bandwidth, rate=self._rate)
 
-def _verify(config: PlanConfig, machine: _Machine | None) -> Callable[[int], float]:
-    """Time of a pass over so many rows of each request, in passes over one of each."""
-    batch = config.batch
-    if config.v:
-        curve = _curve(config.v)
-        return lambda rows: curve(batch * rows) / curve(batch)
-    if machine is None or machine.operations is None:
-        return lambda rows: 1.0
-    plain = machine.seconds(batch, batch, config.bits)
-    return lambda rows: machine.seconds(batch * rows, batch, config.bits) / plain
+    def _verify(self) -> Callable[[int], float]:
+        batch = self.config.batch
+        if self.config.v:
+            curve = _curve(self.config.v)
+            return lambda rows: curve(batch * rows) / curve(batch)
+        if self._rate is None:
+            return lambda rows: 1.0
+        return lambda rows: self.seconds(batch * rows) / self.seconds(batch)
+
+    def line(self, gamma: int) -> dict[str, Any]:
+        """What is to be expected of one draft length."""
+        config, v = self.config, self.verify(gamma + 1)
+        tokens = theory.expected_chain_tokens(config.alpha, gamma)
+        line: dict[str, Any] = {
+            "gamma": gamma,
+            "tokens": tokens,
+            "speedup": theory.round_speedup(tokens, gamma * self.c, v, config.overhead if gamma else 0.0),
+            "flat": theory.round_speedup(tokens, gamma * self.c, 1.0),
+            "v": v,
+            "operations": None if self.c_hat is None else (gamma * self.c_hat + gamma + 1.0) / tokens,
+        }
+        if config.target_size is not None:
+            steps = gamma if self.read["draft_weights"] else 0
+            line["traffic_bytes"] = theory.traffic(tokens, steps, **self.read, batch=config.batch).total
+        return line
 
 
 def _curve(entries: tuple[str, ...]) -> Callable[[int], float]:
@@ -264,18 +236,15 @@ def draw(found: dict[str, Any], path: str) -> None:
 
     alpha = ", ".join(f"{value:g}" for value in found["given"]["alpha"])
     title = f"alpha {alpha}, c {found['c']:.3g}; best gamma {found['gamma']}"
-    look: dict[str, Any] = {"mark": found["gamma"], "xlabel": "gamma", "ylim": (0, None)}
-    ways: dict[str, str | tuple[str, str]] = {
-        "flat": ("all passes alike", "--"),
-        "speedup": "with what passes cost",
-    }
+    look: dict[str, Any] = {"x": "gamma", "mark": found["gamma"], "xlabel": "gamma", "ylim": (0, None)}
+    ways = {"flat": ("all passes alike", "--"), "speedup": "with what passes cost"}
     panels = [
-        curves("gamma", {"tokens": ""}, title=title, ylabel="tokens a pass", **look),
-        curves("gamma", ways, legend="best", ylabel="speed-up over plain", **look),
+        curves(ys={"tokens": ""}, title=title, ylabel="tokens a pass", **look),
+        curves(ys=ways, legend="best", ylabel="speed-up over plain", **look),
     ]
     if found["c_hat"] is not None:
-        panels.append(curves("gamma", {"operations": ""}, ylabel="operations a token, plain is 1", **look))
+        panels.append(curves(ys={"operations": ""}, ylabel="operations a token, plain is 1", **look))
     if "traffic_bytes" in found["lines"][0]:
-        panels.append(curves("gamma", {"traffic_bytes": ""}, ylabel="bytes read a token", **look))
+        panels.append(curves(ys={"traffic_bytes": ""}, ylabel="bytes read a token", **look))
     row = Row("plan", "", found["lines"])
     drawing(path, [(panel, row, 3.2) for panel in panels], width=5.6)

@@ -1,8 +1,8 @@
-"""From rounds on some texts to the speed of every chain length: a model of acceptance and one of time. Pure floats.
+"""Predicts the speed of every chain length from rounds on some texts, by a model of acceptance and one of time.
 
-Acceptance: chains of a few lengths are counted on many texts; those between are the longer ones, looked at only so far
-(section 3.1 of arXiv 2211.17192 takes places to be independent and alike; here they are as they were). Time: a round is
-the pass over its rows, the draft's passes, and what is outside both, as they were measured (``theory.round_speedup``).
+Acceptance: chains of a few lengths run on many texts; a length between two is the longer one, cut (section 3.1 of arXiv
+2211.17192 assumes independent places of equal acceptance; here they are as measured). Time: a round is the target's
+pass over its rows, the draft's passes, and the time outside both, as measured (``theory.round_speedup``).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Texts = Sequence[Sequence[Round]]
 
 
 def calm(rounds: Sequence[Round]) -> list[Round]:
-    """Rounds without what other work added: none counts as more than twice the median of those of its depth.
+    """Limit rounds that other work slowed down: none counts as more than twice the median of its depth.
 
-    All parts of such a round shrink alike. If each part were judged by itself, the short ones would lose more, and
-    rounds of many parts would seem cheaper than plain ones.
+    All parts of such a round shrink by one factor. With a limit for each part, short parts would lose more, and rounds
+    of many parts would look cheaper than plain ones.
     """
     by_depth: dict[int, list[float]] = {}
     for part in rounds:
@@ -55,7 +55,7 @@ class Curve:
 
     @classmethod
     def of(cls, readings: Iterable[tuple[int, float]]) -> Curve:
-        """Means of what was read at each count; a count that was hardly ever read says little beside others."""
+        """Means of what was read at each count; a count with hardly any readings is left out."""
         found: dict[int, list[float]] = {}
         for count, seconds in readings:
             found.setdefault(count, []).append(seconds)
@@ -107,7 +107,7 @@ class RoundCosts:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is to be expected of a configuration.
+    """Prediction for a configuration.
 
     Attributes:
         tau: tokens a round.
@@ -172,7 +172,7 @@ class Chains:
 
 
 def weighed(texts: Texts, few: Texts, many: Texts, plain: float) -> Expected:
-    """What to expect of gamma "auto", which chooses the draft length in every round; from few texts.
+    """Prediction for gamma "auto", which chooses the draft length every round; from few texts.
 
     Args:
         texts: their rounds.

@@ -1,7 +1,7 @@
-"""Every drafter that a target could have, at every length: predicted by rounds on some texts, the best ones tried.
+"""Finds the fastest drafter and draft length of a target: predicts all of them, then measures the best ones.
 
-Every other prompt calibrates (``calibrate``); from what is learnt there follow tau and tokens a second of every chain
-length and of "auto", which weighs each round anew (``predict``). The other prompts say whether that was right.
+Every second prompt calibrates (``calibrate``). From these rounds ``predict`` computes tau and tokens/s of every chain
+length, and of gamma "auto", which chooses a length every round. The best ones are measured on the other prompts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sakiyomi.evaluation.tuning.candidates import available, made, named
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.predict import Expected
 
-WORTH = 1.02  # a measured gain below is none
+WORTH = 1.02  # a smaller measured speed-up counts as none
 TIMED, COUNTED = 0.45, 0.75  # of the time: when texts have been written alone, and when in batches
 APART = 8  # configurations from one plain text to the next
 PLAIN = "none"
@@ -82,29 +82,20 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
         temperature=config.temperature,
         seconds=time.monotonic() - began,
     )
-    result["file"] = None
-    if config.save:
-        path = profile_path(llm.target, llm.tokenizer)
-        profile = Profile(
-            lasting(best["draft"]),
-            best["gamma"],
-            best["measured_speedup"],
-            result["conditions"],
-            result["table"],
-            best["measured_tau"],
-            best["tau_error"],
-        )
-        write_profile(path, profile)
-        result["file"] = str(path)
-    return result
+    if not config.save:
+        return result | {"file": None}
+    path, known = profile_path(llm.target, llm.tokenizer), (result["conditions"], result["table"])
+    measured = (best["measured_tau"], best["tau_error"])
+    write_profile(path, Profile(lasting(best["draft"]), best["gamma"], best["measured_speedup"], *known, *measured))
+    return result | {"file": str(path)}
 
 
 def _learn_and_compare(
     config: PairConfig, calibration: Calibration, comparison: Comparison, prompts: Prompts, began: float, note: Note
 ) -> None:
-    """Texts of all kinds, in an order that lets a machine which drifts spoil as little as possible.
+    """Write all texts: timed, counted and compared ones, in an order that limits the effect of a drifting machine.
 
-    Where everything is run, texts that are timed and texts that are compared alternate.
+    With ``all``, timed and compared texts alternate.
     """
 
     def late(share: float) -> bool:
@@ -183,7 +174,9 @@ class Comparison:
         self.texts = self.equal = self.written = 0
         self.spread = (1.0, 1.0)
         undrafted = calibration.undrafted
-        self._plain = [_Runs(PLAIN, "auto", undrafted) for _ in range(2)]  # they differ by what the machine's noise is
+        self._plain = [
+            _Runs(PLAIN, "auto", undrafted) for _ in range(2)
+        ]  # their difference is the noise of the machine
         self._runs: list[_Runs] = []
 
     @property
@@ -204,14 +197,14 @@ class Comparison:
         ]
 
     def run(self, prompt: list[int]) -> None:
-        """Run a prompt with every configuration, with plain decoding before, between and behind."""
+        """Run a prompt with every configuration; plain decoding runs before, between and after them."""
         texts = [self._write(run, prompt) for run in self._order()]
         self.equal += sum(text == texts[0] for text in texts)
         self.written += len(texts)
         self.texts += 1
 
     def _order(self) -> list[_Runs]:
-        """Everyone, in another order for every prompt: what ran just before leaves the processor's caches behind."""
+        """All configurations in a random order for every prompt: a run depends on the caches that the last one left."""
         order = [self._plain[0]]
         for number, run in enumerate(random.Random(self.texts).sample(self._runs, len(self._runs)), start=1):
             order.append(run)
@@ -220,7 +213,7 @@ class Comparison:
         return order
 
     def finish(self) -> None:
-        """Put predictions and what was measured side by side."""
+        """Add the measured figures to the predictions."""
         self.rows = self._predicted()
         first, second = self._plain
         both = _Runs(PLAIN, "auto", first.engine, first.texts + second.texts)

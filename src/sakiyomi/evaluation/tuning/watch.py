@@ -15,7 +15,7 @@ from sakiyomi.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A place of a draft that the target came to.
+    """A place of a draft that the target judged.
 
     Attributes:
         listed: candidates that the draft had for it.
@@ -53,25 +53,12 @@ class Round:
         return self.draft + self.score + self.other
 
     def shrunk(self, share: float) -> Round:
-        """The same in so much of its time."""
+        """The same round in this share of its time."""
         return replace(self, draft=share * self.draft, score=share * self.score, other=share * self.other)
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """One text.
-
-    Attributes:
-        tokens: new ones.
-        rounds: those behind the prompt's pass, which gives the first token.
-    """
-
-    tokens: list[int]
-    rounds: tuple[Round, ...]
-
-
 class Heard:
-    """A drafter that keeps its last drafts; everything else is the drafter's own.
+    """Wraps a drafter and keeps its last drafts; all other attributes are those of the drafter.
 
     Args:
         drafter: makes the drafts.
@@ -96,8 +83,8 @@ class Heard:
 
 def watched(
     engine: Engine, heard: Heard | None, prompts: Sequence[Sequence[int]], params: SamplingParams
-) -> list[Written]:
-    """Run some requests at once, and note every round behind their prompts.
+) -> list[list[Round]]:
+    """Run some requests at once: of each the rounds behind the prompt's pass, which gives the first token.
 
     Args:
         engine: nothing else runs on it.
@@ -129,11 +116,11 @@ def watched(
     finally:
         for request in requests:
             engine.remove(request.id)
-    return [Written(r.generation().token_ids, tuple(rounds)) for r, rounds in zip(requests, found, strict=True)]
+    return found
 
 
 def judged(draft: Draft, tokens: Sequence[int]) -> tuple[Judged, ...]:
-    """What became of a draft.
+    """How the target judged a draft.
 
     Args:
         draft: tree or chain; siblings stand in the order of their ranks.

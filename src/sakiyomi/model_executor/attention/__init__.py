@@ -14,7 +14,7 @@ from sakiyomi.model_executor.attention.triton import TritonBackend
 __all__ = ["BACKENDS", "AttentionBackend", "BackendNeeds", "choose_backend"]
 
 BACKENDS: list[type[AttentionBackend]] = [TritonBackend, CudaBackend, CpuBackend, TorchBackend]
-"""In order of preference; the last one serves everything that calls our operator."""
+"""In order of preference. The last one serves every model that calls our operator."""
 
 
 def choose_backend(needs: BackendNeeds) -> type[AttentionBackend]:

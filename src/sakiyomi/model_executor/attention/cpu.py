@@ -59,19 +59,15 @@ class CpuBackend(AttentionBackend):
         self._cache = cache  # held, too
         for store in cache.states.stores:
             if isinstance(store, RecurrentStore):
-                store.kernels = _Sites(self._library, self.session)
-                store.kernels.attach(store)
+                store.kernels = self
+                self.attach_states(store)
         if not cache.room:
             return
         library, session = self._library, self.session
         for i in range(len(cache.shapes)):
             self._attach_layer(i)
-        dropped = cache.dropped
-        if dropped is None:
-            library.sk_dropped(session, None, 0)
-        else:
-            library.sk_dropped(session, dropped.data_ptr(), dropped.shape[2])
-        packed = cache.packed
+        dropped, packed = cache.dropped, cache.packed
+        library.sk_dropped(session, pointer(dropped), 0 if dropped is None else dropped.shape[2])
         if packed is None or not packed.stores[0]:
             library.sk_packed_count(session, None)
         else:
@@ -107,7 +103,7 @@ class CpuBackend(AttentionBackend):
             self._library.sk_source(self.session, i, *pointers, shape.heads, starts, *sizes, lengths)
 
     def begin(self, plan: BatchPlan, size: int) -> None:
-        """Say what this session's next pass looks like; `size` counts filler rows too."""
+        """Describe this session's next pass; `size` includes filler rows."""
         self._library.sk_begin(self.session, len(plan.parts), size, plan.packed)
         latent.prompts_by(functools.partial(self._expanded, plan) if plan.prompts else None)
 
@@ -115,9 +111,9 @@ class CpuBackend(AttentionBackend):
         self, plan: BatchPlan, module: nn.Module, q: Tensor, latents: Tensor, layer: int, *asked: Any
     ) -> Tensor | None:
         """See ``latent.Expanded``: for this call the kernels read expanded keys and values."""
-        cache, most = self._cache, max(length + rows for _, _, rows, length, _ in plan.table)
-        pairs = sum(rows * (length + rows / 2) for _, _, rows, length, _ in plan.table)
-        if cache.dropped is not None or not latent.pays(module, pairs, sum(row[2] + row[3] for row in plan.table)):
+        cache, ends = self._cache, [length + rows for _, _, rows, length, _ in plan.table]
+        pairs, most = sum(rows * (length + rows / 2) for _, _, rows, length, _ in plan.table), max(ends)
+        if cache.dropped is not None or not latent.expanding_is_faster(module, pairs, sum(ends)):
             return None
         fresh = latent.expand(module, latents[0, 0])
         heads, slots = q.shape[1], 1 + max(slot for slot, *_ in plan.table)
@@ -135,10 +131,6 @@ class CpuBackend(AttentionBackend):
         finally:
             self._attach_layer(layer)
 
-    def describe(self, segments: int, table: bytes, size: int, inputs: int) -> None:
-        """See ``AttentionBackend.describe``."""
-        self._library.sk_rows(self.session, segments, table, size, inputs)
-
     def want(self, rows: Tensor, layers: int) -> None:
         """See ``AttentionBackend``."""
         self._library.sk_want(len(rows), rows.data_ptr(), layers - 1)
@@ -147,15 +139,8 @@ class CpuBackend(AttentionBackend):
         """Attention calls since `begin`."""
         return int(self._library.sk_calls())
 
-
-class _Sites:
-    """The states of a session in the kernels: see ``SiteKernels``."""
-
-    def __init__(self, library: Any, session: int) -> None:
-        self._library, self.session = library, session
-
-    def attach(self, store: RecurrentStore) -> None:
-        """Point the kernels at the store's present tensors."""
+    def attach_states(self, store: RecurrentStore) -> None:
+        """Point the kernels at the present tensors of recurrent states, see ``SiteKernels``."""
         for number, state in store.sites.items():
             site = state.site
             parts = [math.prod(shape) for shape in site.rows]

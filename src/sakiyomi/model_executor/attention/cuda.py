@@ -1,14 +1,14 @@
-"""Tree attention for an accelerator in plain torch: the plan lives in static tensors, so that passes can be captured.
+"""Tree attention on a GPU in plain torch. The plan lies in static tensors, so that passes can be captured.
 
-It serves where `triton.py` does not.
+Used on GPUs where the Triton kernels (`triton.py`) do not run.
 
 Rows of decoding passes are laid out as `(slots, rows of a slot)`, padded to powers of two, beside the cache as it lies:
 one attention call a layer serves all requests, with what a row may not see in a mask that is added to its scores. The
 query heads that share a key head are packed as rows: with a mask, `enable_gqa` would copy the cache in float32 in
 every layer. A CUDA graph is captured for each (rows, slots, rows of a slot, columns); growing the cache drops them.
 
-Chunks of prompts have any length, so they are not captured, and their requests are computed one after the other: in
-the layout above a chunk would be padded to all slots below its own.
+Chunks of prompts have any length, so they are not captured, and ``TorchBackend`` computes their requests one after the
+other: in the layout above a chunk would be padded to all slots below its own.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from sakiyomi.model_executor.attention.registry import (
     PassRecorder,
     PassResult,
 )
-from sakiyomi.model_executor.attention.torch import attend_all
+from sakiyomi.model_executor.attention.torch import TorchBackend
 
 logger = logging.getLogger("sakiyomi")
-KEPT = 64  # shapes whose tensors and captured passes are kept: each has logits of its own
+KEPT = 64  # shapes whose tensors and captured passes are kept; each holds its own logits
 
 
 def bucket(count: int, least: int = 1) -> int:
@@ -57,7 +57,7 @@ class _Frame:
         row: (slots * rows of a slot,) the row at each place; any row where there is none.
         masks: by sliding window, query heads that share a key head, and dtype: (slots, 1, these heads * rows of a slot,
             columns), 0 where a row may look and -inf elsewhere.
-        captured: the graph, its ids and positions, and what it gives.
+        captured: the graph, its token ids and positions, and its results.
     """
 
     rows: int
@@ -88,7 +88,7 @@ class _Frame:
             mask.copy_(_added(seen[window], group, mask.dtype))
 
     def mask(self, plan: BatchPlan, window: int, group: int, dtype: torch.dtype) -> Tensor:
-        """See the class; made at first use, kept up to date by `fill` afterwards."""
+        """One of ``masks``: made at first use, then kept up to date by `fill`."""
         key = (window, group, dtype)
         if key not in self.masks:
             self.masks[key] = _added(self._seen(plan, window), group, dtype)
@@ -110,7 +110,7 @@ def _added(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 
 
 class CudaBackend(AttentionBackend):
-    """The cache and the static plan that attention works on in this thread: see ``AttentionBackend``."""
+    """Attention of one session on static tensors: see ``AttentionBackend``."""
 
     operator: ClassVar[str] = "sakiyomi_device"
     spare: ClassVar[int] = 1
@@ -118,13 +118,13 @@ class CudaBackend(AttentionBackend):
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
         self.cache, self.device = cache, needs.device
         self.count = 0
-        self.apart = False  # the rows of each request are computed by themselves: a prompt is among them
+        self.apart = False  # a prompt is in the pass: one request is computed after the other
         self.frames: dict[tuple[int, int, int, int], _Frame] = {}
-        self._prompt_masks: dict[tuple[int, int], Tensor] = {}
+        self._prompts = TorchBackend(needs, cache)
 
     @classmethod
     def serves(cls, needs: BackendNeeds) -> bool:
-        """Causal models that lie on one GPU as a whole, with all their pairs in the cache."""
+        """Causal models on one GPU whose cache keeps all pairs."""
         apart = needs.exact or needs.evicts or needs.offloaded or needs.encoder or not needs.plain
         return needs.device.type == "cuda" and needs.one_device and not apart
 
@@ -136,7 +136,7 @@ class CudaBackend(AttentionBackend):
         backend.count += 1
         if not backend.cache.room:
             return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
-        way = backend._apart if backend.apart else backend._together
+        way = TorchBackend.attend if backend.apart else backend._together
         return way(q, k, v, layer, scaling, softcap, window)
 
     def recorder(self, forward: PassForward) -> PassRecorder:
@@ -144,10 +144,11 @@ class CudaBackend(AttentionBackend):
         return CudaGraphs(forward, self)
 
     def begin(self, plan: BatchPlan, size: int) -> None:
-        """Say what the next pass looks like; `size` counts filler rows too. Without requests all rows are fillers."""
+        """Describe the next pass; `size` includes filler rows. Without requests all rows are filler rows."""
         self.plan = plan
         self.enter(apart=plan.prompts)
-        # A chunk of a prompt alone has no frame: of its length there may be no second one.
+        if plan.prompts:  # no frame: a chunk of the same length may never come again
+            self._prompts.begin(plan, size)
         if plan.prompts or not self.cache.room:
             return
         segments = plan.table or [(0, 0, 1, 0, 0)]
@@ -158,13 +159,12 @@ class CudaBackend(AttentionBackend):
         frame = self.frames.pop(key, None)
         self.frame = self.frames[key] = frame or _Frame(*key, self.cache.shapes[0].device)
         if len(self.frames) > KEPT:
-            del self.frames[next(iter(self.frames))]  # the longest unused
+            del self.frames[next(iter(self.frames))]  # the least recently used
         self.frame.fill(plan, self.cache.room)
 
     def enter(self, *, apart: bool) -> None:
         """Begin this thread's next pass on this session; ``apart``: its requests are computed one after the other."""
         self.count, self.apart = 0, apart
-        self._prompt_masks.clear()
         _active.backend = self
 
     def calls(self) -> int:
@@ -193,29 +193,6 @@ class CudaBackend(AttentionBackend):
         out = out.view(frame.slots, shared, group, frame.depth, -1).permute(0, 3, 1, 2, 4)
         return out.reshape(frame.slots * frame.depth, heads, -1).index_select(0, frame.place)[None]
 
-    def _apart(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int
-    ) -> Tensor:
-        """One request after the other, at its own length."""
-        out = q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
-        for i, (slot, first, rows, length, _) in enumerate(self.plan.table):
-            here = slice(first, first + rows)
-            keys, values = (store[layer][slot, :, : length + rows] for store in (self.cache.keys, self.cache.values))
-            keys[:, length:], values[:, length:] = k[0, :, here], v[0, :, here]
-            segment, whole = self.plan.parts[i], not length and not window and not softcap
-            if whole and segment.parents is None and not segment.block:
-                # A prompt's beginning needs no mask, without which there are faster kernels.
-                part = F.scaled_dot_product_attention(
-                    q[:, :, here], keys[None], values[None], is_causal=True, scale=scaling, enable_gqa=True
-                )
-                out[:, here] = part.transpose(1, 2)
-                continue
-            if (i, window) not in self._prompt_masks:
-                self._prompt_masks[i, window] = self.plan.visible(i, window, q.device)
-            mask = self._prompt_masks[i, window]
-            out[0, here] = attend_all(q[0, :, here], keys, values, mask, scaling, softcap)
-        return out
-
 
 class _Active(threading.local):
     backend: CudaBackend | None = None
@@ -232,9 +209,9 @@ class CudaGraphs:
         backend: its static tensors are what the captured kernels read; what is captured is kept with them.
 
     Attributes:
-        fresh: the last pass was captured first, which takes as long as many passes.
-        failed: a pass could not be captured; they all run eagerly since then.
-        ready: nothing: what was captured belongs to a plan.
+        fresh: the last pass was captured before it ran, which takes as long as many passes.
+        failed: a pass could not be captured; all passes run eagerly since then.
+        ready: empty: a captured pass belongs to a plan.
     """
 
     mode: ClassVar[str] = "captured"
@@ -249,18 +226,18 @@ class CudaGraphs:
         return not self.failed
 
     def record(self, begin: BeginPass) -> None:
-        """Nothing: a capture comes with the first pass of a shape."""
+        """Does nothing: a pass is captured when its shape first comes."""
 
     def clear(self) -> None:
-        """Forget all captures: the cache's tensors have moved. Passes that are not captured look them up."""
+        """Drop all captures: the cache has new tensors. Eager passes look them up."""
         self._backend.frames.clear()
 
     def run(
         self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None
     ) -> PassResult | None:
-        """The pass that `begin` described; None for prompts, which have any length.
+        """The pass that `begin` described; None for prompts, which are not captured.
 
-        The hidden states are copies: a captured pass writes to the same place the next time.
+        The hidden states are copies, since the next replay overwrites the originals.
         """
         self.fresh = False
         if keep is not None or self._backend.apart or not self._backend.cache.room or self.failed:
@@ -279,11 +256,11 @@ class CudaGraphs:
         return logits, tuple(state.clone() for state in states)
 
     def _captured(self, ids: Tensor, positions: Tensor) -> Any:
-        """What `_capture` gives; None, after one warning, where that does not work."""
+        """The result of `_capture`; None, after one warning, if the pass cannot be captured."""
         try:
             with torch.cuda.device(self._backend.device):  # streams and graphs are those of the current device
                 return self._capture(ids, positions)
-        except RuntimeError as error:  # a model that asks the device something in its forward, or no memory
+        except RuntimeError as error:  # the forward waits for the device, or memory ran out
             self.failed = True
             self.clear()  # frees what the others hold
             what = " ".join(str(error).split())[:200]
@@ -303,7 +280,7 @@ class CudaGraphs:
         return graph, ids, positions, given
 
     def _record(self, work: Callable[[], Any]) -> tuple[Any, Any]:
-        """Run some work of the device twice, then capture it; its graph, and what it gives."""
+        """Run some work on the device twice, then capture it; the graph, and its result."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -1,8 +1,8 @@
 """The attention functions that transformers' models are switched to.
 
-A backend's operator is registered with transformers under its name when the backend is first chosen. Masks are ours, so
-its mask function returns None. `sakiyomi_probe` computes what the model's class does, on its masks, and notes
-what each layer asks for: how far it sees is read from the class's own mask functions (``masks.py``).
+A backend's operator is registered with transformers under its name when the backend is first chosen. Its mask function
+returns None, since the backends make their own masks. `sakiyomi_probe` computes what the model's class computes, with
+the class's masks, and notes the arguments of each layer. Windows are read from the mask functions (``masks.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,49 +19,55 @@ from torch import Tensor, nn
 
 from sakiyomi.cache.layout import Alibi, LayerShape
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.model_executor.attention import (
-    latent,
-    observe,  # noqa: F401  (their operators are registered)
-)
+from sakiyomi.model_executor.attention import latent
 from sakiyomi.model_executor.attention import torch as dense
-from sakiyomi.model_executor.attention.masks import Reach, reach_of
+from sakiyomi.model_executor.attention.masks import window_of
 
-# Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.
+# Arguments that change the result and that our operators do not take; a layer that passes one cannot run here.
 UNKNOWN = ("position_bias", "alibi", "head_mask", "relative_position_bias")
 
 
 Note = Callable[[int, Tensor, float], Tensor]
-"""What is noted of a pass's rows for the cache's policy: from layer, queries (1, heads, rows, dim) after their rotation
-and the factor of scores to (rows, width)."""
+"""Makes what the cache's policy observes of a pass's rows: from layer, queries (1, heads, rows, dim) after the rotary
+embedding and the scale of scores to (rows, width)."""
 NOTE = "sakiyomi_note"
-REACH = "sakiyomi_reach"
-"""Name of what says how far a layer's rows see, see ``LayerShape.reach``."""
+WINDOW = "sakiyomi_window"
+"""Attribute of an attention module: its window, see ``LayerShape.reach``."""
 PROBE = "sakiyomi_probe"
 Attend = Callable[[Tensor, Tensor, Tensor, int, float, float, int], Tensor]
 """See ``AttentionBackend.attend``."""
 
 
-_probed: list[LayerShape] = []
-"""What the layers of a model that is probed have asked for, in the order of their calls."""
-_callers: list[nn.Module] = []
-"""Those layers."""
-_pairs: list[tuple[Tensor, Tensor]] = []
-"""Their keys and values, held so that an address means one of them."""
-_masks: dict[int, tuple[Tensor, Reach | None]] = {}
-"""Masks of the pass that probes a model, by the address of their storage, and how far they let rows see."""
+@dataclass
+class _Noted:
+    """What a pass that probes a model has noted.
+
+    Attributes:
+        callers, shapes: layers in the order of their calls, and the shape of each.
+        pairs: their keys and values, kept alive so that an address identifies one of them.
+        masks: masks of the pass by the address of their storage, and the window of each; None: of another kind.
+    """
+
+    callers: list[nn.Module] = field(default_factory=list)
+    shapes: list[LayerShape] = field(default_factory=list)
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    masks: dict[int, tuple[Tensor, int | None]] = field(default_factory=dict)
+
+
+_noted = _Noted()
 
 
 def call_arguments(
     module: nn.Module, query: Tensor, mask: Tensor | None, scaling: float | None, kwargs: dict[str, Any]
 ) -> tuple[int, float, float, int]:
-    """Layer, scaling, soft cap and reach (see ``LayerShape.reach``) of one call of attention.
+    """Layer, scaling, soft cap and window (see ``LayerShape.reach``) of one call of attention.
 
     Raises:
-        UnsupportedError: it has a mask of its own, or an argument that changes the result and is not known here.
+        UnsupportedError: it has its own mask, or an argument that changes the result and is not supported.
     """
-    _, reach = (None, None) if mask is None else _masks.get(mask.untyped_storage().data_ptr(), (None, None))
+    _, window = (None, None) if mask is None else _noted.masks.get(mask.untyped_storage().data_ptr(), (None, None))
     # In passes of requests the mask functions give None.
-    asked = "makes its own mask" if mask is not None and reach is None else ""
+    asked = "makes its own mask" if mask is not None and window is None else ""
     asked = asked or next((f"uses {name}" for name in UNKNOWN if kwargs.get(name) is not None), "")
     if asked:
         raise UnsupportedError(
@@ -71,28 +77,20 @@ def call_arguments(
         int(module.layer_idx),  # type: ignore[arg-type]
         _scaling(query, scaling),
         float(kwargs.get("softcap") or 0.0),
-        _reach(module, reach, kwargs),
+        window if window is not None else int(getattr(module, WINDOW, kwargs.get("sliding_window")) or 0),
     )
 
 
-def _reach(module: nn.Module, of_mask: Reach | None, kwargs: dict[str, Any]) -> int:
-    """How far the rows of a call see: by its mask, by ``set_reach``, or by the call's own argument."""
-    if of_mask is not None:
-        return -of_mask.chunk if of_mask.chunk else of_mask.window
-    known = getattr(module, REACH, None)
-    return int(kwargs.get("sliding_window") or 0) if known is None else int(known)
-
-
-def set_reach(model: nn.Module, shapes: Sequence[LayerShape]) -> None:
-    """Have every layer see as far as these shapes say, instead of what its calls say."""
+def set_windows(model: nn.Module, windows: Sequence[int]) -> None:
+    """Give every attention layer its window, see ``LayerShape.reach``, in the place of what its calls say."""
     for module in model.modules():
         layer = vars(module).get("layer_idx")
-        if isinstance(layer, int) and layer < len(shapes):
-            setattr(module, REACH, shapes[layer].reach)
+        if isinstance(layer, int) and layer < len(windows):
+            setattr(module, WINDOW, windows[layer])
 
 
 def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """The attention function, as transformers calls it, on an operator."""
+    """The attention function that transformers calls, computed by an operator."""
 
     def attention(
         module: nn.Module,
@@ -128,27 +126,27 @@ def _noting(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Note what a layer asks for, and compute it as its class does."""
-    _callers.append(module)
+    """Note the arguments of a layer, and compute attention as its class does."""
+    _noted.callers.append(module)
     if getattr(module, "layer_idx", None) is None:  # a block that several layers share
-        module.layer_idx = len(_callers) - 1  # type: ignore[assignment]
-    *_, reach = call_arguments(module, query, attention_mask, scaling, kwargs)
+        module.layer_idx = len(_noted.callers) - 1  # type: ignore[assignment]
+    *_, window = call_arguments(module, query, attention_mask, scaling, kwargs)
     sinks = kwargs.get("s_aux")
-    places = [(pair[0].data_ptr(), pair[0].shape, pair[1].data_ptr()) for pair in (*_pairs, (key, value))]
-    _pairs.append((key, value))
+    places = [(pair[0].data_ptr(), pair[0].shape, pair[1].data_ptr()) for pair in (*_noted.pairs, (key, value))]
+    _noted.pairs.append((key, value))
     source = places.index(places[-1])
-    _probed.append(
+    _noted.shapes.append(
         LayerShape(
             key.shape[1],
             key.shape[3],
             value.shape[3],
             key.device,
-            max(reach, 0),
-            max(-reach, 0),
+            max(window, 0),
+            max(-window, 0),
             None if sinks is None else sinks.detach().float().contiguous(),
             kwargs.get("own_alibi"),
             tied=key is value,
-            source=source if source < len(_probed) else None,
+            source=source if source < len(_noted.shapes) else None,
         )
     )
     if attention_mask is None:
@@ -181,7 +179,7 @@ def eager(
     own_alibi: Alibi | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one text for classes whose file has no function of that, see ``own.py``."""
+    """Attention of one text for classes whose file has no such function, see ``own.py``."""
     group = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scaling
     if own_alibi is not None:
@@ -191,17 +189,13 @@ def eager(
 
 
 def _noting_mask(**kwargs: Any) -> Tensor:
-    """The mask that a class asks for, made as transformers' eager one is; notes how far its rows see."""
+    """The mask that a class asks for, made by transformers' eager mask function; notes its window."""
     from transformers.masking_utils import eager_mask
 
     mask: Tensor = eager_mask(**(kwargs | {"allow_is_bidirectional_skip": False}))
-    with suppress(UnsupportedError):  # e.g. of cross-attention; a layer that uses it is refused
-        _masks[mask.untyped_storage().data_ptr()] = mask, reach_of(kwargs["mask_function"])
+    with suppress(UnsupportedError):  # for example of cross-attention; a layer that uses it is refused
+        _noted.masks[mask.untyped_storage().data_ptr()] = mask, window_of(kwargs["mask_function"])
     return mask
-
-
-def _probe_cross(q: Tensor, layer: int, scaling: float) -> Tensor:
-    return q.transpose(1, 2)
 
 
 CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {}
@@ -209,42 +203,45 @@ CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {}
 
 
 def _no_mask(*_: Any, config: Any = None, **__: Any) -> Tensor | None:
-    """Replaces a mask: None, or a tensor for classes that cannot take None (see ``own.py``)."""
+    """Replaces a mask: None, or a tensor for classes that do not take None (see ``own.py``)."""
     return torch.zeros(1) if getattr(config, "_any_mask", False) else None
 
 
 @functools.cache
 def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Tensor]) -> None:
     """Make an operator known to transformers, once a process; see ``AttentionBackend`` for what it computes."""
+    _register(name, _attention_of(attend), _no_mask, cross)
+
+
+def _register(
+    name: str, attention: Callable[..., Any], mask: Callable[..., Any], cross: Callable[[Tensor, int, float], Tensor]
+) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, _attention_of(attend))
-    AttentionMaskInterface.register(name, _no_mask)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
     CROSS[name] = cross
 
 
 def note_calls(model: nn.Module, forward: Callable[[], object]) -> tuple[list[Any], list[LayerShape]]:
-    """The layers that call attention in a pass, and what each asks for.
+    """The layers that call attention in a pass, and the shape of each.
 
     Args:
         model: its attention is left switched to the probe.
         forward: runs the model.
 
     Raises:
-        ValueError: its class says that it has only its own attention.
-        UnsupportedError: a layer asks for what is not known here.
+        ValueError: the class supports only its own attention.
+        UnsupportedError: a layer passes an argument that is not supported.
     """
     _switch_to_probe(model)
-    dense.take_over(None)  # as the pass before may have been
-    for noted in (_probed, _callers, _pairs, _masks):
-        noted.clear()
+    dense.set_pass()
+    vars(_noted).update(vars(_Noted()))
     try:
         forward()
-        return list(_callers), list(_probed)
+        return _noted.callers, _noted.shapes
     finally:
-        _callers.clear()
-        _pairs.clear()
-        _masks.clear()
+        vars(_noted).update(vars(_Noted()))  # new lists
 
 
 def _switch_to_probe(model: nn.Module) -> None:
@@ -259,28 +256,24 @@ def _switch_to_probe(model: nn.Module) -> None:
 
 @functools.cache
 def _register_probe() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(PROBE, _noting)
-    AttentionMaskInterface.register(PROBE, _noting_mask)
-    CROSS[PROBE] = _probe_cross
+    _register(PROBE, _noting, _noting_mask, lambda q, layer, scaling: q.transpose(1, 2))
 
 
 def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int | None) -> list[LayerShape] | None:
-    """What each attention layer stores, learnt from one small pass; None where the model does not come to our operator.
+    """The shape of each attention layer, learnt from one small pass; None: the model does not call our operator.
 
-    Some classes (falcon, mpt, bloom) accept another attention with a log line and keep their own, so the switch is
-    not believed: the operator must have been called exactly once for every layer.
+    Some classes (falcon, mpt, bloom) accept another attention with a log line and keep their own. So the operator must
+    have been called exactly once for every layer.
 
     Args:
         model: its attention is left switched to the probe.
         forward: runs the model on two tokens.
-        layers: attention layers that the config announces; None: other layers are among them, and those with attention
-            are numbered anew without them.
+        layers: number of attention layers in the configuration; None: the model has other layers too, and those with
+            attention are renumbered without them.
     """
     try:
         _switch_to_probe(model)
-    except ValueError:  # the class says itself that it has only its own attention
+    except ValueError:  # the class supports only its own attention
         return None
     callers, shapes = note_calls(model, forward)
     if layers is None:

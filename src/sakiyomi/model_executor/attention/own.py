@@ -1,8 +1,8 @@
-"""Attention modules of bloom, MPT and Falcon, which compute attention themselves, on the attention operator.
+"""Attention modules of Bloom, MPT and Falcon on the attention operator.
 
-Bloom, MPT and Falcon compute attention in their modules' own forward. In our structural copy another forward takes its
-place: the module's own projections, then the attention operator. Texts of classes that are not known here
-go through their own forward, one by one (``own_forward.py``).
+These classes compute attention in their modules' own forward. In our structural copy another forward replaces it: the
+module's own projections, then the attention operator. Other classes with attention of their own read their texts one
+by one through their own forward (``own_forward.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Attend = Callable[..., Tensor]
 
 
 def serve_own(model: Any) -> None:
-    """Have the attention modules of a model that are known here call the attention operator.
+    """Have the attention modules of these classes call the attention operator.
 
     Args:
         model: our structural copy; changed in place.
@@ -32,7 +32,7 @@ def serve_own(model: Any) -> None:
     attend = functools.partial(_attend, model.config)
     for module in known:
         module.forward = functools.partial(OWN[type(module).__name__], module, attend)
-    if known:  # transformers would not switch such a class
+    if known:  # transformers refuses to switch such a class
         model.config._any_mask = True  # MPT converts a mask before our operator ignores it
         model.set_attn_implementation = functools.partial(setattr, model.config, "_attn_implementation")
 
@@ -99,4 +99,4 @@ OWN: dict[str, Callable[..., tuple[Tensor, None]]] = {
     "MptAttention": _mpt,
     "FalconAttention": _falcon,
 }
-"""By the names of classes: from module, operator and the arguments of the class's own forward to what that gives."""
+"""By class name: from module, operator and the arguments of the class's own forward to the results of that forward."""

@@ -25,24 +25,24 @@ PassResult = tuple[Tensor, tuple[Tensor, ...]]
 PassForward = Callable[[Tensor, Tensor], PassResult]
 """From token ids and positions, (1, N) each."""
 BeginPass = Callable[[BatchPlan, int], None]
-"""Describes a session's next pass: its plan, and its rows with those that only fill it up."""
+"""Describes a session's next pass: its plan, and its number of rows with filler rows."""
 
 
 @dataclass(frozen=True)
 class BackendNeeds:
-    """What an attention backend is asked to serve.
+    """The properties of a model that decide which attention backend serves it.
 
     Attributes:
         device: of the weights; layers may lie on several.
         one_device: all layers lie on it.
-        packed: the model's linear layers in the compiled kernels; None: they are torch's own.
+        packed: the model's linear layers in the compiled kernels; None: torch computes them.
         exact: rows must not depend on the other rows of a pass.
-        evicts: pairs are dropped, quantized or observed (see ``cache/eviction.py``).
-        offloaded: weights come and go by hooks between layers.
-        encoder: layers attend to a source, too.
-        distances: (heads, n) added to scores by distance; None: nothing is.
-        sparse: which columns rows of prompts look at; None: at all.
-        plain: see ``LayerShape.plain``; all layers are.
+        evicts: a policy drops, quantizes or observes pairs (see ``cache/eviction.py``).
+        offloaded: hooks load and free the weights of each layer during a pass.
+        encoder: layers also attend to a source.
+        distances: (heads, n) added to scores by distance; None: nothing is added.
+        sparse: which columns the rows of prompts see; None: all before them.
+        plain: all layers are plain, see ``LayerShape.plain``.
     """
 
     device: torch.device
@@ -62,7 +62,7 @@ class PassRecorder(Protocol):
 
     Attributes:
         mode: how recorded passes run, in one word.
-        fresh: the last pass was recorded first, so that its time says nothing of the next ones.
+        fresh: the last pass was recorded before it ran, so its time does not predict the next ones.
     """
 
     mode: ClassVar[str]
@@ -70,37 +70,37 @@ class PassRecorder(Protocol):
 
     @property
     def ready(self) -> Mapping[int, PassForward]:
-        """By row count what replays a described pass, once it is known to be right; nothing where only ``run`` does."""
+        """By row count: replays a described pass, once compared with an eager one; empty if only ``run`` replays."""
         ...
 
     def has(self, rows: int) -> bool:
-        """Whether a pass of so many rows is replayed, or will be when it comes."""
+        """Whether a pass of so many rows is replayed now, or is recorded when it first comes."""
         ...
 
     def run(
         self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor, keep: Tensor | None
     ) -> PassResult | None:
-        """The pass that `begin` has described; None: it is not recorded, run it eagerly.
+        """Run the pass that `begin` has described; None: it is not recorded, run it eagerly.
 
         Args:
-            begin: describes it once more.
+            begin: describes it again.
             plan: of the pass.
-            ids, positions: (1, N), rows that only fill it up included.
-            keep: (K,) numbers of the rows whose logits are wanted, so that there are (1, K, V) of them; None: all.
+            ids, positions: (1, N), filler rows included.
+            keep: (K,) numbers of the rows whose logits (1, K, V) are wanted; None: all.
         """
         ...
 
     def record(self, begin: BeginPass) -> None:
-        """Record passes now, if they can be recorded before they come."""
+        """Record passes now, if that is possible before they come."""
         ...
 
     def clear(self) -> None:
-        """Forget what depends on where the cache lies: its tensors are new ones."""
+        """Drop what depends on the addresses of the cache: it has new tensors."""
         ...
 
 
 class AttentionBackend(ABC):
-    """Attention of one session: a model's passes on one cache. What a subclass leaves out has a default here.
+    """Attention of one session: a model's passes on one cache. Optional methods have a default here.
 
     Args:
         needs: of the model.
@@ -109,11 +109,11 @@ class AttentionBackend(ABC):
 
     Attributes:
         operator: name under which transformers knows the attention function.
-        library: of torch, that has the operators ``attend`` and ``cross``.
-        runs_packed: its `begin` describes the pass to linear layers in the compiled kernels, too.
-        spare: columns of every slot that filler rows write to, beyond those of tokens.
-        session: its number in the compiled kernels, where these can describe a pass; None: they cannot.
-        keeps: whether they can also move the pairs that a tree's accepted path leaves apart.
+        library: namespace of ``torch.ops`` with the operators ``attend`` and ``cross``.
+        runs_packed: its `begin` also describes the pass to linear layers in the compiled kernels.
+        spare: extra columns of every slot, which filler rows write to.
+        session: its number in the compiled kernels, if these can describe a pass; None: they cannot.
+        keeps: whether the kernels can also move the pairs of a tree's accepted path together.
     """
 
     operator: ClassVar[str]
@@ -133,7 +133,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def attend(cls, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-        """What a layer calls: queries (1, H, N, D), keys and values (1, H_kv, N, D) of the pass's rows to (1, N, H, D).
+        """Called by a layer: queries (1, H, N, D), keys and values (1, H_kv, N, D) of the pass's rows to (1, N, H, D).
 
         Writes keys and values into the cache, as the plan of the pass says.
         """
@@ -147,36 +147,24 @@ class AttentionBackend(ABC):
         return found
 
     def recorder(self, forward: PassForward) -> PassRecorder | None:
-        """What captures this backend's passes on its device; None: they are recorded by a trace, or eager."""
+        """Captures this backend's passes on its device; None: passes are recorded by a trace, or eager."""
         return None
 
     def attach(self, cache: SlotCache) -> None:  # noqa: B027
-        """The cache's tensors are new ones. By default nothing is done: a backend may look them up in every pass."""
+        """Called when the cache has new tensors. Does nothing by default: a backend may look them up in every pass."""
 
     def attach_sources(self, sources: SourceCache) -> None:  # noqa: B027
-        """The tensors that cross-attention reads are new ones; likewise."""
+        """Called when cross-attention has new tensors to read. Does nothing by default."""
 
     @abstractmethod
     def begin(self, plan: BatchPlan, size: int) -> None:
-        """Describe this thread's next pass; `size` counts filler rows too."""
-
-    def describe(self, segments: int, table: bytes, size: int, inputs: int) -> None:
-        """As ``begin``, where there is a ``session``, and write the inputs of the pass, too.
-
-        Args:
-            segments: how many.
-            table: int64: of each its slot, rows, length and ``done`` (see ``SequenceRows``); the tokens of all their
-                rows; the parents of all rows of their trees, -1 for none.
-            size: rows of the pass with those that only fill it up.
-            inputs: address of (2, size) int64, token ids and positions; written.
-        """
-        raise NotImplementedError
+        """Describe this thread's next pass; `size` includes filler rows."""
 
     def want(self, rows: Tensor, layers: int) -> None:  # noqa: B027
         """Restrict the pass that `begin` described to the results of these rows, (K,) int64, ascending.
 
-        Keys and values are those of all rows. A backend may leave out what the last of so many attention layers and
-        what comes behind it make of the others: they are then any numbers. By default all are computed.
+        Keys and values of all rows are written. For the other rows a backend may skip the last of so many attention
+        layers and everything after it; their results are then undefined. By default all rows are computed.
         """
 
     @abstractmethod

@@ -1,24 +1,25 @@
-"""Tree attention in plain torch, on any device: the path without a compiler, and the oracle of the compiled operator.
+"""Tree attention in plain torch on any device: used where no compiled kernels are, and the oracle of these kernels.
 
-The operator `sakiyomi::attend` reads plan and cache of the pass from outside, so that a recorded pass knows only layer
-numbers. With `by_row` every row is computed alone over its own contiguous path, which makes it
-independent of the other rows (`exact=True` where no compiled kernel is); slower, the same numbers up to rounding.
+The operator `sakiyomi::attend` gets only the number of a layer; the backend that this thread's pass runs on has plan
+and cache. With `by_row` every row is computed alone over its own contiguous path, so that it does not depend on the
+other rows (`exact=True` without compiled kernels). That is slower, and gives the same numbers up to rounding.
 
-Where it is said which columns the rows of a prompt look at (`sparse.py`), those passes come here, whichever operator
-has the others (`take_over`).
+Passes over prompts whose rows see only some columns (`sparse.py`) always run here, whichever backend runs the other
+passes (`set_pass`).
 """
 
 from __future__ import annotations
 
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.cache.cross_attention import SourceCache
-from sakiyomi.cache.layout import Part
+from sakiyomi.cache.layout import Alibi, Part
+from sakiyomi.cache.observations import RowObservations
 from sakiyomi.cache.policies.sparse import Chunk, attend_some
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
@@ -26,36 +27,29 @@ from sakiyomi.model_executor.attention import latent
 from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 
 
-class _Pass(threading.local):
-    """What the operator works on. By thread: models run beside each other."""
+class _Active(threading.local):
+    """The running pass of this thread, see ``set_pass``: models run beside each other."""
 
-    dense: TorchBackend
-    plan: BatchPlan | None = None
-    calls: int = 0
+    backend: TorchBackend | None = None
     over: bool = False
+    notes: RowObservations | None = None
+    plan: BatchPlan | None = None
+
+
+_active = _Active()
+
+
+class _Pass(threading.local):
+    """A backend's pass, of each thread its own: a pass may begin between two layers of another thread's."""
 
     def __init__(self) -> None:
-        self.masks: dict[tuple[int, int, int, torch.device], Tensor] = {}
+        self.begin(BatchPlan([]))
+
+    def begin(self, plan: BatchPlan) -> None:
+        """Forget the pass before."""
+        self.plan, self.count = plan, 0
+        self.masks: dict[tuple[int, int, int, torch.device], Tensor] = {}  # as they are asked for
         self.biases: dict[int, Tensor] = {}
-
-    def mask(self, segment: int, window: int, dropped: int, device: torch.device) -> Tensor:
-        """The segment's mask (rows, columns), made once a pass, window, number of dropped pairs and device."""
-        assert self.plan is not None
-        key = (segment, window, dropped, device)
-        if key not in self.masks:
-            self.masks[key] = self.plan.visible(segment, window, dropped=dropped).to(device)
-        return self.masks[key]
-
-    def bias(self, segment: int, table: Tensor) -> Tensor:
-        """What is added to the scores of a segment's rows, (heads, rows, length + rows), made once a pass."""
-        assert self.plan is not None
-        if segment not in self.biases:
-            far = self.plan.distances(segment, table.device).clamp_max_(table.shape[1] - 1)
-            self.biases[segment] = table[:, far]
-        return self.biases[segment]
-
-
-_pass = _Pass()
 
 
 class TorchBackend(AttentionBackend):
@@ -66,6 +60,7 @@ class TorchBackend(AttentionBackend):
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
         self.cache, self.sources = cache, sources
         self.by_row, self.distances, self.sparse = needs.exact, needs.distances, needs.sparse
+        self._pass = _Pass()
 
     @classmethod
     def serves(cls, needs: BackendNeeds) -> bool:
@@ -73,25 +68,116 @@ class TorchBackend(AttentionBackend):
         return True
 
     def begin(self, plan: BatchPlan, size: int) -> None:
-        """Say what this thread's next pass looks like; `size` counts filler rows too."""
-        _pass.dense, _pass.plan, _pass.calls = self, plan, 0
+        """Describe this thread's next pass; `size` includes filler rows."""
+        _active.backend = self
+        self._pass.begin(plan)
         latent.prompts_by(None)
-        _pass.masks.clear()
-        _pass.biases.clear()
 
     def calls(self) -> int:
-        """Attention calls of this thread since `begin`."""
-        return _pass.calls
+        """Attention calls since `begin`."""
+        return self._pass.count
+
+    def _mask(self, segment: int, window: int, dropped: int, device: torch.device) -> Tensor:
+        """The segment's mask (rows, columns)."""
+        key = (segment, window, dropped, device)
+        if key not in self._pass.masks:
+            self._pass.masks[key] = self._pass.plan.visible(segment, window, device, dropped=dropped)
+        return self._pass.masks[key]
+
+    def _bias(self, segment: int, rows: int, alibi: Alibi | None, heads: slice, device: torch.device) -> Tensor | None:
+        """Added to the scores of a segment's rows by these query heads, (heads, rows, columns); None: nothing is."""
+        if alibi is not None:
+            return alibi.scores(heads, self._pass.plan.column_positions(segment, device)).expand(-1, rows, -1)
+        if self.distances is not None and segment not in self._pass.biases:
+            far = self._pass.plan.distances(segment, self.distances.device).clamp_max_(self.distances.shape[1] - 1)
+            self._pass.biases[segment] = self.distances[:, far]
+        return self._pass.biases.get(segment)
+
+    def write_and_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int
+    ) -> Tensor:
+        """Cache write and attention of one layer, see ``AttentionBackend.attend``."""
+        self._pass.count += 1
+        out = q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+        group = q.shape[1] // k.shape[1]
+        for i, (slot, first, rows, _, _) in enumerate(self._pass.plan.table):
+            for part in self.cache.parts(layer, slot):
+                own = slice(part.heads.start * group, part.heads.stop * group)  # query heads
+                at = slice(first, first + rows)
+                fresh = q[0, own, at], k[0, part.heads, at], v[0, part.heads, at]
+                out[0, at, own] = self._part(i, layer, part, own, fresh, scaling, softcap, window)
+        return out
+
+    def _part(
+        self,
+        segment: int,
+        layer: int,
+        part: Part,
+        own: slice,
+        fresh: tuple[Tensor, Tensor, Tensor],
+        scaling: float,
+        softcap: float,
+        window: int,
+    ) -> Tensor:
+        """Attention of one segment over heads with equally many dropped pairs: (rows, heads, dim); writes its pairs."""
+        (queries, new_keys, new_values), device = fresh, fresh[0].device
+        slot, _, rows, length, prompt = self._pass.plan.table[segment]
+        first = length - part.dropped
+        part.keys[:, first : first + rows] = new_keys
+        part.values[:, first : first + rows] = new_values
+        keys, values = self.cache.columns(layer, slot, part, first + rows)
+        if self.sparse is not None and prompt:
+            return attend_some(self.sparse, Chunk(queries, keys, scaling, softcap, window), values)
+        shape, sequence = self.cache.shapes[layer], self._pass.plan.parts[segment]
+        sinks = None if shape.sinks is None else shape.sinks[own]
+        bias = self._bias(segment, rows, shape.alibi, own, device)
+        by_row, tree = self.by_row and not prompt, sequence.block or sequence.parents is not None
+        if not (length or window or softcap or by_row or tree) and bias is None and sinks is None:
+            # The beginning of a prompt needs no mask, without which torch has faster kernels.
+            pairs = keys[None], values[None]
+            out = F.scaled_dot_product_attention(queries[None], *pairs, is_causal=True, scale=scaling, enable_gqa=True)
+            return out[0].transpose(0, 1)
+        masked = rows > 1 or window or by_row
+        mask = self._mask(segment, window, part.dropped - part.packed, device) if masked else None
+        if mask is None or not by_row:
+            return attend_all(queries, keys, values, mask, scaling, softcap, bias, sinks)
+        outs = []
+        for row, seen in enumerate(mask):
+            pairs = keys[:, seen], values[:, seen]
+            added = None if bias is None else bias[:, row : row + 1, seen]
+            outs.append(attend_all(queries[:, row : row + 1], *pairs, None, scaling, softcap, added, sinks))
+        return torch.cat(outs)
+
+    def cross_attend(self, q: Tensor, layer: int, scaling: float) -> Tensor:
+        """Rows over the sources of their requests, see ``AttentionBackend.cross``; zeros where nothing was read."""
+        out = q.new_zeros(1, q.shape[2], q.shape[1], q.shape[3])
+        sources = self.sources
+        assert sources is not None, "made with an encoder's cache"
+        for slot, first, rows, _, _ in self._pass.plan.table:
+            count = int(sources.lengths[slot])
+            if not count:
+                continue
+            keys, values = sources.keys[layer][slot][:, :count], sources.values[layer][slot][:, :count]
+            for a, b in [(r, r + 1) for r in range(rows)] if self.by_row else [(0, rows)]:
+                part = q[0, :, first + a : first + b]
+                out[0, first + a : first + b] = attend_all(part, keys, values, None, scaling, 0.0)
+        return out
 
 
-def take_over(dense: TorchBackend | None) -> None:
-    """Have this thread's next pass computed by this backend, which has begun it; None: by the model's own."""
-    _pass.over = dense is not None
+def set_pass(*, over: bool = False, notes: RowObservations | None = None, plan: BatchPlan | None = None) -> None:
+    """Set up this thread's next pass.
+
+    Args:
+        over: the ``TorchBackend`` that was begun last computes attention in the place of the model's own backend.
+        notes: where the pass writes rows of numbers for the cache's policy; None: nowhere.
+        plan: of the pass, for ``notes``.
+    """
+    _active.over, _active.notes, _active.plan = over, notes, plan
 
 
 def taken_over() -> bool:
-    """Whether it is."""
-    return _pass.over
+    """Whether a ``TorchBackend`` computes this thread's pass in the place of the model's own backend."""
+    return _active.over
 
 
 def attend_all(
@@ -129,94 +215,26 @@ def attend_all(
     return out.reshape(heads, rows, -1).transpose(0, 1)
 
 
-def _attend_part(
-    dense: TorchBackend,
-    plan: BatchPlan,
-    segment: int,
-    layer: int,
-    part: Part,
-    fresh: tuple[Tensor, Tensor, Tensor],
-    scaling: float,
-    softcap: float,
-    window: int,
-    *,
-    alone: bool,
-) -> Tensor:
-    """Attention of one segment over heads with equally many dropped pairs: (rows, heads, dim); writes its pairs."""
-    (queries, new_keys, new_values), rows = fresh, fresh[0].shape[1]
-    slot, _, _, length, _ = plan.table[segment]
-    first = length - part.dropped
-    part.keys[:, first : first + rows] = new_keys
-    part.values[:, first : first + rows] = new_values
-    keys, values = dense.cache.columns(layer, slot, part, first + rows)
-    if dense.sparse is not None and not alone:
-        return attend_some(dense.sparse, Chunk(queries, keys, scaling, softcap, window), values)
-    gone = part.dropped - part.packed
-    length -= gone
-    shape, group = dense.cache.shapes[layer], queries.shape[0] // keys.shape[0]
-    own = slice(part.heads.start * group, part.heads.stop * group)  # query heads
-    sinks = None if shape.sinks is None else shape.sinks[own]
-    if not (dense.by_row and alone):
-        mask = _pass.mask(segment, window, gone, queries.device) if rows > 1 or window else None
-        bias = _pass.bias(segment, dense.distances) if dense.distances is not None else None
-        if shape.alibi is not None:
-            bias = shape.alibi.scores(own, plan.column_positions(segment, queries.device)).expand(-1, rows, -1)
-        return attend_all(queries, keys, values, mask, scaling, softcap, bias, sinks)
-    outs = []
-    for row in range(rows):
-        path = plan.path(segment, row) - gone
-        columns = torch.tensor([*range(length - plan.parts[segment].done), *path.tolist()], device=queries.device)
-        if window:
-            columns = columns[-window if window > 0 else (len(columns) - 1) // -window * -window :]
-        bias = dense.distances
-        if bias is not None:
-            far = torch.arange(len(columns) - 1, -1, -1, device=queries.device).clamp_max_(bias.shape[1] - 1)
-            bias = bias[:, None, far]
-        if shape.alibi is not None:  # never with a window
-            bias = shape.alibi.scores(own, torch.arange(len(columns), device=queries.device))
-        pairs = keys[:, columns], values[:, columns]
-        outs.append(attend_all(queries[:, row : row + 1], *pairs, None, scaling, softcap, bias, sinks))
-    return torch.cat(outs)
+def _attend(*given: Any) -> Tensor:
+    assert _active.backend is not None, "sakiyomi::attend called outside a pass"
+    return _active.backend.write_and_attend(*given)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-    plan = _pass.plan
-    assert plan is not None, "sakiyomi::attend called outside a pass"
-    _pass.calls += 1
-    dense, cache = _pass.dense, _pass.dense.cache
-    out = q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
-    group = q.shape[1] // k.shape[1]
-    for i, (slot, first, rows, _, prompt) in enumerate(plan.table):
-        for part in cache.parts(layer, slot):
-            own = slice(part.heads.start * group, part.heads.stop * group)
-            heads, at = part.heads, slice(first, first + rows)
-            fresh = q[0, own, at], k[0, heads, at], v[0, heads, at]
-            out[0, at, own] = _attend_part(
-                dense, plan, i, layer, part, fresh, scaling, softcap, window, alone=not prompt
-            )
-    return out
+def _cross(*given: Any) -> Tensor:
+    assert _active.backend is not None, "sakiyomi::cross called outside a pass"
+    return _active.backend.cross_attend(*given)
 
 
-def _cross(q: Tensor, layer: int, scaling: float) -> Tensor:
-    """Rows over the sources of their requests; zeros where nothing was read."""
-    plan, dense = _pass.plan, _pass.dense
-    assert plan is not None, "sakiyomi::cross called outside a pass"
-    out = q.new_zeros(1, q.shape[2], q.shape[1], q.shape[3])
-    sources = dense.sources
-    for slot, first, rows, _, _ in plan.table if sources is not None else ():
-        assert sources is not None
-        count = int(sources.lengths[slot])
-        if not count:
-            continue
-        keys, values = sources.keys[layer][slot][:, :count], sources.values[layer][slot][:, :count]
-        for a, b in [(r, r + 1) for r in range(rows)] if dense.by_row else [(0, rows)]:
-            part = q[0, :, first + a : first + b]
-            out[0, first + a : first + b] = attend_all(part, keys, values, None, scaling, 0.0)
-    return out
+def _observe(out: Tensor, note: Tensor, layer: int) -> Tensor:
+    if _active.notes is not None and _active.plan is not None:
+        _active.notes.write(layer, _active.plan, note)
+    return out.clone()  # the result is used, so that no recording drops the operator as dead code
 
 
 _library = torch.library.Library("sakiyomi", "DEF")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, float softcap, int window) -> Tensor")
 _library.define("cross(Tensor q, int layer, float scaling) -> Tensor")
+_library.define("observe(Tensor out, Tensor note, int layer) -> Tensor")
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
 _library.impl("cross", _cross, "CompositeExplicitAutograd")
+_library.impl("observe", _observe, "CompositeExplicitAutograd")

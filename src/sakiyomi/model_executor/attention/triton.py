@@ -1,8 +1,8 @@
 """Tree attention on a GPU by our Triton kernels, in passes that are captured once for each (rows, columns).
 
-The compiled CPU kernels describe a pass into pinned memory; a captured pass begins by reading it from there and ends by
-writing its logits to pinned memory, so that rounds run in native code on the CPU as they do beside a model that lies
-there. No mask is made, and no capture depends on which slots the requests of a pass have.
+The compiled CPU kernels write the description of a pass to pinned memory. A captured pass first reads it from there,
+and at its end writes its logits to pinned memory, so that rounds run in native code on the CPU as for a model on the
+CPU. No mask is made, and no capture depends on the slots of the requests.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from sakiyomi.model_executor.attention.cuda import CudaBackend, CudaGraphs, buck
 from sakiyomi.model_executor.attention.registry import BackendNeeds, BeginPass, PassForward, PassRecorder, PassResult
 
 MOST_ROWS = 256
-"""Of a pass that is captured."""
+"""Most rows of a captured pass."""
 FIRST_NODES = 2048
-"""Numbers about trees for which a plan has room at first."""
+"""Numbers about trees that fit into a plan at first."""
 
 
 @dataclass(eq=False)
 class _Frame:
-    """What passes of one size read and write outside the model.
+    """The memory outside the model that passes of one size read and write.
 
     Attributes:
         host, plan: int32, the plan (see ``triton_kernels.py``), pinned and on the device.
         inputs: (2, size) int64, token ids and positions on the device.
         logits: (1, size, V), pinned; None before the first capture.
-        captured: by columns the graph, and the hidden states that it gives.
+        captured: by columns: the graph, and its hidden states.
     """
 
     host: Tensor
@@ -70,18 +70,18 @@ class TritonBackend(CudaBackend):
 
     @classmethod
     def serves(cls, needs: BackendNeeds) -> bool:
-        """What ``CudaBackend`` serves, where the kernels of both devices run."""
+        """As ``CudaBackend``, if the kernels of both devices run."""
         at_hand = super().serves(needs) and native_at_hand() and native() is not None
         return at_hand and gpu_kernels(needs.device) is not None
 
     def attach(self, cache: SlotCache) -> None:
-        """The cache's tensors are new ones: one kernel moves the rows that commits keep."""
+        """Called when the cache has new tensors: one kernel moves the rows that commits keep."""
         if cache.room:
             stores = {store.data_ptr(): store for store in (*cache.keys, *cache.values)}
             cache.gather = self._kernels.Keeper(list(stores.values()))
 
     def begin(self, plan: BatchPlan, size: int) -> None:
-        """Describe the next pass on the CPU, and to the device."""
+        """Describe the next pass to the CPU's kernels and to the device."""
         if plan.prompts and size > MOST_ROWS:
             super().begin(plan, size)
             return
@@ -89,10 +89,6 @@ class TritonBackend(CudaBackend):
         self._library.sk_begin(self.session, len(plan.parts), size, plan.packed)
         frame = self.frame_of(size)
         frame.plan.copy_(frame.host, non_blocking=True)
-
-    def describe(self, segments: int, table: bytes, size: int, inputs: int) -> None:
-        """See ``AttentionBackend.describe``."""
-        self._library.sk_rows(self.session, segments, table, size, inputs)
 
     def frame_of(self, size: int) -> _Frame:
         """The pass that was begun, its plan written to pinned memory; sets `size` and `columns`."""
@@ -125,7 +121,7 @@ class TritonGraphs(CudaGraphs):
     """Captured passes, by rows and columns: see ``PassRecorder``. Their logits are on the host.
 
     Attributes:
-        ready: by row count what replays a pass that the CPU's kernels have described.
+        ready: by row count: replays a pass that the CPU's kernels have described.
     """
 
     def __init__(self, forward: PassForward, backend: TritonBackend) -> None:
@@ -140,7 +136,7 @@ class TritonGraphs(CudaGraphs):
         return not self.failed and rows <= MOST_ROWS
 
     def clear(self) -> None:
-        """Forget all captures: the cache's tensors have moved."""
+        """Drop all captures: the cache has new tensors."""
         for frame in self._passes.sized.values():
             frame.captured.clear()
 
@@ -166,7 +162,7 @@ class TritonGraphs(CudaGraphs):
         return found
 
     def _eager(self, frame: _Frame, ids: Tensor, positions: Tensor) -> PassResult:
-        """A pass from what lies in pinned memory."""
+        """A pass whose plan lies in pinned memory."""
         for own, given in zip(frame.inputs, (ids[0], positions[0]), strict=True):
             own.copy_(given, non_blocking=True)
         frame.plan.copy_(frame.host, non_blocking=True)

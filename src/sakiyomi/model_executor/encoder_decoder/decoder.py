@@ -1,8 +1,8 @@
 """The decoder of an encoder-decoder model as a causal model on packed rows, and its encoder beside it.
 
 Made from a structural copy of the user's model. transformers' own decoder runs, with three kinds of modules replaced:
-cross-attention (ours reads what is kept of the source), the embedding of positions (ours is given each row's own), and,
-where a family derives a bias from columns, self-attention (ours has a table of biases by distance).
+cross-attention (ours reads the cache of the source), the embedding of positions (ours takes each row's position), and
+self-attention of families that derive a bias from columns (ours has a table of biases by distance).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Attention(nn.Module):
     """The projections of one of transformers' attention modules.
 
     Args:
-        module: theirs.
+        module: the attention module.
         layer: its index.
         family: of the model.
     """
@@ -50,7 +50,7 @@ class _Attention(nn.Module):
 
 
 class _SelfAttention(_Attention):
-    """Without a bias of its own: the attention operator adds the one of the distance."""
+    """Self-attention without its own bias: the attention operator adds the bias by distance."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, ...]:
         from transformers import AttentionInterface
@@ -61,19 +61,19 @@ class _SelfAttention(_Attention):
 
 
 class _CrossAttention(_Attention):
-    """Over what is kept of the source of each row's request."""
+    """Cross-attention over the cached source of each row's request."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, ...]:
         q = self._split(self.q(hidden_states))
         return self._close(CROSS[self.attention](q, self.layer_idx, self.scaling))
 
     def read(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (heads, places, dim) of what the encoder gave, (1, places, width)."""
+        """Keys and values (heads, places, dim) of the encoder's output, (1, places, width)."""
         return self._split(self.k(hidden_states))[0], self._split(self.v(hidden_states))[0]
 
 
 class _NoPositions(nn.Module):
-    """Stands where positions are embedded, which were added before."""
+    """Replaces the embedding of positions, which are added before."""
 
     zero: Tensor
 
@@ -91,11 +91,11 @@ class Decoder(nn.Module):
     Args:
         model: a structural copy of the user's model without its encoder; changed in place.
         family: of the model.
-        device: where it computes.
+        device: the device that computes.
 
     Attributes:
-        distances: (heads, n) float32, what is added to a score by how far back the key is (n - 1 and more: the last
-            one); None: nothing is.
+        distances: (heads, n) float32, added to a score by the distance of the key (n - 1 and more: the last entry);
+            None: nothing is added.
     """
 
     def __init__(self, model: Any, family: Family, device: torch.device) -> None:
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
         if family.positions is not None:
             self.positions = getattr(decoder, family.positions)
             setattr(decoder, family.positions, _NoPositions(self.positions.weight.dtype, device))
-        if family.scales:  # it would scale the positions too
+        if family.scales:  # else it would scale the positions too
             self.scale, decoder.embed_scale = float(decoder.embed_scale), 1.0
 
     def forward(
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
             embeds = embeds * self.scale
         if self.positions is not None:
             embeds = embeds + self.positions(input_ids, position_ids=position_ids[0])
-        # Cross-attention is ours, and looks at nothing that is given here; without it the decoder would leave it out.
+        # Our cross-attention ignores the encoder's output; without one the decoder would skip it.
         return self.inner(
             encoder_outputs=BaseModelOutput(last_hidden_state=embeds[:, :1]),
             decoder_inputs_embeds=embeds,
@@ -147,23 +147,23 @@ class Decoder(nn.Module):
                 module.attention = name
 
     def get_output_embeddings(self) -> Any:
-        """What makes logits of the last layer."""
+        """The head over the vocabulary."""
         return self.inner.get_output_embeddings()
 
 
 class Encoder:
-    """What a source becomes before the first token is written: keys and values for every cross-attention.
+    """Reads a source before the first token is written: makes keys and values for every cross-attention.
 
     Args:
         module: the user's own encoder, as it is.
         crosses: the decoder's cross-attentions.
-        limit: most places that it has; None: any number.
-        device: where the model computes.
+        limit: most places of a source; None: no limit.
+        device: the device that computes.
 
     Attributes:
         module: as given.
-        shapes: of what cross-attention reads, a layer each.
-        judged: what was measured of the whole model, where it is to be quantized; None: nothing was.
+        shapes: shapes of the keys and values that cross-attention reads, by layer.
+        judged: measurements of the whole model, if it is to be quantized; None: there are none.
     """
 
     judged: Judged | None = None
@@ -179,7 +179,7 @@ class Encoder:
 
     @property
     def projections(self) -> list[nn.Module]:
-        """What makes keys and values of a source, as it is now (packed or not)."""
+        """The projections of a source to keys and values, packed or not."""
         return [module for cross in self._crosses for module in (cross.k, cross.v)]
 
     def read(self, source: Source) -> Tensor:
@@ -191,7 +191,7 @@ class Encoder:
         return hidden
 
     def noise(self, places: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of no source, for self-tests."""
+        """Random keys and values, for self-tests."""
         generator = torch.Generator().manual_seed(0)
 
         def rows(shape: LayerShape, dim: int) -> Tensor:
@@ -210,7 +210,7 @@ def split(model: Any, device: torch.device) -> tuple[Decoder, Encoder]:
 
     Args:
         model: a structural copy of the user's model; changed in place.
-        device: where it computes, wherever its weights lie.
+        device: the device that computes, which may not be that of the weights.
 
     Raises:
         UnsupportedError: its family is not supported.
@@ -226,7 +226,7 @@ def split(model: Any, device: torch.device) -> tuple[Decoder, Encoder]:
 
 
 def _replace(layers: Any, path: str, kind: type[_Attention], family: Family) -> None:
-    """One attention module of every layer by ours."""
+    """Replace one attention module of every layer by ours."""
     for index, layer in enumerate(layers):
         layer.set_submodule(path, kind(layer.get_submodule(path), index, family))
 

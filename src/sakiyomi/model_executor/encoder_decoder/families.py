@@ -1,4 +1,4 @@
-"""What differs between the families of encoder-decoder models of transformers, in one table."""
+"""The differences between transformers' families of encoder-decoder models, in one table."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from sakiyomi.core.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Family:
-    """How the decoder of a family is put together, and what its encoder takes.
+    """Names of the parts of a family's decoder, and the input of its encoder.
 
     Attributes:
-        name: two models of one family may work together.
+        name: models of the same family can work together.
         layers: name of the decoder's list of layers.
         cross: path of the cross-attention in a layer.
-        own: path of the self-attention where ours takes its place, because it derives a bias from columns; None: it
-            stays as it is.
+        own: path of the self-attention if ours replaces it, because it derives a bias from columns; None: it stays.
         parts: names of the projections of an attention module: queries, keys, values, output.
         heads: name of its number of heads.
-        results: how many values it returns.
+        results: number of values that an attention module returns.
         positions: name of the decoder's module that embeds positions; None: it has none.
-        scales: the decoder multiplies embeddings itself, by its ``embed_scale``, before it adds positions.
-        count, limit: names in the configuration of the decoder's layers and of its positions (None: no limit).
-        source_limit: the same of the encoder's positions.
-        vocabulary: name in the configuration of the width of the logits, where that is not ``vocab_size``.
-        takes_audio: the encoder takes features of a sound, not tokens.
+        scales: the decoder itself multiplies embeddings by ``embed_scale`` before it adds positions.
+        count, limit: settings with the number of the decoder's layers and of its positions (None: no limit).
+        source_limit: setting with the number of the encoder's positions (None: no limit).
+        vocabulary: setting with the width of the logits, if it is not ``vocab_size``.
+        takes_audio: the encoder takes features of audio, not tokens.
     """
 
     name: str
@@ -45,7 +44,7 @@ class Family:
     takes_audio: bool = False
 
     def source_positions(self, config: Any) -> int | None:
-        """Most tokens of a source, or most of the places that a sound is made into; None: any number."""
+        """Most places of a source (tokens, or frames of audio); None: no limit."""
         return None if self.source_limit is None else int(getattr(config, self.source_limit))
 
 
@@ -80,10 +79,10 @@ def family_of(config: Any, name: str = "the model") -> Family:
 
     Args:
         config: of an encoder-decoder model.
-        name: what the user called the model.
+        name: the user's name of the model.
 
     Raises:
-        UnsupportedError: it is another one.
+        UnsupportedError: the family is not supported.
     """
     found = FAMILIES.get(config.model_type)
     if found is None:

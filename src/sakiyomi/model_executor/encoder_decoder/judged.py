@@ -19,8 +19,8 @@ class Judged:
     """The measurements of a whole model.
 
     Attributes:
-        source: what the encoder read.
-        text: token ids that the decoder read.
+        source: the input of the encoder.
+        text: token ids, the input of the decoder.
         bits: see ``choose_bits``.
         logits: (len(text), V) of the model's own weights.
     """
@@ -34,8 +34,7 @@ class Judged:
 def judge_whole(model: Any, text: Sequence[int], kind: str) -> Judged:
     """Measure the layers of a whole model.
 
-    A text is read by encoder and decoder alike, as far as they have positions. A speech model hears noise, since a text
-    has no sound.
+    Encoder and decoder both read the text, up to their number of positions. The encoder of a speech model reads noise.
 
     Args:
         model: a structural copy of the user's model; its attention is left switched.

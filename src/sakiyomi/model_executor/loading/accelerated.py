@@ -1,8 +1,7 @@
-"""A model that torchao quantizes on a GPU, and what that changed.
+"""Loads a model that torchao quantizes on a GPU, and measures the effect.
 
-torchao keeps activations as they are, and the head stays too: only weights are quantized, each when it is read. The
-model's own logits are taken before, with its linear layers on disk, so that neither the GPU nor main memory holds it
-whole.
+torchao quantizes only weights, each when it is read; activations and the head stay as they are. The model's own logits
+are taken before, with its linear layers on disk, so that neither the GPU nor main memory ever holds all of it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def torchao(kind: str, name: str, dtype: torch.dtype) -> Any:
 
 
 def read_quantized(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) -> tuple[Any, QuantizationReport]:
-    """A model on the reader's device, quantized by torchao, and what that changed on a text.
+    """A model on the reader's device, quantized by torchao, and the effect of quantization on a text.
 
     Args:
         reader: of the model.
@@ -69,7 +68,7 @@ def read_quantized(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) 
 
 
 def _own_logits(model: Any, text: Tensor, device: torch.device) -> Tensor:
-    """Logits of a model in main memory; layers that are on disk are read to the device, and computed there."""
+    """Logits of a model in main memory; layers on disk are loaded to the device, and computed there."""
     for layer in model.modules():
         hook = getattr(layer, "_hf_hook", None)
         if hook is not None:

@@ -13,13 +13,13 @@ from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.model_executor.recurrences import has_state_functions
 
 _STATES = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
-"""Layer types (transformers' ``layer_types``) that keep something else than keys and values."""
+"""Layer types (transformers' ``layer_types``) that keep a state other than keys and values."""
 
 _STATEFUL = frozenset({"rwkv", "xlstm", "minimax"})
-"""Model types with such layers whose class does not say so by itself (``_is_stateful``)."""
+"""Model types with such layers whose class does not set ``_is_stateful``."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of their number, of which a mixture of experts has one."""
+"""Settings with the number of experts; a mixture of experts has one of them."""
 
 _ENCODERS = frozenset(
     {
@@ -27,7 +27,7 @@ _ENCODERS = frozenset(
         "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
     }
 )  # fmt: skip
-"""Encoders that transformers loads as causal models all the same; without ``is_decoder`` they look ahead."""
+"""Encoders that transformers also loads as causal models; without ``is_decoder`` rows attend to later rows."""
 
 _ASSISTANT = "is a draft that reads hidden states and keys of its target, and no model by itself"
 _SOUNDS = "writes four codes of a sound at once, and no text"
@@ -70,22 +70,22 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
             )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # remote code and validators raise whatever they like
+    except Exception as error:  # remote code and validators raise errors of any kind
         raise LoadError(f"{path} is not a valid configuration ({one_line(error)})") from error
 
 
 def check_supported(config: Any, name: str, model_class: type | None = None, *, encoder_decoder: bool = False) -> None:
-    """Refuse models that cannot work.
+    """Refuse models that are not supported.
 
     Args:
         config: a transformers configuration.
-        name: what the user called the model.
-        model_class: the class where it is known already; looked up otherwise.
+        name: the user's name of the model.
+        model_class: the class, if known; None: it is looked up.
         encoder_decoder: whether a model with an encoder is accepted.
 
     Raises:
-        UnsupportedError: encoder-decoder where that will not do or of an unknown family, an encoder, or no language
-            model at all.
+        UnsupportedError: an encoder-decoder model where none is accepted or of an unknown family, an encoder, or no
+            language model.
     """
     kind = getattr(config, "model_type", None) or type(config).__name__
     if kind in NO_TEXT:
@@ -99,7 +99,7 @@ def check_supported(config: Any, name: str, model_class: type | None = None, *, 
         family_of(config, name)
         return
     if model_class is None:
-        model_class = _causal_class(config)
+        model_class = causal_class(config)
     if kind in _ENCODERS and not getattr(config, "is_decoder", False):
         raise UnsupportedError(
             f"{name!r} is an encoder ({kind}), not a causal language model; choose a decoder-only model"
@@ -111,7 +111,7 @@ def check_supported(config: Any, name: str, model_class: type | None = None, *, 
 
 
 def check_adapter(model: Any, name: str) -> None:
-    """Refuse a loaded model to whose prompts peft adds tokens of its own: they are no part of its layers.
+    """Refuse a loaded model with an adapter of peft that adds tokens to prompts: these are no part of its layers.
 
     Raises:
         UnsupportedError: prompt tuning, prefix tuning or the like is active.
@@ -130,10 +130,10 @@ def check_adapter(model: Any, name: str) -> None:
 
 
 def check_states(config: Any, model_class: type) -> None:
-    """Refuse layers that keep something which cannot be rolled back on our cache.
+    """Refuse layers with a state that our cache cannot roll back.
 
     Raises:
-        UnsupportedError: their state is computed in a way that is not known here.
+        UnsupportedError: their state is computed by functions that we do not replace.
     """
     types = sorted(_STATES.intersection(getattr(text_config(config), "layer_types", None) or ()))
     kind = getattr(config, "model_type", None)
@@ -144,7 +144,7 @@ def check_states(config: Any, model_class: type) -> None:
 
 
 def text_config(config: Any) -> Any:
-    """The part of a configuration that describes the model of text; of most models the whole."""
+    """The part of a configuration that describes the text model; of most models the configuration itself."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
@@ -154,7 +154,7 @@ def has_encoder(config: Any) -> bool:
 
 
 def auto_class(config: Any) -> str:
-    """Name of transformers' class that reads a model of this configuration."""
+    """Name of transformers' auto class for a model of this configuration."""
     if not has_encoder(config):
         return "AutoModelForCausalLM" if _is_causal(config) else "AutoModelForImageTextToText"
     return "AutoModelForSpeechSeq2Seq" if family_of(config).takes_audio else "AutoModelForSeq2SeqLM"
@@ -168,13 +168,13 @@ def has_experts(config: Any) -> bool:
 
 
 def _is_causal(config: Any) -> bool:
-    """Whether transformers' causal class reads it; remote code, and what is unknown, counts as such."""
+    """Whether transformers' causal auto class loads it; remote code and unknown types count as causal."""
     causal, seeing = _classes()
     return type(config) in causal or type(config) not in seeing
 
 
-def _causal_class(config: Any) -> type | None:
-    """The class of text, or of images and text, which writes text alike; None: transformers has none."""
+def causal_class(config: Any) -> type | None:
+    """The causal class, or that of images and text, which writes text too; None: transformers has none."""
     causal, seeing = _classes()
     found = causal.get(type(config), None) or seeing.get(type(config), None)
     kind: type | None = found[0] if isinstance(found, tuple) else found
@@ -182,7 +182,7 @@ def _causal_class(config: Any) -> type | None:
 
 
 def _classes() -> tuple[Any, Any]:
-    """By configuration transformers' causal classes, and those of images and text."""
+    """Transformers' causal classes by configuration, and those of images and text."""
     leave_out_foreign_notes()  # torchao comes with the first class of a model
     from transformers.models.auto import modeling_auto as auto
 

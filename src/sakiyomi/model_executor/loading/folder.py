@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from sakiyomi.core.checkpoint import GGUF_NOTE
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.hub import fetch
 from sakiyomi.core.messages import one_line
@@ -24,12 +25,16 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     Raises:
         LoadError: there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not trust_remote_code:
         check_tokenizer(folder)
     try:
         with quiet():
+            if (
+                folder / GGUF_NOTE
+            ).is_file():  # whose tokenizer is whole; AutoTokenizer puts a model's usual one in its place
+                return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the libraries below raise their own kinds, bare Exception among them
         raise LoadError(f"the tokenizer in {folder} cannot be read ({one_line(error)}); {TOKENIZER_REMEDY}") from error
@@ -39,7 +44,7 @@ def check_sees(name: str, *, trust_remote_code: bool = False, allow_pickle: bool
     """Refuse a model that reads no images, by its small files, before its weights are read or fetched.
 
     Raises:
-        UnsupportedError: it does not.
+        UnsupportedError: it reads no images.
         LoadError: it cannot be read.
     """
 
@@ -60,13 +65,13 @@ def check_sees(name: str, *, trust_remote_code: bool = False, allow_pickle: bool
     if gguf_file(name) is not None:
         raise UnsupportedError(f"{name!r} is a GGUF file, whose text part alone runs; pass the model's own folder")
     folder = local_folder(name)
-    if folder is None:  # what is in the hub's cache already is not checked there
+    if folder is None:  # `fetch` does not check a folder that is in the hub's cache already
         folder = fetch(name, check, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     check(folder)
 
 
 def read_extractor(folder: Path, config: Any) -> Any:
-    """The feature extractor of a speech model, the processor of one that sees; None where the folder has none.
+    """The feature extractor of a speech model, or the processor of one that reads images; None: there is none.
 
     Raises:
         LoadError: it cannot be read.
@@ -82,7 +87,7 @@ def read_extractor(folder: Path, config: Any) -> Any:
             reader: Any = AutoFeatureExtractor if has_encoder(config) else AutoProcessor
             return reader.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        if not has_encoder(config):  # text it reads without
+        if not has_encoder(config):  # it still reads text
             logger.warning("images cannot be read: the processor in %s does not load (%s)", folder, one_line(error))
             return None
         raise LoadError(

@@ -6,6 +6,7 @@ files, memory.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
@@ -20,10 +21,15 @@ import torch
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.core.embedded import in_package
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.gguf import read_gguf
 from sakiyomi.core.hub import fetch
 from sakiyomi.core.memory import require_bytes
 from sakiyomi.core.model_folder import gguf_file, local_folder
+from sakiyomi.core.progress import progress
+from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.quantization import check_quantization
+from sakiyomi.model_executor.gguf.folder import checkpoint_of, settings_folder
+from sakiyomi.model_executor.gguf.layers import named_weights, read_blocks
 from sakiyomi.model_executor.loading.accelerated import read_quantized
 from sakiyomi.model_executor.loading.families import (
     check_adapter,
@@ -32,9 +38,8 @@ from sakiyomi.model_executor.loading.families import (
     read_config,
     text_config,
 )
-from sakiyomi.model_executor.loading.fit import by_layer, check_memory
+from sakiyomi.model_executor.loading.fit import by_layer, check_memory, without_weights
 from sakiyomi.model_executor.loading.folder import read_extractor, read_tokenizer
-from sakiyomi.model_executor.loading.gguf import read_gguf
 from sakiyomi.model_executor.loading.offload import Offload, parse_offload, read_offloaded
 from sakiyomi.model_executor.loading.options import parse_device, parse_dtype
 from sakiyomi.model_executor.loading.packed import (
@@ -42,13 +47,14 @@ from sakiyomi.model_executor.loading.packed import (
     copy_place,
     is_packed,
     packed_files,
+    put_layers,
     read_about,
     read_packed,
     remove_leftovers,
     save_packed,
     source_key,
 )
-from sakiyomi.model_executor.loading.placeholder import register
+from sakiyomi.model_executor.loading.placeholder import METHOD, register
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.reader import Reader
 from sakiyomi.model_executor.loading.recorder import save_recording
@@ -115,7 +121,8 @@ def load_model(
             there is one, else they stay on disk until ``ModelRunner`` packs them, one after the other; on a GPU torchao
             quantizes them here.
         offload: "disk", "cpu", "auto" or a folder: where weights stay between passes (see ``LLM``).
-        packed: whether a folder of ``save_packed`` is accepted. Only ``ModelRunner`` can run such a model.
+        packed: whether a folder of ``save_packed`` is accepted, and blocks of a GGUF file may stay as they are. Only
+            ``ModelRunner`` can run such a model.
         encoder_decoder: whether a model with an encoder is accepted.
         recorded: whether it may come from a recording (``loading/recording.py``), which only ``ModelRunner`` runs.
         fits: called with the configuration before weights are read; raises if the model does not fit.
@@ -142,32 +149,31 @@ def load_model(
         return config
 
     gguf = gguf_file(name)
-    folder = gguf.parent if gguf is not None else local_folder(name)
+    folder = local_folder(name) if gguf is None else settings_folder(gguf)
     own = gguf is None and folder is not None and not in_package(folder)
-    recorded = recorded and place.type == "cpu" and not (offloaded or gguf or trust_remote_code or allow_pickle)
+    recorded = recorded and place.type == "cpu" and not (offloaded or trust_remote_code or allow_pickle)
     if folder is None:
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     elif recorded:
         whole = functools.partial(load_model, name, dtype=dtype, device=place, quantize=quantize, packed=packed)
         if (found := read_recording(folder, wanted, quantize, lambda: whole().model, fits)) is not None:
             return Loaded(found[0], found[2], name, folder, owned=True, prepared=found[1])
-    checkpoint: Checkpoint | None
-    if gguf is not None:
-        config, tokenizer, checkpoint = read_gguf(gguf)
-        check_supported(config, name)
-    else:
-        config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
-        checkpoint = None if is_packed(folder) else read_checkpoint(folder, allow_pickle=allow_pickle)
-    if checkpoint is None:
+    config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
+    if gguf is None and is_packed(folder):
         _check_packed(name, packed, quantize, offload)
-        copy: Path | None = folder
+        copy_of: Path | None = folder
         loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code, config)
     else:
-        final = wanted or _stored_dtype(config, checkpoint)
-        reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
-        loaded = _load(reader, tokenizer, quantize, offloaded, own)
-        copy = copy_place(folder, quantize, final, beside=own) if quantize and not has_encoder(config) else None
-    record = functools.partial(save_recording, folder, wanted, quantize, copy, tokenizer) if recorded else None
+        files = read_checkpoint(folder, allow_pickle=allow_pickle) if gguf is None else checkpoint_of(read_gguf(gguf))
+        final = wanted or _stored_dtype(config, files)
+        reader = Reader(name, folder, files, final, place, trust_remote_code, allow_pickle, gguf, config)
+        if packed and quantize is None and offloaded is None and gguf is not None and _can_run_blocks(reader, wanted):
+            loaded, copy_of = _as_blocks(reader, tokenizer)
+        else:
+            loaded = _load(reader, tokenizer, quantize, offloaded, own)
+            packs = quantize is not None and not has_encoder(config)
+            copy_of = copy_place(gguf or folder, quantize, final, beside=own) if quantize and packs else None
+    record = functools.partial(save_recording, folder, wanted, quantize, copy_of, tokenizer) if recorded else None
     return replace(loaded, extractor=read_extractor(folder, config), record=record)
 
 
@@ -220,6 +226,55 @@ def _check_packed(name: str, packed: bool, quantize: str | None, offload: object
         raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model's own folder")
     if quantize:
         raise InputError(f"quantize={quantize!r}: {name!r} is a packed copy already; leave quantize at None")
+
+
+BLOCKS = "gguf"
+"""In the name of the packed copy of a GGUF file, where others say how their layers are quantized."""
+
+
+def _can_run_blocks(reader: Reader, wanted: torch.dtype | None) -> bool:
+    """Whether there are kernels that multiply the blocks of a GGUF file as they are, with rows of the dtype wanted."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16 if wanted is None else torch.bfloat16)
+    return reader.device.type == "cpu" and reader.dtype in dtypes and PackedWeights.create() is not None
+
+
+def _as_blocks(reader: Reader, tokenizer: Any) -> tuple[Loaded, Path]:
+    """A model whose layers are the blocks of a GGUF file: from their packed copy, or put in the kernels' order now.
+
+    Returns:
+        The model, whose rows are of bfloat16 where the file's numbers are of float16, and the place of the copy.
+    """
+    file = reader.gguf
+    assert file is not None
+    if reader.dtype is torch.float16:
+        reader = replace(reader, dtype=torch.bfloat16)
+    key = source_key(reader.folder, reader.checkpoint)
+    place = copy_place(file, BLOCKS, reader.dtype, beside=False)
+    remove_leftovers(place)
+    if is_packed(place):
+        try:
+            loaded = _from_packed(
+                place, reader.name, tokenizer, reader.dtype, reader.device, False, reader.config, key=key
+            )
+            return loaded, place
+        except LoadError as error:
+            logger.warning("%s: it is packed anew now", error.message.removesuffix(f"; {REMEDY}"))
+    require_bytes(reader.checkpoint.stored_bytes, f"the model {reader.name!r}", remedy="choose a smaller file")
+    native = PackedWeights.create()
+    assert native is not None, "see _can_run_blocks"
+    weights = named_weights(read_gguf(file), reader.config, reader.name)
+    with progress(f"packing {file.name} for the kernels", size=reader.checkpoint.stored_bytes):
+        made = read_blocks(weights, without_weights(reader.config, reader.dtype), native, reader.dtype)
+    register()
+    config = copy.deepcopy(reader.config)
+    config.quantization_config = {"quant_method": METHOD, "layers": sorted(made.layers)}
+    model = reader.read(tensors=made.others, config=config)
+    put_layers(model, made.layers)
+    prepared = Prepared(native=native, shapes=None, report=None, siblings=[])
+    save = functools.partial(
+        save_packed, place=place, source=reader.folder, key=key, config=reader.config, tokenizer=tokenizer
+    )
+    return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=True, prepared=prepared, save=save), place
 
 
 def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool) -> Loaded:

@@ -19,7 +19,7 @@ from sakiyomi.model_executor.loading.reader import Reader
 from sakiyomi.model_executor.loading.stream import hooks
 
 OFFLOADS = ("auto", "cpu", "disk")
-ROOM = {"cpu": 0.8, "cuda": 0.85}  # share of the available memory that "auto" fills; the rest is for caches and passes
+ROOM = {"cpu": 0.8, "cuda": 0.85}  # share of the available memory that "auto" uses; the rest is for caches and passes
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Offload:
 
     Attributes:
         where: one of ``OFFLOADS``.
-        folder: takes weights that have to be converted; None: there is none.
+        folder: for weights that have to be converted; None: there is none.
     """
 
     where: str
@@ -36,7 +36,7 @@ class Offload:
 
 
 def parse_offload(value: Any, device: torch.device, quantize: str | None, target: Any) -> Offload | None:
-    """What ``offload`` means; None: all weights stay in memory.
+    """The meaning of ``offload``; None: all weights stay in memory.
 
     Raises:
         InputError: the value is unknown, or excludes another option.
@@ -78,17 +78,17 @@ def parse_offload(value: Any, device: torch.device, quantize: str | None, target
 
 
 def read_offloaded(reader: Reader, offload: Offload) -> Any:
-    """The model, with hooks of accelerate that bring weights when they are needed; without any where all fits.
+    """The model, with hooks of accelerate that load weights when they are needed; without hooks if all fits in memory.
 
-    Safetensors files are read in place. What transformers has to convert is written to a folder inside the one that
-    was given, which goes when the model does.
+    Safetensors files are read in place. Weights that transformers has to convert are written to a folder inside the
+    given one, which is removed with the model.
 
     Args:
         reader: of its weights.
-        offload: where they stay.
+        offload: where the weights stay.
 
     Raises:
-        MemoryLimitError: no room in main memory, or in the folder.
+        MemoryLimitError: too little main memory, or too little space in the folder.
         LoadError: the folder cannot be written to, or the weights cannot be read.
     """
     size = reader.checkpoint.bytes_as(reader.dtype.itemsize)
@@ -101,7 +101,7 @@ def read_offloaded(reader: Reader, offload: Offload) -> Any:
 
 
 def _converted(reader: Reader, offload: Offload, size: int, options: dict[str, Any]) -> Any:
-    """A model whose weights are written out before they are used: pickles, and experts that transformers stacks."""
+    """A model whose weights are written to disk before use: pickles, and experts that transformers stacks."""
     if offload.folder is None:
         try:
             return reader.read(**options)
@@ -137,14 +137,14 @@ def _converted(reader: Reader, offload: Offload, size: int, options: dict[str, A
 
 
 def _map_of(model: Any) -> Any:
-    """The object that reads a model's files, for it and its copies; the model itself if nothing is in files."""
+    """The object that reads the files of a model and its copies; the model itself if no weights are in files."""
     for hook in (hook for module in model.modules() for hook in hooks(module)):
         return getattr(hook.weights_map, "dataset", hook.weights_map)
     return model
 
 
 def _map(reader: Reader, offload: Offload) -> dict[str, Any]:
-    """The options of ``from_pretrained`` that say where weights go."""
+    """The options of ``from_pretrained`` that place the weights."""
     device = reader.device
     if offload.where == "auto":
         room: dict[int | str, int] = {"cpu": int(ROOM["cpu"] * available_bytes())}

@@ -129,7 +129,8 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         config, tokenizer: of the model.
     """
     module, report = packed.module, packed.weights.quantization
-    layers = {name: child for name, child in module.named_modules() if isinstance(child, PackedLayer)}
+    held = {name: child for name, child in module.named_modules() if isinstance(child, PackedLayer)}
+    layers = dict(sorted(held.items(), key=lambda item: item[1].index))  # as they are read again
     tensors = _unshared(layer_tensors(layers))
     others = _unshared({**module.state_dict(), **tensors_aside(module)})
     about: dict[str, Any] = {

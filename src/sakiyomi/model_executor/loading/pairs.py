@@ -15,11 +15,11 @@ _PLACEHOLDER = re.compile(
         |placeholder|madeupword|filler)[-_ ]?(token|id)?[-_ ]?\d*_?\|?[>\])]?""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Names that are only there to round a vocabulary up: <pad>, [unused7], <|reserved_special_token_3|>, <extra_id_0>."""
+"""Names of tokens that only pad a vocabulary: <pad>, [unused7], <|reserved_special_token_3|>, <extra_id_0>."""
 
 
 def same_tokenizer(a: Any, b: Any) -> bool:
-    """Whether two tokenizers number the same pieces alike; padding entries may differ.
+    """Whether two tokenizers give the same tokens the same ids; padding tokens may differ.
 
     Args:
         a, b: transformers tokenizers.
@@ -44,7 +44,7 @@ def check_pair(target: Loaded, draft: Loaded) -> int:
         draft: the small one.
 
     Returns:
-        How many token ids both models know: the smaller vocabulary of the two. Rows beyond it are padding.
+        Number of token ids that both models have: the smaller of the two vocabularies. Further rows are padding.
 
     Raises:
         UnsupportedError: the tokenizers differ, or the draft has no row for some token of theirs.
@@ -74,10 +74,10 @@ def check_family(target: Any, draft: Any, name: str) -> None:
 
     Args:
         target, draft: configurations.
-        name: what the user called the draft.
+        name: the user's name of the draft.
 
     Raises:
-        UnsupportedError: one of them has an encoder and the other has none, or takes something else.
+        UnsupportedError: only one of them has an encoder, or their encoders take different inputs.
     """
     remedy = 'choose a draft of the target\'s own family, "prompt-lookup" or "suffix", or pass draft="none"'
     if has_encoder(target) != has_encoder(draft):
@@ -110,7 +110,7 @@ def check_cross_pair(target: Loaded, draft: Loaded) -> None:
         draft: the small one.
 
     Raises:
-        UnsupportedError: a tokenizer does not say what its tokens stand for, or the draft has no row for some token.
+        UnsupportedError: a tokenizer does not give the text of its tokens, or the draft has no row for some token.
     """
     for loaded, what in ((target, "target"), (draft, "draft")):
         missing = [
@@ -133,7 +133,7 @@ def check_cross_pair(target: Loaded, draft: Loaded) -> None:
 def _is_padding(tokenizer: Any, token: str) -> bool:
     if _PLACEHOLDER.fullmatch(token):
         return True
-    # Many tokenizers use their end or unknown token for padding too; those carry a meaning.
+    # Many tokenizers also use their end or unknown token for padding; these have a meaning.
     meant = (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
     return bool(token == tokenizer.pad_token and token not in meant)
 
@@ -156,7 +156,7 @@ def _highest_used(tokenizer: Any) -> int:
 
 
 def _first_difference(target: Loaded, draft: Loaded) -> str:
-    """For the message: one number that means different things, where there is one."""
+    """For the message: an id with different meanings, if there is one."""
     if not hasattr(target.tokenizer, "get_vocab") or not hasattr(draft.tokenizer, "get_vocab"):
         return ""
     theirs = {i: token for token, i in draft.tokenizer.get_vocab().items()}

@@ -1,4 +1,4 @@
-"""Registers packed folders with transformers: their weight file rightly lacks the packed layers."""
+"""Registers packed folders with transformers, whose weight files do not contain the packed layers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ METHOD = "sakiyomi"
 
 
 class _Placeholder(nn.Identity):
-    """Stands for a packed layer until it is read. Some models set a layer's weight at once, hence the empty one."""
+    """Replaces a packed layer until it is read. It has an empty weight, which some models initialize at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.empty(0, device="cpu")
+        self.weight._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def register() -> None:
@@ -47,9 +48,9 @@ def register() -> None:
             for name in layers:
                 parent, _, own = name.rpartition(".")
                 place = model.get_submodule(parent)
-                delattr(place, own)  # of experts it is a parameter, whose name no module may take
+                delattr(place, own)  # of experts it is a parameter, and a module may not replace one
                 setattr(place, own, _Placeholder())
-            # A head that shares the embeddings has its own packed weights now.
+            # A head with tied weights now has its own packed weights.
             model.all_tied_weights_keys = {
                 name: source
                 for name, source in model.all_tied_weights_keys.items()

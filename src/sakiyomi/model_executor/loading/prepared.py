@@ -14,10 +14,10 @@ class Prepared:
     """Metadata of a model whose linear layers are packed or quantized already.
 
     Attributes:
-        native: the kernels' tables with its weights; None: the model has weights of its own.
-        shapes: of the cache, one per layer; None: not known yet.
-        report: what quantization changed; None where nothing was quantized.
-        siblings: names of layers that are computed together.
+        native: the kernels' tables with its weights; None: the model has its own weights.
+        shapes: shapes of the cache, by layer; None: not known yet.
+        report: the effect of quantization; None if nothing was quantized.
+        siblings: names of the layers of each group that is computed together.
     """
 
     native: PackedWeights | None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,14 @@ import torch
 
 from sakiyomi.core.checkpoint import LAYER, Checkpoint
 from sakiyomi.core.errors import LoadError, MemoryLimitError
+from sakiyomi.core.gguf import read_gguf
 from sakiyomi.core.memory import readable
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.pack import is_linear
-from sakiyomi.model_executor.loading.families import auto_class
-from sakiyomi.model_executor.loading.unpacking import as_numbers, unpacking
+from sakiyomi.model_executor.gguf.layers import named_weights
+from sakiyomi.model_executor.loading.families import auto_class, causal_class
 from sakiyomi.model_executor.multimodal import names_aside
 
 logger = logging.getLogger("sakiyomi")
@@ -57,8 +59,13 @@ class Reader:
     gguf: Path | None = None
     config: Any = None
 
-    def read(self, quantization: Any = None, **options: Any) -> Any:
+    def read(self, quantization: Any = None, tensors: Mapping[str, torch.Tensor] | None = None, **options: Any) -> Any:
         """The model, in main memory; on its device if torchao is to quantize it there.
+
+        Args:
+            quantization: of torchao.
+            tensors: of the model, by name; None: they are read from its files.
+            options: for ``from_pretrained``.
 
         Raises:
             LoadError: tensors are missing or cannot be read.
@@ -68,22 +75,24 @@ class Reader:
 
         if quantization is not None:
             options |= {"quantization_config": quantization, "device_map": {"": self.device}}
-        if self.gguf is not None:
-            options |= {"gguf_file": self.gguf.name, **as_numbers(), "config": self.config}
-        else:
+        place: Path | None = self.folder
+        if self.gguf is None:
             options["use_safetensors"] = None if self.allow_pickle else True
+        else:
+            tensors = self._unpacked() if tensors is None else tensors
+            place, options = None, {"config": copy.deepcopy(self.config), **options, "state_dict": dict(tensors)}
         # Any: its signature knows nothing of output_loading_info.
         reader: Any = getattr(transformers, auto_class(self.config))
-        size = self.checkpoint.stored_bytes
+        reader = reader if self.gguf is None else causal_class(self.config)
+        size, files = self.checkpoint.stored_bytes, self.gguf or self.folder
         try:
             with (
                 TORCH_STATE,
                 quiet(),
-                unpacking(self.name, self.gguf),
                 progress(f"loading {self.name} ({readable(size)})", size=size),
             ):
                 model, report = reader.from_pretrained(
-                    self.folder,
+                    place,
                     dtype=self.dtype,
                     trust_remote_code=self.trust_remote_code,
                     local_files_only=True,
@@ -93,16 +102,24 @@ class Reader:
         except MemoryError as error:
             raise MemoryLimitError(f"memory ran out while {self.name!r} was read; choose a smaller model") from error
         except Exception as error:  # every model class and quantizer raises its own kinds
-            raise LoadError(f"the weights in {self.folder} cannot be loaded ({one_line(error)})") from error
+            raise LoadError(f"the weights in {files} cannot be loaded ({one_line(error)})") from error
+        if self.gguf is not None:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(self.folder)
         self._check_unused(model, sorted(report["unexpected_keys"]))
         missing = sorted(report["missing_keys"])
         if missing:
             # transformers only warns and leaves these at random.
             raise LoadError(
-                f"the weights in {self.folder} lack {len(missing)} tensors of {type(model).__name__} ({missing[0]}, "
+                f"the weights in {files} lack {len(missing)} tensors of {type(model).__name__} ({missing[0]}, "
                 "...): they would be random; the files belong to another kind of model"
             )
         return model
+
+    def _unpacked(self) -> dict[str, torch.Tensor]:
+        """The tensors of a GGUF file by their names in the model, as numbers."""
+        assert self.gguf is not None
+        weights = named_weights(read_gguf(self.gguf), self.config, self.name)
+        return {weight.name: weight.numbers(self.config, self.dtype) for weight in weights}
 
     def _check_unused(self, model: Any, names: list[str]) -> None:
         """Refuse files with more layers than the configuration, and name other tensors that are not read.

@@ -41,12 +41,12 @@ class _Encoding(dict[str, list[int]]):
 class RecordedTokenizer:
     """Encodes a text and decodes tokens by the package tokenizers, as transformers' tokenizer does.
 
-    Whatever else is asked of it, that one is read, and answers from then on.
+    For any other call it reads transformers' tokenizer, which answers all calls from then on.
 
     Args:
-        backend: of the tokenizer.
+        backend: backend of the tokenizer.
         known: attributes of the tokenizer.
-        whole: reads it.
+        whole: reads transformers' tokenizer.
     """
 
     def __init__(self, backend: Tokenizer, known: Mapping[str, Any], whole: Callable[[], Any]) -> None:
@@ -55,7 +55,7 @@ class RecordedTokenizer:
         vars(self).update(known, _backend=backend, _known=tuple(known), _read=whole, _whole=None)
 
     def _all(self) -> Any:
-        """Transformers' tokenizer. The caller may change it, so that it answers everything from now on."""
+        """Transformers' tokenizer. The caller may change it, so it answers all calls from now on."""
         own = vars(self)
         if own["_whole"] is None:
             own["_whole"] = self._read()
@@ -99,7 +99,7 @@ class RecordedTokenizer:
         return self._backend.id_to_token(ids) if isinstance(ids, int) else list(map(self._backend.id_to_token, ids))
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """The number of a token, or of each of a list; that of the unknown token where there is none."""
+        """The id of a token, or of each of a list; an unknown token has the id of the unknown token."""
         if self._whole is not None or not isinstance(tokens, str | list):
             return self._all().convert_tokens_to_ids(tokens)
         if isinstance(tokens, list):
@@ -122,7 +122,7 @@ def recorded_tokenizer(tokenizer: Any, folder: Path) -> tuple[dict[str, Any], by
     """Attributes of a transformers tokenizer, and its backend where that is not the folder's tokenizer.json.
 
     Raises:
-        UnsupportedError: that does not give this tokenizer.
+        UnsupportedError: they do not reproduce this tokenizer.
     """
     from tokenizers import Tokenizer
 
@@ -142,13 +142,13 @@ def recorded_tokenizer(tokenizer: Any, folder: Path) -> tuple[dict[str, Any], by
 
 
 def _lasting(text: str) -> dict[str, Any]:
-    """The settings of a backend that calls of transformers do not change."""
+    """The settings of a backend that calls of transformers' tokenizer do not change."""
     held = json.loads(text)
     return {name: value for name, value in held.items() if name not in ("truncation", "padding")}
 
 
 def _answers(tokenizer: Any) -> Iterator[Any]:
-    """A tokenizer's answers to samples of all that it is asked for here."""
+    """A tokenizer's answers to samples of all calls that we make."""
     yield len(tokenizer), tokenizer.get_vocab(), tokenizer.added_tokens_decoder
     special = [token for token in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) if token]
     for text in (*_TEXTS, *special, "a" + "b ".join(special) + "c"):

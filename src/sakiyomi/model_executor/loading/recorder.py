@@ -1,7 +1,7 @@
 """Makes recordings (see ``recording.py``), and proves them.
 
-Packed weights made from the checkpoint by the recording alone, or those of the packed copy, have to equal those that
-run, and passes of many row counts to give the very logits of the model.
+Packed weights that the recording alone makes from the checkpoint, or those of the packed copy, must equal those in use.
+Passes of many row counts must give the exact logits of the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sakiyomi.core.files import whole_file
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-from sakiyomi.kernels.native import PackedLinear, packed_tensors
+from sakiyomi.kernels.native import PackedLayer, packed_tensors
 from sakiyomi.model_executor.loading.packed import packed_files, same_layers, source_key
 from sakiyomi.model_executor.loading.recorded_tokenizer import recorded_tokenizer
 from sakiyomi.model_executor.loading.recording import (
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
 
 logger = logging.getLogger("sakiyomi")
-MOST = 2 << 30  # bytes of a model that is recorded: of a larger one the class is no great part of a start,
+MOST = 2 << 30  # bytes of a recorded model: loading the class is a small part of the start of a larger one,
 MOST_PACKED = 16 << 30  # unless its weights are packed already
-LARGEST = 1 << 16  # values of a tensor that the model computes itself; a larger one is no such thing
+LARGEST = 1 << 16  # most values of a tensor that is part of a recording
 TRIED = (1, 4, 33, 129)  # rows of passes at which a recording is proven; beyond MOST without the largest
 
 
@@ -58,15 +58,14 @@ def save_recording(
     runner: ModelRunner,
     place: Path | None = None,
 ) -> bool:
-    """Keep a recording of a model, and say whether it is there now.
+    """Write a recording of a model; whether it was written.
 
     Args:
-        folder: that was asked for.
-        dtype, quantize: that were asked for.
+        folder, dtype, quantize: as the caller of ``load_model`` gave them.
         copy: the packed copy of a quantized model, which may be the folder itself; None: it is not quantized.
         tokenizer: of the model.
         runner: runs the model in recorded passes; between requests.
-        place: file of a recording that comes with the model; None: in the cache folder.
+        place: file of a recording that is distributed with the model; None: a file in the cache folder.
     """
     key_of = recording_key if place is None else shipped_key
     place = place or place_of(folder, dtype, quantize)
@@ -89,7 +88,7 @@ def save_recording(
         tensors = {name: torch.frombuffer(bytearray(part), dtype=torch.uint8) for name, part in parts.items()}
         with whole_file(place, "the next start takes longer") as fresh:
             save_tensors(fresh, tensors, {"about": json.dumps(about, default=str)})
-    except Exception as error:  # whatever it is, the model runs; only the next start takes longer
+    except Exception as error:  # of any kind: the model runs, only the next start takes longer
         logger.info("%s is not recorded: %s", folder, one_line(error))
         return False
     return True
@@ -98,11 +97,11 @@ def save_recording(
 def _record(
     runner: ModelRunner, source: TensorSource, copy: Path | None
 ) -> tuple[dict[str, Any], bytes, dict[str, Tensor]]:
-    """The metadata of a model, the graph of its pass, and the weights that this reads."""
+    """The metadata of a model, the graph of its pass, and the weights that the graph reads."""
     weights, module = runner.weights, runner.module
     names = {parameter.data_ptr(): name for name, parameter in module.named_parameters() if parameter.numel()}
     modules: dict[str, nn.Module] = dict(module.named_modules())
-    packed = {name: child for name, child in modules.items() if isinstance(child, PackedLinear)}
+    packed = {name: child for name, child in modules.items() if isinstance(child, PackedLayer)}
     layers = dict(sorted(packed.items(), key=lambda item: item[1].index))  # by which the graph calls them
     if [layer.index for layer in layers.values()] != list(range(len(layers))):
         raise UnsupportedError("its layers are not the first ones in the kernels' tables")
@@ -135,17 +134,17 @@ def _record(
 
 
 def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[str]]:
-    """A traced pass, its weights as further inputs; and their names, in this order."""
-    capture, module = runner.weights.capture, runner.module
+    """A traced pass whose weights are further inputs, and the names of the weights, in this order."""
+    capture = runner.weights.capture
 
     def forward(ids: Tensor, positions: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         capture.begin()
         given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "logits_to_keep": keep}
-        return module(**given, use_cache=False).logits, capture.take()[0]
+        return runner.module(**given, use_cache=False).logits, capture.take()[0]
 
     runner.begin(BatchPlan([]), 8)
     ids = torch.zeros(1, 8, dtype=torch.int64)
-    graph = trace(forward, module, ids, ids.clone(), torch.tensor([0, 5])).graph.copy()
+    graph = trace(forward, ids, ids.clone(), torch.tensor([0, 5])).graph.copy()
     torch._C._jit_pass_dce(graph)
     read: list[str] = []
     for node in list(graph.nodes()):
@@ -166,30 +165,23 @@ def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[
 
 
 def _saved(graph: Any) -> bytes:
-    """A graph as a TorchScript file."""
+    """A graph as a TorchScript file, without the lines of code of its operators, which name folders of this machine."""
     graph.lint()
-    buffer = io.BytesIO()
+    whole, bare = io.BytesIO(), io.BytesIO()
     with undeprecated():
-        torch.jit.save(torch._C._create_function_from_graph("forward", graph), buffer)
-    return _bare(buffer)
-
-
-def _bare(script: io.BytesIO) -> bytes:
-    """A TorchScript file without the lines of code that its operators come from, which name folders of this machine."""
-    bare = io.BytesIO()
-    with ZipFile(script) as given, ZipFile(bare, "w") as kept:
+        torch.jit.save(torch._C._create_function_from_graph("forward", graph), whole)
+    with ZipFile(whole) as given, ZipFile(bare, "w") as kept:
         for name in given.namelist():
             if not name.endswith(".debug_pkl"):
                 kept.writestr(ZipInfo(name), given.read(name))
     return bare.getvalue()
 
 
-def _place(name: str, layer: PackedLinear, source: TensorSource, embeddings: list[str]) -> dict[str, Any]:
-    """Where a packed layer's weight and bias are in the checkpoint: tied weights are those of an embedding, and some
-    have other names there.
+def _place(name: str, layer: PackedLayer, source: TensorSource, embeddings: list[str]) -> dict[str, Any]:
+    """The names of a packed layer's weight and bias in the checkpoint, which may be those of an embedding, or others.
 
     Raises:
-        UnsupportedError: nothing there gives what the kernels read.
+        UnsupportedError: no tensor there gives the packed weights.
     """
     held = layer.tensors()
     for weight in dict.fromkeys((f"{name}.weight", *embeddings, *source.names(layer.out_features, layer.in_features))):
@@ -213,12 +205,12 @@ def _prove(
     weights: Mapping[str, Tensor],
     tried: Sequence[int],
 ) -> None:
-    """Compare passes of so many rows of the recorded model, around the layers that run, with those of the model itself.
+    """Compare passes of so many rows of the recorded model, with the same packed layers, with those of the model.
 
     Raises:
         UnsupportedError: their logits differ.
     """
-    layers = {name: child for name, child in runner.module.named_modules() if isinstance(child, PackedLinear)}
+    layers = {name: child for name, child in runner.module.named_modules() if isinstance(child, PackedLayer)}
     recorded = assemble(about, script, weights, layers, whole=lambda model: model)
     own = runner.module
     last = [(rows, torch.tensor([rows - 1])) for rows in tried if rows < TRIED[-1]]

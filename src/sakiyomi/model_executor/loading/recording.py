@@ -1,10 +1,10 @@
-"""Recordings on disk: what the next start of a model needs instead of transformers' class of it.
+"""Recordings on disk, which replace the transformers class at the next start of a model.
 
-Importing that class takes nearly half of a small model's start. A recording has the graph of a pass (TorchScript), with
-the small tensors that the model computes itself, and says where in the checkpoint, or in the packed copy of a quantized
-model, everything else lies; the weights stay where they are. It is kept in the cache folder, and used as long as model,
-versions and kernels are those it was made with (see ``recorder.py``, which makes and proves it). Embedded models come
-with theirs, which tests prove (``recipes/recordings.py`` makes them).
+Importing that class takes nearly half of a small model's start. A recording has the graph of a pass (TorchScript), the
+small tensors that the model computes itself, and the names of all other tensors in the checkpoint or in the packed copy
+of a quantized model; the weights stay where they are. It lies in the cache folder, and is used as long as model,
+versions and kernels are the same (``recorder.py`` makes and proves it). Embedded models are distributed with their
+recordings, which tests prove (``recipes/recordings.py`` makes them).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def place_of(folder: Path, dtype: torch.dtype | None, quantize: str | None = Non
 
 
 def recording_key(folder: Path, checkpoint: Checkpoint) -> str:
-    """A key of everything that a recording depends on: the model's files, library versions and the kernels."""
+    """A key of everything a recording depends on: the model's files, the versions of libraries, and the kernels."""
     kernels = built()
     states = {path.name: path.stat() for path in folder.iterdir() if path.suffix in SETTINGS}
     return json_digest([
@@ -74,7 +74,7 @@ def recording_key(folder: Path, checkpoint: Checkpoint) -> str:
 
 
 def shipped_key(folder: Path, checkpoint: Checkpoint) -> str:
-    """The key of a recording that comes with a model: of the content of the model's files alone."""
+    """The key of a recording that is distributed with a model: of the content of the model's files alone."""
     tensors = [read_header(path).metadata for path in checkpoint.files]
     settings = {path.name: file_digest(path) for path in folder.iterdir() if path.suffix in SETTINGS}
     return json_digest([FORMAT, tensors, settings])
@@ -120,12 +120,12 @@ def read_recording(
     whole: Callable[[], Any],
     fits: Callable[[Any], object],
 ) -> tuple[RecordedModel, Prepared, Any] | None:
-    """A model from its recording, its metadata and its tokenizer; None where there is no recording of it now.
+    """A model from its recording, its metadata and its tokenizer; None: there is no current recording.
 
     Args:
         folder: of the model.
-        dtype, quantize: that were asked for.
-        whole: loads the transformers model, for what wants its modules.
+        dtype, quantize: as the caller of ``load_model`` gave them.
+        whole: loads the transformers model, for callers that need its modules.
         fits: see ``load_model``.
     """
     places = {place_of(folder, dtype, quantize): recording_key}
@@ -152,7 +152,7 @@ def read_recording(
             raise LoadError(error.message) from error
     except (InputError, MemoryLimitError, UnsupportedError):  # of `fits`, or it does not fit
         raise
-    except Exception as error:  # whatever it is, loading the model itself will say it in its own words
+    except Exception as error:  # of any kind: loading the model itself reports what is wrong
         logger.info("%s: the recording is not used: %s", folder, one_line(error))
         with suppress(OSError):
             place_of(folder, dtype, quantize).unlink()
@@ -163,7 +163,7 @@ def read_recording(
 def _first_current(
     places: Mapping[Path, Callable[[Path, Checkpoint], str]], folder: Path, checkpoint: Checkpoint
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The first of these files whose key is that of the model now, and its metadata; None: there is none."""
+    """The first of these files with the model's current key, and its metadata; None: there is none."""
     for place, key_of in places.items():
         if place.is_file():
             about: dict[str, Any] = json.loads(read_header(place).metadata["about"])
@@ -173,7 +173,7 @@ def _first_current(
 
 
 def _tokenizer(folder: Path, known: Mapping[str, Any], backend: bytes | None) -> RecordedTokenizer:
-    """The tokenizer of a recorded model, whose backend is the folder's if it is none of its own."""
+    """The tokenizer of a recorded model; without a backend of its own it has that of the folder."""
     from tokenizers import Tokenizer
 
     whole = functools.partial(read_tokenizer, folder, trust_remote_code=False)
@@ -201,7 +201,7 @@ def _from_checkpoint(
 
 
 def _from_copy(about: Mapping[str, Any], _: Checkpoint) -> tuple[dict[str, PackedLayer], Prepared, TensorSource]:
-    """The same of a quantized model, from its packed copy.
+    """The same for a quantized model, from its packed copy.
 
     Raises:
         LoadError: the copy is damaged, or of other weights.
@@ -232,7 +232,7 @@ def assemble(
 
 @contextmanager
 def undeprecated() -> Iterator[None]:
-    """Without torch's advice to export programs instead of scripts."""
+    """A context without torch's warnings that TorchScript is deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         yield

@@ -1,9 +1,9 @@
 """Weights that stay in files: mapped when accelerate's hooks ask for them, and read ahead by the system.
 
-accelerate maps a tensor's file when its layer is about to run, and the multiplication then waits for one page after the
-other. Here a thread has the system read the coming tensors while the present layer computes. It copies nothing: reading
-them as blocks of our own was slower than accelerate's way (benchmarks/log/offload.md). The order is learnt from
-the passes themselves. Files stay open: one that is removed meanwhile can still be read.
+accelerate maps a tensor's file when its layer is about to run, and the product then waits for one page after the other.
+Here a thread has the system read the next tensors while the current layer computes. It copies nothing: reading them as
+blocks of our own was slower than accelerate (benchmarks/log/offload.md). The order of tensors is learnt from the
+passes. Files stay open: one that is removed meanwhile can still be read.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from sakiyomi.core.checkpoint import Header, read_header
 from sakiyomi.core.dtypes import STORED
 from sakiyomi.core.errors import LoadError
 
-OPEN = 64  # files that are kept open
-CHUNK = 1 << 17  # bytes that the system is asked for at a time: of more it may read no more than the first part
-SMALL = 1 << 16  # bytes of a tensor (a norm, a bias) that stays in memory once it was read
+OPEN = 64  # most files that are kept open
+CHUNK = 1 << 17  # bytes that the system is asked to read at a time: of more it may only read the first part
+SMALL = 1 << 16  # bytes; a tensor up to this size (a norm, a bias) stays in memory after it was read
 DTYPES = {name: getattr(torch, own) for name, own in STORED.items()}
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a tensor lies.
+    """The place of a tensor in a file.
 
     Attributes:
         path: the file.
         offset: of its first byte there.
-        dtype: as it is stored.
-        shape: of the tensor.
-        wanted: dtype as which the model uses it.
+        dtype: dtype in the file.
+        shape: shape of the tensor.
+        wanted: dtype in the model.
     """
 
     path: Path
@@ -61,25 +61,21 @@ class WeightStream:
     """Tensors of files, mapped as long as they are used.
 
     Args:
-        extents: where the tensors lie, by name.
-        ahead: bytes that the system is told to read before they are needed; at least one tensor.
+        extents: places of the tensors, by name.
+        ahead: most bytes that the system reads ahead; at least one tensor.
 
     Attributes:
-        bytes_read: of tensors that were asked for, so far.
-        cold: used tensors are dropped from the system's page cache (on Linux), so that every pass reads the disk; to
-            measure a model that is larger than the page cache.
+        bytes_read: bytes of all tensors that were taken so far.
     """
 
     def __init__(self, extents: Mapping[str, Extent], *, ahead: int) -> None:
         self.extents = dict(extents)
         self.bytes_read = 0
-        self.cold = False
         self._budget = ahead
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="sakiyomi-weights")
         self._files: OrderedDict[Path, FileIO] = OrderedDict()
         self._opening = threading.Lock()
-        self._coming: OrderedDict[str, None] = OrderedDict()  # tensors that the system was told of
-        self._used: list[Extent] = []
+        self._coming: OrderedDict[str, None] = OrderedDict()  # tensors that the system reads ahead
         self._small: dict[str, Tensor] = {}
         self._next: dict[str, str] = {}
         self._last: str | None = None
@@ -91,7 +87,7 @@ class WeightStream:
         return sorted({extent.path for extent in self.extents.values()})
 
     def take(self, name: str) -> Tensor:
-        """A tensor. The system meanwhile reads what followed it in the pass before.
+        """A tensor. Meanwhile the system reads the tensors that followed it in the previous pass.
 
         Raises:
             LoadError: its file cannot be read.
@@ -104,7 +100,7 @@ class WeightStream:
             return self._small[name]
         if name in self._coming:
             del self._coming[name]
-        else:  # the first pass, or one that took another way
+        else:  # the first pass, or one with another order
             self._coming.clear()
         if self._last is not None:
             self._next[self._last] = name
@@ -117,8 +113,6 @@ class WeightStream:
             raise
         self._look_ahead(name)
         self.bytes_read += extent.nbytes
-        if self.cold:
-            self._drop_behind(extent)
         return tensor.to(extent.wanted)
 
     def rows(self, name: str, numbers: list[int]) -> Tensor:
@@ -133,7 +127,7 @@ class WeightStream:
         return found.to(extent.wanted)
 
     def _look_ahead(self, name: str) -> None:
-        """Have the system read what followed this tensor the last time."""
+        """Have the system read the tensors that followed this one the last time."""
         waiting = sum(self.extents[coming].nbytes for coming in self._coming)
         at = self._next.get(next(reversed(self._coming), name))
         while at is not None and at not in self._coming:
@@ -146,7 +140,7 @@ class WeightStream:
             at = self._next.get(at)
 
     def _fetch(self, extent: Extent) -> None:
-        """Have the system read a tensor. An error here shows again when the tensor is taken."""
+        """Have the system read a tensor. An error occurs again when the tensor is taken."""
         file = self._open(extent.path).fileno()
         for offset in range(extent.offset, extent.offset + extent.nbytes, CHUNK):
             os.posix_fadvise(file, offset, CHUNK, os.POSIX_FADV_WILLNEED)
@@ -161,7 +155,7 @@ class WeightStream:
             size = os.fstat(file).st_size
             if size < extent.offset + extent.nbytes:  # reading beyond it would end the process
                 raise EOFError(f"it ends after {size} bytes")
-            # A private copy of what is written to: nothing is, but torch wants to be able to.
+            # A private mapping: nothing is written, but torch needs a writable buffer.
             pages = mmap.mmap(file, skipped + extent.nbytes, access=mmap.ACCESS_COPY, offset=start)
         except (OSError, EOFError) as error:
             raise LoadError(
@@ -170,18 +164,6 @@ class WeightStream:
             ) from error
         block = torch.frombuffer(pages, dtype=torch.uint8, offset=skipped, count=extent.nbytes)
         return block.view(extent.dtype).view(extent.shape)
-
-    def _drop_behind(self, extent: Extent) -> None:
-        """Drop what is no longer mapped: all but the tensors of about one layer."""
-        self._used.append(extent)
-        held = 0
-        for number in reversed(range(len(self._used))):
-            held += self._used[number].nbytes
-            if held > self._budget:
-                gone, self._used = self._used[:number], self._used[number:]
-                for old in gone:
-                    os.posix_fadvise(self._open(old.path).fileno(), old.offset, old.nbytes, os.POSIX_FADV_DONTNEED)
-                break
 
     def _open(self, path: Path) -> FileIO:
         with self._opening:
@@ -200,7 +182,7 @@ def _close(files: dict[Path, FileIO]) -> None:
 
 
 class _Weights(Mapping[str, Tensor]):
-    """A hook's own mapping, whose tensors in files come from a stream."""
+    """The mapping of a hook, with tensors in files from a stream."""
 
     def __init__(self, stream: WeightStream, streamed: Mapping[str, str], others: Mapping[str, Tensor]) -> None:
         self._stream, self._streamed, self._others = stream, streamed, others
@@ -209,7 +191,7 @@ class _Weights(Mapping[str, Tensor]):
         key = self._streamed.get(name)
         return self._others[name] if key is None else self._stream.take(key)
 
-    def __contains__(self, name: object) -> bool:  # else the question would read the tensor
+    def __contains__(self, name: object) -> bool:  # the default would read the tensor
         return name in self._streamed or name in self._others
 
     def __iter__(self) -> Iterator[str]:
@@ -220,7 +202,7 @@ class _Weights(Mapping[str, Tensor]):
 
 
 def hooks(module: nn.Module) -> Iterator[Any]:
-    """Hooks of accelerate on one module which bring weights for a pass and take them away after it."""
+    """Hooks of accelerate on one module that load its weights for a pass and free them after it."""
     hook = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         if getattr(one, "offload", False):
@@ -228,16 +210,16 @@ def hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether weights of a model come and go with its passes."""
+    """Whether hooks load and free weights of a model in its passes."""
     return any(True for module in model.modules() for _ in hooks(module))
 
 
 def attach(model: nn.Module, layers: int) -> WeightStream | None:
-    """Make a model's hooks take tensors that lie in files from a stream; None if no tensor does.
+    """Have a model's hooks take tensors in files from a stream; None if no tensor is in a file.
 
     Args:
-        model: with hooks of its own, which are changed.
-        layers: it has so many; as much as one of them takes is read ahead.
+        model: with its own hooks, which are changed.
+        layers: number of its layers; the size of one is read ahead.
     """
     headers: dict[Path, Header] = {}
     extents: dict[str, Extent] = {}
@@ -256,8 +238,8 @@ def attach(model: nn.Module, layers: int) -> WeightStream | None:
     stream = WeightStream(extents, ahead=max(*sizes, sum(sizes) // layers, 0))
     for module, hook, streamed in found:
         hook.weights_map = _Weights(stream, streamed, hook.weights_map)
-        # accelerate knows tied weights again by their address, and a mapping may come to lie where another one was: by
-        # the address that a tensor had when the model was loaded, a layer would be given that one's weights.
+        # accelerate recognizes tied weights by their addresses. A mapping may reuse the address of an earlier one, and
+        # a layer would then get the weights of another.
         hook.tied_params_map, hook.tied_params_names = None, set()
         if type(module) is nn.Embedding and "weight" in streamed:
             _replace(module, hook, _rows_hook(stream, streamed["weight"], hook.execution_device))
@@ -265,7 +247,7 @@ def attach(model: nn.Module, layers: int) -> WeightStream | None:
 
 
 def _locate(weights: Any, name: str, module: nn.Module, headers: dict[Path, Header]) -> Extent | None:
-    """Where accelerate would read a tensor; None if it is in no file, or in one of another format."""
+    """The place where accelerate would read a tensor; None: in no file, or in a file of another format."""
     from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
 
     wanted = getattr(module, name).dtype
@@ -292,15 +274,15 @@ def _locate(weights: Any, name: str, module: nn.Module, headers: dict[Path, Head
 
 
 def _rows_hook(stream: WeightStream, name: str, device: Any) -> Any:
-    """A hook for an embedding that reads the rows of a pass only: the matrix may be as large as a layer."""
+    """A hook for an embedding that reads only the rows of a pass: the matrix may be as large as a layer."""
     from accelerate.hooks import ModelHook
 
     class Rows(ModelHook):  # type: ignore[misc]
-        offload = True  # as accelerate's own say it
+        offload = True  # as hooks of accelerate
         execution_device = device
 
         def init_hook(self, module: Any) -> Any:
-            module.padding_idx = None  # matters to gradients alone, and may lie beyond the rows of a pass
+            module.padding_idx = None  # only for gradients, and may be larger than the rows of a pass
             return module
 
         def pre_forward(self, module: Any, ids: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
@@ -319,7 +301,7 @@ def _rows_hook(stream: WeightStream, name: str, device: Any) -> Any:
 
 
 def _replace(module: nn.Module, old: Any, new: Any) -> None:
-    """One of a module's hooks by another."""
+    """Replace one of a module's hooks."""
     holder: Any = module._hf_hook
     if holder is old:
         module._hf_hook = new

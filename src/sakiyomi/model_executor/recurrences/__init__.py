@@ -1,8 +1,8 @@
-"""Recurrent layers of transformers' own classes, unmodified: their state functions are reached for our copy alone.
+"""Recurrent layers of transformers' own classes, unmodified: only our copy calls other state functions.
 
 The modules compute their states in a few functions of their module files. A module of our structural copy gets a
-forward with the same code, whose globals have other functions in the place of these: the class, and every other model
-of it, stays as it is. To add a kind, write a ``StateFunction`` in a file beside this one, and a line in
+forward with the same code and other globals, in which our functions replace these. The class and all other models of it
+stay as they are. To add a kind, write a ``StateFunction`` in a file beside this one, and a line in
 ``STATE_FUNCTIONS``.
 """
 
@@ -39,11 +39,11 @@ STATE_FUNCTIONS: dict[str, StateFunction] = {
     "RecurrentGemmaRecurrentBlock.conv_1d": ConvModule(),
     "RecurrentGemmaRglru._rnn_scan": RgLru(),
 }
-"""By the name of a function that modules call, or of a method or child of a class, which is given the module."""
+"""By the name of a function that modules call, or of a method or child of a class, which gets the module."""
 
 
 def has_state_functions(model_class: type) -> bool:
-    """Whether the file of a model's class has state functions that are known here."""
+    """Whether the file of a model's class has state functions that we replace."""
     names = vars(sys.modules[model_class.__module__])
     return any(name.partition(".")[0] in names for name in STATE_FUNCTIONS)
 
@@ -53,7 +53,7 @@ def stateful_modules(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)  # of a recording, which keeps no state
+        if not isinstance(module, torch.jit.ScriptModule)  # of a recording, which has no state
         and (type(module).__name__ in LAYER_STATES or _named(module) or _called(type(module).forward))
     ]
 
@@ -65,7 +65,7 @@ def serve_functions(modules: Sequence[nn.Module]) -> dict[int, Site]:
         modules: of our structural copy; changed in place.
 
     Returns:
-        The calls by number, which the model's first forward fills in; it must not be traced.
+        The calls by number, which the model's first forward adds; it must not be traced.
     """
     served: dict[int, Site] = {}
     for module in modules:
@@ -93,11 +93,11 @@ class _Calls:
         self._place = threading.local()  # models run beside each other
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
-        """The module's forward begins."""
+        """Called when the module's forward begins."""
         self._place.next = 0
 
     def stand_in(self, function: StateFunction) -> Callable[..., Any]:
-        """What the module calls in the place of a state function."""
+        """The replacement of a state function."""
 
         def run(rows: Sequence[Tensor], fixed: Sequence[Tensor] = (), around: int = 0) -> Tensor:
             place = self._place.next
@@ -109,7 +109,7 @@ class _Calls:
             if site is None:
                 site = self._served[number] = Site(function)
                 site.learn(rows, fixed, around)
-            if not in_pass():  # the model is looked at, or its quantization judged: a text from its beginning
+            if not in_pass():  # a probe or a measurement: a text from its beginning
                 return site.whole(rows, fixed)
             return layer_state(rows, fixed, number, compiled=site.compiled)
 

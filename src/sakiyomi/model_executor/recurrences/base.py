@@ -1,4 +1,4 @@
-"""State functions: what transformers' modules call to go from token to token, and what stands in their place here."""
+"""State functions, which transformers' modules call to go from token to token, and their replacements."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ class Run(Protocol):
     """Computes the outputs of a pass's rows on the states of their requests."""
 
     def __call__(self, rows: Sequence[Tensor], fixed: Sequence[Tensor] = (), around: int = 0) -> Tensor:
-        """Rows (1, N, ...) each, what is the same for all of them, and what else is computed (``Around``), to what is
+        """Rows (1, N, ...) each, tensors that are the same for all rows, and further work (``Around``), to a tensor
         shaped like the first of the rows.
         """
 
 
 class StateFunction(Recurrence):
-    """A recurrence with the arguments and the result of the function that transformers has for whole texts.
+    """A recurrence with the arguments and the result of transformers' function for whole texts.
 
-    The modules call it without a cache, with the N rows of a pass as a text of N tokens. What it does before and behind
-    the recurrence is done there, too (``Around``), since every further operator takes as long as a layer's recurrence.
+    The modules call it without a cache, with the N rows of a pass as a text of N tokens. It also does the work before
+    and after the recurrence (``Around``), since every further operator takes as long as a layer's recurrence.
     """
 
     @abstractmethod
     def call(self, run: Run, *args: Any, **kwargs: Any) -> Any:
-        """What the function gives, computed by `run`."""
+        """The result of the function, computed by `run`."""
 
 
 class LinearAttention(StateFunction):
-    """States of (heads, key width, value width), which queries are multiplied with.
+    """States of (heads, key width, value width) that are multiplied by queries.
 
-    Of a row's tensors the first are values (N, heads, value width), the second keys (N, groups, key width), the third
-    decays (N, heads) or (N, heads, key width), and the last queries like keys. What is kept of a row is what it adds to
-    the state, in the place of its values, its keys and its decays.
+    The tensors of a row are values (N, heads, value width), keys (N, groups, key width), decays (N, heads) or
+    (N, heads, key width), and last queries like keys. Of a row are kept its change of the state (instead of its
+    values), its keys and its decays.
     """
 
     kept, kernel = 3, 1

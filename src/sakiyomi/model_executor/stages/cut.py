@@ -1,7 +1,7 @@
 """Cuts a model's folder into one folder a stage, each a small model of some of its layers.
 
-Every stage is a whole folder in Hugging Face format, with its layers counted from 0, so that it is loaded, checked and
-run as any other. Stages behind the first need neither embeddings nor head: theirs have a vocabulary of `TINY` tokens.
+Every stage is a complete folder in Hugging Face format, with its layers counted from 0, so that it is loaded, checked
+and run like any model. Later stages do not need embeddings and head: theirs have a vocabulary of `TINY` tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TINY = 8
 
 
 def is_cut(folder: object) -> bool:
-    """Whether this names a folder of stages."""
+    """Whether this is the path of a folder of stages."""
     return isinstance(folder, str | Path) and (Path(folder) / STAGES).is_file()
 
 
@@ -38,7 +38,7 @@ def stage_count(folder: Path) -> int:
     """Stages in a folder that ``cut`` has written.
 
     Raises:
-        LoadError: it is of another version.
+        LoadError: another version wrote it.
     """
     about = read_json(folder / STAGES)
     if about.get("format") != 1:
@@ -64,7 +64,7 @@ def cut(folder: Path, count: int, out: Path) -> list[int]:
 
     Raises:
         InputError: there are fewer layers than stages, or `out` is not empty.
-        UnsupportedError: its layers are not one list of equals, or depend on each other.
+        UnsupportedError: its layers are not one list, or depend on each other.
     """
     config = read_config(folder)
     whole = _without_weights(config)
@@ -106,14 +106,14 @@ def _write_stage(folder: Path, place: Path, config: Any, whole: Any, chosen: ran
     ends = {} if first else _ends(whole)
 
     def renamed(name: str) -> str | None:
-        """The name of a tensor or layer in its stage; None: it is not there."""
+        """The name of a tensor or layer in its stage; None: it is not in this stage."""
         if found := LAYER.search(f"{name}."):
             layer = int(found[1])
             return f"{name[: found.start(1)]}{layer - chosen.start}{name[found.end(1) :]}" if layer in chosen else None
         return None if any(name == end or name.startswith(f"{end}.") for end in ends) else name
 
     tensors = {new: tensor for name, tensor in _stored(folder) if (new := renamed(name))}
-    random = torch.Generator().manual_seed(0)  # of zeros no self-test would tell anything
+    random = torch.Generator().manual_seed(0)  # with zeros a self-test would prove nothing
     dtype = next(iter(tensors.values())).dtype
     tensors |= {name: torch.randn(shape, generator=random).to(dtype) for name, shape in _tiny(part, ends)}
     for path in folder.iterdir():
@@ -153,7 +153,7 @@ def _ends(model: nn.Module) -> list[str]:
 
 
 def _tiny(part: nn.Module, ends: Any) -> Iterator[tuple[str, torch.Size]]:
-    """Tensors of embeddings and head that stand for the whole model's."""
+    """Tensors of small embeddings and head that replace the whole model's."""
     seen: set[int] = set()
     for name, tensor in part.named_parameters(remove_duplicate=True):
         if name.rpartition(".")[0] in ends and id(tensor) not in seen:
@@ -174,7 +174,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write_packed(folder: Path, place: Path, renamed: Callable[[str], str | None], chosen: range) -> None:
-    """What the kernels read of a stage, and its metadata."""
+    """Write the packed weights of a stage, and its metadata."""
     from safetensors import safe_open
 
     about = read_json(folder / ABOUT)

@@ -1,7 +1,7 @@
 """The processes of a model in stages: hidden states cross from one to the next, and back to the first.
 
-The first process has the engine, the sampler, and a cache whose slots are those of all: what happens to one is told
-with the next pass. The others do nothing but passes.
+The first process has the engine, the sampler, and the cache that decides for all: it sends the calls on its slots with
+the next pass. The other processes only run passes.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Border:
     """A place where hidden states (1, rows, hidden) leave or enter this process.
 
     Args:
-        cross: what is done with them.
+        cross: from the hidden states at this place to those that replace them.
 
     Attributes:
-        number: by which passes that are replayed know it.
+        number: identifies it in recorded passes.
     """
 
     def __init__(self, cross: Callable[[Tensor], Tensor]) -> None:
@@ -59,11 +59,11 @@ class Border:
         _borders[self.number] = self
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Hidden states of this stage's last layer to those that the next stages give."""
+        """The hidden states that replace these."""
         return self._cross(hidden)
 
     def behind(self, layer: nn.Module) -> None:
-        """Have a layer's output cross; it may be one of several that the layer gives."""
+        """Have a layer's output cross: its only one, or the first of several."""
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             if isinstance(output, tuple):
@@ -90,7 +90,7 @@ class Line:
         peers: all of them, connected in a ring.
 
     Raises:
-        WorkerError: one has ended.
+        WorkerError: a process has ended.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -119,13 +119,13 @@ class Line:
             self._group.send([torch.cat([body, states])], to, 0).wait()
 
     def end(self) -> None:
-        """Tell the next process that there is no further pass; it tells the one behind it."""
+        """Tell the next process that there is no further pass; it forwards this."""
         if not self.last:
             with suppress(WorkerError), self._alive():
                 self._group.send([torch.zeros(3, dtype=torch.int64)], self.peers.number + 1, 0).wait()
 
     def receive(self, dtype: torch.dtype) -> tuple[bytes, Tensor]:
-        """What the process before has sent; no message: there is no further pass."""
+        """Receive message and hidden states of the previous process; an empty message: there is no further pass."""
         before, head = self.peers.number - 1, torch.empty(3, dtype=torch.int64)
         with self._alive():
             self._group.recv([head], before, 0).wait()
@@ -137,7 +137,7 @@ class Line:
         return body[:length].numpy().tobytes(), body[length:].clone().view(dtype).view(1, rows, width)
 
     def back(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the last process, like these."""
+        """Receive the hidden states of the last process, shaped like these."""
         found = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         with self._alive():
             self._group.recv([found], self.peers.count - 1, 0).wait()
@@ -147,16 +147,16 @@ class Line:
     def _alive(self) -> Any:
         try:
             yield
-        except RuntimeError as error:  # gloo knows no other
+        except RuntimeError as error:  # Gloo raises nothing else
             raise self.peers.ended(ADVICE) from error
 
 
 class SharedSlots(SlotCache):
-    """The cache of the first stage, which records what happens to its slots for the other stages.
+    """The cache of the first stage, which records the calls on its slots for the other stages.
 
     Attributes:
         calls: methods with their arguments, since the last pass.
-        plan: of the present pass.
+        plan: plan of the current pass.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -186,7 +186,7 @@ class SharedSlots(SlotCache):
         self.calls.append(("fork", (slot, other, first, last)))
 
     def snapshot(self, slot: int, length: int) -> dict[str, Tensor]:
-        """Not known here: other processes hold a part of it.
+        """Not supported: other processes hold a part of the cache.
 
         Raises:
             UnsupportedError: always.
@@ -195,17 +195,17 @@ class SharedSlots(SlotCache):
 
 
 def lead(folder: Path, load: partial[Loaded], run: partial[ModelRunner]) -> tuple[Loaded, ModelRunner]:
-    """Load the first stage and have the others run in processes of their own, or in those that torchrun has started.
+    """Load the first stage, and run the others in their own processes, or in those that torchrun has started.
 
-    In another process than torchrun's first this does not return, but ends the process when the first has ended.
+    In torchrun's other processes this does not return: it ends the process when the first one has ended.
 
     Args:
-        folder: what ``cut`` has written.
+        folder: written by ``cut``.
         load: ``load_model`` with its options.
-        run: ``build_runner`` with its options. The other processes have the same.
+        run: ``build_runner`` with its options, which are those of all processes.
 
     Returns:
-        The first stage as it was loaded, and as it runs.
+        The loaded first stage, and its runner.
 
     Raises:
         InputError: torchrun has started another number of processes than there are stages.
@@ -248,7 +248,7 @@ def lead(folder: Path, load: partial[Loaded], run: partial[ModelRunner]) -> tupl
 
 
 def _follow(peers: Peers, folder: Path, load: dict[str, Any], run: dict[str, Any]) -> None:
-    """What the process of another stage does, until the first one ends."""
+    """Run the passes of another stage, until the first process ends."""
     govern_threads()
     loaded = load_model(stage_folder(folder, peers.number), **load)
     runner = build_runner(loaded.model, owned=loaded.owned, prepared=loaded.prepared, **run)
@@ -291,7 +291,7 @@ def _layers(runner: ModelRunner) -> nn.ModuleList:
 
 
 def _check(runner: ModelRunner) -> None:
-    """Refuse what keeps something in other places than the cache's columns."""
+    """Refuse models that keep a state outside the cache's columns."""
     weights = runner.weights
     if weights.stateful or weights.own_attention or weights.encoder is not None or weights.offloaded:
         raise UnsupportedError(

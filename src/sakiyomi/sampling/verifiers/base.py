@@ -77,7 +77,7 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """V."""
+        """Vocabulary size, V."""
         return int(self.raw.shape[1])
 
     def processed(self, index: int) -> Tensor:
@@ -127,31 +127,24 @@ class Rows:
 
     def best(self, index: int) -> int:
         """The most probable token of one row, of equal ones the first; computes no softmax."""
-        if not self.on_cpu:
-            return self.argmax()[index]
-        found = self._bests.get(index)
-        if found is None:
-            found = self._bests[index] = best(self.processed(index))
-        return found[0]
+        if self.on_cpu:
+            found = self._bests.get(index)
+            if found is None:
+                found = self._bests[index] = best(self.processed(index))
+            return found[0]
+        if self._best is None:
+            # One read-back for all rows. Which of several equal tokens is taken depends on the device.
+            peaks, tokens = self.logits.max(-1)
+            peak, first = torch.stack([peaks.double(), tokens.double()]).tolist()
+            for value in peak:
+                require_number(value)
+            self._best = [int(token) for token in first]
+        return self._best[index]
 
     def chance(self, index: int, token: int) -> float:
         """Softmax probability of a token in one row on the CPU, at temperature 1."""
         found = self._bests.get(index)
         return found[1] if found is not None and found[0] == token else chance(self.processed(index), token)
-
-    def argmax(self) -> list[int]:
-        """``best`` of all rows."""
-        if self._best is None:
-            if self.on_cpu:
-                self._best = [self.best(index) for index in range(len(self))]
-            else:
-                # One read-back for all rows. Which of several equal tokens is taken depends on the device.
-                peaks, tokens = self.logits.max(-1)
-                peak, best = torch.stack([peaks.double(), tokens.double()]).tolist()
-                for value in peak:
-                    require_number(value)
-                self._best = [int(token) for token in best]
-        return self._best
 
 
 class Verifier(ABC):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sakiyomi.core.tree import Draft, Verdict, VerdictKind
 from sakiyomi.kernels.build import loaded
+from sakiyomi.kernels.native import HALF
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.base import Verifier
@@ -28,7 +29,6 @@ _CASE = struct.Struct("=9q3d2Q")  # Case in verify.h
 _NUMBERS: dict[type[Verifier], int] = {GreedyVerifier: 0, CoupledVerifier: 1, RatioVerifier: 2, BlockVerifier: 3}
 KINDS: tuple[VerdictKind, ...] = ("plain", "recovered", "bonus")
 _HEAD = 6  # numbers before those of a path
-HALF = {torch.float32: 0, torch.bfloat16: 1}  # logits that the kernels read
 
 
 @dataclass(slots=True)

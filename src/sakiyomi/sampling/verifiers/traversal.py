@@ -23,11 +23,13 @@ so that no subtree is judged twice, but its q is taken from p as any other's.
 
 from __future__ import annotations
 
+import numpy as np
+
 from sakiyomi.core.tree import Draft, Draw, Verdict
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.rows import Row, draw, without
+from sakiyomi.sampling.rows import Row, draw, positive_part, without
 from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
-from sakiyomi.sampling.verifiers.block import after_refusal, level_of
+from sakiyomi.sampling.verifiers.ratio import LEAST_MASS
 
 
 class _Place:
@@ -107,3 +109,45 @@ def _refused(way: list[_Place]) -> list[int]:
     path = {place.node for place in way}
     tried = [drawn.node for place in way for drawn in place.draws[: place.tried]]
     return [node for node in dict.fromkeys(tried) if node not in path]
+
+
+def level_of(level: float, target: Row, drawn_from: Row | None, token: int) -> float:
+    """Level of a node from that of its parent: min(1, level p(x) / q(x)).
+
+    Args:
+        level: of the parent.
+        target: p, (V,) float32, sum 1.
+        drawn_from: q, (V,) float32, sum 1; None: the token was a point mass.
+        token: x.
+    """
+    chance = _chance(drawn_from, token)
+    return min(1.0, level * float(target[token]) / chance)
+
+
+def after_refusal(level: float, target: Row, drawn_from: Row | None, token: int) -> tuple[Row, float]:
+    """Distribution and level of a node after a child was rejected, with all its descendants.
+
+    Args:
+        level: of the place.
+        target: p, (V,) float32, sum 1; not changed.
+        drawn_from: q, (V,) float32, sum 1; None: the token was a point mass.
+        token: the rejected one.
+
+    Returns:
+        max(level p - q, 0) / S, (V,) float32 in new memory, and the new level, S / (S + 1 - level). Where almost
+        nothing is left of p, it is p without the token: p and q then differ by rounding alone.
+    """
+    if drawn_from is None or drawn_from[token] <= 0.0:
+        left, mass = without(target, token), level * (1.0 - float(target[token]))
+    else:
+        scaled = target if level == 1.0 else target * np.float32(level)
+        left, mass = positive_part(scaled, drawn_from, LEAST_MASS)
+        if mass < LEAST_MASS:
+            left = without(target, token)
+    return left, mass / (mass + 1.0 - level) if level < 1.0 else 1.0
+
+
+def _chance(drawn_from: Row | None, token: int) -> float:
+    """q(x). A token that its row excludes cannot be drawn from there; as a point mass it is still lossless."""
+    chance = 1.0 if drawn_from is None else float(drawn_from[token])
+    return chance if chance > 0.0 else 1.0

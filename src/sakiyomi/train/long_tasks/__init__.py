@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.long_tasks.example import Example, Task, hits
-from sakiyomi.train.long_tasks.facts import locker
-from sakiyomi.train.long_tasks.filler import NOISE, Filler, Noise, Texts, read_filler
-from sakiyomi.train.long_tasks.made import braced, common_words, dense_pairs, one_value, several, variables
+from sakiyomi.train.long_tasks.example import NOISE, Example, Filler, Noise, Task, Texts, hits, read_filler
+from sakiyomi.train.long_tasks.made import braced, common_words, dense_pairs, locker, one_value, several, variables
 
 __all__ = ["NOISE", "TASKS", "Example", "Filler", "Noise", "Task", "Texts", "hits", "named", "read_filler"]
 

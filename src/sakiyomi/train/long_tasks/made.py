@@ -1,29 +1,108 @@
-"""Texts that hide what is asked for: a value or pairs between sentences, a text of nothing but pairs, chains of
-variables, and a list of words.
-
-Each function here makes the examples of one kind (`example.Builder`).
+"""The facts that tasks hide, and the texts that hide them: a value or pairs between sentences, a text of nothing but
+pairs, chains of variables, and a list of words.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.long_tasks.example import Example, Fact, Task
-from sakiyomi.train.long_tasks.facts import digits, keys, needle, pair, question, repeated
-from sakiyomi.train.long_tasks.filler import NOISE, Supply
+from sakiyomi.train.long_tasks.example import NOISE, Example, Fact, Supply, Task
+
+NEEDLES = {"passkey": "pass key", "number": "long number"}
+"""What is hidden, by task."""
+
+
+def needle(task: str, value: str) -> Fact:
+    """The one value of a text; it stands there twice."""
+    what = NEEDLES[task]
+    return Fact(
+        f"For the record, the {what} is ",
+        value,
+        f"; that is {value} and nothing else.",
+        asked=f"Question: Which {what} does the text name?",
+        cue=f"Answer: The {what} is",
+    )
+
+
+def pair(key: str, value: str) -> Fact:
+    """A pair as JSON has it, without braces."""
+    asked = f'Question: Which value belongs to the key "{key}"?'
+    return Fact(f'"{key}": "', value, '"', asked, cue=f'Answer: "{key}": "')
+
+
+def locker(key: str, value: str) -> Fact:
+    """One of several numbers, each with its owner."""
+    opens = f"The locker of the {key} opens with"
+    return Fact(f"{opens} ", value, ".", f"Question: What opens the locker of the {key}?", cue=f"Answer: {opens}")
+
+
+def question(fact: Fact) -> str:
+    """What follows the context."""
+    return f"\n\n{fact.asked}\n{fact.cue}"
+
+
+# ---------------------------------------------------------------- keys
+
+
+ADJECTIVES = tuple(
+    """
+amber ancient black blue bold brave bright broken brown busy calm clean clever cold cosy crimson curly dark deep dry
+dusty early fast flat fresh gentle giant glad golden grand grey happy heavy hidden hollow honest hot icy jolly kind
+large late lazy light little lonely long loud lucky merry narrow new noisy old orange pale pink plain polite proud
+purple quick quiet red
+""".split()  # noqa: SIM905
+)
+NOUNS = tuple(
+    """
+acorn anchor apple badger barrel basket beaver bell boat bottle bridge bucket button candle castle cat chair clock
+cloud coin crow cup deer dog door dragon drum duck eagle feather fence fiddle flute forest fox garden goose hammer
+harbour hat hedgehog horse island kettle key kite ladder lamp lantern lemon lion mill mirror mountain mouse needle
+otter owl paddle pear pebble pencil pony rabbit
+""".split()  # noqa: SIM905
+)
+
+_PAIRS = tuple(f"{adjective} {noun}" for adjective in ADJECTIVES for noun in NOUNS)
+
+
+def keys(rng: np.random.Generator) -> Iterator[str]:
+    """Different keys in random order: all pairs of an adjective and a noun (4,096), then those with two adjectives."""
+    for index in rng.permutation(len(_PAIRS)):
+        yield _PAIRS[index]
+    for first in rng.permutation(ADJECTIVES):
+        for index in rng.permutation(len(_PAIRS)):
+            if not _PAIRS[index].startswith(f"{first} "):
+                yield f"{first} {_PAIRS[index]}"
+
+
+def digits(rng: np.random.Generator, count: int) -> str:
+    """A random number of so many digits, zeros in front allowed."""
+    return "".join(map(str, rng.integers(0, 10, size=count)))
+
+
+def repeated(rng: np.random.Generator, count: int) -> str:
+    """So many digits, half of them doubled: a copy must count, not only follow what it wrote last."""
+    found = list(digits(rng, count - count // 2))
+    for _ in range(count // 2):
+        at = int(rng.integers(len(found)))
+        found.insert(at, found[at])
+    return "".join(found)
+
+
+# ---------------------------------------------------------------- texts: a function for each kind
+
 
 FACTS = 8
 """Pairs or numbers in a text, of which one is asked for."""
 DIGITS = 4
 """Of a value."""
 HOPS = 4
-"""Copies of a variable from name to name behind the first assignment."""
+"""Copies of a variable from name to name after the first assignment."""
 COMMON, OFTEN, SELDOM = 5, 12, 2
 """Words that are asked for, and how many times one of them and any other word stands in the list."""
 JOINT = ",\n "  # between the pairs of a JSON object
@@ -74,7 +153,7 @@ def scattered(sentences: Sequence[str], facts: Sequence[tuple[float, Fact]]) -> 
 
     Args:
         sentences: the filler.
-        facts: each with its place, 0 in front of all sentences, 1 behind them.
+        facts: each with its place, 0 in front of all sentences, 1 after them.
 
     Returns:
         The text, and the span of each fact's answer in it, in the order given.

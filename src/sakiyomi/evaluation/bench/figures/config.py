@@ -20,7 +20,7 @@ COUNT = re.compile(r"\d+(\.\d+)?[KMB]?", re.IGNORECASE)  # of parameters
 
 @cache
 def words() -> dict[str, dict[str, Any]]:
-    """Titles and texts of articles and sections, see ``figures.toml``; ``docs/articles/`` has a page each article."""
+    """What ``figures.toml`` says of articles, sections and formulas; ``docs/articles/`` has a page each article."""
     return tomllib.loads(Path(__file__).with_name("figures.toml").read_text(encoding="utf-8"))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import string
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +13,11 @@ from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from sakiyomi.evaluation.bench.figures.config import words
+from sakiyomi.evaluation.bench.figures.panels import painter
+from sakiyomi.evaluation.bench.kinds import said
 from sakiyomi.evaluation.bench.pictures import Painter
+from sakiyomi.evaluation.bench.plot import plots
 from sakiyomi.evaluation.bench.report import Row, condition_line
-
-
-class _Words(string.Formatter):
-    """Format strings for figures: one that is missing is a dash, and MB is a unit."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        """See ``string.Formatter``."""
-        if value is None:
-            return "-" if format_spec else ""
-        return f"{value / 1e6:.3g} MB" if format_spec == "MB" else str(super().format_field(value, format_spec))
 
 
 @dataclass(frozen=True)
@@ -39,6 +31,7 @@ class Section:
         text: what is shown, and how it is measured.
         alt, each, join, needs, where, same, none: what is to be seen, in words, from the numbers.
         reads: settings that it depends on beside the common ones.
+        numbers: what is in the table, unless what measures it says so itself.
     """
 
     measure: Callable[[Any], Row]
@@ -53,6 +46,14 @@ class Section:
     same: str | None = None
     none: str = ""
     reads: tuple[str, ...] = ()
+    numbers: str = ""
+
+    @classmethod
+    def declared(cls, measure: Callable[[Any], Row], own: Mapping[str, Any]) -> Section:
+        """A section as ``figures.toml`` has it."""
+        texts = {key: value for key, value in own.items() if key not in ("panels", "below", "plot")}
+        panels = own["panels"] if "panels" in own else plots()[own["plot"]][:2]
+        return cls(measure, painter(panels, below=own.get("below", False)), **texts)
 
     def seen(self, row: Row) -> str:
         """What is to be seen, in words."""
@@ -60,9 +61,9 @@ class Section:
         wanted = {**self.where, **({self.same: [last[self.same]]} if self.same else {})}
         own = [line for line in lines if all(line.get(key) in values for key, values in wanted.items())]
         own = [line for line in own if self.needs is None or line.get(self.needs) is not None]
-        said = self.join.join(_Words().vformat(self.each, (), line) for line in own) or self.none
-        known = {"first": lines[0], "last": last, "lines": lines, "count": len(lines), "said": said}
-        return " ".join(_Words().vformat(self.alt, (), known | {"conditions": row.conditions}).split())
+        told = self.join.join(said(self.each, line) for line in own) or self.none
+        known = {"first": lines[0], "last": last, "lines": lines, "count": len(lines), "said": told}
+        return " ".join(said(self.alt, known | {"conditions": row.conditions}).split())
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """``sakiyomi bench report``: measures the sections, keeps their numbers as JSON, draws them and writes one page.
 
-A new section is a function that measures and a painter in ``FIGURES`` of a file here, and its words in
-``figures.toml``.
+A new section is a function that measures, named in ``MEASURES``, and its words and panels in ``figures.toml``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Set
-from functools import partial
+from collections.abc import Callable, Iterator, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,27 @@ from sakiyomi.drafters.medusa_heads.backbone import check_heads
 from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import Note, silent
-from sakiyomi.evaluation.bench.figures import alphas, commands, guesses, speeds, theory, trees
+from sakiyomi.evaluation.bench.figures import alphas, commands, guesses, speeds, theory
 from sakiyomi.evaluation.bench.figures.config import COMMON, ReportConfig, article, words
 from sakiyomi.evaluation.bench.figures.page import Section, Shown, page
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.plot import check
-from sakiyomi.evaluation.bench.pictures import THEMES, Figures, picture
+from sakiyomi.evaluation.bench.pictures import THEMES, picture
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.study import attempted
 from sakiyomi.model_executor.loading.families import read_config, text_config
 
-FIGURES: Figures = {
-    **alphas.FIGURES,
-    **commands.FIGURES,
-    **guesses.FIGURES,
-    **speeds.FIGURES,
-    **theory.FIGURES,
-    **trees.FIGURES,
+MEASURES: dict[str, Callable[[Work], Row]] = {
+    measure.__name__.removesuffix("_of"): measure
+    for measure in (
+        *(guesses.places, guesses.ranks, guesses.tree, guesses.rounds, guesses.heads, guesses.sparse),
+        *(guesses.threshold, speeds.sizes, speeds.temperature, speeds.medusa, speeds.several, alphas.drafts),
+        *(alphas.alphas, theory.expected, theory.formulas, theory.operations, theory.traffic_of, theory.lossless),
+        *(commands.oracle, commands.batch, commands.tasks, commands.memory, commands.locret, commands.kept),
+        commands.predicted,
+    )
 }
-SECTIONS = {name: Section(*FIGURES[name], **own) for name, own in words()["section"].items()}
+SECTIONS = {name: Section.declared(MEASURES[name], own) for name, own in words()["section"].items()}
 """In the order of the page."""
 
 
@@ -67,9 +68,13 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
 
     def rows() -> Iterator[Row]:
         work = Work(config, note)
-        for place, name in enumerate(wanted, start=1):
-            if not config.redraw and (config.again or not _same(kept.get(name), config, name)):
-                work.note = partial(_numbered, note, f"section {place} of {len(wanted)}")
+        for number, name in enumerate(wanted, start=1):
+            asked, record = config.asked(SECTIONS[name].reads), kept.get(name)
+            # Failed sections are measured again.
+            same = record is not None and record["asked"] == asked and record["row"]["error"] is None
+            if not config.redraw and (config.again or not same):
+                place = f"section {number} of {len(wanted)}"
+                work.begin(name, lambda text, place=place: note(f"{place}, {text}"))  # type: ignore[misc]
                 kept[name] = _measured(name, work)
                 _write(folder / "data" / f"{name}.json", json.dumps(kept[name], indent=1).encode())
             row = _row(kept[name])
@@ -85,7 +90,7 @@ def _check_given(config: ReportConfig, reads: Set[str]) -> None:
 
     Args:
         config: the settings.
-        reads: those that the sections read.
+        reads: names of settings that the sections read.
 
     Raises:
         LoadError, UnsupportedError: see ``run``.
@@ -95,43 +100,27 @@ def _check_given(config: ReportConfig, reads: Set[str]) -> None:
         for given in [value] if isinstance(value, str) else value or ():
             if not Path(given).expanduser().exists():
                 raise LoadError(f"{name}: there is no file or folder {given!r}; check the path")
-    if config.heads is not None and "heads" in reads:
-        _check_heads(config.heads, config.target)
-
-
-def _check_heads(name: str, target: str) -> None:
-    """Refuse heads of another model; of a model that lies elsewhere nothing is known yet."""
-    folder = folder_of(target)
-    if folder.is_dir():
-        sizes = text_config(read_config(folder))
-        check_heads(read_heads(folder_of(name)).heads, int(sizes.hidden_size), int(sizes.vocab_size), name)
-
-
-def _numbered(note: Note, place: str, text: str) -> None:
-    """Say how far the report is, before what is going on."""
-    note(f"{place}, {text}")
+    target = folder_of(config.target)
+    if config.heads is not None and "heads" in reads and target.is_dir():  # else its sizes are not known yet
+        sizes, heads = text_config(read_config(target)), read_heads(folder_of(config.heads)).heads
+        check_heads(heads, int(sizes.hidden_size), int(sizes.vocab_size), config.heads)
 
 
 def _measured(name: str, work: Work) -> dict[str, Any]:
     """A section's numbers with its settings, command and machine, as JSON values."""
-    section, config = SECTIONS[name], work.config
-    work.note(f"{name}: {section.title}")
+    section, config = SECTIONS[name], work.report
+    work.note(section.title)
     if config.again:
-        work.forget(name)
+        work.forget()
     row = attempted(name, section.title, lambda: section.measure(work))
+    if not row.title:
+        row = replace(row, title=section.numbers)
     return {
         "asked": config.asked(section.reads),
         "command": config.command(name, section.reads),
         "machine": machine.conditions(),
         "row": row.to_dict(),
     }
-
-
-def _same(record: dict[str, Any] | None, config: ReportConfig, name: str) -> bool:
-    """Whether that is there already; what failed is tried again."""
-    if record is None or record["row"]["error"] is not None:
-        return False
-    return bool(record["asked"] == config.asked(SECTIONS[name].reads))
 
 
 def _kept(folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,38 +1,23 @@
-"""Pictures of draft trees, of the mask of the pass over one, of predictions, and of what rounds keep."""
+"""Pictures of draft trees, of the mask of the pass over one, and of predictions. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.outputs import RoundTrace
 from sakiyomi.evaluation.bench.draw import NARROW
-from sakiyomi.evaluation.bench.figures.work import Work
-from sakiyomi.evaluation.bench.pictures import (
-    Figures,
-    Lines,
-    Panel,
-    Theme,
-    drawable,
-    drawing,
-    grouped,
-    heat,
-    stack,
-)
+from sakiyomi.evaluation.bench.pictures import Lines, Panel, Theme, drawable, drawing, heat
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.predictions import Prediction, predictions
 
-TEMPERATURES = (0.0, 1.0)
-NODES, DEPTH = 12, 4
-SERIES = 60  # rounds that are drawn one by one
-GUESSES, PLACED = 3, 16  # predictions at a place, and places
-BEND = 0.5  # of the way between two columns
+if TYPE_CHECKING:
+    from sakiyomi.evaluation.predictions import Prediction
+
 COLUMN = 1.15  # inches of a box and the way to it
 LINE = 0.42  # inches of a row of boxes
-CELL = 0.24  # inches of a row of the mask, and of a line of predictions
+CELL = 0.24  # inches of a row of the mask, of a line of predictions and of a row of dots
 
 Text = Callable[[int], str]
 
@@ -71,36 +56,80 @@ def place_lines(places: Sequence[Prediction], text: Text) -> list[dict[str, Any]
     ]
 
 
+def _branches(
+    axes: Any, lines: Lines, theme: Theme, look: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> dict[int, tuple[float, float]]:
+    """Draw the ways from each node's parent to it, from left to right, each with a look; places as ``laid_out``."""
+    places = laid_out(lines)
+    axes.set_axis_off()
+    for line in lines:
+        x, y = places[line["node"]]
+        above, beside = places[line["parent"]]
+        # Down in front of the column of boxes, so that no line runs behind one that it does not lead to.
+        axes.plot([above, x - 0.5, x - 0.5, x], [beside, beside, y, y], **{"zorder": 1} | look(line))
+    axes.plot(-1, places[-1][1], "o", color=theme.ink)
+    deepest, lowest = (max(ends) for ends in zip(*places.values(), strict=True))
+    axes.set(xlim=(-1.2, deepest + 0.5), ylim=(lowest + 0.6, -0.8))
+    return places
+
+
 def tree_height(row: Row) -> float:
     """Inches that a tree needs, its legend included."""
-    return 1.2 + LINE * (1 + max(y for _, y in laid_out(row.lines).values()))
+    return 1.2 + LINE * _rows(row)
 
 
 def paint_tree(axes: Any, row: Row, theme: Theme) -> None:
-    """Draw the lines of ``tree_lines`` from left to right."""
-    lines = row.lines
-    places = laid_out(lines)
-    most = max(y for _, y in places.values())
-    axes.set_axis_off()
+    """Draw the lines of ``tree_lines``."""
     colours = {"accepted": theme.colours[2], "refused": theme.colours[1], "not reached": theme.faint}
-    for line in lines:
-        x, y = places[line["node"]]
-        above, beside = places.get(line["parent"], (-1, 0))
-        colour = colours.get(line["state"], theme.colours[0])
-        # Down in front of the column of boxes, so that no line runs behind one that it does not lead to.
-        way = ([above, x - BEND, x - BEND, x], [beside, beside, y, y])
-        main = line["state"] == "accepted"
-        axes.plot(*way, color=colour, linewidth=2 if main else 1, zorder=1.5 if main else 1)
+
+    def look(line: Mapping[str, Any]) -> dict[str, Any]:
+        main = {"linewidth": 2, "zorder": 1.5} if line["state"] == "accepted" else {"linewidth": 1}
+        return main | {"color": colours.get(line["state"], theme.colours[0])}
+
+    places = _branches(axes, row.lines, theme, look)
+    for line in row.lines:
         shown = drawable(repr(line["text"]))
         if line["p"] is not None:
             shown += f"\np {line['p']:.2f}" + ("" if line["q"] is None else f" q {line['q']:.2f}")
-        box = {"boxstyle": "round,pad=0.25", "facecolor": theme.paper, "edgecolor": colour, "linewidth": 1.5}
-        axes.text(x, y, shown, ha="center", va="center", fontsize=8, color=theme.ink, bbox=box, zorder=2)
-    axes.plot(-1, places.get(-1, (0, 0))[1], "o", color=theme.ink)
-    axes.set(xlim=(-1.2, max(x for x, _ in places.values()) + 0.5), ylim=(most + 0.6, -0.8))
+        box = {
+            "boxstyle": "round,pad=0.25",
+            "facecolor": theme.paper,
+            "edgecolor": look(line)["color"],
+            "linewidth": 1.5,
+        }
+        where: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "zorder": 2}
+        axes.text(*places[line["node"]], shown, color=theme.ink, bbox=box, **where)
     for state, colour in {**colours, "the target's own": theme.colours[0]}.items():
         axes.plot([], [], color=colour, linewidth=3, label=state)
     axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.01))
+
+
+def sparse_height(row: Row) -> float:
+    """Inches that a tree of dots needs."""
+    return 1.0 + CELL * _rows(row)
+
+
+def paint_sparse(axes: Any, row: Row, theme: Theme) -> None:
+    """Draw a tree of guesses of heads as dots, each with the share of rounds in which it was accepted."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    shades = LinearSegmentedColormap.from_list("accepted", [theme.paper, theme.colours[2]])
+
+    def look(line: Mapping[str, Any]) -> dict[str, Any]:
+        share = line["accepted"]
+        return {"color": theme.colours[2] if share else theme.faint, "linewidth": 0.6 + 4 * share}
+
+    places = _branches(axes, row.lines, theme, look)
+    for line in row.lines:
+        x, y = places[line["node"]]
+        dot: dict[str, Any] = {"markersize": 7, "markeredgecolor": theme.ink, "markeredgewidth": 0.6, "zorder": 2}
+        axes.plot(x, y, "o", color=shades(line["accepted"]), **dot)
+        behind = {"facecolor": theme.paper, "edgecolor": "none", "pad": 0.8}  # the line to the next node
+        label: dict[str, Any] = {"fontsize": 8, "va": "center", "color": theme.ink, "bbox": behind}
+        axes.text(x + 0.08, y, f"{line['guess']}.  {100 * line['accepted']:.3g} %", **label)
+    for head in range(max(line["head"] for line in row.lines)):
+        axes.text(head, -1.1, f"head {head + 1}", fontsize=9, ha="center", color=theme.ink)
+    axes.set(ylim=(axes.get_ylim()[0], -1.6))
 
 
 def mask_height(row: Row) -> float:
@@ -110,7 +139,7 @@ def mask_height(row: Row) -> float:
 
 def paint_mask(axes: Any, row: Row, theme: Theme) -> None:
     """Draw which token of the pass sees which: itself, its ancestors and the text before, in place of all before it."""
-    from matplotlib.colors import ListedColormap
+    from matplotlib.colors import ListedColormap, to_hex, to_rgb
 
     nodes = [line for line in row.lines if line["p"] is not None]
     seen = [[0]]  # the last committed token; then each node's own row: the root, its ancestors, itself
@@ -119,7 +148,9 @@ def paint_mask(axes: Any, row: Row, theme: Theme) -> None:
     cells = [
         [2 if column in row else 1 if column <= at else 0 for column in range(len(seen))] for at, row in enumerate(seen)
     ]
-    colours = (theme.paper, _between(theme.paper, theme.faint), theme.colours[0])
+    paper, faint = to_rgb(theme.paper), to_rgb(theme.faint)
+    red, green, blue = (0.6 * one + 0.4 * other for one, other in zip(paper, faint, strict=True))
+    colours = (theme.paper, to_hex((red, green, blue)), theme.colours[0])
     names = ["last token", *(drawable(repr(line["text"])) for line in nodes)]
     heat(axes, cells, names, names, cmap=ListedColormap(colours), vmin=0, vmax=2, edgecolors=theme.faint)
     axes.tick_params(axis="x", rotation=90)
@@ -174,12 +205,9 @@ def draw(path: str | Path, places: Lines, rounds: Sequence[Lines]) -> None:
     drawing(path, parts, width=max(NARROW, COLUMN * (deepest + 2)))
 
 
-def _between(paper: str, faint: str) -> str:
-    """A colour nearer to the paper than to the grid."""
-    from matplotlib.colors import to_hex, to_rgb
-
-    red, green, blue = (0.6 * one + 0.4 * other for one, other in zip(to_rgb(paper), to_rgb(faint), strict=True))
-    return to_hex((red, green, blue))
+def _rows(row: Row) -> float:
+    """Rows of boxes or dots."""
+    return 1 + max(y for _, y in laid_out(row.lines).values())
 
 
 def laid_out(lines: Lines) -> dict[int, tuple[float, float]]:
@@ -203,97 +231,3 @@ def laid_out(lines: Lines) -> dict[int, tuple[float, float]]:
 
     place(-1, -1)
     return places
-
-
-def rounds(work: Work) -> Row:
-    """How many draft tokens each round kept; chains, greedy and sampled."""
-    kept: dict[str, list[int]] = {}
-    alphas = {}
-    engine = work.engine(work.draft)
-    for temperature in TEMPERATURES:
-        # The ratio rule has rounds that are independent draws, as the formula takes them.
-        params = work.params(temperature=temperature, seed=7, acceptance="ratio", tree="chain")
-        done = [_traced(engine, prompt, params) for prompt in work.prompts]
-        found = [len(traced.path) for text in done for traced in text if len(traced.tokens) == work.config.gamma]
-        if not found:
-            raise UnsupportedError("no round drafted anything; give a longer text (--max-new-tokens)")
-        judged = sum(count + (count < work.config.gamma) for count in found)
-        name = f"T={temperature:g}"
-        kept[name], alphas[name] = found, sum(found) / judged
-    lines = []
-    for count in range(work.config.gamma + 1):
-        line: dict[str, Any] = {"accepted": count}
-        for name, found in kept.items():
-            line[name] = found.count(count) / len(found)
-            line[f"{name}, alike"] = alphas[name] ** count * (1 - alphas[name] if count < work.config.gamma else 1)
-        lines.append(line)
-    lines[0]["series"] = {name: found[:SERIES] for name, found in kept.items()}
-    counts = {f"rounds_{name}": len(found) for name, found in kept.items()}
-    means = {f"alpha_{name}": alpha for name, alpha in alphas.items()}
-    conditions = work.conditions(gamma=work.config.gamma, **counts, **means)
-    return Row("rounds", "share of rounds by the draft tokens that were kept, and the first rounds", lines, conditions)
-
-
-def _traced(engine: Any, prompt: list[int], params: Any) -> tuple[RoundTrace, ...]:
-    (done,) = engine.generate([prompt], params, rounds_trace=True)
-    return tuple(done.rounds_trace)
-
-
-def _panel_shares(axes: Any, row: Row, theme: Theme) -> None:
-    names = [f"T={temperature:g}" for temperature in TEMPERATURES]
-    shares = {name: [100 * line[name] for line in row.lines] for name in names}
-    places = grouped(axes, [str(line["accepted"]) for line in row.lines], shares, theme.colours)
-    for name, xs in zip(names, places, strict=True):
-        for colour, width in ((theme.paper, 5), (theme.ink, 2)):
-            alike = [100 * line[f"{name}, alike"] for line in row.lines]
-            axes.plot(xs, alike, "_", color=colour, markersize=14, markeredgewidth=width)
-    axes.plot([], [], "_", color=theme.ink, markersize=14, markeredgewidth=2, label="if all places were alike")
-    axes.set(xlabel="draft tokens kept in a round", ylabel="rounds, percent")
-    axes.legend()
-
-
-def _panel_series(at: int) -> Panel:
-    def panel(axes: Any, row: Row, theme: Theme) -> None:
-        name = f"T={TEMPERATURES[at]:g}"
-        series = row.lines[0]["series"][name]
-        axes.bar(range(1, len(series) + 1), series, width=0.8, color=theme.colours[at])
-        axes.set(xlabel="round", ylabel=f"kept, {name}", ylim=(0, len(row.lines) - 0.9))
-        axes.set_yticks([line["accepted"] for line in row.lines])
-        axes.locator_params(axis="x", integer=True)
-
-    return panel
-
-
-def tree(work: Work) -> Row:
-    """The round of a first text that shows most: several branches, and something accepted."""
-    engine = work.engine(work.draft)
-    params = work.params(gamma=DEPTH, tree="best-first", nodes=NODES)
-    found = [traced for traced in _traced(engine, work.prompts[0], params) if traced.tokens]
-    if not found:
-        raise UnsupportedError("no round drafted anything; give a longer text (--max-new-tokens)")
-    # The first of those that used most branches: it has something to show.
-    chosen = max(found, key=lambda traced: (_off_first(traced), len(traced.path), len(traced.tokens)))
-    lines = tree_lines(chosen, work.text)
-    conditions = work.conditions(round=chosen.round, nodes=NODES, depth=DEPTH, of_rounds=len(found))
-    return Row("tree", "tokens of one round, with their probabilities", lines, conditions)
-
-
-def _off_first(traced: RoundTrace) -> int:
-    """Accepted nodes that were not the first child of their parent."""
-    return sum(traced.parents[node] in traced.parents[:node] for node in traced.path)
-
-
-def places(work: Work) -> Row:
-    """The target's predictions behind the last tokens of the first prompt."""
-    found = predictions(work.llm.target, work.prompts[0], GUESSES)
-    lines = place_lines(found, work.text)[-PLACED:]
-    right = sum(line["then"] == line["guesses"][0][0] for line in lines[:-1])
-    conditions = work.conditions(places=len(lines), first_guess_right=f"{right} of {len(lines) - 1}")
-    return Row("places", "what the target expects behind each token of a prompt", lines, conditions)
-
-
-FIGURES: Figures = {
-    "rounds": (rounds, stack(_panel_shares, _panel_series(0), _panel_series(1), height=2.3)),
-    "tree": (tree, stack(paint_tree, paint_mask, height=(tree_height, mask_height))),
-    "places": (places, stack(paint_places, height=places_height)),
-}

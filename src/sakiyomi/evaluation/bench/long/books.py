@@ -1,16 +1,16 @@
-"""Whole books: how well a system expects what follows a long context, and how often it expects what full does.
+"""Row ``books``: perplexity of the text that follows a long context, and agreement with the full cache.
 
-The text that follows is the next chapter where the book has chapters. It is read token by token, as it would be
-written, so that a system that evicts while it writes does so here too; nothing is computed that generation does not.
+The text that follows is the next chapter if the book has chapters. It is read token by token, as in generation, so that
+a system that evicts while decoding does so here too.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
+import operator
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,15 @@ from transformers import LogitsProcessor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.prompts import read_text
+from sakiyomi.core.prompts import read_prompts, read_text
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import LongConfig
-from sakiyomi.evaluation.bench.long.readers import read_rows
-from sakiyomi.evaluation.bench.long.systems import Loader, System, caught
+from sakiyomi.evaluation.bench.long.jobs import Bench, Line, Watch, means, row, spread
+from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, Loader, System
+from sakiyomi.evaluation.bench.report import Row
 
 CHARACTERS = 8
-"""A token has fewer on average: so many a token are tokenised, not the whole book."""
+"""Characters tokenised per token that is needed, more than a token has on average: the book is not tokenised whole."""
 _HEADING = re.compile(
     r"\n\s*\n(?=[ ]*(?:(?:CHAPTER|Chapter|BOOK|Book|PART|Part)\s+\S+|[IVXLC]+\.\s|[A-Z][A-Z ,.’'-]{5,60}\n))"
 )
@@ -39,10 +40,10 @@ _PARAGRAPH = re.compile(r"\n\s*\n")
 
 @dataclass(frozen=True)
 class Passage:
-    """A context and what follows it.
+    """A context and the text after it.
 
     Attributes:
-        seed: that chose the place.
+        seed: chose the place.
         context, following: token ids.
     """
 
@@ -52,20 +53,17 @@ class Passage:
 
 
 def passages(config: LongConfig, tokenizer: Any, length: int) -> list[Passage]:
-    """A place of each book and seed, at the beginning of a chapter if there is one far enough into it.
+    """A place in each book for each seed: the beginning of a chapter, else of a paragraph, far enough into the book.
 
     Raises:
         LoadError: the file cannot be read.
         InputError: no book has so many tokens.
     """
-    texts = read_books(config)
-    found = []
-    for seed in config.numbers("seeds", least=0):
+    texts, found = read_books(config), list[Passage]()
+    for seed in config.numbers("seeds"):
         rng = np.random.default_rng([seed, length])
-        for text in texts:
-            passage = _passage(text, rng, seed, length, config.follow, tokenizer)
-            if passage is not None:
-                found.append(passage)
+        places = (_passage(text, rng, seed, length, config.follow, tokenizer) for text in texts)
+        found += [passage for passage in places if passage is not None]
     if not found:
         raise InputError(
             f"no text in {config.books!r} has {length} tokens and {config.follow} that follow; give longer ones, or "
@@ -82,18 +80,15 @@ def read_books(config: LongConfig) -> list[str]:
     """
     assert config.books is not None
     path = Path(config.books).expanduser()
-    if path.name.removesuffix(".gz").endswith(".jsonl"):
-        return [str(row["text"]) for row in itertools.islice(read_rows(path, needs=("text",)), config.count)]
-    return [read_text(path)]
+    rows = path.name.removesuffix(".gz").endswith(".jsonl")
+    return read_prompts(path, config.count) if rows else [read_text(path)]
 
 
 def _passage(text: str, rng: Any, seed: int, length: int, follow: int, tokenizer: Any) -> Passage | None:
     first, last = CHARACTERS * length, len(text) - CHARACTERS * follow
-    for pattern in (_HEADING, _PARAGRAPH):
-        places = [found.end() for found in pattern.finditer(text, first, max(first, last))]
-        if places:
-            break
-    else:
+    found = ([one.end() for one in form.finditer(text, first, max(first, last))] for form in (_HEADING, _PARAGRAPH))
+    places = next(filter(None, found), None)
+    if places is None:
         return None
     place = places[int(rng.integers(len(places)))]
     context = list(tokenizer(text[place - first : place], verbose=False)["input_ids"])
@@ -105,11 +100,11 @@ def _passage(text: str, rng: Any, seed: int, length: int, follow: int, tokenizer
 
 
 class Forced(LogitsProcessor):
-    """Notes what a model expects at every place behind a prompt, and lets it write one given text.
+    """Makes a model write a given text after a prompt, and records its loss and best token at each place.
 
     Args:
         prompt_tokens: tokens of the prompt.
-        following: what is written.
+        following: token ids of the text.
     """
 
     def __init__(self, prompt_tokens: int, following: Sequence[int]) -> None:
@@ -129,7 +124,7 @@ class Forced(LogitsProcessor):
 
 
 def followed(llm: LLM, context: Sequence[int], following: Sequence[int]) -> tuple[list[float], list[int]]:
-    """Losses (nats) of a text that follows a context, and the token that was expected most at each of its places."""
+    """Losses (nats) of a text that follows a context, and the most probable token at each of its places."""
     forced = Forced(len(context), following)
     params = SamplingParams(max_new_tokens=len(following), ignore_eos=True, logits_processors=[forced])
     (done,) = llm.generate([list(context)], params)
@@ -142,38 +137,60 @@ def followed(llm: LLM, context: Sequence[int], following: Sequence[int]) -> tupl
     return [forced.losses[place] for place in places], [forced.best[place] for place in places]
 
 
-def books(job: Mapping[str, Any], make: Loader) -> Iterator[dict[str, Any]]:
-    """Losses and expectations of one system at every passage of each length."""
-    system = System(**job["system"])
-    for batch in job["batches"]:
-        with caught(batch["length"]) as failed:
-            running: Any = make(system, batch["length"])
-            read = [followed(running.llm, each["context"], each["following"]) for each in batch["passages"]]
-            losses, best = zip(*read, strict=True)
-            record = {"losses": losses, "best": best, "kv_bytes": running.kv_bytes}
-            yield {"length": batch["length"]} | record
-        if failed:
-            yield failed
-
-
-def compared(given: Sequence[Passage], record: Mapping[str, Any], full: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Perplexity, and agreement with full, over all passages and by seed."""
-    seeds = sorted({passage.seed for passage in given})
-
-    def of(seed: int | None) -> tuple[float, float | None]:
-        rows = [i for i, passage in enumerate(given) if seed is None or passage.seed == seed]
-        loss = statistics.fmean(loss for i in rows for loss in record["losses"][i])
-        if full is None or "best" not in full:
-            return math.exp(loss), None
-        pairs = [pair for i in rows for pair in zip(record["best"][i], full["best"][i], strict=True)]
-        return math.exp(loss), statistics.fmean(a == b for a, b in pairs)
-
-    perplexity, agreement = of(None)
-    each = [of(seed) for seed in seeds]
-    agreements = [share for _, share in each if share is not None]
+def read(make: Loader, system: System, length: int, given: Sequence[Passage], watch: Watch) -> Line:
+    """Mean loss and most probable tokens of a system for every passage; see ``jobs.Measure``."""
+    running: Any = make(system, length)
+    found = [followed(running.llm, passage.context, passage.following) for passage in given]
     return {
-        "perplexity": perplexity,
-        "perplexity_spread": statistics.stdev(value for value, _ in each) if len(each) > 1 else None,
-        "agreement": agreement,
-        "agreement_spread": statistics.stdev(agreements) if len(agreements) > 1 else None,
+        "losses": [statistics.fmean(losses) for losses, _ in found],
+        "best": [best for _, best in found],
+        "kv_bytes": running.kv_bytes,
     }
+
+
+def compared(
+    given: Sequence[Passage], losses: Sequence[float], best: Sequence[Any], full: Sequence[Any] | None
+) -> Line:
+    """Perplexity, and agreement with the full cache, over all passages; their spread over seeds.
+
+    Args:
+        given: the passages, all of one length.
+        losses: mean loss of each.
+        best: the most probable tokens of each.
+        full: those of the full cache; None: not known.
+    """
+    seeds = [passage.seed for passage in given]
+    line: Line = {
+        "perplexity": math.exp(statistics.fmean(losses)),
+        "perplexity_spread": spread([math.exp(loss) for loss in means(seeds, losses).values()]),
+    }
+    if full is None:
+        return line | {"agreement": None, "agreement_spread": None}
+    shares = [statistics.fmean(map(operator.eq, own, theirs)) for own, theirs in zip(best, full, strict=True)]
+    return line | {"agreement": statistics.fmean(shares), "agreement_spread": spread(means(seeds, shares).values())}
+
+
+def books(bench: Bench) -> Row:
+    """Perplexity and agreement of every system; the full cache is measured first, even if it was not asked for."""
+    config = bench.config
+    bench.note("books: tokens")
+    given = {length: passages(config, bench.tokenizer, length) for length in config.numbers("lengths")}
+    # one-shot computes what full does, and cannot be made to write a given text.
+    others = (one for one in bench.systems if not one.query_first and one.cache not in ("full", ONE_SHOT))
+    found, expected = list[Line](), dict[int, Any]()
+    for system in (System("full", None), *others):
+        for line in bench.lines("books", read, system, given):
+            if "best" in line:
+                length, losses, best = line["length"], line.pop("losses"), line.pop("best")
+                if system.cache == "full":
+                    expected[length] = best
+                line |= compared(given[length], losses, best, expected.get(length))
+            found.append(line)
+    title = "perplexity of what follows a long context, and share of tokens that full expects too"
+    conditions = {
+        "books": Path(str(config.books)).name,
+        "passages": len(next(iter(given.values()))),
+        "seeds": ",".join(config.seeds),
+        "follow": config.follow,
+    }
+    return row("books", title, found, conditions)

@@ -13,6 +13,8 @@ from sakiyomi.core.memory import parse_bytes
 from sakiyomi.evaluation.settings import TargetSettings
 
 FORMATS = ("leval", "longbench", "infinitebench")
+LEAST = {"lengths": 8, "seeds": 0}
+"""The least number of each list of whole numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +22,17 @@ class LongSettings(TargetSettings):
     """Prompts for long contexts, and how each system answers them.
 
     Attributes:
-        tasks: made tasks, with right answers (again for each).
-        filler: file of texts (.jsonl or .txt, .gz allowed) in whose sentences made tasks hide what they ask for; a few
-            sentences over and over if not given.
-        questions: file of questions instead of made tasks; long ones are cut in the middle to each of the lengths.
+        tasks: made tasks, whose right answers are known (again for each).
+        filler: file of texts (.jsonl or .txt, .gz allowed) in which made tasks hide what they ask for; by default a few
+            sentences that repeat.
+        questions: file of questions instead of made tasks; prompts are cut in the middle to each of the lengths.
         format: of that file: leval, longbench or infinitebench.
         lengths: tokens of a prompt, question included (again for each).
         count: prompts of each task, length and seed; with a file, questions that each seed draws.
-        seeds: each makes its own prompts; the spread is over them.
-        chunk_size: tokens of a prompt that are processed at once; LLM's own default if not given.
-        memory_limit: most bytes (2GiB) that a system's process may hold. A system that needs more shows OOM, and a
-            further line shows the longest context that fits.
+        seeds: each makes its own prompts; the spread is that of the seeds' means.
+        chunk_size: tokens of a prompt that are processed at once; by default that of LLM.
+        memory_limit: most bytes that a system's process may hold, for example 2GiB. A system that needs more shows OOM,
+            and a further line shows the longest context that fits.
         memory: run each system in a process of its own and measure its peak; otherwise all systems share one model.
     """
 
@@ -49,21 +51,21 @@ class LongSettings(TargetSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LongConfig(LongSettings):
-    """Which systems, on what, and how often.
+    """Which systems are compared, on which prompts.
 
     Lists are given by repeating a flag, or in one word with commas: ``--systems full,h2o[sinks=4,local=32]``.
 
     Attributes:
         systems: what LLM(cache=...) takes: full, h2o, locret:FOLDER and so on; and one-shot: transformers, the whole
             prompt in one pass. With +query-first a system's prompts have the question in front of the text too.
-        budgets: for systems that have one: KV pairs (512), or a share of the context (1/8).
-        templates: of longbench: folder with dataset2prompt.json and dataset2maxlen.json; that of the questions if not
-            given.
-        max_new_tokens: of an answer; by default what the task or the file's format asks for.
-        books: .jsonl with a text a line, or a text file: perplexity of what follows a long context of it, and how often
-            a system expects the token that full does.
-        follow: tokens of that text.
-        turns: turns of one conversation that grows; each is a prompt of a task of turn_tokens.
+        budgets: of systems that have one: KV pairs (512), or a share of the context (1/8).
+        templates: of longbench: folder with dataset2prompt.json and dataset2maxlen.json; by default that of the
+            questions.
+        max_new_tokens: new tokens of an answer; by default as many as the task or the file's format says.
+        books: .jsonl with a text a line, or a text file: measures the perplexity of the text after a long context, and
+            how often a system and the full cache have the same most probable token.
+        follow: tokens after the context that are measured.
+        turns: turns of a conversation that grows; each turn is a prompt of a task, of turn_tokens.
         turn_tokens: tokens of a turn.
         compile: record decoding passes before they are measured; otherwise all passes are eager.
     """
@@ -95,18 +97,18 @@ class LongConfig(LongSettings):
             raise InputError("templates belong to questions of format longbench; leave them out")
         for budget in self.budgets:
             budget_pairs(budget, 8)
-        self.numbers("lengths", least=8)
-        self.numbers("seeds", least=0)
+        for name in LEAST:
+            self.numbers(name)
         if self.limit_bytes is not None and not self.memory:
             raise InputError("memory_limit needs each system in a process of its own, and memory is off; leave one out")
 
-    def numbers(self, name: str, *, least: int) -> list[int]:
-        """A list of whole numbers, ascending.
+    def numbers(self, name: str) -> list[int]:
+        """The lengths or the seeds, ascending.
 
         Raises:
-            InputError: one is not.
+            InputError: one is no such number.
         """
-        words = getattr(self, name)
+        words, least = getattr(self, name), LEAST[name]
         if not all(re.fullmatch(r"\d+", word) and int(word) >= least for word in words):
             raise InputError(f"{name} is {','.join(words)}; expected whole numbers of at least {least}")
         return sorted({int(word) for word in words})
@@ -146,19 +148,19 @@ OFFICIAL = {
     "phi-3-mini": "hyx21/Locret-phi-3-mini-128K",
     "llama-3.1-8b": "hyx21/Locret-llama-3.1-8B-instruct",
 }
-"""The heads that were published, by a part of the target's name."""
+"""Published heads, by a part of the target's name."""
 EMBEDDED = {"retriever": "retriever-retaining", "tales": "tales-retaining"}
 OURS = "own"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocretConfig(LongSettings):
-    """Which model, with which heads, on what.
+    """Which model and retaining heads are measured, on which prompts.
 
     Attributes:
-        heads: retaining heads of the target: a folder, an embedded name, or official: those that were published for
-            Phi-3-mini-128K or Llama-3.1-8B-instruct. Those of embedded models are known.
-        lococo: folder of convolutions (`sakiyomi train lococo`) for the table of the combination; none without it.
+        heads: retaining heads of the target: a folder, an embedded name, or official (those published for
+            Phi-3-mini-128K and Llama-3.1-8B-instruct). Embedded models have their own.
+        lococo: folder of convolutions (`sakiyomi train lococo`), for the table of the combination.
         settings: paper, each system as published; or own, this package's defaults.
         budget: KV pairs (6000), or a share of the context (1/8), of systems that have one.
         chunk_size: tokens of a prompt that are processed at once; as published 3072 (Phi-3) and 1024 (Llama-3.1).

@@ -1,37 +1,40 @@
-"""The work for one system: answers and conversations, and what they cost; here, or in a process of its own.
+"""Runs what a row of ``bench long`` asks of a system, in this process or in one of its own, and collects the lines.
 
-Jobs and records are JSON values. In a process of its own the peak memory is the system's, and one that is killed ends
-no other: its jobs are a file, and so are the records, one a line, so that what it had done is there. Knows no score:
-prompts come in as token ids, texts go out.
+A process of its own gives the system's own peak memory. If the operating system kills it, the other systems still run.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import signal
-import subprocess
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.errors import MemoryLimitError, SakiyomiError
 from sakiyomi.core.memory import peak_bytes, readable, reset_peak, resident_bytes
-from sakiyomi.core.params import SamplingParams
-from sakiyomi.evaluation.bench.long.books import books
-from sakiyomi.evaluation.bench.long.systems import Loader, System, caught
+from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.long.config import LongConfig
+from sakiyomi.evaluation.bench.long.questions import Source
+from sakiyomi.evaluation.bench.long.systems import Loader, System
+from sakiyomi.evaluation.bench.report import Row
 
-Job = Mapping[str, Any]
-Record = dict[str, Any]
-WARM = 64  # tokens of a first prompt, which no figure counts: kernels load, buffers are made
+Line = dict[str, Any]
+OVER = (MemoryLimitError, MemoryError, torch.OutOfMemoryError)
+_KILLED = -9  # exit code of a process that the system ended
+_SHOWN = 300  # characters of what a process that failed said last
 
 
 class Watch:
-    """Memory of this process, or of the GPU, beside what there was when the first system was ready.
+    """Measures the memory of this process or of the GPU, and enforces the limit.
 
     Args:
         device: "cpu" or a GPU.
@@ -44,10 +47,10 @@ class Watch:
         self.ready: int | None = None
 
     def begin(self, more: int) -> None:
-        """Before the questions of one length.
+        """Start measuring, before the questions of one length.
 
         Args:
-            more: bytes that they are known to take beyond those held now.
+            more: bytes that they need beyond those held now.
 
         Raises:
             MemoryLimitError: that is over the limit.
@@ -75,130 +78,141 @@ class Watch:
         return most
 
 
-def answers(job: Job, make: Loader) -> Iterator[Record]:
-    """Answers to the questions of each length, shortest first; one length that is over the memory ends it."""
-    system = System(**job["system"])
-    watch = Watch(job["place"], job["limit"])
-    for batch in job["batches"]:
-        length, questions = batch["length"], batch["questions"]
-        with caught(length) as failed:
-            running = make(system, length)
-            running.answer(questions[0]["tokens"][:WARM], 2)
-            watch.begin(running.predicted_bytes(max(len(q["tokens"]) + q["answer_tokens"] for q in questions)))
-            found, peak = [], 0
-            for place, question in enumerate(questions):
-                wanted = place == 0 and job.get("kept", False)
-                found.append(running.answer(question["tokens"], question["answer_tokens"], kept=wanted))
-                peak = watch.peak()
-            assert watch.ready is not None
-            yield {
-                "length": length,
-                "texts": [answer.text for answer in found],
-                "prefill": [len(q["tokens"]) / a.prefill_seconds for q, a in zip(questions, found, strict=True)],
-                "decode": [(a.tokens - 1) / a.decode_seconds for a in found if a.tokens > 1],
-                "kept": found[0].kept,
-                "kv_bytes": running.kv_bytes,
-                "far_bytes": running.far_bytes,
-                "peak_bytes": peak,
-                "grown_bytes": peak - watch.ready,
-            }
-        if failed:
-            yield failed
-            if failed["over"]:
-                return
+Measure = Callable[[Loader, System, int, Any, Watch], Line]
+"""Gives the figures of a system at one context length (tokens) from its prompts. It must be a function of a module, so
+that it can be sent to another process."""
 
 
-def turns(job: Mapping[str, Any], make: Loader) -> Iterator[dict[str, Any]]:
-    """Texts, tokens and bytes after each turn of one conversation a batch, as far as it goes.
+@dataclass(frozen=True)
+class Job:
+    """What a row asks of one system.
 
-    Every turn is a whole question of a made task, so that right answers are known; the model's own replies stay in the
-    conversation.
+    Attributes:
+        measure: gives the figures of one length.
+        system: whose they are.
+        batches: prompts by context length in tokens, shortest first.
+        device: "cpu" or a GPU.
+        limit: most bytes that may be held at once; None: no limit.
     """
-    system = System(**job["system"])
-    for batch in job["batches"]:
-        record: dict[str, Any] = {"length": batch["length"], "texts": [], "tokens": [], "kv": [], "resident": []}
-        with caught(batch["length"]) as failed:
-            make.release()  # what the conversation before had allocated would be there from the first turn on
-            running: Any = make(system, batch["length"])  # never one-shot, which keeps nothing between two prompts
-            llm = running.llm
-            held: list[int] = []
-            with llm.conversation() as conversation:
-                for turn in batch["turns"]:
-                    held += turn["tokens"]
-                    done = conversation.generate(held, SamplingParams(max_new_tokens=turn["answer_tokens"]))
-                    held += done.token_ids
-                    record["texts"].append(done.text)
-                    record["tokens"].append(len(held))
-                    record["kv"].append(llm.target.cache.bytes)
-                    record["resident"].append(resident_bytes())
-        yield record | failed
+
+    measure: Measure
+    system: System
+    batches: Mapping[int, Any]
+    device: str = "cpu"
+    limit: int | None = None
 
 
-KINDS: dict[str, Callable[[Job, Loader], Iterator[Record]]] = {"answers": answers, "books": books, "turns": turns}
+def lines(job: Job, make: Loader) -> Iterator[Line]:
+    """Run a job: a line for each length, with figures or with the reason why there are none.
+
+    After a length that does not fit into memory the longer ones are skipped. Errors that no user can cause are raised.
+    """
+    make.release()  # memory of an earlier job would count as this one's
+    watch, over = Watch(job.device, job.limit), ""
+    for length, given in job.batches.items():
+        found: Line = {"state": "", "note": ""}
+        try:
+            if over:
+                raise MemoryLimitError(over)
+            found |= job.measure(make, job.system, length, given, watch)
+        except OVER as error:
+            found |= {"state": "OOM", "note": str(error) or "no memory is left"}
+            over = f"{length} tokens are too many already"
+        except SakiyomiError as error:
+            found |= {"state": "refused", "note": error.message}
+        yield job.system.line(length) | found
 
 
-def work(job: Job, make: Loader) -> Iterator[Record]:
-    """Do a job; records come as they are ready."""
-    make.release()  # what an earlier job had allocated would count as this one's
-    yield from KINDS[job["kind"]](job, make)
-
-
-_JOBS, _RECORDS, _LOG = "jobs.json", "records.jsonl", "log.txt"
-_SHOWN = 300  # characters of what a process that failed said last
-
-
-def apart(jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The records of jobs, which run one after the other in one process.
+def apart(job: Job, options: Mapping[str, Any]) -> Iterator[Line]:
+    """Run a job in a process of its own. If that process ends early, the missing lines say why.
 
     Args:
-        jobs: see ``work``.
+        job: see ``lines``.
         options: of ``Loader``.
-
-    Yields:
-        Records with ``job``, the place of the job in the list. A process that ends before its time gives a last one
-        that says so, of the job that it was at.
     """
-    with tempfile.TemporaryDirectory(prefix="sakiyomi-long-") as name:
-        folder = Path(name)
-        (folder / _JOBS).write_text(json.dumps({"jobs": jobs, "options": options}), encoding="utf-8")
-        # The modules that are seen here, wherever this process was started and how.
-        seen = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with (folder / _LOG).open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "sakiyomi.evaluation.bench.long.jobs", name], stdout=log, stderr=log, env=seen
-            )
-            try:
-                code = process.wait()
-            finally:  # Ctrl-C here
-                process.kill()
-                process.wait()
-        records = folder / _RECORDS
-        place = 0
-        for line in records.read_text(encoding="utf-8").splitlines() if records.is_file() else ():
-            record = json.loads(line)
-            if "begins" in record:
-                place = record["begins"]
-            else:
-                yield record
-        if code:
-            said = (folder / _LOG).read_text(errors="replace", encoding="utf-8").strip()[-_SHOWN:]
-            killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) if hasattr(signal, "SIGKILL") else False
-            text = "the system ended the process, as it does when memory is short" if killed else said
-            said = " ".join(text.split()) or f"exit code {code}"
-            yield {"job": place, "length": None, "error": said, "over": killed}
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    waiting = list(job.batches)
+    with tempfile.TemporaryDirectory(prefix="sakiyomi-long-") as folder:
+        log = Path(folder) / "log.txt"
+        process = context.Process(target=_run, args=(log, theirs, job, options))
+        process.start()
+        theirs.close()
+        try:
+            while waiting:
+                line = ours.recv()
+                waiting.pop(0)
+                yield line
+        except EOFError:
+            process.join()
+        finally:  # also after Ctrl-C; the process may still be compiling kernels that nobody needs
+            process.kill()
+            process.join()
+        said = log.read_text(errors="replace", encoding="utf-8")[-_SHOWN:] if log.is_file() else ""
+    state, why = "refused", " ".join(said.split()) or f"exit code {process.exitcode}"
+    if process.exitcode == _KILLED:
+        state, why = "OOM", "the system ended the process, as it does when memory is short"
+    for length in waiting:
+        yield job.system.line(length) | {"state": state, "note": why}
+        why = f"not measured after {waiting[0]} tokens"
 
 
-def _main(folder: Path) -> None:
-    given = json.loads((folder / _JOBS).read_text(encoding="utf-8"))
-    make = Loader(given["options"], shared=False)
-    with (folder / _RECORDS).open("w", encoding="utf-8") as out:
-        for place, job in enumerate(given["jobs"]):
-            for record in ({"begins": place}, *({"job": place, **record} for record in work(job, make))):
-                out.write(json.dumps(record) + "\n")
-                out.flush()
+def _run(log: Path, out: Connection, job: Job, options: Mapping[str, Any]) -> None:
+    with log.open("wb") as file:  # output of libraries is shown only if the process fails
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    for line in lines(job, Loader(options)):
+        out.send(line)
 
 
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    os._exit(0)  # kernels may still be compiling in a thread, and nobody waits for them
+@dataclass(frozen=True)
+class Bench:
+    """What the rows have in common.
+
+    Attributes:
+        config: lengths, limit and so on.
+        source: of the prompts.
+        systems: in order.
+        perform: runs a job, in this process or in one of its own.
+        note: receives progress messages.
+        device: "cpu" or a GPU.
+        tokenizer: of the target, for rows that make prompts of their own.
+        kept: receives the pairs that a system kept of the first prompt of each length; None: not wanted.
+    """
+
+    config: LongConfig
+    source: Source
+    systems: Sequence[System]
+    perform: Callable[[Job], Iterable[Line]]
+    note: Note
+    device: str = "cpu"
+    tokenizer: Any = None
+    kept: Callable[[System, Any, list[list[list[int]]]], None] | None = None
+
+    def lines(self, what: str, measure: Measure, system: System, batches: Mapping[int, Any]) -> list[Line]:
+        """Run a job: a line for each length."""
+        self.note(f"{what}: {system.label}")
+        return list(self.perform(Job(measure, system, batches, self.device, self.config.limit_bytes)))
+
+
+def row(name: str, title: str, found: Sequence[Line], conditions: Mapping[str, Any]) -> Row:
+    """A row of these lines, with a note for each reason why a system has no figures."""
+    lengths: dict[tuple[str, str], list[str]] = {}
+    for line in found:
+        if line["note"]:
+            lengths.setdefault((line["name"], line["note"]), []).append(str(line["length"]))
+    notes = [f"{name}, {', '.join(own)} tokens: {why}" for (name, why), own in lengths.items()]
+    return Row(name, title, [{k: v for k, v in line.items() if k != "note"} for line in found], conditions, notes)
+
+
+def means(names: Iterable[Any], values: Iterable[float]) -> dict[str, float]:
+    """The mean of the values of each name."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for name, value in zip(names, values, strict=True):
+        groups[str(name)].append(value)
+    return {name: statistics.fmean(own) for name, own in groups.items()}
+
+
+def spread(values: Collection[float]) -> float | None:
+    """Standard deviation; None for a single value."""
+    return statistics.stdev(values) if len(values) > 1 else None

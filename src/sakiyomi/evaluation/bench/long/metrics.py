@@ -6,12 +6,14 @@ state; ``docs/long-contexts.md`` says where ours differ.
 
 from __future__ import annotations
 
+import itertools
 import re
 import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import Any
 
 LETTERS = "ABCDEFGH"
 Metric = Callable[[str, str, Sequence[str]], float]
@@ -26,32 +28,35 @@ def normalized(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-def words(text: str, *, characters: bool = False) -> list[str]:
-    """What overlap is counted in: normalised words, or, of a language without spaces, characters that are no
-    punctuation.
-    """
-    if not characters:
-        return normalized(text).split()
+def words(text: str) -> list[str]:
+    """Normalised words."""
+    return normalized(text).split()
+
+
+def spoken(text: str) -> list[str]:
+    """Words in lower case and without punctuation; articles count."""
+    return re.findall(r"\w+", text.lower())
+
+
+def characters(text: str) -> list[str]:
+    """Of a language without spaces: characters that are no punctuation, in lower case."""
     return [c for c in text.lower() if not c.isspace() and not unicodedata.category(c).startswith("P")]
 
 
-def f1(text: str, answer: str, options: Sequence[str] = (), *, characters: bool = False) -> float:
-    """Harmonic mean of the shares of words in common, each counted as often as it stands in both."""
-    got, expected = words(text, characters=characters), words(answer, characters=characters)
-    common = sum((Counter(got) & Counter(expected)).values())
-    return 2 * common / (len(got) + len(expected)) if common else 0.0
+def _overlap(text: str, answer: str, split: Callable[[str], list[str]], common: Callable[[Any, Any], int]) -> float:
+    """2 x items in common / items of both: the harmonic mean of the shares of either."""
+    got, expected = split(text), split(answer)
+    return 2 * found / (len(got) + len(expected)) if (found := common(got, expected)) else 0.0
 
 
-def rouge_l(text: str, answer: str, options: Sequence[str] = (), *, characters: bool = False) -> float:
-    """F1 of the longest common subsequence of words, over the whole texts (Lin 2004, section 3.1).
+def f1(text: str, answer: str, options: Sequence[str] = (), split: Callable[[str], list[str]] = words) -> float:
+    """Overlap of words, each counted as often as it stands in both."""
+    return _overlap(text, answer, split, lambda got, expected: (Counter(got) & Counter(expected)).total())
 
-    Words are in lower case and without punctuation; articles count.
-    """
-    got, expected = (
-        words(each, characters=True) if characters else re.findall(r"\w+", each.lower()) for each in (text, answer)
-    )
-    common = common_length(got, expected)
-    return 2 * common / (len(got) + len(expected)) if common else 0.0
+
+def rouge_l(text: str, answer: str, options: Sequence[str] = (), split: Callable[[str], list[str]] = spoken) -> float:
+    """Overlap by the longest common subsequence, over the whole texts (Lin 2004, section 3.1)."""
+    return _overlap(text, answer, split, common_length)
 
 
 def common_length(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
@@ -123,7 +128,7 @@ def classification(text: str, answer: str, options: Sequence[str]) -> float:
 def retrieval(text: str, answer: str, options: Sequence[str] = ()) -> float:
     """Share of the numbers in a text that are the one in the answer ("Paragraph 7", "段落7"); 0 where there is none."""
     found, wanted = re.findall(r"\d+", text), re.search(r"\d+", answer)
-    return sum(number == wanted[0] for number in found) / len(found) if found and wanted else 0.0
+    return found.count(wanted[0]) / len(found) if found and wanted else 0.0
 
 
 def code_similarity(text: str, answer: str, options: Sequence[str] = ()) -> float:
@@ -162,11 +167,9 @@ def last_number(text: str, answer: str, options: Sequence[str] = ()) -> float:
 
 def prefix_share(text: str, answer: str, options: Sequence[str] = ()) -> float:
     """Share of a list of numbers that is right from its beginning up to the first wrong one."""
-    right, wanted = 0, answer.split()
-    for got, expected in zip(re.findall(r"\d+", text), wanted, strict=False):
-        if int(got) != int(expected):
-            break
-        right += 1
+    wanted = answer.split()
+    pairs = zip(map(int, re.findall(r"\d+", text)), map(int, wanted), strict=False)
+    right = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
     return right / len(wanted) if wanted else 0.0
 
 
@@ -190,7 +193,7 @@ METRICS: dict[str, Metric] = {
     "code": code_similarity,
     "count": retrieval,
     "f1": f1,
-    "f1 of characters": partial(f1, characters=True),
+    "f1 of characters": partial(f1, split=characters),
     "f1 of the first line": _of_first_line(f1),
     "first line": lambda text, answer, options: float(normalized(first_line(text)) == normalized(answer)),
     "first number": first_number,
@@ -201,7 +204,7 @@ METRICS: dict[str, Metric] = {
     "numbers from the first": prefix_share,
     "retrieval": retrieval,
     "rouge": rouge_l,
-    "rouge of characters": partial(rouge_l, characters=True),
+    "rouge of characters": partial(rouge_l, split=characters),
     "rouge of the first line": _of_first_line(rouge_l),
     "value": value,
     "word": contains_word,

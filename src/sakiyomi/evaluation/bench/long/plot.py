@@ -1,13 +1,15 @@
 """Pictures of the rows of ``bench long``, and of what a cache kept. Needs matplotlib; imports no torch.
 
-One file a question: right answers against memory, memory against length, memory against turns, books.
+One file each for right answers against memory, memory against length, memory against turns, and books.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ CLASSES = {
 
 
 def check(folder: str, name: str = "plot") -> None:
-    """Refuse before any measuring what could not be drawn after it; the folder is made.
+    """Check, before anything is measured, that pictures can be written; the folder is created.
 
     Args:
         folder: for pictures.
@@ -53,10 +55,10 @@ def check(folder: str, name: str = "plot") -> None:
 
 
 def draw(rows: Sequence[Row], folder: str, conditions: Mapping[str, Any]) -> list[Path]:
-    """Draw what there is to draw, each into a file of its own.
+    """Draw each row that has figures into its own file.
 
     Returns:
-        The files: accuracy.png, memory.png, turns.png, books.png, as far as they are.
+        The files that were written, of accuracy.png, memory.png, turns.png, books.png.
 
     Raises:
         LoadError: one cannot be written.
@@ -65,40 +67,44 @@ def draw(rows: Sequence[Row], folder: str, conditions: Mapping[str, Any]) -> lis
     painters["turns"] = ("turns", _turns)
     by_name, written = {row.name: row for row in rows}, []
     for name, (file, panels_of) in painters.items():
-        # Growth is told beside the lines that it is of.
-        row = by_name.get("long" if name == "memory" else name)
         panels = panels_of(by_name[name]) if name in by_name else []
-        if row is not None and panels:
+        if panels:
+            row = by_name["long" if name == "memory" else name]  # growth is shown beside the lines that it is of
             path = Path(folder) / f"{file}.png"
             drawing(path, [(panel, row, HEIGHT) for panel in panels], {**row.conditions, **conditions}, legend=True)
             written.append(path)
     return written
 
 
-def _groups(lines: Lines, *needs: str) -> dict[str, list[Mapping[str, Any]]]:
-    """Lines with these figures by system and budget, in order."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for line in lines:
-        if all(line.get(key) is not None for key in needs):
-            groups.setdefault(_name(line), []).append(line)
-    return groups
+def _system(line: Mapping[str, Any]) -> str:
+    """Its name without the star of the longest context that fits."""
+    return str(line["name"]).removesuffix(" *")
 
 
 def _name(line: Mapping[str, Any]) -> str:
-    """System and budget; the star of the longest context that fits is left out."""
-    return " ".join(filter(None, (str(line["name"]).removesuffix(" *"), line["budget"])))
+    """System and budget."""
+    return " ".join(filter(None, (_system(line), line["budget"])))
+
+
+def _groups(lines: Lines, *needs: str) -> dict[str, list[Mapping[str, Any]]]:
+    """Lines with these figures by system and budget, in order."""
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for line in lines:
+        if all(line.get(key) is not None for key in needs):
+            groups[_name(line)].append(line)
+    return groups
 
 
 def _styles(groups: Mapping[str, Lines], theme: Theme) -> dict[str, dict[str, Any]]:
-    """A colour a system and a mark a budget; of more systems than colours the marks continue."""
-    heads = {name: (str(group[0]["name"]).removesuffix(" *"), group[0]["budget"]) for name, group in groups.items()}
-    systems = list(dict.fromkeys(system for system, _ in heads.values()))
-    budgets = [None, *dict.fromkeys(budget for _, budget in heads.values() if budget is not None)]
+    """A colour for each system and a mark for each budget; if colours repeat, the marks differ."""
+    systems, budgets = (
+        list(dict.fromkeys(of(lines[0]) for lines in groups.values())) for of in (_system, itemgetter("budget"))
+    )
     found = {}
-    for name, (system, budget) in heads.items():
-        lap, place = divmod(systems.index(system), len(theme.colours))
-        mark = lap * len(budgets) + budgets.index(budget)
-        found[name] = {"color": theme.colours[place], "marker": MARKS[mark % len(MARKS)], "markersize": 5}
+    for name, (line, *_) in groups.items():
+        again, colour = divmod(systems.index(_system(line)), len(theme.colours))
+        mark = MARKS[(again * len(budgets) + budgets.index(line["budget"])) % len(MARKS)]
+        found[name] = {"color": theme.colours[colour], "marker": mark, "markersize": 5}
     return found
 
 
@@ -122,7 +128,7 @@ def _panel_points(
 ) -> None:
     """A point a system, with its spread, at the bytes that it holds.
 
-    Systems of one budget hold the same bytes, and one would hide the others: they stand side by side.
+    Systems with the same bytes are drawn side by side, so that none hides another.
     """
     styles = _styles(groups, theme)
     shown = [(name, line) for name, group in groups.items() for line in group if line["length"] == length]
@@ -130,8 +136,8 @@ def _panel_points(
         size, value, spread = line["kv_bytes"], scale * line[key], scale * (line[f"{key}_spread"] or 0.0)
         alike = [id(other) for _, other in shown if abs(other["kv_bytes"] - size) <= 0.01 * size]
         place = size / 1e6 * (1.0 + 0.02 * (alike.index(id(line)) - (len(alike) - 1) / 2))
-        reach = [[min(spread, value)], [min(spread, 100 - value) if scale == 100 else spread]]
-        axes.errorbar(place, value, yerr=reach, linestyle="none", capsize=3, label=name, **styles[name])
+        ends = [[min(spread, value)], [min(spread, 100 - value) if scale == 100 else spread]]
+        axes.errorbar(place, value, yerr=ends, linestyle="none", capsize=3, label=name, **styles[name])
     axes.set(xscale="log", title=f"{length} tokens", xlabel=ASIDE, ylabel=label)
     if key == "accuracy":
         axes.set_ylim(-4, 104)
@@ -141,25 +147,24 @@ def _panel_points(
 def _memory(growth: Row) -> list[Panel]:
     """Keys and values, and what the process grew by, against the length: of each class of systems its first one.
 
-    Both axes go by powers, so that the exponent is the slope. A budget that is a share of the context is a class of its
-    own.
+    Both axes are logarithmic, so that the slope is the exponent. Budgets that are a share of the context are a class of
+    their own.
     """
-    classes: dict[tuple[str, float], Any] = {}
-    for fit in growth.lines:
-        classes.setdefault((fit["class"], fit["on_paper"]), fit)
+    classes = {(fit["class"], fit["on_paper"]): fit for fit in reversed(growth.lines)}
+    fits = [fit for fit in growth.lines if fit in classes.values()]
     kinds = [("kv_bytes", "kv_slope", "keys and values, MB"), ("grown_bytes", "process_slope", "process grown by, MB")]
     measured = any(fit.get("process_slope") is not None for fit in growth.lines)
-    return [partial(_panel_growth, list(classes.values()), *kind) for kind in kinds[: 1 + measured]]
+    return [partial(_panel_growth, fits, *kind) for kind in kinds[: 1 + measured]]
 
 
 def _panel_growth(fits: Lines, size: str, exponent: str, label: str, axes: Any, table: Row, theme: Theme) -> None:
     for fit, colour in zip(fits, theme.colours, strict=False):
-        lines = [line for line in table.lines if _name(line) == _name(fit)]
-        points = sorted((line["length"], line[size] / 1e6) for line in lines if (line.get(size) or 0) > 0)
-        if points:
-            slope = "" if fit.get(exponent) is None else f": slope {fit[exponent]:.2f}"
-            shown = CLASSES[fit["class"]] + ("" if _name(fit) == fit["class"] else f" ({_name(fit)})") + slope
-            axes.plot(*zip(*points, strict=True), label=shown, color=colour, marker=MARKS[0], markersize=5)
+        lines = [line for line in table.lines if _name(line) == _name(fit) and (line.get(size) or 0) > 0]
+        slope = "" if fit.get(exponent) is None else f": slope {fit[exponent]:.2f}"
+        shown = CLASSES[fit["class"]] + ("" if _name(fit) == fit["class"] else f" ({_name(fit)})") + slope
+        lines.sort(key=itemgetter("length"))
+        lengths, heights = [line["length"] for line in lines], [line[size] / 1e6 for line in lines]
+        axes.plot(lengths, heights, f"{MARKS[0]}-", color=colour, label=shown, markersize=5)
     lengths = sorted({line["length"] for line in table.lines if line.get("kv_bytes") and not line["starred"]})
     axes.set(xscale="log", yscale="log", xlabel="tokens of the context", ylabel=label)
     axes.set_xticks(lengths, [str(length) for length in lengths])
@@ -176,8 +181,8 @@ def _panel_turns(groups: Mapping[str, Lines], axes: Any, row: Row, theme: Theme)
     styles = _styles(groups, theme)
     for name, (line, *_) in groups.items():
         sizes = [size / 1e6 for size in line["series"]["kv"]]
-        share = f"{name}, {100 * line['accuracy']:.0f} % right"
-        axes.plot(line["series"]["tokens"], sizes, label=share, **styles[name])
+        label = f"{name}, {100 * line['accuracy']:.0f} % right"
+        axes.plot(line["series"]["tokens"], sizes, label=label, **styles[name])
     axes.set(xlabel="tokens of the conversation", ylabel="keys and values, MB", yscale="log")
     _plain_ticks(axes.yaxis)
 
@@ -192,34 +197,28 @@ def _plain_ticks(axis: Any) -> None:
 
 
 def kept_map(
-    kept: Sequence[np.ndarray[Any, Any]],
+    kept: Sequence[Sequence[Sequence[int]]],
     tokens: Sequence[str],
     path: str | Path,
-    *,
     spans: Sequence[tuple[int, int]] = (),
     title: str = "",
 ) -> None:
     """Draw which tokens each layer and head kept, as a heat map over the text.
 
     A row is a head, layers from top to bottom; a column is a token, or the mean of several in a text of more than
-    ``CELLS``. A dark cell was kept.
+    ``CELLS``. A dark cell was kept; the share of the text that a layer kept stands at its right.
 
     Args:
-        kept: for each layer (KV heads, n) integers: the places of the tokens whose pairs are held; n may differ between
-            layers. A place below 0 is none: heads of one layer that kept fewer are filled up so.
+        kept: for each layer and KV head the places of the tokens whose pairs are held.
         tokens: the text, one word a token.
         path: of the .png file.
         spans: (begin, end) places that are marked: where an answer stands.
         title: above the picture.
 
     Raises:
-        InputError: a place lies outside of the text, or there is no text or layer.
         LoadError: the file cannot be written.
     """
-    if not kept or not tokens:
-        raise InputError(f"kept has {len(kept)} layers and the text {len(tokens)} tokens; give at least one of each")
-    layers = [_shares(np.asarray(layer), len(tokens), i) for i, layer in enumerate(kept)]
-    title = title or "pairs kept by layer and head; right: share of the text"
+    layers = [shares(layer, len(tokens)) for layer in kept]
     panel = partial(_panel_map, layers, tokens, spans, title)
     drawing(path, [(panel, Row("kept", title, ()), 1.9 + 0.16 * sum(map(len, layers)))], width=WIDTH)
 
@@ -233,10 +232,10 @@ def _panel_map(
     _: Row,
     theme: Theme,
 ) -> None:
-    shares, count = np.concatenate(layers), len(tokens)
+    table, count = np.concatenate(layers), len(tokens)
     axes.grid(visible=False)
     look = {"cmap": "Blues", "vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
-    axes.imshow(shares, extent=(0, count, len(shares), 0), **look)  # columns in tokens, rows in heads, the first on top
+    axes.imshow(table, extent=(0, count, len(table), 0), **look)  # columns in tokens, rows in heads, the first on top
     row = 0
     for layer, own in enumerate(layers):
         axes.axhline(row, color=theme.faint, linewidth=0.5)
@@ -255,15 +254,7 @@ def _panel_map(
     axes.set_title(title, fontsize=10)
 
 
-def _shares(places: np.ndarray[Any, Any], length: int, layer: int) -> np.ndarray[Any, Any]:
-    """(heads, columns): share of each column's tokens that a head kept."""
-    if places.ndim != 2 or places.dtype.kind not in "iu" or (places.size and places.max() >= length):
-        raise InputError(
-            f"kept of layer {layer} has the shape {places.shape} and the type {places.dtype}; expected (KV heads, n) "
-            f"integers below {length}, the tokens of the text"
-        )
-    marks = np.zeros((len(places), length))
-    for head, own in enumerate(places):
-        marks[head, own[own >= 0]] = 1.0
-    edges = np.linspace(0, length, min(length, CELLS) + 1).astype(int)
-    return np.add.reduceat(marks, edges[:-1], axis=1) / np.diff(edges)
+def shares(layer: Sequence[Sequence[int]], length: int, cells: int = CELLS) -> np.ndarray[Any, Any]:
+    """(heads, columns): share of each column's tokens that a head kept; a text has at most ``cells`` columns."""
+    edges = np.linspace(0, length, min(length, cells) + 1).astype(int)
+    return np.array([np.histogram(own, edges)[0] for own in layer]) / np.diff(edges)

@@ -1,6 +1,6 @@
-"""Prompts as token ids, each with a rule that judges its answer: of made tasks, or of a file.
+"""Prompts as token ids, each with the rule that judges its answer: from made tasks, or from a file.
 
-Made once for all systems. Knows a tokenizer and no model.
+All systems get the same prompts. Knows a tokenizer and no model.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.long.config import LongConfig
-from sakiyomi.evaluation.bench.long.readers import READERS
-from sakiyomi.train.long_tasks import Example, Task, named, read_filler
+from sakiyomi.evaluation.bench.long.readers import READERS, Item
+from sakiyomi.train.long_tasks import Example, Task, hits, named, read_filler
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,13 @@ class Question:
     """One prompt.
 
     Attributes:
-        task: that it belongs to.
-        seed: that drew it.
+        task: its name.
+        seed: drew it.
         tokens: the prompt.
         answer_tokens: most new tokens.
-        score: of an answer, 0 to 1.
-        ahead: the prompt with the question in front of the text too, for systems that decide with it; None: not known.
-        spans: (begin, end) in tokens: where in the prompt the answer stands, as far as that is known.
+        score: judges an answer, 0 to 1; it can be sent to other processes.
+        ahead: the prompt with the question in front of the text too (query-first); None: not known.
+        spans: (begin, end) in tokens: places of the answer in the prompt, if known.
     """
 
     task: str
@@ -41,15 +42,18 @@ class Question:
     ahead: tuple[int, ...] | None = None
     spans: tuple[tuple[int, int], ...] = ()
 
-    def asked(self, query_first: bool = False, *, later: bool = False) -> dict[str, Any]:
-        """What a system is given, as JSON values.
+    def prompt(self, query_first: bool) -> tuple[int, ...]:
+        """Token ids for a system.
 
         Args:
             query_first: the question stands in front of the text too.
-            later: it is a later turn of a conversation: a begin token belongs to the first alone.
+
+        Raises:
+            InputError: the question is not known apart from the text.
         """
-        tokens = self.ahead if query_first and self.ahead is not None else self.tokens
-        return {"tokens": tokens[1:] if later else tokens, "answer_tokens": self.answer_tokens}
+        if query_first and self.ahead is None:
+            raise InputError("questions of a file are not known apart from their text; query-first is for made tasks")
+        return self.ahead if query_first and self.ahead is not None else self.tokens
 
 
 Source = Callable[[int], list[Question]]
@@ -59,14 +63,14 @@ Source = Callable[[int], list[Question]]
 def source(config: LongConfig, tokenizer: Any) -> Source:
     """Prompts of made tasks, or of a file.
 
-    Of made tasks there are ``count`` of each for each seed; what the answer needs stands anywhere. Of a file each seed
-    draws ``count`` questions, and long ones lose their middle.
+    Made tasks: ``count`` prompts of each task for each seed, with the answer anywhere in the text. A file: each seed
+    draws ``count`` questions, and long prompts are cut in the middle.
 
     Raises:
         InputError: a task is not known.
         LoadError, InputError: the file cannot be read, or is of another form.
     """
-    seeds = config.numbers("seeds", least=0)
+    seeds = config.numbers("seeds")
     if config.questions is None or config.format is None:
         tasks = tasks_of(config)
         return lambda length: [
@@ -77,28 +81,17 @@ def source(config: LongConfig, tokenizer: Any) -> Source:
         ]
     templates = None if config.templates is None else Path(config.templates).expanduser()
     items = list(READERS[config.format](Path(config.questions).expanduser(), templates))
-    drawn = {
-        seed: sorted(np.random.default_rng(seed).permutation(len(items))[: config.count].tolist()) for seed in seeds
-    }
+    drawn = [
+        (seed, place)
+        for seed in seeds
+        for place in sorted(np.random.default_rng(seed).permutation(len(items))[: config.count].tolist())
+    ]
+    ids = {place: tokenizer(items[place].prompt, verbose=False)["input_ids"] for _, place in drawn}
 
-    @cache
-    def ids(place: int) -> list[int]:
-        return list(tokenizer(items[place].prompt, verbose=False)["input_ids"])
+    def question(seed: int, item: Item, tokens: Sequence[int]) -> Question:
+        return Question(item.task, seed, tuple(tokens), config.max_new_tokens or item.answer_tokens, item.score)
 
-    def questions(length: int) -> list[Question]:
-        own = [(seed, place, items[place]) for seed, places in drawn.items() for place in places]
-        return [
-            Question(
-                item.task,
-                seed,
-                tuple(middle_cut(ids(place), length)),
-                config.max_new_tokens or item.answer_tokens,
-                item.score,
-            )
-            for seed, place, item in own
-        ]
-
-    return questions
+    return lambda length: [question(seed, items[place], middle_cut(ids[place], length)) for seed, place in drawn]
 
 
 def made(name: str, task: Task, seed: int, length: int, place: int, config: LongConfig, tokenizer: Any) -> Question:
@@ -109,12 +102,12 @@ def made(name: str, task: Task, seed: int, length: int, place: int, config: Long
     # verbose=False: longer than the tokenizer's own limit is what is wanted here, no reason for a warning
     tokens, ahead = (tuple(tokenizer(example.prompt(first), verbose=False)["input_ids"]) for first in (False, True))
     new = config.max_new_tokens or task.answer_tokens
-    score = partial(task.score, example=example)
+    score = partial(hits, answers=example.answers)  # a task itself cannot be sent to another process
     return Question(name, seed, tokens, new, score, ahead, tuple(_in_tokens(example, tokenizer)))
 
 
 def _in_tokens(example: Example, tokenizer: Any) -> Iterator[tuple[int, int]]:
-    """The spans of an example in tokens, which it has in characters; none where the tokenizer does not know places."""
+    """The spans of an example in tokens; none if the tokenizer does not map characters to tokens."""
     if not tokenizer.is_fast:
         return
     # The context is the beginning of the prompt: what follows changes no place within it.
@@ -134,7 +127,7 @@ def middle_cut(tokens: Sequence[int], length: int) -> list[int]:
 
 
 def tasks_of(config: LongConfig) -> dict[str, Task]:
-    """The made tasks that are asked for, with the text that they hide things in.
+    """The configured made tasks, with the text that they hide facts in.
 
     Raises:
         InputError: one is not known, or hides nothing.

@@ -1,4 +1,4 @@
-"""Questions from files of one's own, in the forms of three collections: L-Eval, LongBench, InfiniteBench.
+"""Questions from the user's files, in the formats of three collections: L-Eval, LongBench, InfiniteBench.
 
 Knows no model and no tokenizer. A new form is a reader in ``READERS``; a new task of a collection is a line in
 ``tasks.toml``.
@@ -15,18 +15,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.evaluation.bench.long.metrics import LETTERS, METRICS
 
+KINDS = {str: "a text", list: "a list", int: "a number"}
+"""Of values of JSON, for messages."""
 
-def read_rows(path: Path, *, needs: Sequence[str]) -> Iterator[dict[str, Any]]:
+
+def read_rows(path: Path, needs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Objects of a .jsonl file (or .jsonl.gz), one a line.
 
     Args:
         path: of the file.
-        needs: keys that each must have.
+        needs: keys that each must have, with the kind of their values; object: any.
 
     Raises:
         LoadError: the file cannot be read, or a line is no such object.
@@ -41,9 +44,12 @@ def read_rows(path: Path, *, needs: Sequence[str]) -> Iterator[dict[str, Any]]:
         wanted = f"expected a JSON object{' with ' if needs else ''}{', '.join(needs)}"
         if not isinstance(row, dict):
             raise LoadError(f"row {number} of {str(path)!r} is {line.strip()!r:.60}; {wanted}")
-        missing = [key for key in needs if key not in row]
-        if missing:
-            raise LoadError(f"row {number} of {str(path)!r} has no {missing[0]!r}; {wanted}")
+        for key, kind in needs.items():
+            if key not in row:
+                raise LoadError(f"row {number} of {str(path)!r} has no {key!r}; {wanted}")
+            if not isinstance(row[key], kind):
+                said = " or ".join(KINDS[one] for one in get_args(kind) or (kind,))
+                raise LoadError(f"{key!r} in row {number} of {str(path)!r} is {row[key]!r:.60}; it has to be {said}")
         yield row
     if not number:
         raise InputError(f"there is no question in {str(path)!r}; expected a JSON object a line")
@@ -62,23 +68,6 @@ def read_object(path: Path) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise LoadError(f"{str(path)!r} holds no JSON object; expected one with an entry for each task")
     return value
-
-
-def require(row: Mapping[str, Any], key: str, kind: type | tuple[type, ...], path: Path) -> Any:
-    """A value of the right kind.
-
-    Raises:
-        LoadError: it is of another.
-    """
-    value = row[key]
-    if not isinstance(value, kind):
-        raise LoadError(f"{key!r} in {str(path)!r} is {value!r:.60}; it has to be {_kind(kind)}")
-    return value
-
-
-def _kind(kind: type | tuple[type, ...]) -> str:
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    return " or ".join({str: "a text", list: "a list", int: "a number"}.get(each, each.__name__) for each in kinds)
 
 
 def _read(path: Path) -> str:
@@ -144,16 +133,14 @@ def read_leval(path: Path, templates: Path | None = None) -> Iterator[Item]:
     """
     judged = 0
     task = path.name.split(".")[0]
-    for row in read_rows(path, needs=("input", "instructions", "outputs")):
+    for row in read_rows(path, {"input": str, "instructions": list, "outputs": list}):
         kind = row.get("evaluation", "exam")
         if kind != "exam" and kind not in OPEN:
             continue
-        document = require(row, "input", str, path)
-        questions, answers = (require(row, key, list, path) for key in ("instructions", "outputs"))
-        for question, answer in zip(map(str, questions), map(str, answers), strict=True):
+        for question, answer in zip(map(str, row["instructions"]), map(str, row["outputs"]), strict=True):
             judged += 1
             tokens, metric, right = _exam(answer) if kind == "exam" else (*OPEN[kind], answer)
-            yield Item(task, _leval_prompt(document, question, metric), tokens, metric, [right])
+            yield Item(task, _leval_prompt(row["input"], question, metric), tokens, metric, [right])
     if not judged:
         raise InputError(f"every row of {str(path)!r} is to be judged by a person or a model; choose another file")
 
@@ -188,14 +175,15 @@ def read_longbench(path: Path, templates: Path | None = None) -> Iterator[Item]:
     """
     folder, metrics = path.parent if templates is None else templates, _tasks("longbench")
     prompts, lengths = (read_object(_find(folder, name)) for name in ("dataset2prompt.json", "dataset2maxlen.json"))
-    for row in read_rows(path, needs=("input", "context", "answers", "dataset")):
+    for row in read_rows(path, {"input": object, "context": object, "answers": list, "dataset": object}):
         name = str(row["dataset"])
         task = name.removesuffix("_e")  # of LongBench-E, which has the same tasks at even lengths
         if task not in metrics or task not in prompts or task not in lengths:
             raise InputError(f"dataset {name!r} in {str(path)!r} is not known; known are {', '.join(metrics)}")
-        answers = [str(answer) for answer in require(row, "answers", list, path)]
         prompt = str(prompts[task]).replace("{context}", str(row["context"])).replace("{input}", str(row["input"]))
-        yield Item(task, prompt, int(lengths[task]), metrics[task], answers, _texts(row.get("all_classes")))
+        yield Item(
+            task, prompt, int(lengths[task]), metrics[task], _texts(row["answers"]), _texts(row.get("all_classes"))
+        )
 
 
 def _find(folder: Path, name: str) -> Path:
@@ -227,7 +215,7 @@ def read_infinitebench(path: Path, templates: Path | None = None) -> Iterator[It
     if name not in tasks:
         raise InputError(f"{path.name!r} is no task of InfiniteBench; name the file as it comes: {', '.join(tasks)}")
     task = tasks[name]
-    for row in read_rows(path, needs=("context", "input", "answer")):
+    for row in read_rows(path, dict.fromkeys(("context", "input", "answer"), object)):
         answers = _texts(row["answer"] if isinstance(row["answer"], list) else [row["answer"]])
         if task["metric"] == "numbers from the first":  # all of them are one answer
             answers = [" ".join(answers)]

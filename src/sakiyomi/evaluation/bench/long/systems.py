@@ -1,6 +1,6 @@
-"""The systems of the comparison: what each is called, whether it has a budget, and how one at a time is made.
+"""The systems that are compared: their names, budgets and classes, and how each is loaded.
 
-Two kinds of them answer in one form: ours, whatever its cache, and transformers with the whole prompt in one pass.
+Two kinds have the same methods: our engine with any cache, and transformers with the whole prompt in one pass.
 """
 
 from __future__ import annotations
@@ -8,38 +8,38 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sakiyomi.cache.policies import read_cache
-from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.hf_names import cache_argument
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import budget_pairs
-from sakiyomi.model_executor.loading import load_model, stop_tokens
+from sakiyomi.model_executor.loading import Loaded, load_model, stop_tokens
 
 ONE_SHOT = "one-shot"
 QUERY_FIRST = "query-first"
+PLACED = ("dtype", "device")
 UNBOUNDED = ("full", ONE_SHOT, "quant", "offload", "minference", "kvquant")
-"""Systems whose attention reads every pair, in some form or place: they have no budget."""
+"""Systems whose attention reads every pair; they have no budget."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer, and what it took.
+    """One answer and its timings.
 
     Attributes:
         text: new text.
         tokens: new tokens.
         prefill_seconds: wall clock up to the first token; eviction between chunks is in it.
         decode_seconds: wall clock from there to the last token.
-        kept: positions of the prompt's tokens that were not evicted, by layer and key head; None where nothing was
-            evicted, or this was not asked for.
+        kept: positions of the prompt's tokens that were not evicted, by layer and key head; None if nothing was evicted
+            or it was not requested.
     """
 
     text: str
@@ -74,13 +74,13 @@ class System:
 
     @property
     def query_first(self) -> bool:
-        """Whether it sees the question before it reads the text. Such systems stand apart from the others."""
+        """Whether its prompts have the question in front of the text too."""
         return QUERY_FIRST in self.spec.split("+")
 
     @property
     def kind(self) -> str:
         """Its class of memory: "one-shot", "full", "reduced" (all pairs, smaller or elsewhere) or "bounded";
-        "unknown" where there is no such system.
+        "unknown" if there is no such system.
         """
         if self.cache in (ONE_SHOT, "full"):
             return self.cache
@@ -90,12 +90,22 @@ class System:
             return "unknown"  # its lines say why it is refused
         if policy is None and packing is None and offloaded is None:
             return "full"
-        # What recalls has a budget for what attention reads, and all pairs in main memory.
+        # A policy that recalls keeps all pairs in main memory; its budget bounds what attention reads.
         return "reduced" if policy is None or policy.recalls else "bounded"
+
+    @property
+    def label(self) -> str:
+        """Name and budget."""
+        return " ".join(filter(None, (self.name, self.budget)))
 
     def pairs(self, length: int) -> int | None:
         """KV pairs at a context of so many tokens."""
         return None if self.budget is None else budget_pairs(self.budget, length)
+
+    def line(self, length: int) -> dict[str, Any]:
+        """The beginning of its line at a context of so many tokens."""
+        about = {"name": self.name, "spec": self.spec, "kind": self.kind, "budget": self.budget}
+        return about | {"pairs": self.pairs(length), "length": length, "starred": False}
 
 
 def systems(specs: Sequence[str], budgets: Sequence[str]) -> list[System]:
@@ -134,9 +144,9 @@ class Ours:
         return max(0, cache.needs(1, columns) - cache.bytes)
 
     def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
-        """Greedy, of at most so many new tokens; with what stayed of the prompt, if that is wanted.
+        """Greedy answer of at most ``most`` new tokens; ``kept``: also report which pairs of the prompt stayed.
 
-        Each prompt is a conversation of its own: nothing of the one before is used again.
+        Prompts share nothing: no prefix is reused.
         """
         began = time.perf_counter()
         first = last = began
@@ -151,7 +161,7 @@ class Ours:
         return Answer(text, count, first - began, last - first, stayed)
 
     def _kept(self) -> list[list[list[int]]] | None:
-        """Asked for between two rounds: the prompt's end is an eviction boundary."""
+        """Called between two rounds; the end of the prompt is an eviction boundary."""
         places = getattr(self.llm.target.eviction, "places", None)
         if places is None:
             return None
@@ -163,18 +173,21 @@ class OneShot:
     """Transformers' own forward over the whole prompt, attention as one matrix, then token by token: O(n^2) memory.
 
     Args:
-        model: a transformers causal language model with eager attention.
-        tokenizer: of the model.
-        stop: end tokens.
+        loaded: a causal language model, which runs with eager attention from now on.
+
+    Raises:
+        UnsupportedError: it cannot.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, stop: Sequence[int]) -> None:
-        if model.config._attn_implementation != "eager":
+    def __init__(self, loaded: Loaded) -> None:
+        self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        self._model.set_attn_implementation("eager")
+        if (runs := self._model.config._attn_implementation) != "eager":
             raise UnsupportedError(
-                f"one-shot needs attention as a matrix, and {type(model).__name__} runs "
-                f"{model.config._attn_implementation}; leave the system out"
+                f"one-shot needs attention as a matrix, and {type(self._model).__name__} runs {runs}; leave the system "
+                "out"
             )
-        self._model, self._tokenizer, self._stop = model, tokenizer, frozenset(stop)
+        self._stop = frozenset(stop_tokens(self._model, self._tokenizer))
         self.kv_bytes = self.far_bytes = 0
 
     def predicted_bytes(self, columns: int) -> int:
@@ -206,34 +219,16 @@ class OneShot:
         return Answer(text, len(output), first - began, ended - first)
 
 
-@contextmanager
-def caught(length: int) -> Iterator[dict[str, Any]]:
-    """Keep an error inside the block as a record if a user could have caused it; other errors are raised.
-
-    Args:
-        length: of the context that was tried.
-    """
-    record: dict[str, Any] = {}
-    try:
-        yield record
-    except (MemoryLimitError, MemoryError, torch.OutOfMemoryError) as error:
-        record |= {"length": length, "error": str(error) or "no memory is left", "over": True}
-    except SakiyomiError as error:
-        record |= {"length": length, "error": error.message, "over": False}
-
-
 class Loader:
     """Makes systems, one at a time: the one before is freed first.
 
     Args:
-        options: arguments of ``LLM``, beside those that make a system; target, dtype and device are among them.
-        shared: keep the transformers model between them; else each reads the files anew and packs them, as it would
-            alone.
+        options: arguments of ``LLM``, beside those that make a system; target, dtype and device are among them. A
+            target that is loaded already is shared by all systems; else each reads the files anew.
     """
 
-    def __init__(self, options: dict[str, Any], *, shared: bool) -> None:
-        self._options, self._shared = options, shared
-        self._loaded: Any = None
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
         self._key: tuple[str, int | None] | None = None
         self._running: Ours | OneShot | None = None
 
@@ -243,10 +238,13 @@ class Loader:
         Raises:
             SakiyomiError: it cannot be.
         """
-        key = (system.cache, system.pairs(length))
+        spec, budget = key = (system.cache, system.pairs(length))
         if key != self._key or self._running is None:
             self.release()
-            self._running = self._one_shot() if system.cache == ONE_SHOT else self._ours(*key)
+            if spec == ONE_SHOT:
+                self._running = OneShot(load_model(**{name: self._options[name] for name in ("target", *PLACED)}))
+            else:
+                self._running = Ours(LLM(**self._options, draft="none", cache=spec, kv_budget=budget, max_batch=1))
             self._key = key
         return self._running
 
@@ -254,17 +252,3 @@ class Loader:
         """Free the system."""
         self._running = self._key = None
         gc.collect()
-
-    def _model(self) -> Any:
-        if self._loaded is None:
-            self._loaded = load_model(**{name: self._options[name] for name in ("target", "dtype", "device")})
-        return self._loaded
-
-    def _one_shot(self) -> Ours | OneShot:
-        loaded = self._model()
-        loaded.model.set_attn_implementation("eager")
-        return OneShot(loaded.model, loaded.tokenizer, stop_tokens(loaded.model, loaded.tokenizer))
-
-    def _ours(self, spec: str, budget: int | None) -> Ours | OneShot:
-        shared = {"target": (self._model().model, self._model().tokenizer)} if self._shared else {}
-        return Ours(LLM(**self._options | shared, draft="none", cache=spec, kv_budget=budget, max_batch=1))

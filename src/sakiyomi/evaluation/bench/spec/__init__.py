@@ -1,1 +1,1 @@
-"""Spec-Bench here: every drafter on questions of several kinds, beside plain decoding, and results in a file."""
+"""``sakiyomi bench spec``: drafters beside plain decoding on questions of several kinds, with results in a file."""

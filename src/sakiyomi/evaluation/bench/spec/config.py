@@ -10,26 +10,26 @@ from sakiyomi.evaluation.settings import TargetSettings
 
 @dataclass(frozen=True, kw_only=True)
 class SpecConfig(TargetSettings):
-    """Which drafters, on what, and how often.
+    """Which drafters are measured, on which questions.
 
     Attributes:
         draft: drafter to measure (again for each). By default all that the target can use here: prompt-lookup, suffix,
-            ngram, its own first layers, itself in 8 bits, the draft model and Medusa heads that belong to it, suffix
-            and draft model merged.
-        questions: .jsonl with question_id, category and turns, as of Spec-Bench, MT-bench or SPEED-Bench; by default a
-            few of our own in the categories of SPEED-Bench.
+            ngram, its own first layers, itself in 8 bits, its draft model and Medusa heads, and suffix merged with the
+            draft model.
+        questions: .jsonl with question_id, category and turns, the format of Spec-Bench, MT-bench and SPEED-Bench; by
+            default a few questions in the categories of SPEED-Bench that come with the package.
         categories: only these (again for each, or with commas).
         count: most questions of each category.
         max_new_tokens: of each answer; Spec-Bench has 1024.
-        prompt_tokens: longest prompt; longer ones are cut in the middle. By default as long as the context allows.
+        prompt_tokens: longest prompt; longer ones are cut in the middle. By default the context's limit.
         gamma: draft tokens a round, or auto.
         repeats: runs over each question; medians are reported. Spec-Bench has 3.
-        template: auto (the tokenizer's chat template, or plain text where it has none), none (plain text), or a Jinja
+        template: auto (the tokenizer's chat template, or plain text if it has none), none (plain text), or a Jinja
             file.
-        system: system message, before everything else.
-        out: file for the results, a line for each question and drafter as soon as it is known. Results that an existing
-            file holds are not measured again.
-        against: an earlier file of results: say where tokens a pass have fallen since, on the questions of both.
+        system: system message.
+        out: file for the results, a line for each question and drafter. Results that the file already has are not
+            measured again.
+        against: an earlier file of results: report where tokens per pass have fallen since, on questions of both.
         quantize: int8 or int4: quantize the target's weights.
         exact: bit-equal answers for every drafter.
         compile: record decoding passes before they are measured; otherwise everything runs eagerly.

@@ -3,15 +3,16 @@
 Questions come in the form of FastChat's, which Spec-Bench and SPEED-Bench share, from files or our own:
 ``{"question_id": 81, "category": "writing", "turns": ["...", "..."]}``.
 
-Result files are JSON Lines, the settings in the first one, then one for each question and drafter. A line stands on its
-own: it has the laps of its drafter and those of plain decoding between them. So files with the same settings can be
-joined, and a run continues where another has stopped.
+Result files are JSON Lines, the settings in the first one, then one for each question and drafter. Each line has
+the runs of its drafter and the runs of plain decoding that were interleaved with them. So files with the same settings
+can be joined, and a stopped run can be continued.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +21,8 @@ from typing import Any
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.evaluation.bench.long.config import split_list
-from sakiyomi.evaluation.bench.long.readers import read_rows, require
-from sakiyomi.evaluation.bench.study import append, line, whole_lines
+from sakiyomi.evaluation.bench.long.readers import read_rows
+from sakiyomi.evaluation.bench.study import line, whole_lines
 
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 SPEC_BENCH = "math_reasoning"
@@ -30,13 +31,13 @@ SPEC_BENCH = "math_reasoning"
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """A question of one or more turns.
 
     Attributes:
-        id: tells it from the others of its file.
-        category: that it counts for.
-        turns: what is said, one after the other, each behind the answer to the last.
-        kind: the file's own category.
+        id: unique in its file.
+        category: the column of the tables that it counts for.
+        turns: user messages; each follows the answer to the one before.
+        kind: the category as the file names it.
     """
 
     id: int | str
@@ -53,30 +54,26 @@ def read_questions(path: str | Path) -> list[Question]:
         InputError: it holds nothing.
     """
     path = Path(path).expanduser()
-    found: list[Question] = []
-    for row in read_rows(path, needs=("question_id", "category", "turns")):
-        turns = require(row, "turns", list, path)
+    found: dict[int | str, Question] = {}
+    for row in read_rows(path, {"question_id": int | str, "category": str, "turns": list}):
+        turns, kind = row["turns"], row["category"]
         if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise LoadError(f"'turns' in {str(path)!r} is {turns!r:.60}; it has to be a list of texts")
-        kind = require(row, "category", str, path)
-        found.append(Question(require(row, "question_id", (int, str), path), kind, tuple(turns), kind))
-    seen: set[int | str] = set()
-    for question in found:
-        if question.id in seen:
+        question = Question(row["question_id"], kind, tuple(turns), kind)
+        if question.id in found:
             raise LoadError(f"question_id {question.id!r} stands twice in {str(path)!r}; each has to have its own")
-        seen.add(question.id)
-    if any(question.kind == SPEC_BENCH for question in found):
-        return [Question(q.id, "mt-bench" if q.kind in MT_BENCH else q.kind, q.turns, q.kind) for q in found]
-    return found
+        found[question.id] = question
+    joined = MT_BENCH if any(question.kind == SPEC_BENCH for question in found.values()) else ()
+    return [replace(one, category="mt-bench") if one.kind in joined else one for one in found.values()]
 
 
 def own_questions() -> list[Question]:
-    """A few that travel with the package, in the categories of SPEED-Bench (arXiv 2604.09557); written for this."""
+    """Questions that come with the package, in the categories of SPEED-Bench (arXiv 2604.09557)."""
     return read_questions(Path(__file__).with_name("own.jsonl"))
 
 
 def chosen(questions: Sequence[Question], categories: Sequence[str], count: int) -> list[Question]:
-    """Of each category the first so many; only these categories, if some are named.
+    """The first ``count`` questions of each category; only of these categories, if some are named.
 
     Raises:
         InputError: one of them is not there.
@@ -85,19 +82,16 @@ def chosen(questions: Sequence[Question], categories: Sequence[str], count: int)
     known = dict.fromkeys(name for question in questions for name in (question.category, question.kind))
     if unknown := [name for name in wanted if name not in known]:
         raise InputError(f"there is no category {unknown[0]!r}; these questions have {', '.join(known)}")
-    taken: dict[str, int] = {}
-    found = []
+    groups: dict[str, list[Question]] = defaultdict(list)
     for question in questions:
-        if wanted and not {question.category, question.kind} & set(wanted):
-            continue
-        taken[question.category] = taken.get(question.category, 0) + 1
-        if taken[question.category] <= count:
-            found.append(question)
-    return found
+        if not wanted or {question.category, question.kind} & set(wanted):
+            groups[question.category].append(question)
+    taken = {question.id for group in groups.values() for question in group[:count]}
+    return [question for question in questions if question.id in taken]
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """Tells two sets of questions apart, as hexadecimal digits."""
+    """Hexadecimal digest of a set of questions."""
     text = json.dumps([[q.id, q.category, q.turns] for q in questions])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -110,18 +104,18 @@ Lap = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Record:
-    """What one drafter made of one question.
+    """The result of one drafter on one question.
 
     Attributes:
         question: its id.
-        category: that it counts for.
+        category: the column of the tables that it counts for.
         draft: spec of the drafter; "none": plain decoding.
-        laps: of the drafter.
-        plain: of plain decoding, each beside the lap of its place.
-        equal: all answers are the plain ones, to the last token.
-        explained: they are, or part where rounding decides.
-        note: where and by how much they part.
-        answers: texts of the plain answers, with its own record only.
+        laps: measured runs of the drafter.
+        plain: runs of plain decoding; each was interleaved with the drafter's run of the same index.
+        equal: all answers equal the plain ones, to the last token.
+        explained: they are equal, or differ only at a near-tie that rounding decides.
+        note: where and by how much they differ.
+        answers: texts of the plain answers; in the record of plain decoding only.
     """
 
     question: int | str
@@ -133,6 +127,11 @@ class Record:
     explained: bool
     note: str = ""
     answers: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[int | str, str]:
+        """Question and drafter."""
+        return self.question, self.draft
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; empty ones are left out."""
@@ -154,23 +153,25 @@ class Record:
 
 @dataclass
 class Results:
-    """Records of one set of settings.
+    """Records that were made with the same settings.
 
     Attributes:
-        settings: what has to be the same in a file that they can be joined with.
+        settings: must be equal in results that are joined.
         conditions: of the run that began the file.
         records: by question and drafter.
-        path: file that gets new ones; None: none does.
+        path: file that new records are written to; None: they are not kept.
+        notes: why some drafters are missing; not in the file.
     """
 
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
     conditions: Mapping[str, Any] = field(default_factory=dict)
     records: dict[tuple[int | str, str], Record] = field(default_factory=dict)
     path: Path | None = None
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: str | Path) -> Results:
-        """A file of results. A last line that was not written to its end is left out.
+        """Read a file of results. An incomplete last line is ignored.
 
         Raises:
             LoadError: it cannot be read, or holds something else.
@@ -194,65 +195,50 @@ class Results:
                 raise LoadError(
                     f"line {number} of {str(path)!r} is no result of bench spec; delete that line"
                 ) from None
-            found.records[record.question, record.draft] = record
+            found.records[record.key] = record
         return found
 
     @classmethod
-    def begin(cls, path: str | Path | None, settings: Mapping[str, Any], conditions: Mapping[str, Any]) -> Results:
-        """Go on with a file if it is there, or begin it.
-
-        Raises:
-            LoadError: it cannot be read or written, or holds something else.
-            InputError: it was made with other settings.
-        """
-        fresh = cls(settings, conditions)
-        if path is None:
-            return fresh
-        found = cls.kept(path)
-        if found is None:
-            found = replace(fresh, path=Path(path).expanduser())
-        else:
-            found.check(settings, "now")
-        found.write()
-        return found
-
-    @classmethod
-    def kept(cls, path: str | Path) -> Results | None:
-        """What is in a file already; None: there is none, or it is empty.
+    def kept(cls, path: str | Path | None) -> Results:
+        """Read a file of results that may not exist yet; it is then empty.
 
         Raises:
             LoadError: it cannot be read, or holds something else; or there is no folder for it.
         """
+        if path is None:
+            return cls()
         place = Path(path).expanduser()
         if not place.parent.is_dir():
             raise LoadError(f"cannot write {str(place)!r} (there is no such folder); choose another --out")
         empty = not place.exists() or (place.is_file() and not place.stat().st_size)
-        return None if empty else cls.read(place)
+        return cls(path=place) if empty else cls.read(place)
 
-    def check(self, settings: Mapping[str, Any], where: str) -> None:
-        """Refuse to be joined with what was made otherwise.
+    def add(self, more: Results, where: str = "now") -> None:
+        """Add results of the same settings; the file is rewritten atomically.
+
+        Args:
+            more: the results; they replace records of the same question and drafter.
+            where: names them in an error.
 
         Raises:
             InputError: names the first settings that differ.
+            LoadError: the file cannot be written.
         """
-        if apart := differences(self.settings, settings):
+        if not self.settings:
+            self.settings, self.conditions = more.settings, more.conditions
+        if apart := differences(self.settings, more.settings):
             said = "; ".join(f"{name} {old!r:.60}, {where} {new!r:.60}" for name, (old, new) in list(apart.items())[:3])
             raise InputError(
-                f"{str(self.path)!r} was made with other settings ({said}); ask for the same, or name another file"
+                f"results cannot be put together that were made with other settings ({said}); ask for the same, name "
+                "another file, and use equal machines as workers"
             )
-
-    def add(self, records: Sequence[Record]) -> None:
-        """Take records in, and write them behind the others.
-
-        Raises:
-            LoadError: they cannot be written.
-        """
-        self.records |= {(record.question, record.draft): record for record in records}
+        self.records |= more.records
+        self.notes = more.notes
         if self.path is not None:
-            append(self.path, [record.to_dict() for record in records], "choose another --out")
+            self.write()
 
     def write(self) -> None:
-        """Write the whole file anew: there may be hours of work in it.
+        """Write the whole file anew.
 
         Raises:
             LoadError: it cannot be written.
@@ -265,22 +251,20 @@ class Results:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that are not the same, with both values."""
+    """Settings that differ, with both values."""
     names = dict.fromkeys([*one, *other])
     return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
 
 
 def join(several: Sequence[Results]) -> Results:
-    """One set of results; of what several have, that of the last counts.
+    """All results in one; the last record of a question and drafter is used.
 
     Raises:
         InputError: they were made with other settings, or there is none.
     """
     if not several:
         raise InputError("no file was given; name one or more that bench spec has made")
-    first = several[0]
-    joined = Results(first.settings, first.conditions)
+    joined = Results()
     for results in several:
-        first.check(results.settings, f"in {str(results.path)!r}")
-        joined.records |= results.records
+        joined.add(results, f"in {str(results.path)!r}")
     return joined

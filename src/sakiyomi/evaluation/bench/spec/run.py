@@ -2,8 +2,8 @@
 
 The protocol of Spec-Bench (Xia et al. 2024, arXiv 2401.07851): one request at a time, greedy, wall clock with the
 prompt's pass, plain decoding in the same run. Two things are stricter here. All drafters answer a question before the
-next one is asked, so that a machine that slows down slows all of them; the plain answer to a turn stands in every
-next prompt, so that texts that part at a near-tie do not make other work of the turns behind.
+next one is asked, so that a change of the machine's speed affects all of them. Every prompt of a later turn contains
+the plain answers, so that all drafters get the same prompts even after a near-tie.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from sakiyomi.engine.chat_template import WORDS, Dialogue, read_template
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note, silent
+from sakiyomi.evaluation.bench.long.questions import middle_cut
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race
+from sakiyomi.evaluation.bench.runner import Contender, Lap, race
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
 from sakiyomi.evaluation.bench.spec.results import (
     PLAIN,
@@ -35,7 +36,6 @@ from sakiyomi.evaluation.bench.spec.results import (
     Record,
     Results,
     chosen,
-    differences,
     digest,
     own_questions,
     read_questions,
@@ -49,74 +49,44 @@ from sakiyomi.model_executor.loading import has_encoder
 COUNTS = ("rounds", "committed", "drafted", "accepted", "prefill_seconds")
 
 
-@dataclass(frozen=True)
-class Answered:
-    """What came of a question.
-
-    Attributes:
-        settings: what has to be the same for all of them.
-        conditions: of the machine.
-        notes: why some drafters are not there.
-        records: of the drafters that had not answered yet, and of plain decoding beside them.
-    """
-
-    settings: dict[str, Any]
-    conditions: dict[str, Any]
-    notes: list[str]
-    records: list[Record]
-
-
 Asked = tuple[Question, frozenset[str]]
-"""A question, and whose answers are known already."""
-Share = Callable[[SpecConfig, str, str, Sequence[Asked]], Generator[Answered, None, None]]
-"""Has questions answered, in any order: with these settings, this template and this digest of the questions' file."""
+"""A question, and the drafters whose results are known already."""
+Share = Callable[[SpecConfig, str, str, Sequence[Asked]], Generator[Results, None, None]]
+"""Has questions answered in any order, and yields the new results. Takes settings, chat template, digest of the
+questions' file, and the questions."""
 
 
 def run(config: SpecConfig, note: Note = silent, share: Share | None = None) -> list[Row]:
-    """Measure what is not known yet, and give the tables of everything that is.
+    """Measure what no file of results has yet, and make the tables of all results.
 
     Args:
         config: what is asked for.
-        note: is told what is going on.
-        share: has the questions answered; by default one after the other is, here.
+        note: receives progress messages.
+        share: has the questions answered elsewhere; by default they are answered here.
 
     Raises:
-        SakiyomiError: a file, a drafter or a setting is wrong; before any work where that can be told.
+        SakiyomiError: a file, a drafter or a setting is wrong.
     """
     questions = own_questions() if config.questions is None else read_questions(config.questions)
     wanted = chosen(questions, config.categories, config.count)
     template = read_template(config.template)
     _check(config)
     before = None if config.against is None else Results.read(config.against)
-    kept = None if config.out is None else Results.kept(config.out)
-    known = () if kept is None else kept.records
-    asked = [(question, frozenset(name for of, name in known if of == question.id)) for question in wanted]
-    results, notes = kept, list[str]()
-    begun = False
+    results = Results.kept(config.out)
+    asked = [(one, frozenset(name for of, name in results.records if of == one.id)) for one in wanted]
     with closing((share or partial(_here, note))(config, template, digest(questions), asked)) as found:
-        for number, answered in enumerate(found, 1):
-            if not begun:
-                results = Results.begin(config.out, answered.settings, answered.conditions)
-                notes, begun = answered.notes, True
-            assert results is not None
-            if apart := differences(results.settings, answered.settings):
-                what = ", ".join(apart)
-                raise InputError(
-                    f"workers differ in {what}, and their times cannot be put together; use equal machines"
-                )
-            if answered.records:
-                results.add(answered.records)
+        for number, more in enumerate(found, 1):
+            results.add(more)
             if share is not None:
                 note(f"{number} of {len(wanted)} questions are answered")
-    assert results is not None
-    return rows(results, notes) + ([] if before is None else [since(results, before)])
+    return rows(results) + ([] if before is None else [since(results, before)])
 
 
 def _here(
     note: Note, config: SpecConfig, template: str, file: str, asked: Sequence[Asked]
-) -> Generator[Answered, None, None]:
+) -> Generator[Results, None, None]:
     spec = Spec(config, template, file, note)
-    yield spec.answered([])  # settings and file are compared before any work
+    yield spec.results([])  # settings and file are compared before any work
     for place, (question, known) in enumerate(asked, start=1):
         where = f"question {place} of {len(asked)} ({question.category}), "
         yield spec.answer(question, known, lambda text, where=where: note(where + text))  # type: ignore[misc]
@@ -129,7 +99,7 @@ class Spec:
         config: what is asked for.
         template: of chats.
         file: digest of that of the questions, for the settings.
-        note: is told what is going on.
+        note: receives progress messages.
 
     Raises:
         SakiyomiError: something cannot be loaded, or there is no room for answers.
@@ -162,15 +132,16 @@ class Spec:
                 [llm.tokenizer(STORIES[0]).input_ids[:room]], SamplingParams(max_new_tokens=16, gamma=config.gamma)
             )
 
-    def answer(self, question: Question, known: Collection[str], note: Note = silent) -> Answered:
-        """Have all drafters answer whose answer is not kept yet."""
+    def answer(self, question: Question, known: Collection[str], note: Note = silent) -> Results:
+        """Have every drafter without a known result answer, and plain decoding beside them."""
         missing = [name for name in self._ways if name not in known]
         asked = {name: self._ways[name] for name in dict.fromkeys((PLAIN, *missing))} if missing else {}
-        return self.answered(_ask(self._config, self._llm, self._talk(question), asked, note) if asked else [])
+        return self.results(_ask(self._config, self._llm, self._talk(question), asked, note) if asked else [])
 
-    def answered(self, records: list[Record]) -> Answered:
+    def results(self, records: Sequence[Record]) -> Results:
         """These records, with what they were measured under."""
-        return Answered(self._settings, self._conditions, self._notes, records)
+        found = {record.key: record for record in records}
+        return Results(self._settings, self._conditions, found, notes=self._notes)
 
 
 def _check(config: SpecConfig) -> None:
@@ -179,10 +150,7 @@ def _check(config: SpecConfig) -> None:
     Raises:
         InputError: a draft that is none, or that remembers what it must not.
         UnsupportedError: a draft that changes how the target itself runs.
-        LoadError: the file of results holds something else.
     """
-    if config.out is not None:
-        Results.kept(config.out)
     for spec in config.draft:
         for part in parse_drafters(spec):
             kind, _, argument = str(part).partition(":")
@@ -193,12 +161,12 @@ def _check(config: SpecConfig) -> None:
             if kind == "self-evicted":
                 raise UnsupportedError(
                     "draft self-evicted has the target run in another way, so that plain decoding beside it would not "
-                    "be the usual one; measure it with bench --rows evicted"
+                    "be the usual one; python benchmarks/rows.py --rows evicted in the source repository measures it"
                 )
 
 
 def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, EngineView], list[str]]:
-    """An engine for each drafter, and why some are not there."""
+    """An engine for each drafter, and why some are missing."""
     specs = [*config.draft]
     if not specs:
         specs = available(llm, PairConfig(target=config.target))
@@ -215,7 +183,7 @@ def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, Engine
 
 
 def _settings(config: SpecConfig, llm: LLM, template: str, file: str) -> dict[str, Any]:
-    """What has to be the same where results are put together."""
+    """Settings that must be equal in results that are joined."""
     shown = template if template in WORDS else hashlib.sha256(template.encode()).hexdigest()[:16]
     same = ("max_new_tokens", "prompt_tokens", "gamma", "repeats", "system", "exact")
     known = machine.conditions()
@@ -233,13 +201,12 @@ def _settings(config: SpecConfig, llm: LLM, template: str, file: str) -> dict[st
 
 @dataclass
 class Talk:
-    """A question and the prompts of its turns, which are made when the plain answers are known.
+    """A question and the prompts of its turns; each is made when the plain answer before it is known.
 
     Attributes:
         dialogue: makes prompts.
-        most: tokens that a prompt may have; of longer ones the middle is left out, so that a template's words and the
-            last message stay.
-        question: what is asked.
+        most: tokens that a prompt may have; longer ones are cut in the middle, so that template and last message stay.
+        question: the question.
         prompts: token ids of the turns so far, the same for all drafters.
         answers: plain ones.
     """
@@ -256,17 +223,14 @@ class Talk:
         for turn, said in enumerate(self.question.turns):
             if turn == len(self.prompts):
                 before = list(zip(self.question.turns, self.answers, strict=False))
-                self.prompts.append(self._cut(self.dialogue.read(self.dialogue.messages_with(said, before))))
+                prompt = self.dialogue.read(self.dialogue.messages_with(said, before))
+                self.prompts.append(middle_cut(prompt, self.most))
             done += way.generate([self.prompts[turn]], params)
             if turn == len(self.answers):
                 self.answers.append(done[-1].text)
         total = Stats.total(result.stats for result in done)
         counted = {name: float(getattr(total, name)) for name in COUNTS}
         return Lap(total.seconds, total.tokens, tuple(tuple(result.token_ids) for result in done), counted)
-
-    def _cut(self, prompt: list[int]) -> list[int]:
-        head = self.most // 2
-        return prompt if len(prompt) <= self.most else prompt[:head] + prompt[head - self.most :]
 
 
 def _ask(
@@ -277,23 +241,21 @@ def _ask(
     judge = NearTies(llm.target, talk.prompts)
     contenders = [Contender(name, partial(talk.lap, way, params), judge) for name, way in ways.items()]
     standings = race(contenders, repeats=config.repeats, warm_up=0, note=note)
-    return [_record(talk, standing, standings[0]) for standing in standings]
-
-
-def _record(talk: Talk, standing: Standing, plain: Standing) -> Record:
-    agreement = standing.agreement
-    return Record(
-        talk.question.id,
-        talk.question.category,
-        standing.name,
-        tuple(map(_lap, standing.laps)),
-        tuple(map(_lap, plain.laps)),
-        bool(agreement.equal),
-        agreement.accepted,
-        agreement.note,
-        tuple(talk.answers) if standing is plain else (),
-    )
-
-
-def _lap(lap: Lap) -> dict[str, float]:
-    return {"tokens": lap.tokens, "seconds": lap.seconds, **lap.figures}
+    laps = [
+        tuple({"tokens": lap.tokens, "seconds": lap.seconds, **lap.figures} for lap in standing.laps)
+        for standing in standings
+    ]
+    return [
+        Record(
+            talk.question.id,
+            talk.question.category,
+            standing.name,
+            own,
+            laps[0],
+            bool(standing.agreement.equal),
+            standing.agreement.accepted,
+            standing.agreement.note,
+            tuple(talk.answers) if standing is standings[0] else (),
+        )
+        for standing, own in zip(standings, laps, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""What results say: speed-ups and tokens a pass by category, in one file or in several side by side. Measures nothing.
+"""Tables of results: speed-ups and tokens per pass by category, of one file or of several side by side.
 
 As in Spec-Bench (Xia et al. 2024, arXiv 2401.07851) a speed-up is the mean over questions of tokens a second, by that
 of plain decoding beside it, the prompt's pass included; mean accepted tokens are those of all passes together.
@@ -6,9 +6,9 @@ of plain decoding beside it, the prompt's pass included; mean accepted tokens ar
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,15 @@ OWN = {ALL, "name", "decode", "tau", "tokens_per_second", "equal", "near_ties", 
 
 
 def figures(records: Sequence[Record]) -> dict[str, Any]:
-    """Of one drafter on some questions; no speed where an answer is not the plain one, and nothing explains that."""
+    """Figures of one drafter on some questions; no speed if an answer differs from the plain one without a near-tie."""
     defects = sum(not record.explained for record in records)
-    ours, plain = (statistics.fmean(map(_speed, laps)) for laps in _sides(records))
-    behind, plain_behind = (statistics.fmean(map(_decoding, laps)) for laps in _sides(records))
-    passes = [lap for record in records for lap in record.laps]
-    found: dict[str, Any] = {
-        "speedup": ours / plain,
-        "decode": behind / plain_behind,
-        "tokens_per_second": ours,
-    }
+    sides = [[record.laps for record in records], [record.plain for record in records]]
+    ours, plain = (statistics.fmean(map(_speed, laps)) for laps in sides)
+    behind, plain_behind = (statistics.fmean(map(_decoding, laps)) for laps in sides)
+    passes = [_passes(record) for record in records]
+    found = {"speedup": ours / plain, "decode": behind / plain_behind, "tokens_per_second": ours}
     return (dict.fromkeys(found) if defects else found) | {
-        "tau": sum(lap["committed"] for lap in passes) / max(sum(lap["rounds"] for lap in passes), 1),
+        "tau": Tau.of(passes).value,
         "questions": len(records),
         "equal": sum(record.equal for record in records),
         "near_ties": sum(record.explained and not record.equal for record in records),
@@ -46,21 +43,22 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _sides(records: Sequence[Record]) -> tuple[list[Any], list[Any]]:
-    return [record.laps for record in records], [record.plain for record in records]
-
-
 def _speed(laps: Iterable[Mapping[str, float]]) -> float:
-    """Tokens per second, the median of laps."""
+    """Tokens per second, the median over runs."""
     return statistics.median(lap["tokens"] / lap["seconds"] for lap in laps)
 
 
 def _decoding(laps: Iterable[Mapping[str, float]]) -> float:
-    """The same behind the prompts: tokens of the passes that follow, and the time that is left for them."""
+    """Tokens per second without the prompts' passes, the median over runs."""
     return statistics.median(lap["committed"] / max(lap["seconds"] - lap["prefill_seconds"], 1e-9) for lap in laps)
 
 
-def rows(results: Results, notes: Sequence[str] = ()) -> list[Row]:
+def _passes(record: Record) -> tuple[float, float]:
+    """Tokens and passes of all runs."""
+    return sum(lap["committed"] for lap in record.laps), sum(lap["rounds"] for lap in record.laps)
+
+
+def rows(results: Results) -> list[Row]:
     """Two tables, speed-ups and tokens a pass: a line a drafter, plain decoding first, a column a category.
 
     Raises:
@@ -69,41 +67,38 @@ def rows(results: Results, notes: Sequence[str] = ()) -> list[Row]:
     groups = _groups(results.records.values())
     if not groups:
         raise InputError(f"there is no result in {str(results.path)!r}; run bench spec --out with that file first")
-    categories = list(dict.fromkeys(record.category for group in groups.values() for record in group))
-    speeds, passes = [], []
+    questions = {record.question: record.category for group in groups.values() for record in group}
+    categories = list(dict.fromkeys(questions.values()))
+    speeds, passes, notes = [], [], []
+    most = max(map(len, groups.values()))
     for draft, records in groups.items():
         whole = figures(records)
-        each = {name: figures(own) for name in categories if (own := _of(records, name))}
-        line = {"name": draft}
+        each = {name: figures(own) for name in categories if (own := [r for r in records if r.category == name])}
+
+        def by_category(key: str, each: Mapping[str, Mapping[str, Any]] = each) -> dict[str, Any]:
+            # A category must not hide one of our own columns of the same name.
+            return {f"{name}." if name in OWN else name: each.get(name, {}).get(key) for name in categories}
+
         speeds.append(
-            line
-            | {_column(name): each[name]["speedup"] if name in each else None for name in categories}
-            | {ALL: whole["speedup"], "decode": whole["decode"], "tau": whole["tau"]}
-            | {"tokens_per_second": whole["tokens_per_second"], "equal": f"{whole['equal']}/{whole['questions']}"}
+            {"name": draft, **by_category("speedup"), ALL: whole["speedup"]}
+            | {key: whole[key] for key in ("decode", "tau", "tokens_per_second")}
+            | {"equal": f"{whole['equal']}/{whole['questions']}"}
             | {"near_ties": whole["near_ties"], "defects": whole["defects"], "by_category": each}
         )
-        taus = {_column(name): each[name]["tau"] if name in each else None for name in categories}
-        passes.append(line | taus | {ALL: whole["tau"]})
-    questions = {record.question: record.category for group in groups.values() for record in group}
-    counts = ", ".join(f"{name} {sum(own == name for own in questions.values())}" for name in categories)
+        passes.append({"name": draft, **by_category("tau"), ALL: whole["tau"]})
+        notes += [f"{draft}, question {record.question}: {record.note}" for record in records if record.note]
+    notes += [f"{name}: {len(own)} of {most} questions" for name, own in groups.items() if len(own) < most]
     told = ("target", "dtype", "quantize", "gamma", "exact", "graphs", "max_new_tokens", "template", "repeats")
-    conditions = {name: _told(results.settings.get(name)) for name in told} | {"questions": counts}
+    # What is off is null, and not shown.
+    conditions = {name: results.settings.get(name) for name in told}
+    conditions |= {name: None for name, value in conditions.items() if value in ("None", False)}
+    counts = Counter(questions.values())
+    conditions["questions"] = ", ".join(f"{name} {counts[name]}" for name in categories)
     standings = [_standing(draft, records) for draft, records in groups.items()]
     conditions["A/A"] = Spread.shown(standings)
-    apart = [f"{r.draft}, question {r.question}: {r.note}" for group in groups.values() for r in group if r.note]
-    found = Row(
-        "spec",
-        "speed-up over plain decoding by category, one request at a time, greedy",
-        speeds,
-        conditions,
-        [*notes, *apart, *_missing(groups), *unclaimed(standings)],
-    )
+    title = "speed-up over plain decoding by category, one request at a time, greedy"
+    found = Row("spec", title, speeds, conditions, [*results.notes, *notes, *unclaimed(standings)])
     return [found, Row("accepted", "mean accepted tokens: committed a pass of the target", passes, conditions)]
-
-
-def _told(value: Any) -> Any:
-    """None for what is off, so that conditions leave it out."""
-    return None if value in ("None", False) else value
 
 
 def _groups(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -114,22 +109,8 @@ def _groups(records: Iterable[Record]) -> dict[str, list[Record]]:
     return dict(sorted(groups.items(), key=lambda item: item[0] != PLAIN))
 
 
-def _of(records: Sequence[Record], category: str) -> list[Record]:
-    return [record for record in records if record.category == category]
-
-
-def _column(category: str) -> str:
-    return f"{category}." if category in OWN else category
-
-
-def _missing(groups: Mapping[str, Sequence[Record]]) -> list[str]:
-    """Whose lines are of other questions than the others'."""
-    most = max(map(len, groups.values()))
-    return [f"{name}: {len(group)} of {most} questions" for name, group in groups.items() if len(group) < most]
-
-
 def _standing(draft: str, records: Sequence[Record]) -> Standing:
-    """All questions together as one contender, lap by lap."""
+    """All questions together as one contender, run by run."""
     found = figures(records)
     laps = [
         Lap(sum(lap["seconds"] for lap in each), int(sum(lap["tokens"] for lap in each)))
@@ -151,19 +132,29 @@ def compared(several: Sequence[Results]) -> Row:
     common = [key for key in several[0].records if all(key in results.records for results in several)]
     if not common:
         raise InputError(f"{' and '.join(names)} have no question and drafter in common; nothing can be compared")
-    lines = []
+    lines, notes = [], []
     for draft, category, keys in _cells(several[0], sorted(common, key=lambda key: key[1] != PLAIN)):
         each = [figures([results.records[key] for key in keys]) for results in several]
-        lines.append(_side_by_side(draft, category, names, each))
-    notes = []
+        line: dict[str, Any] = {"name": draft, "category": category, "questions": len(keys)}
+        for name, own in zip(names, each, strict=True):
+            line |= {f"{name} x": own["speedup"], f"{name} tau": own["tau"]}
+        first, *others = (own["tokens_per_second"] for own in each)
+        for name, speed in zip(names[1:], others, strict=True):
+            line[f"{name} tok/s"] = speed / first if speed and first else None
+        lines.append(line)
     for name, results in zip(names[1:], several[1:], strict=True):
-        apart = differences(several[0].settings, results.settings)
-        notes += [f"{key}: {names[0]} {old!r:.80}, {name} {new!r:.80}" for key, (old, new) in apart.items()]
+        notes += _apart(several[0], results, names[0], name)
     return Row("compare", f"speed-up (x), tokens a pass (tau) and tokens/s by those of {names[0]}", lines, {}, notes)
 
 
+def _apart(one: Results, other: Results, *names: str) -> list[str]:
+    """Settings that are not the same."""
+    apart = differences(one.settings, other.settings)
+    return [f"{key}: {names[0]} {old!r:.80}, {names[1]} {new!r:.80}" for key, (old, new) in apart.items()]
+
+
 def since(now: Results, before: Results) -> Row:
-    """Where drafts are accepted less than in an earlier file, on the questions and drafters of both.
+    """Compare tokens per pass with an earlier file, on the questions and drafters that both have.
 
     Raises:
         InputError: nothing is in both.
@@ -180,8 +171,7 @@ def since(now: Results, before: Results) -> Row:
         if fell:
             fall = f"tau {old.value:.2f} -> {new.value:.2f} ({change(new, old):+.0%})"
             notes.append(f"{draft}, {category}: acceptance has fallen, {fall}")
-    apart = differences(before.settings, now.settings)
-    notes += [f"{key}: then {old!r:.80}, now {new!r:.80}" for key, (old, new) in apart.items()]
+    notes += _apart(before, now, "then", "now")
     return Row("against", f"tokens a pass, then ({before.path}) and now", lines, {}, notes)
 
 
@@ -193,22 +183,6 @@ def _cells(results: Results, keys: Sequence[Any]) -> Iterator[tuple[str, str, li
             yield draft, category, [key for key in own if category in (ALL, results.records[key].category)]
 
 
-def _passes(record: Record) -> tuple[float, float]:
-    """Tokens and passes of all laps."""
-    return sum(lap["committed"] for lap in record.laps), max(sum(lap["rounds"] for lap in record.laps), 1)
-
-
-def _side_by_side(draft: str, category: str, names: Sequence[str], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    line: dict[str, Any] = {"name": draft, "category": category, "questions": each[0]["questions"]}
-    for name, own in zip(names, each, strict=True):
-        line |= {f"{name} x": own["speedup"], f"{name} tau": own["tau"]}
-    first = each[0]["tokens_per_second"]
-    for name, own in itertools.islice(zip(names, each, strict=True), 1, None):
-        speed = own["tokens_per_second"]
-        line[f"{name} tok/s"] = speed / first if speed and first else None
-    return line
-
-
 def _names(paths: Sequence[str]) -> list[str]:
     """Short, if they stay different."""
     short = [Path(path).stem for path in paths]
@@ -216,7 +190,7 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> None:
-    """Draw the speed-ups of the first row, ``spec``; of a drafter without one a gap stays.
+    """Draw the speed-ups of the first row, ``spec``; a drafter without a speed-up has no bar.
 
     Raises:
         LoadError: the file cannot be written.

@@ -1,1 +1,1 @@
-"""A pair on its readers' own tasks, by dtype and temperature, with scores of the answers: ``sakiyomi bench tasks``."""
+"""``sakiyomi bench tasks``: a pair on the user's own tasks, by dtype and temperature, with scores of the answers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,36 +12,38 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig
 
 KINDS = ("speech", "summaries", "translation", "code", "chat")
-"""What a pair is asked to do; all but chat are scored."""
+"""Kinds of tasks; all but chat are scored."""
+FIELDS = ("source", "audio", "reference")
+"""Of a line of a file."""
 WAYS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
     "offload": {"dtype": "auto", "offload": "disk"},
 }
-"""How the weights of a target lie, as arguments of ``LLM``."""
+"""How the weights of a target are held, as arguments of ``LLM``."""
 
 
 @dataclass(frozen=True)
 class TasksConfig:
-    """Which pair, on which data, and how its weights lie.
+    """Which pair is measured, on which data, and how its weights are held.
 
     Attributes:
         data: KIND=FILE, again for each: speech, summaries, translation, code or chat, and a .jsonl (.gz allowed) or a
-            folder that `datasets` saved; a line has source (a text) or audio (a sound file), and reference (a text, or
-            a list of them).
+            folder saved by `datasets`; a line has source (a text) or audio (a sound file), and reference (a text, or a
+            list of them).
         target: embedded name, folder or hub id.
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         columns: other names of a file's fields (again for each): source=article, reference=highlights.
         ways: float32, bfloat16, int8 (its weights; rows in bfloat16) and offload (weights on the disk), again for each.
         temperatures: 0 (greedy) and others (again for each).
-        language: of the sounds, by name or code; the model detects it if it is not given.
+        language: of the sounds, by name or code; by default the model detects it.
         device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
-        gamma: draft tokens a round of every contender but the one that chooses by itself.
+        gamma: draft tokens per round; one more contender chooses by itself.
         repeats: measured runs; one run before them warms up.
         max_new_tokens: new tokens of an answer, or of a part of a sound.
         count: most questions of each file.
-        peers: measure transformers too.
+        peers: also measure transformers.
     """
 
     data: tuple[str, ...] = field(default=(), metadata={"argument": "KIND=FILE"})
@@ -73,28 +76,27 @@ class TasksConfig:
         Raises:
             InputError: a kind is not known, named twice, or there is none.
         """
-        found: dict[str, Path] = {}
-        for text in self.data:
-            kind, _, path = text.partition("=")
-            if kind not in KINDS or not path or kind in found:
-                raise InputError(f"data is {text!r}; expected KIND=FILE with each of {', '.join(KINDS)} at most once")
-            found[kind] = Path(path).expanduser()
+        found = self._named("data", KINDS, f"KIND=FILE with each of {', '.join(KINDS)} at most once")
         if not found:
             raise InputError("no data is given; expected one or more, for instance: summaries=articles.jsonl")
-        return found
+        return {kind: Path(path).expanduser() for kind, path in found.items()}
 
     def names(self) -> dict[str, str]:
-        """What the fields of a line are called.
+        """The names of a line's fields in the files.
 
         Raises:
-            InputError: there is no such field.
+            InputError: there is no such field, or it is named twice.
         """
-        found = {name: name for name in ("source", "audio", "reference")}
-        for text in self.columns:
-            name, _, own = text.partition("=")
-            if name not in found or not own:
-                raise InputError(f"columns is {text!r}; expected source=NAME, audio=NAME or reference=NAME")
-            found[name] = own
+        expected = "source=NAME, audio=NAME or reference=NAME, each at most once"
+        return {name: name for name in FIELDS} | self._named("columns", FIELDS, expected)
+
+    def _named(self, option: str, known: Collection[str], expected: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for text in getattr(self, option):
+            name, _, value = text.partition("=")
+            if name not in known or not value or name in found:
+                raise InputError(f"{option} is {text!r}; expected {expected}")
+            found[name] = value
         return found
 
     @property

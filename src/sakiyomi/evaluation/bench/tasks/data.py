@@ -1,14 +1,17 @@
 """Questions with their right answers, from a .jsonl or a folder of ``datasets``, and how right answers are.
 
-Questions are texts, or sounds in parts. Answers are scored by the libraries that their field uses.
+Questions are texts, or sounds in parts. Answers are scored by libraries: jiwer, rouge-score, sacrebleu.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
+import itertools
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, Unsupport
 from sakiyomi.evaluation.bench.long.readers import read_object, read_rows
 
 SLOWEST = 8000
-"""Samples a second below which speech cannot be told: a telephone has as many."""
+"""Lowest sampling rate (samples a second) of speech, that of a telephone."""
 STATE, SPLITS = "state.json", "dataset_dict.json"
 """Of a folder that ``datasets`` saved, and of one with several of them."""
 
@@ -50,12 +53,12 @@ def read_questions(
 
     Raises:
         LoadError: the file, or a sound, cannot be read, or a line has nothing to ask.
-        InputError: it holds nothing, has no references, or sounds that no speech can be told from.
+        InputError: it holds nothing, has no references, or a sampling rate is too low for speech.
         UnsupportedError: it is a folder, and pyarrow is not installed.
     """
-    rows = _saved(path) if path.is_dir() else read_rows(path, needs=())
+    rows = _saved(path) if path.is_dir() else read_rows(path, {})
     found = []
-    for number, row in enumerate(islice(rows, count), start=1):
+    for number, row in enumerate(itertools.islice(rows, count), start=1):
         where = f"row {number} of {str(path)!r}"
         references = _references(row.get(names["reference"]), where)
         if not references and kind != "chat":
@@ -138,69 +141,46 @@ Score = Callable[[Sequence[str], Sequence[Sequence[str]]], float]
 """Of answers and the right ones of each."""
 
 
+def _word_errors(jiwer: Any, answers: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Word error rate, lower is better; case, punctuation and spaces do not count. Of several references the first."""
+    plain = jiwer.Compose([jiwer.ToLowerCase(), jiwer.RemovePunctuation(), jiwer.RemoveMultipleSpaces(), jiwer.Strip()])
+    return float(jiwer.wer([plain(several[0]) for several in references], [plain(text) for text in answers]))
+
+
+def _rouge(scorer: Any, answers: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """F measure of ROUGE-L, 0 to 100; of several references the best."""
+    found = scorer.RougeScorer(["rougeL"], use_stemmer=True)
+    pairs = zip(answers, references, strict=True)
+    return statistics.fmean(100 * found.score_multi(several, text)["rougeL"].fmeasure for text, several in pairs)
+
+
+def _corpus(name: str, sacrebleu: Any, answers: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """A score of sacrebleu over all texts, 0 to 100."""
+    columns = itertools.zip_longest(*references)  # one for each reference of a text; None where a text has fewer
+    return float(getattr(sacrebleu, name)(list(answers), [*map(list, columns)]).score)
+
+
+SCORES: dict[str, tuple[str, str, Callable[[Any, Sequence[str], Sequence[Sequence[str]]], float]]] = {
+    "speech": ("word_error_rate", "jiwer", _word_errors),
+    "summaries": ("rouge_l", "rouge_score.rouge_scorer", _rouge),
+    "translation": ("bleu", "sacrebleu", partial(_corpus, "corpus_bleu")),
+    "code": ("chrf", "sacrebleu", partial(_corpus, "corpus_chrf")),  # nothing is run
+}
+"""By kind of task the name of its score, the library that has it, and what computes it."""
+
+
 def scorer(kind: str) -> tuple[str, Score] | None:
     """The name of a task's score, and what computes it; None: it has none.
-
-    ``word_error_rate`` (lower is better; upper case, punctuation and spaces do not count; of several references the
-    first counts), ``rouge_l`` (F measure, 0 to 100, of several references the best), ``bleu`` and, of code, of which
-    nothing is run, ``chrf`` (0 to 100).
 
     Raises:
         UnsupportedError: its library is not installed.
     """
-    found: dict[str, tuple[str, Callable[[], Score]]] = {
-        "speech": ("word_error_rate", _word_errors),
-        "summaries": ("rouge_l", _rouge),
-        "translation": ("bleu", lambda: _sacrebleu("corpus_bleu")),
-        "code": ("chrf", lambda: _sacrebleu("corpus_chrf")),
-    }
-    if kind not in found:
+    if kind not in SCORES:
         return None
-    name, make = found[kind]
+    name, library, compute = SCORES[kind]
     try:
-        return name, make()
-    except ImportError as error:
+        return name, partial(compute, importlib.import_module(library))
+    except ImportError:
         raise UnsupportedError(
-            f"{kind} are scored by {error.name}, which is not installed; pip install 'sakiyomi[tasks]'"
+            f"{kind} are scored by {library.partition('.')[0]}, which is not installed; pip install 'sakiyomi[tasks]'"
         ) from None
-
-
-def _word_errors() -> Score:
-    import jiwer
-
-    plain: Any = jiwer.Compose(
-        [jiwer.ToLowerCase(), jiwer.RemovePunctuation(), jiwer.RemoveMultipleSpaces(), jiwer.Strip()]
-    )
-
-    def score(answers: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-        return float(jiwer.wer([plain(several[0]) for several in references], [plain(text) for text in answers]))
-
-    return score
-
-
-def _rouge() -> Score:
-    from rouge_score.rouge_scorer import RougeScorer
-
-    found: Any = RougeScorer(["rougeL"], use_stemmer=True)
-
-    def score(answers: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-        best = [
-            max(found.score(right, text)["rougeL"].fmeasure for right in several)
-            for text, several in zip(answers, references, strict=True)
-        ]
-        return float(100 * sum(best) / len(best))
-
-    return score
-
-
-def _sacrebleu(name: str) -> Score:
-    import sacrebleu
-
-    compute: Any = getattr(sacrebleu, name)
-
-    def score(answers: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-        most = max(map(len, references))
-        columns = [[several[i] if i < len(several) else None for several in references] for i in range(most)]
-        return float(compute(list(answers), columns).score)
-
-    return score

@@ -1,16 +1,14 @@
-"""``sakiyomi bench tasks``: plain and drafted, ours and transformers', on the reader's own tasks and their answers."""
+"""``sakiyomi bench tasks``: plain and drafted generation, ours and transformers', on the user's own tasks."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
-from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
@@ -30,12 +28,12 @@ from sakiyomi.model_executor.runner import first_logits
 Write = Callable[[Any, SamplingParams], tuple[Sequence[int], Stats | None]]
 """Answers a prompt: its tokens, and what our engine counted."""
 TITLE = "seconds an answer and tokens/s, one at a time; answers of equal weights compared"
-SEED = 0
-HEARD = 30.0  # seconds at once, where the model is not known yet and questions are only looked at
+ASSISTED = "transformers assisted"
+HEARD = 30.0  # seconds of a part of a sound, while questions are only checked and no model is loaded
 
 
 def run(config: TasksConfig, note: Note = silent) -> Iterator[Row]:
-    """Give the row of each kind of task when it is done: its ways, temperatures and contenders are the lines.
+    """Yield a row for each kind of task, with a line for each way, temperature and contender.
 
     Raises:
         SakiyomiError: what is asked for cannot be; before any work.
@@ -45,17 +43,13 @@ def run(config: TasksConfig, note: Note = silent) -> Iterator[Row]:
     for kind, path in config.files().items():
         if not path.exists():
             raise LoadError(f"there is no file or folder {str(path)!r} with questions; check the path")
-        read_questions(kind, path, config.names(), config.count, language=config.language, seconds=HEARD)
+        _questions(config, kind, HEARD)
     pairs = {way: _Pair(config, draft, way) for way in config.ways}
-
-    return (
-        attempted(kind, TITLE, _Task(config, note, kind, path, scores[kind], pairs).row)
-        for kind, path in config.files().items()
-    )
+    return (attempted(kind, TITLE, partial(_row, config, note, kind, scores[kind], pairs)) for kind in scores)
 
 
 class _Pair:
-    """Target and draft, as we and transformers hold them, with the weights in one way.
+    """Target and draft for us and for transformers, with the weights held in one way.
 
     Args:
         config: names the target.
@@ -64,12 +58,12 @@ class _Pair:
     """
 
     def __init__(self, config: TasksConfig, draft: str, way: str) -> None:
-        self._config, self._draft, self.way = config, draft, way
+        self._config, self._draft, self._way = config, draft, WAYS[way]
 
     @cached_property
     def llm(self) -> LLM:
         """Ours."""
-        llm = LLM(self._config.target, f"model:{self._draft}", device=self._config.device, **WAYS[self.way])  # type: ignore[arg-type]
+        llm = LLM(self._config.target, f"model:{self._draft}", device=self._config.device, **self._way)  # type: ignore[arg-type]
         llm.wait()
         return llm
 
@@ -77,10 +71,10 @@ class _Pair:
     def target(self) -> Loaded:
         """Transformers', where nothing is quantized: the weights are those of the dtype."""
         found = self._load(self._config.target)
-        if not WAYS[self.way].get("offload"):
+        if "offload" not in self._way:
             return found
         read = type(found.model).from_pretrained
-        with warnings.catch_warnings():  # accelerate asks for a place of every tensor, and then takes it for a module
+        with warnings.catch_warnings():  # accelerate asks for every tensor, and then warns that it is no module
             warnings.filterwarnings("ignore", "The following device_map keys do not match")
             return replace(found, model=read(found.folder, device_map=_on_disk(found.model), dtype=found.model.dtype))
 
@@ -90,157 +84,143 @@ class _Pair:
         return self._load(self._draft).model
 
     def _load(self, name: str) -> Loaded:
-        dtype = WAYS[self.way]["dtype"]
-        return load_model(name, dtype=dtype, device=self._config.device, encoder_decoder=True)
+        return load_model(name, dtype=self._way["dtype"], device=self._config.device, encoder_decoder=True)
 
 
-@dataclass
-class _Task:
-    """A kind of task while it is measured.
+def _questions(config: TasksConfig, kind: str, seconds: float | None) -> list[Question]:
+    path, names = config.files()[kind], config.names()
+    return read_questions(kind, path, names, config.count, language=config.language, seconds=seconds)
 
-    Attributes:
-        config: how much.
-        note: is told what is going on.
+
+def _row(
+    config: TasksConfig, note: Note, kind: str, score: tuple[str, Score] | None, pairs: Mapping[str, _Pair]
+) -> Row:
+    """Measure every way at every temperature."""
+    lines: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for way, pair in pairs.items():
+        try:
+            asked = _Asked(config, kind, pair)
+        except (UnsupportedError, MemoryLimitError) as refusal:
+            notes.append(f"{way} is left out: {refusal}")
+            continue
+        for heat in config.temperatures:
+            where = f"{way}, temperature {heat:g}"
+            standings = race(asked.contenders(heat), repeats=config.repeats, note=partial(_tell, note, kind, where))
+            assisted = next((standing for standing in standings if standing.name == ASSISTED), None)
+            lines += [asked.line(standing, assisted, way, heat, score) for standing in standings]
+            notes += [f"{where}: {text}" for text in race_notes(standings)]
+    error = None if lines else f"no way of holding the weights is possible: {'; '.join(notes)}"
+    names = ("target", "draft_model", "count", "gamma", "max_new_tokens", "repeats")
+    shown = {"draft_model": "draft", "count": "texts", "repeats": "laps"}
+    conditions = {shown.get(name, name): getattr(config, name) for name in names}
+    return Row(kind, TITLE, lines, conditions | {"data": config.files()[kind].name}, notes, error)
+
+
+def _tell(note: Note, kind: str, where: str, text: str) -> None:
+    note(f"{kind}, {where}: {text}")
+
+
+class _Asked:
+    """The questions of a task as prompts for a pair, and the contenders that answer them.
+
+    Args:
+        config: the settings.
         kind: of ``config.KINDS``.
-        path: of the questions.
-        score: of the answers, with its name; None: they have none.
-        pairs: by the way the weights lie.
+        pair: answers.
     """
 
-    config: TasksConfig
-    note: Note
-    kind: str
-    path: Path
-    score: tuple[str, Score] | None
-    pairs: Mapping[str, _Pair]
-
-    def row(self) -> Row:
-        """Every way at every temperature, with their conditions."""
-        lines: list[dict[str, Any]] = []
-        notes: list[str] = []
-        for way, pair in self.pairs.items():
-            try:
-                questions = self._questions(pair.llm)
-            except (UnsupportedError, MemoryLimitError) as refusal:
-                notes.append(f"{way} is left out: {refusal}")
-                continue
-            for heat in self.config.temperatures:
-                where = f"{way}, temperature {heat:g}"
-                standings = self._race(pair, questions, heat, where)
-                lines += [self._line(way, heat, standing, standings, len(questions)) for standing in standings]
-                notes += [f"{where}: {text}" for text in race_notes(standings)]
-        error = None if lines else f"no way of holding the weights is possible: {'; '.join(notes)}"
-        conditions = {
-            "target": self.config.target,
-            "draft": self.config.draft_model,
-            "data": self.path.name,
-            "texts": self.config.count,
-            "gamma": self.config.gamma,
-            "max_new_tokens": self.config.max_new_tokens,
-            "laps": self.config.repeats,
-        }
-        return Row(self.kind, TITLE, lines, conditions, notes, error)
-
-    def _questions(self, llm: LLM) -> list[Question]:
-        encoder, extractor, seconds = llm.target.weights.encoder, llm.processor, None
+    def __init__(self, config: TasksConfig, kind: str, pair: _Pair) -> None:
+        llm, seconds = pair.llm, None
+        encoder, extractor = llm.target.weights.encoder, llm.processor
         if encoder is not None and encoder.limit is not None and hasattr(extractor, "hop_length"):
             seconds = 2 * encoder.limit * extractor.hop_length / extractor.sampling_rate
-        config = self.config
-        return read_questions(
-            self.kind, self.path, config.names(), config.count, language=config.language, seconds=seconds
-        )
+        self._config, self._pair, self._llm = config, pair, llm
+        self._questions = _questions(config, kind, seconds)
+        chat = kind == "chat" and getattr(llm.tokenizer, "chat_template", None)
+        parts = [part for question in self._questions for part in question.prompts]
+        self._prompts = [self._templated(part) if chat else part for part in parts]
 
-    def _race(self, pair: _Pair, questions: Sequence[Question], heat: float, where: str) -> list[Standing]:
-        llm, config = pair.llm, self.config
-        prompts = [self._prompt(llm, part) for question in questions for part in question.prompts]
+    def contenders(self, heat: float) -> list[Contender]:
+        """The contenders at a temperature: transformers, then ours. Greedy answers are compared."""
+        pair, llm, config, prompts = self._pair, self._llm, self._config, self._prompts
         begins = [llm.engine.process(prompt).tokens for prompt in prompts]
-        encoder = llm.target.weights.encoder is not None
-        room = llm.max_context - max(map(len, begins))
-        params = SamplingParams(
-            max_new_tokens=min(config.max_new_tokens, room), temperature=heat, seed=SEED, gamma=config.gamma
-        )
+        most = min(config.max_new_tokens, llm.max_context - max(map(len, begins)))
+        params = SamplingParams(max_new_tokens=most, temperature=heat, gamma=config.gamma)
         quantized = llm.target.weights.quantization is not None
         peer = Peer(pair.target)
         end = next(iter(stop_tokens(pair.target.model, llm.tokenizer)), 0)
 
         def row(number: int, answer: Sequence[int]) -> Any:
             if not quantized:
-                return peer.row(prompts[number], begins[number] if encoder else [], answer)
+                return peer.row(prompts[number], begins[number], answer)
             source = llm.engine.process(prompts[number]).source
             return first_logits(llm.target, source, [*begins[number], *answer])
 
-        judge = judged(row, llm.target.dtype, end) if heat == 0 else None
-
-        def lap(write: Write, own: SamplingParams) -> Callable[[], Lap]:
-            return partial(self._lap, write, prompts, questions, own, llm)
-
-        contenders = []
+        judge = judged(row, llm.target.dtype, end, len(prompts)) if heat == 0 else None
+        theirs: dict[str, Write] = {}
         if config.peers:
-            theirs = {"plain": peer, "assisted": Peer(pair.target, pair.assistant, config.gamma)}
-            contenders = [
-                Contender(f"transformers {name}", lap(partial(_theirs, way), params), judge)
-                for name, way in theirs.items()
-            ]
-        ours: dict[str, tuple[Any, SamplingParams]] = {
-            "plain": (EngineView(llm), params),
-            f"draft, gamma {config.gamma}": (llm, params),
-            "draft, auto": (llm, replace(params, gamma="auto")),
+            assisted = Peer(pair.target, pair.assistant, config.gamma)
+            theirs = {"transformers plain": partial(_theirs, peer), ASSISTED: partial(_theirs, assisted)}
+        plain, drafted = partial(_ours, EngineView(llm), llm), partial(_ours, llm, llm)
+        ours: dict[str, tuple[Write, int | str]] = {
+            "sakiyomi plain": (plain, config.gamma),
+            f"sakiyomi draft, gamma {config.gamma}": (drafted, config.gamma),
+            "sakiyomi draft, auto": (drafted, "auto"),
         }
         against = "sakiyomi plain" if quantized and heat == 0 else None
-        contenders += [
-            Contender(f"sakiyomi {name}", lap(partial(_ours, view, llm), own), judge, against)
-            for name, (view, own) in ours.items()
+        return [Contender(name, partial(self._lap, write, params), judge) for name, write in theirs.items()] + [
+            Contender(name, partial(self._lap, write, replace(params, gamma=gamma)), judge, against)
+            for name, (write, gamma) in ours.items()
         ]
 
-        def tell(text: str) -> None:
-            self.note(f"{self.kind}, {where}: {text}")
-
-        return race(contenders, repeats=config.repeats, note=tell)
-
-    def _prompt(self, llm: LLM, part: str | Audio) -> str | Audio | list[int]:
-        """A question of a chat in the model's own form, where it has one."""
-        if self.kind != "chat" or isinstance(part, Audio) or not getattr(llm.tokenizer, "chat_template", None):
-            return part
-        said = [{"role": "user", "content": part}]
-        found = llm.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=True)
-        return list(found["input_ids"])
-
-    def _lap(
-        self, write: Write, prompts: Sequence[Any], questions: Sequence[Question], params: SamplingParams, llm: LLM
-    ) -> Lap:
-        """All prompts, one after the other, with the score of the answers; those to the parts of a sound are joined."""
-        done: list[tuple[Sequence[int], Stats | None]] = []
-
-        def work() -> list[list[int]]:
-            done.extend(write(prompt, replace(params, seed=SEED + number)) for number, prompt in enumerate(prompts))
-            return [_plain(tokens, llm.tokenizer) for tokens, _ in done]
-
-        lap = timed(work)
-        if counted := [stats for _, stats in done if stats is not None]:
-            lap = lap.more(tau=Stats.total(counted).tau)
-        if self.score is None:
-            return lap
-        texts = iter(llm.tokenizer.batch_decode([list(tokens) for tokens in lap.outputs], skip_special_tokens=True))
-        answers = [" ".join(text.strip() for text in itertools.islice(texts, len(q.prompts))) for q in questions]
-        name, score = self.score
-        return lap.more(**{name: score(answers, [q.references for q in questions])})
-
-    def _line(
-        self, way: str, heat: float, standing: Standing, standings: Sequence[Standing], questions: int
+    def line(
+        self, standing: Standing, assisted: Standing | None, way: str, heat: float, score: tuple[str, Score] | None
     ) -> dict[str, Any]:
+        """A line of the table: speed, ratio to transformers' assisted generation, score of the answers."""
         shown = standing.to_dict()
         speed = shown["tokens_per_second"]
-        assisted = next((one for one in standings if one.name == "transformers assisted"), None)
-        names = ("ratio", "tau", *([self.score[0]] if self.score else ()), "equal")
         return {
             "name": standing.name,
             "way": way,
             "temperature": heat,
-            "seconds_per_answer": shown["tokens"] / speed / questions if speed else None,
+            "seconds_per_answer": shown["tokens"] / speed / len(self._questions) if speed else None,
             "tokens_per_second": speed,
             "over_assisted": standing.ratio_to(assisted) if assisted is not None and speed else None,
-            **{name: shown.get(name) for name in names},
+            "ratio": shown["ratio"],
+            "tau": shown.get("tau"),
+            **({} if score is None else {score[0]: score[1](*self._answered(standing.laps[0].outputs))}),
+            "equal": shown["equal"],
         }
+
+    def _templated(self, part: Any) -> list[int]:
+        """A question in the model's chat template."""
+        said = [{"role": "user", "content": part}]
+        made = self._llm.tokenizer.apply_chat_template(
+            said, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        return list(made["input_ids"])
+
+    def _lap(self, write: Write, params: SamplingParams) -> Lap:
+        """Answer all prompts, one after the other. Special tokens are removed, so that answers can be compared."""
+        done: list[tuple[Sequence[int], Stats | None]] = []
+        special = set(self._llm.tokenizer.all_special_ids)
+
+        def work() -> list[list[int]]:
+            done.extend(write(prompt, replace(params, seed=seed)) for seed, prompt in enumerate(self._prompts))
+            return [[token for token in tokens if token not in special] for tokens, _ in done]
+
+        lap = timed(work)
+        counted = [stats for _, stats in done if stats is not None]
+        return lap.more(tau=Stats.total(counted).tau) if counted else lap
+
+    def _answered(self, outputs: Sequence[Sequence[int]]) -> tuple[list[str], list[Sequence[str]]]:
+        """Texts of the answers, with the parts of a sound joined, and the references."""
+        decode = self._llm.tokenizer.batch_decode
+        texts = iter(decode([list(tokens) for tokens in outputs], skip_special_tokens=True))
+        questions = self._questions
+        joined = [" ".join(text.strip() for text in itertools.islice(texts, len(one.prompts))) for one in questions]
+        return joined, [question.references for question in questions]
 
 
 def _ours(view: Any, llm: LLM, prompt: Any, params: SamplingParams) -> tuple[Sequence[int], Stats]:
@@ -266,12 +246,6 @@ def _on_disk(model: Any) -> dict[str, str]:
                 found.setdefault(".".join([*parts[:depth], name]), "disk")
         above = getattr(above, part)
     return found
-
-
-def _plain(tokens: Sequence[int], tokenizer: Any) -> list[int]:
-    """An answer's own tokens, without those that begin and end it."""
-    special = set(tokenizer.all_special_ids)
-    return [token for token in tokens if token not in special]
 
 
 def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> None:

@@ -18,6 +18,8 @@ from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.runner import Lap, Standing
 
+__all__ = ["offload"]
+
 TREES = ((8, 15), (16, 64), (16, 128))
 """Levels and nodes."""
 RATE, GAMMAS = 0.95, (16, 24)
@@ -39,7 +41,7 @@ def offload(row: PairRow) -> Races:
     drafted = row.llm(offload="disk")
     known = row.llm(f"oracle:{RATE:g}", offload="disk")
     for llm in (drafted, known):
-        _stream(llm).cold = True
+        llm.target.watchers.append(lambda plan, seconds: _drop(_stream(drafted).files))
     speed = _disk_speed(_stream(drafted).files)
 
     def run(llm: LLM, way: Any = None, **params: Any) -> Run:
@@ -57,7 +59,7 @@ def offload(row: PairRow) -> Races:
         gamma="by line",
         read_bytes=sum(extent.nbytes for extent in _stream(drafted).extents.values()),
         disk_gb_per_second=speed / 1e9,
-        page_cache="dropped after every read (posix_fadvise)",
+        page_cache="dropped after every pass (posix_fadvise)",
     )
 
 

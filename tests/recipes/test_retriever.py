@@ -16,17 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from sakiyomi.core.embedded import embedded
-from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.commands import TrainRetriever
-from sakiyomi.train.llama import new_llama
-from sakiyomi.train.long_tasks import TASKS
-from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS
-from sakiyomi.train.loop import Loop
-from sakiyomi.train.retrieval_rows import ANSWER, KNOWN, NOTHING, OTHER, WANTED, RetrievalRows
-from sakiyomi.train.retrieval_start import start_looking_back
-from sakiyomi.train.retriever import (
+from retrieval_rows import ANSWER, KNOWN, NOTHING, OTHER, WANTED, RetrievalRows
+from retrieval_start import start_looking_back
+from retriever import (
     ASKED,
+    RetrieverConfig,
+    _Retriever,
     accuracy,
     answers_and_text,
     notes,
@@ -34,6 +29,11 @@ from sakiyomi.train.retriever import (
     retrieval_tokenizer,
     train_retriever,
 )
+from sakiyomi.core.embedded import embedded
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.train.llama import new_llama
+from sakiyomi.train.long_tasks import TASKS
+from sakiyomi.train.long_tasks.made import ADJECTIVES, NOUNS
 from train_toys import losses, stop_at, stories, story_file
 
 
@@ -47,7 +47,7 @@ def rows(tokenizer: PreTrainedTokenizerBase) -> RetrievalRows:
     return RetrievalRows(stories(60), tokenizer, seed=3)
 
 
-def config(folder: Path, **changes: Any) -> TrainRetriever:
+def config(folder: Path, **changes: Any) -> RetrieverConfig:
     settings: dict[str, Any] = {
         "out": str(folder / "out"),
         "text": (str(story_file(folder / "train.jsonl")),),
@@ -69,7 +69,7 @@ def config(folder: Path, **changes: Any) -> TrainRetriever:
         "compile": False,
         "threads": 1,
     }
-    return TrainRetriever.of(**(settings | changes))
+    return RetrieverConfig.of(**(settings | changes))
 
 
 def test_digits_and_the_words_of_keys_are_pieces() -> None:
@@ -274,18 +274,15 @@ def test_the_embedded_model_answers() -> None:
 
 
 def test_stages_follow_each_other(tmp_path: Path) -> None:
-    settings = config(tmp_path, tokens=1000 * 512)
-    values = {"optimizers": lambda model: [], "stages": (0.25, 0.75), "warmup_share": 0.0, "device": "cpu"}
-    loop = Loop(SimpleNamespace(config=settings, passes="bf16", **values), torch.nn.Linear(1, 1))
-    for share, length in ((0, 128), (0.24, 128), (0.25, 256), (0.99, 256), (1.0, 256)):
-        loop.progress.tokens = round(share * settings.loop.tokens)
-        assert loop.row_tokens == (length,)
+    run = _Retriever(config(tmp_path, stage_shares=(0.25, 0.75)))
+    for share, length in ((0, 128), (0.24, 128), (0.25, 256), (0.99, 256), (1.0, 256), (1.2, 256)):
+        assert {run.row_length(step, share) for step in range(3)} == {length}
 
 
 @pytest.mark.thorough
 def test_a_tiny_run_from_end_to_end(tmp_path: Path) -> None:
     summary = train_retriever(
-        config(tmp_path, note=("Stories, no licence needed",)), "sakiyomi train retriever --out x"
+        config(tmp_path, note=("Stories, no licence needed",)), "python recipes/retriever.py --out x"
     )
     assert summary["steps"] == 6
     folder = Path(summary["model"])
@@ -301,7 +298,7 @@ def test_a_tiny_run_from_end_to_end(tmp_path: Path) -> None:
         assert set(found) == {*ASKED, *(f"{task}, question in front" for task in ASKED)}
     text = (folder / "README.md").read_text(encoding="utf-8")
     assert "| kv-dense, question in front |" in text
-    assert "sakiyomi train retriever --out x" in text
+    assert "python recipes/retriever.py --out x" in text
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

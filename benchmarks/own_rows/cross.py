@@ -7,13 +7,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from own_rows.common import OwnConfig, counted_lap
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, counted_lap, declared
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.runner import Contender, Lap, figured
 from sakiyomi.model_executor.loading import same_tokenizer
+
+__all__ = ["cross"]
 
 NODES = 15  # of a tree as deep as the chains
 
@@ -28,6 +31,7 @@ def cross(row: PairRow) -> Races:
         InputError: neither draft has a tokenizer of its own.
     """
     config = row.config
+    assert isinstance(config, OwnConfig)
     rows = [row] if config.cross is None else [row, row.changed(draft=config.cross)]
     kinds = [same_tokenizer(row.pair.target.tokenizer, each.pair.draft.tokenizer) for each in rows]
     if all(kinds):

@@ -1,9 +1,17 @@
-"""Train a small Llama that finds facts in long texts, on the tasks of `sakiyomi.train.long_tasks` and on text."""
+"""Train a small Llama that finds facts in long texts, on the tasks of `sakiyomi.train.long_tasks` and on text.
+
+The embedded model `retriever` was made by this recipe.
+
+python recipes/retriever.py --out my-retriever --text stories.jsonl --minutes 60
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,17 +21,19 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.train.commands import TrainRetriever
+from retrieval_rows import ANSWER, KNOWN, OTHER, WANTED, RetrievalRows
+from retrieval_start import start_looking_back
+from sakiyomi.cli.train import script
+from sakiyomi.train.config import LoopOptions, TextRunConfig, WholeSizes
 from sakiyomi.train.data import read_texts
 from sakiyomi.train.export import Result, save
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.long_tasks import TASKS, named
-from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS, locker, needle, pair
-from sakiyomi.train.long_tasks.filler import NOISE, Filler, Texts
+from sakiyomi.train.long_tasks.example import NOISE, Filler, Texts
+from sakiyomi.train.long_tasks.made import ADJECTIVES, NOUNS, locker, needle, pair
 from sakiyomi.train.loop import compiled_loss
 from sakiyomi.train.recipe import TextRecipe, train
-from sakiyomi.train.retrieval_rows import ANSWER, KNOWN, OTHER, WANTED, RetrievalRows
-from sakiyomi.train.retrieval_start import start_looking_back
+from sakiyomi.train.settings import require, setting
 from sakiyomi.train.target import bits_per_character, encode_held_out
 from sakiyomi.train.tokenizer import own_tokenizer, train_tokenizer
 
@@ -34,12 +44,54 @@ NOTE_SCALE = 16.0
 TOKENIZER_DOCUMENTS = 600
 
 
-def train_retriever(config: TrainRetriever, command: str = "") -> dict[str, Any]:
-    """Run `sakiyomi train retriever`, see `recipe.train`."""
+@dataclass(frozen=True, kw_only=True)
+class RetrieverConfig(TextRunConfig):
+    """Train a small Llama that finds pass keys, numbers and values of keys in long texts.
+
+    Attributes:
+        text: Training file FILE for filler between the facts and for text. Repeatable.
+        valid: Held-out file, NAME=FILE: its loss, and the longest tasks with it as their filler, are measured.
+            Repeatable.
+        row_tokens: Row lengths in tokens, one a stage; 32 at least.
+        stage_shares: Share of the budget of each stage, in the order of the row lengths.
+        text_weight: Weight of the loss of all text beside that of the answers.
+        note_weight: Weight of the loss that has hidden states of values say whether a question in front asks for them.
+        eval_prompts: Prompts of each task for the accuracies during the run, at the length of the stage.
+        final_prompts: Prompts of each task, length and form for the accuracies on the card.
+        eval_lengths: Lengths in tokens of the prompts for the accuracies on the card.
+    """
+
+    loop: LoopOptions = field(
+        default=LoopOptions(minutes=60.0, decay_share=0.3, row_tokens=(64, 128, 256, 1024, 4096), step_tokens=4096)
+    )
+    sizes: WholeSizes = field(
+        default=WholeSizes(
+            vocab=1024, hidden=128, layers=4, heads=4, intermediate=384, max_positions=8192, rope_theta=500000.0
+        )
+    )
+    stage_shares: tuple[float, ...] = setting((0.15, 0.25, 0.25, 0.2, 0.15), above=0)
+    text_weight: float = setting(0.05, least=0)
+    note_weight: float = setting(0.3, least=0)
+    eval_prompts: int = setting(16, least=1, resume=True)
+    final_prompts: int = setting(50, least=1, resume=True)
+    eval_lengths: tuple[int, ...] = setting((1024, 2048, 4096), least=256, resume=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rows, most = self.loop.row_tokens, self.sizes.max_positions
+        require(min(rows) >= 32, "row_tokens", rows, "32 or more")
+        expected = f"{len(rows)} shares, one for each of row_tokens"
+        require(len(self.stage_shares) == len(rows), "stage_shares", self.stage_shares, expected)
+        longest = max(*rows, *self.eval_lengths)
+        require(longest <= most, "max_positions", most, f"{longest} or more")
+
+
+def train_retriever(config: RetrieverConfig, command: str = "") -> dict[str, Any]:
+    """Train a retriever, see `recipe.train`."""
     return train(_Retriever(config), command)
 
 
-class _Retriever(TextRecipe[TrainRetriever]):
+class _Retriever(TextRecipe[RetrieverConfig]):
     """A small Llama learns to answer questions about facts in filler, and a little text beside them."""
 
     def read(self) -> None:
@@ -56,11 +108,16 @@ class _Retriever(TextRecipe[TrainRetriever]):
     def make(self) -> LlamaForCausalLM:
         """See `Recipe`."""
         config, sizes, tokenizer = self.config, self.config.sizes, self.tokenizer
-        self.stages = config.stage_shares
         self._nats = compiled_loss(partial(answers_and_text, config.text_weight), config.loop.compile)
         model = new_llama(sizes, tokenizer, vocab=len(tokenizer), max_positions=sizes.max_positions)
         start_looking_back(model, config.loop.seed)
         return model
+
+    def row_length(self, step: int, share: float) -> int:
+        """See `Recipe`; one length after the other."""
+        lengths, ends = self.config.loop.row_tokens, list(accumulate(self.config.stage_shares))
+        stage = bisect_right(ends, min(share, 1.0) * ends[-1])
+        return lengths[min(stage, len(lengths) - 1)]
 
     def loss(self, model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
         """See `Recipe`."""
@@ -80,7 +137,7 @@ class _Retriever(TextRecipe[TrainRetriever]):
 
     def measures(self, model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
         """See `Recipe`; at the length of the stage."""
-        length = max(SHORTEST, self.loop.row_tokens[-1])
+        length = max(SHORTEST, self.row_length(0, self.loop.share))
         found = self._accuracies(model, length, self.config.eval_prompts, NOISE)
         return {"tasks": {"accuracy": sum(found.values()) / len(found), "length": length} | found}
 
@@ -121,12 +178,12 @@ class _Retriever(TextRecipe[TrainRetriever]):
         return found
 
 
-def explained(config: TrainRetriever) -> str:
+def explained(config: RetrieverConfig) -> str:
     """What the accuracies of the card are."""
     return (
         f"Accuracies are shares of {config.final_prompts} prompts, at depths spread evenly from the beginning to the "
         "end, whose greedy answer begins with the right one. The training began with heads that look back "
-        "(`sakiyomi.train.retrieval_start`), and ran over "
+        "(`recipes/retrieval_start.py`), and ran over "
         + ", ".join(str(length) for length in config.loop.row_tokens)
         + " tokens a row, one length after the other."
     )
@@ -292,3 +349,11 @@ def _right(model: Any, rows: list[tuple[list[int], int]]) -> int:
             guessed = model.lm_head(hidden[number, before - 1 : len(ids) - 1]).argmax(-1).tolist()
             count += guessed == ids[before:]
     return count
+
+
+if __name__ == "__main__":
+    script(
+        RetrieverConfig,
+        train_retriever,
+        "Train a small Llama that finds pass keys, numbers and values of keys in long texts.",
+    )

@@ -14,6 +14,8 @@ from sakiyomi.evaluation.bench.frame import PairRow, generated
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Lap
 
+__all__ = ["learning"]
+
 
 def learning(row: PairRow) -> Row:
     """Acceptance and speed over the first and the second half of the prompts, learning off and on.

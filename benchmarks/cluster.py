@@ -1,4 +1,7 @@
-"""``sakiyomi plan cluster``: replicas for a load, simulated with what this machine's rounds cost."""
+"""How many replicas a load needs, simulated with what this machine's rounds cost.
+
+python benchmarks/cluster.py --target tales --rate 20 --first-token 0.3 --tokens-per-second 50
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cluster_simulation import POLICIES, Costs, Load, fewest, run, simulate
 from sakiyomi.cli.common import JsonOption, load
 from sakiyomi.cli.output import progress, say, table
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.simulation import POLICIES, Costs, Load, fewest, run, simulate
+from sakiyomi.scale.cluster import MAX_BATCH
+from scripts import command
+from scripts import run as run_command
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
@@ -53,16 +59,16 @@ class ClusterOptions:
                 raise InputError(f"{name} is {getattr(self, name):g}; expected a number above 0")
 
 
-def cluster(what: Load, options: ClusterOptions, model: LLMConfig, output: JsonOption) -> None:
+def _command(what: Load, options: ClusterOptions, model: LLMConfig, output: JsonOption) -> None:
     """Simulate how many replicas a load needs, and how to route its requests.
 
     The costs of rounds and prompts are measured on one core of this machine, and printed with the result. The rest is a
     simulation by discrete events: continuous batching, prefill in chunks, cached conversations, routing.
 
-    Example: sakiyomi plan cluster --target tales --rate 20 --first-token 0.3
+    Example: python benchmarks/cluster.py --target tales --rate 20 --first-token 0.3
     """
     with progress("measuring rounds on one core"):
-        from sakiyomi.scale.measured import measure, one_core
+        from cluster_costs import measure, one_core
 
         one_core()
         llm = load(model)
@@ -112,7 +118,7 @@ def _checked(
     what: Load, options: ClusterOptions, replicas: int, model: LLMConfig, llm: LLM, costs: Costs
 ) -> list[dict[str, Any]]:
     """Real engines compared with simulated ones, under the same load."""
-    from sakiyomi.scale.measured import EngineReplica, Texts
+    from cluster_costs import EngineReplica, Texts
 
     llms, found = [llm], []
     for count in (1, 2):
@@ -174,3 +180,9 @@ def _show(found: dict[str, Any]) -> None:
 
 def _line(first: dict[str, Any], outcome: dict[str, Any]) -> dict[str, Any]:
     return first | {name: outcome[key] for name, key in COLUMNS.items()}
+
+
+app = command(_command, defaults={"max_batch": MAX_BATCH})
+
+if __name__ == "__main__":
+    run_command(app)

@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from cluster_simulation import Costs, Load, Request
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import judging_text
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.request import RetainedSlot
-from sakiyomi.scale.simulation import Costs, Load, Request
 
 RUNS = 3  # of each measurement; the first one warms up
 PROMPTS = (8, 16, 32, 33, 48, 64, 65, 96, 128, 192, 256, 384, 512)  # tokens; passes are padded to some of these

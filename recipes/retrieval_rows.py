@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sakiyomi.train.long_tasks.example import Fact
-from sakiyomi.train.long_tasks.facts import ADJECTIVES, NOUNS, digits, keys, locker, needle, pair, repeated
-from sakiyomi.train.long_tasks.filler import NOISE, Supply, Texts
+from sakiyomi.train.long_tasks.example import NOISE, Fact, Supply, Texts
+from sakiyomi.train.long_tasks.made import ADJECTIVES, NOUNS, digits, keys, locker, needle, pair, repeated
 from sakiyomi.train.rows import check_unchanged
 
 KINDS = ("passkey", "number", "kv", "kv-dense", "multikey", "recall", "copy", "text")

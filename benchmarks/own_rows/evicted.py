@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from own_rows.common import OwnConfig
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.conversation import Conversation
@@ -16,6 +17,8 @@ from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.meter import round_figures
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
+
+__all__ = ["evicted"]
 
 
 @declared("tokens/s after the prompt, by its length")
@@ -29,6 +32,7 @@ def evicted(row: PairRow) -> Races:
         InputError: the prompts are shorter than the longest context, or the target has fewer positions.
     """
     pair, config = row.pair, row.config
+    assert isinstance(config, OwnConfig)
     draft = config.draft if config.draft.startswith("self-evicted:") else "self-evicted"
     llm = row.llm(draft)
     text = _text(pair, max(config.contexts))
@@ -64,12 +68,7 @@ def _lap(talk: Conversation, prompt: Sequence[int], params: SamplingParams) -> L
     """Seconds after the prompt; only the first run reads more of it than the last token."""
     done = talk.generate(prompt, params)
     seconds = done.stats.seconds - done.stats.prefill_seconds
-    return Lap(
-        seconds,
-        len(done.token_ids) - 1,
-        (tuple(done.token_ids),),
-        round_figures(done.stats) | {"alpha": done.stats.alpha},
-    )
+    return Lap(seconds, len(done.token_ids) - 1, (tuple(done.token_ids),), round_figures(done.stats))
 
 
 def _line(length: int, standings: Sequence[Standing]) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from sakiyomi.evaluation.bench.runner import Lap, figured
 from sakiyomi.evaluation.tuning.candidates import available, made
 from sakiyomi.evaluation.tuning.config import PairConfig
 
+__all__ = ["heads"]
+
 NODES = 16
 DEEP = 7
 """Levels of these trees at most."""

@@ -1,0 +1,322 @@
+"""Rounds in the compiled kernels: what they keep of requests, and the passes that they describe (`kernels/round.h`).
+
+Passes of models that have a program (`program.py`) run there; the others run here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.outputs import FinishReason
+from sakiyomi.core.tree import VerdictKind
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.kernels.build import loaded
+from sakiyomi.kernels.native import HALF, numbers
+from sakiyomi.model_executor.attention.registry import PassForward
+from sakiyomi.model_executor.features import states_by_layer
+from sakiyomi.model_executor.program import Program
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.sampling.verifiers.native import KINDS
+
+logger = logging.getLogger("sakiyomi")
+OFTEN = 8  # rounds after which passes' clocks are read again
+_PASSES = 256  # as most_passes in round.h
+_HEAD = 10  # numbers before the tokens of a request, see Rounds::write in round.h
+_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
+
+Places = Sequence[tuple[int | None, int]]
+"""Of each model a slot and how many tokens it holds, behind which passes may be compared; None: there is none."""
+
+
+class Committed(NamedTuple):
+    """What a round has committed of a request, see `Rounds::write` in `round.h`.
+
+    Attributes:
+        used: how many of the tokens count.
+        reason: why the text ends there; None: it does not end.
+        nodes, depth: of the draft.
+        kind: of the target's own token.
+        held: tokens that the draft model has read.
+        stream, drawn: states of the streams of uniforms of the verdicts and of the candidates.
+        tokens: the accepted ones, and the target's own.
+        path, refused: accepted and refused nodes.
+        chances: what the target gave the tokens.
+        probs: what the draft gave the accepted ones.
+        places: for each place in the tree that the target came to, which of its candidates it chose (-1: none), and
+            their scores.
+    """
+
+    used: int
+    reason: FinishReason | None
+    nodes: int
+    depth: int
+    kind: VerdictKind
+    held: int
+    stream: int
+    drawn: int
+    tokens: list[int]
+    path: list[int]
+    refused: list[int]
+    chances: list[float]
+    probs: list[float]
+    places: list[tuple[int, Sequence[float]]]
+
+
+class Drafting(NamedTuple):
+    """What it took to draft.
+
+    Attributes:
+        passes: of the draft model.
+        seconds: inside these.
+        besides: seconds outside of them, up to the target's pass.
+    """
+
+    passes: int
+    seconds: float
+    besides: float
+
+
+class KernelRounds:
+    """Rounds of a draft model and a target in the kernels.
+
+    Args:
+        draft: grows trees; None: nothing grows.
+        target: scores drafts; None: a round ends with its trees.
+        width: V of the target.
+
+    Attributes:
+        kernels, number: the library, and the number of the object there; 0: there is none yet.
+        generation: how often it was made; each time it knows no requests.
+    """
+
+    def __init__(self, draft: ModelRunner | None, target: ModelRunner | None, width: int) -> None:
+        self.models = [model for model in (draft, target) if model is not None]
+        self.kernels: Any = None
+        self.number = self.generation = 0
+        self._draft, self._target, self._width = draft, target, width
+        self._made_for: list[Any] = []
+        self._rows = [0] * len(self.models)  # passes of up to so many rows were proven right
+        self._passes: dict[int, tuple[PassForward, Tensor, Tensor]] = {}  # as the kernels name them
+        self._checked: set[int] = set()
+        self._unreadable = False
+        self._results: tuple[Any, Any, Any] = (), (), ()
+        self._states: tuple[Tensor, ...] | None = None  # of the target, where its pass was run here
+        self._since = 0
+
+    def __del__(self) -> None:
+        if self.number:
+            self.kernels.sk_free_rounds(self.number)
+
+    def committed(self, count: int) -> list[Committed]:
+        """What the last round has committed of so many requests."""
+        ints, doubles, _ = self._results
+        whole, real, at, done = ints[2 : ints[0]], doubles[: ints[1]], 0, 0
+        found = []
+        for _ in range(count):
+            used, ended, nodes, depth, accepted, refused, kind, held, stream, drawn = whole[at : at + _HEAD]
+            at += _HEAD
+            path, others, end = at + accepted + 1, at + 2 * accepted + 1, at + 2 * accepted + 1 + refused
+            lists = whole[at:path], whole[path:others], whole[others:end]
+            weights = real[done : done + accepted + 1], real[done + accepted + 1 : done + 2 * accepted + 1]
+            at, done, places = end + 1, done + 2 * accepted + 1, []
+            for _ in range(whole[end]):
+                rank, listed = whole[at : at + 2]
+                scores = real[done : done + listed] if listed > 1 else ()
+                places.append((rank, scores))
+                at, done = at + 2, done + len(scores)
+            about = used, _REASONS[ended], nodes, depth, KINDS[kind], held, stream, drawn
+            found.append(Committed._make((*about, *lists, *weights, places)))
+        return found
+
+    def features(self, rows: int) -> dict[int, Tensor]:
+        """Hidden states of the target's pass in the last round.
+
+        Args:
+            rows: of the pass.
+        """
+        assert self._target is not None
+        code = int(self._results[2][2 * int(self._results[2][0])])
+        states = self._states
+        if states is None:
+            program = self._passes[code][0]
+            assert isinstance(program, Program)
+            made = [torch.empty(1, code // 2, width, dtype=dtype) for width, dtype in program.rows[1:]]
+            self.kernels.sk_states(self.number, (ctypes.c_void_p * len(made))(*[each.data_ptr() for each in made]))
+            states = tuple(made)
+        layers = self._target.weights.capture.layers
+        return states_by_layer(layers[: len(states)], states, rows)
+
+    def ready(self, rows: Sequence[int], places: Callable[[], Places]) -> bool:
+        """Whether the kernels may describe passes of up to so many rows of each model; see ``ModelRunner.describable``.
+
+        Args:
+            rows: by model.
+            places: by model, where passes may be compared.
+        """
+        made = bool(self._made_for)
+        for i, model in enumerate(self.models):
+            if self._unreadable or not model.describable():
+                return False
+            made = made and self._made_for[i] is model.recorder
+        if made and self.holds(rows):
+            return True
+        return self._make(list(map(max, rows, self._rows)) if made else rows, places())
+
+    def holds(self, rows: Sequence[int]) -> bool:
+        """Whether what was made has passes of so many rows of each model."""
+        return rows[0] <= self._rows[0] and rows[-1] <= self._rows[-1]
+
+    def _make(self, rows: Sequence[int], places: Places) -> bool:
+        kernels = loaded()
+        if kernels is None or not all(model.dtype in HALF for model in self.models):
+            return False
+        found = [_proven(*each) for each in zip(self.models, rows, places, strict=True)]
+        if not all(found):
+            return False
+        self.__del__()
+        self.number, self._made_for = 0, []  # if what follows is interrupted, nothing refers to them
+        self._passes.clear()
+        self._checked.clear()
+        self.generation += 1
+        tables = [numbers([0, self._width, 0, 0])] * 2
+        for model, sizes in zip(self.models, found, strict=True):
+            passes = {size: model.replayed(size) for size in sizes}
+            which = int(model is self._target)
+            inputs = [ids.data_ptr() for _, ids, _ in passes.values()]
+            programs = [_program(each, model) for each, _, _ in passes.values()]
+            session = model.backend.session
+            assert session is not None, "see `describable`"
+            about = session, model.vocab_size, HALF[model.dtype], len(passes)
+            tables[which] = numbers([*about, *passes, *inputs, *programs])
+            self._passes |= {2 * size + which: each for size, each in passes.items()}
+        most = self._target.sizes[-1] if self._target is not None else 0
+        # Each row of a round has a token, and may be a place with no more candidates than there are rows.
+        doubles = [(ctypes.c_double * count)() for count in ((2 + most) * most, 2 + 2 * _PASSES)]
+        self._results = numbers([0] * ((_HEAD + 8) * most)), doubles[0], doubles[1]
+        self.kernels = kernels
+        self.number = kernels.sk_rounds(tables[1], tables[0], *self._results)
+        self._rows = [_compared(model, count) for model, count in zip(self.models, rows, strict=True)]
+        self._made_for = [model.recorder for model in self.models]
+        return True
+
+    def run(self, count: int, asked: bytes, level: Any, scored: Any = None) -> Drafting | None:
+        """A round of `count` requests. The models' clocks and seconds include its passes.
+
+        Args:
+            count: of requests.
+            asked: of each, see `Asked` in `round.h`.
+            level: seconds of the draft model's passes by rows, where trees are weighed.
+            scored: seconds of the target's pass by nodes, likewise.
+
+        Returns:
+            What drafting took; None: nothing was committed: a row holds no numbers, or a pass failed.
+        """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.run(count, asked, level, scored)
+        kernels, now = self.kernels, time.perf_counter
+        held: list[Tensor] = []
+        fresh: set[int] = set()
+        self._states = None
+        with self.models[0].lock, self.models[-1].lock:
+            code = kernels.sk_round(self.number, count, asked, level, scored)
+            while code > 0:
+                replay, ids, positions = self._passes[code]
+                recorder = self._model(code).recorder
+                assert recorder is not None
+                recorder.fresh, began = False, now()
+                logits, states = replay(ids, positions)
+                spent = now() - began
+                held.append(logits)  # the kernels may look at it again
+                self._states = states if code % 2 else None
+                if recorder.fresh:  # it was captured first
+                    fresh.add(code)
+                if code not in self._checked and not self._readable(code, logits):
+                    return None
+                code = kernels.sk_pass(self.number, code, logits.data_ptr(), spent)
+        return None if code else self._count(fresh)
+
+    def _model(self, code: int) -> ModelRunner:
+        return self.models[-1 if code % 2 else 0]
+
+    def _readable(self, code: int, logits: Tensor) -> bool:
+        """Whether logits of a pass are as the kernels read them."""
+        model = self._model(code)
+        if logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == model.vocab_size:
+            self._checked.add(code)
+            return True
+        logger.debug("no rounds in the kernels: logits are %s of width %d", logits.dtype, logits.shape[-1])
+        self._unreadable = True
+        return False
+
+    def _count(self, fresh: Collection[int]) -> Drafting:
+        """Add up what passes took, of which these were captured first; see ``run``."""
+        times, models = self._results[2], self.models
+        ran = times[: 2 + 2 * int(times[0])]
+        passes, inside = 0, 0.0
+        spent_by: dict[int, float] = {}
+        for at in range(2, len(ran), 2):
+            code, spent = int(ran[at]), ran[at + 1]
+            models[-(code % 2)].forward_seconds += spent
+            spent_by[code] = spent
+            if not code % 2:
+                passes, inside = passes + 1, inside + spent
+        self._since += 1
+        # A clock is read now and then: its mean hardly moves.
+        for code in spent_by if self._since <= OFTEN or not self._since % OFTEN else fresh:
+            models[-(code % 2)].clock.add(code // 2, True, spent_by[code], fresh=code in fresh)
+        return Drafting(passes, inside, ran[1] - inside)
+
+
+def _proven(model: ModelRunner, rows: int, place: tuple[int | None, int]) -> list[int]:
+    """Row counts of passes that were compared with eager ones, the largest at least so many; empty: there is none.
+
+    Args:
+        model: whose passes they are.
+        rows: of the largest pass.
+        place: see ``Places``.
+    """
+    recorder, (slot, length) = model.recorder, place
+    assert recorder is not None, "see `describable`"
+    for size in model.sizes if rows <= model.sizes[-1] else ():
+        if size not in recorder.ready and recorder.has(size):
+            try:
+                if model.cache.free or model.cache.extra:
+                    with model.cache.lent(size) as lent:
+                        model.score([SequenceRows(lent, 0, [0] * size)])
+                elif slot is not None and length + size <= model.max_context:
+                    model.cache.reserve(slot, length + size)
+                    model.score([SequenceRows(slot, length, [0] * size)])
+            except MemoryLimitError:
+                logger.debug("no memory to compare a pass of %d rows", size)
+        if size >= rows:
+            break
+    # A size that was not compared, for want of memory, is passed over: the next larger one is taken.
+    sizes = list(filter(recorder.ready.__contains__, model.sizes))
+    return sizes if sizes and sizes[-1] >= rows else []
+
+
+def _compared(model: ModelRunner, rows: int) -> int:
+    """Rows up to which passes of all sizes are as right as they get: at least so many, which were asked for."""
+    assert model.recorder is not None
+    most, recorder = model.padded(rows), model.recorder
+    for size in model.sizes:
+        if size > most and recorder.has(size) and size not in recorder.ready:
+            break
+        most = max(most, size)
+    return most
+
+
+def _program(replay: PassForward, model: ModelRunner) -> int:
+    """The number of a program that gives logits as the kernels read them; 0: Python runs these passes."""
+    if isinstance(replay, Program) and replay.gives(model.vocab_size, model.dtype):
+        return replay.number
+    return 0
