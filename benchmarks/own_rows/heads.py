@@ -11,7 +11,7 @@ from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.meter import round_ms
-from sakiyomi.evaluation.bench.runner import Lap, figured
+from sakiyomi.evaluation.bench.runner import TimedRun, figured
 from sakiyomi.evaluation.tuning.candidates import available, made
 from sakiyomi.evaluation.tuning.config import PairConfig
 
@@ -48,9 +48,9 @@ def heads(row: PairRow) -> Races:
     return row.conditions(llm, alone=True, sizes="auto")
 
 
-def _figures(tau: float | None, lap: Lap) -> dict[str, float]:
+def _figures(tau: float | None, run: TimedRun) -> dict[str, float]:
     """Milliseconds of a whole round, and tau of large trees."""
-    return {"round_ms": round_ms(lap.figures)} | ({} if tau is None else {"tau_16": tau})
+    return {"round_ms": round_ms(run.figures)} | ({} if tau is None else {"tau_16": tau})
 
 
 def _tree_tau(row: PairRow, way: EngineView, more: dict[str, Any]) -> float | None:

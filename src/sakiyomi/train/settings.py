@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Self, get_type_hints
+from typing import Any, Self, TypeVar, get_type_hints
 
 from sakiyomi.core.errors import InputError
 
@@ -74,6 +74,9 @@ class Group:
         for field in dataclasses.fields(self):
             if not isinstance(field.default, Group):
                 _check(field, getattr(self, field.name))
+
+
+Kind = TypeVar("Kind", bound=Group)
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,10 @@ class Settings(Group):
             value = getattr(self, field.name)
             found |= dataclasses.asdict(value) if isinstance(value, Group) else {field.name: value}
         return found
+
+    def group(self, kind: type[Kind]) -> Kind:
+        """The group of this kind."""
+        return next(value for value in vars(self).values() if isinstance(value, kind))
 
     def changed(self, **values: Any) -> Self:
         """The same with some settings replaced."""

@@ -147,7 +147,7 @@ class BenchConfig(PairSettings):
         """
         heads = self.heads or MEDUSA_HEADS.get(self.target)
         if heads is None:
-            raise InputError(f"rows medusa and typical need heads of {self.target}; give their folder with --heads")
+            raise InputError(f"no Medusa heads are known for {self.target}; give their folder with --heads")
         return heads
 
     @property
