@@ -13,7 +13,6 @@ from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.meter import round_ms
 from sakiyomi.evaluation.bench.runner import TimedRun, figured
 from sakiyomi.evaluation.tuning.candidates import available, made
-from sakiyomi.evaluation.tuning.config import PairConfig
 
 __all__ = ["heads"]
 
@@ -32,7 +31,7 @@ def heads(row: PairRow) -> Races:
     config, llm = row.config, row.llm("none")
     given = [] if config.draft == "auto" else [config.draft]
     given += [str(spec) for spec in parse_drafters(config.heads)] if config.heads else []
-    specs = [*given, *available(llm, PairConfig(target=config.target))]
+    specs = [*given, *available(llm, config.target)]
     found, why = made(specs, llm.drafter, given, row.note)
     ways = {"plain": EngineView(llm)} | {spec: EngineView(llm, own) for spec, own in found.items() if own is not None}
     for temperature in TEMPERATURES:

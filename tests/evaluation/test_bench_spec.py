@@ -230,7 +230,7 @@ def test_what_is_known_is_not_measured_again(
     assert asked == [(1, [PLAIN, "suffix"]), (2, [PLAIN, "prompt-lookup", "suffix"])]
     assert [line["name"] for line in again.lines] == [PLAIN, "prompt-lookup", "suffix"]
     assert len(Results.read(file).records) == 6
-    with pytest.raises(InputError, match=r"other settings .gamma 2, now 3"):
+    with pytest.raises(InputError, match=r"other settings or another machine cannot be joined .gamma 2, now 3"):
         run(replace(first, gamma=3))
 
 

@@ -43,7 +43,7 @@ class Race:
         judge: of those that are given by name; None: their outputs are not compared.
         where: names the race, if the row has several.
         lines: lines of the table; by default one for each contender.
-        until: reading of ``time.perf_counter`` after which no further round of runs begins.
+        until: value of ``time.perf_counter`` after which no further round of runs begins.
     """
 
     contenders: Mapping[str, Run] | Sequence[Contender]

@@ -218,8 +218,8 @@ def race(
         contenders: one or more.
         repeats: measured runs of each.
         warm_up: runs before them; their outputs are compared, their times do not count.
-        until: reading of ``time.perf_counter`` after which no further round of runs begins; at least one is measured.
-        note: is told what is going on.
+        until: value of ``time.perf_counter`` after which no further round of runs begins; at least one is measured.
+        note: receives progress messages.
         lost: takes a line for each optional contender that failed and was left out.
 
     Raises:

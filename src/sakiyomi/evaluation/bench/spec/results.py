@@ -233,8 +233,8 @@ class Results:
         if apart := differences(self.settings, more.settings):
             said = "; ".join(f"{name} {old!r:.60}, {where} {new!r:.60}" for name, (old, new) in list(apart.items())[:3])
             raise InputError(
-                f"results cannot be put together that were made with other settings ({said}); ask for the same, name "
-                "another file, and use equal machines as workers"
+                f"results of other settings or another machine cannot be joined ({said}); use the same settings and "
+                "equal machines, or name another file"
             )
         self.records |= more.records
         self.notes = more.notes

@@ -43,7 +43,6 @@ from sakiyomi.evaluation.bench.spec.results import (
 from sakiyomi.evaluation.bench.spec.table import rows, since
 from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.candidates import available, made
-from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.model_executor.loading import has_encoder
 
 COUNTS = ("rounds", "committed", "drafted", "accepted", "prefill_seconds")
@@ -169,7 +168,7 @@ def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, Engine
     """An engine for each drafter, and why some are missing."""
     specs = [*config.draft]
     if not specs:
-        specs = available(llm, PairConfig(target=config.target))
+        specs = available(llm, config.target)
         specs += [f"suffix+{spec}" for spec in specs if spec.startswith("model:")]
     found, why = made(specs, llm.drafter, config.draft, note)
     notes = [f"{spec} is left out: {message}" for spec, message in why.items()]
