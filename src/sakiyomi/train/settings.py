@@ -145,8 +145,9 @@ class Settings(Group):
         return found
 
     def group(self, kind: type[Kind]) -> Kind:
-        """The group of this kind."""
-        return next(value for value in vars(self).values() if isinstance(value, kind))
+        """The one group of this kind."""
+        (found,) = (value for value in vars(self).values() if isinstance(value, kind))
+        return found
 
     def changed(self, **values: Any) -> Self:
         """The same with some settings replaced."""
