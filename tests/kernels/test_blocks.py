@@ -22,6 +22,7 @@ from sakiyomi.model_executor.gguf.blocks import (
     dequantize,
     share_embedding,
 )
+from sakiyomi.model_executor.loading.recording import undeprecated
 
 pytestmark = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
 ROWS = (*range(1, 41), 300)
@@ -163,8 +164,13 @@ def test_embeddings_are_rows_of_the_numbers(table: PackedWeights, name: str, dty
         assert embedding.weight.dtype == dtype
         with pytest.raises(IndexError):
             embedding.rows(torch.tensor([70]))
-        with pytest.raises(RuntimeError, match="a row that is none"):
+        with pytest.raises(IndexError):
             embedding(torch.tensor([-1]))
+        with undeprecated():
+            recorded = torch.jit.trace(embedding, ids, check_trace=False)
+        assert torch.equal(recorded(ids.flip(1)), numbers[ids.flip(1)] * embedding.scale)
+        with pytest.raises(RuntimeError, match="a row that is none"):
+            recorded(torch.tensor([-1]))
 
 
 @pytest.mark.parametrize("name", ["F16", "Q4_1", "Q6_K", "IQ4_XS", "MXFP4"])
