@@ -200,7 +200,8 @@ def split_spec(spec: str) -> list[str]:
             forms = ("none", "auto", *(name + form.text for name, form in FORMS.items()))
             known = ", ".join(f'"{form}"' for form in forms)
             raise InputError(
-                f"unknown draft {part!r}; this version has {known}, a folder, a GGUF file, several joined by +, or a Drafter object"
+                f"unknown draft {part!r}; this version has {known}, a folder, a GGUF file, several joined by +, or a "
+                "Drafter object"
             )
     return parts
 

@@ -18,7 +18,7 @@ from sakiyomi.cache.eviction import ManagedCache
 from sakiyomi.core.errors import RemovedError
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.tree import Draft, Verdict
-from sakiyomi.drafters.base import Drafter
+from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.model import LONG, ModelDrafter
 from sakiyomi.drafters.native_trees import TreeSize, seat_tree
 from sakiyomi.engine.native_turns import PassTables, Turn, judged, pack_draft, size_of
@@ -46,6 +46,7 @@ class NativeRounds:
         self._target, self._speculation = target, speculation
         self._drafter = drafter if type(drafter) is ModelDrafter and drafter.native else None
         self._given = drafter is not None and self._drafter is None  # drafts are given
+        self._wants_states = drafter is not None and drafter.hidden_states is not None
         model = self._drafter.model if self._drafter is not None else None
         self._rounds = KernelRounds(model, target, target.vocab_size)
         self._least = [1] * len(self._rounds.models)
@@ -135,7 +136,8 @@ class NativeRounds:
             self._generation = rounds.generation
         if not able:
             return None
-        turns, lacking = [], False
+        turns: list[Turn] = []
+        lacking: list[tuple[Context, Turn]] = []
         for request, depth in zip(requests, depths, strict=True):
             length = len(request.context.tokens)
             turn = self._turns.get(request.context.id)
@@ -145,9 +147,9 @@ class NativeRounds:
                     return None
             turns.append(turn)
             if depth and (turn.seat is None or length - len(turn.seat.held) > LONG):
-                lacking = True
-        if lacking:
-            self._seat(requests, turns, depths)
+                lacking.append((request.context, turn))
+        if lacking and self._drafter is not None:
+            self._seat(self._drafter, lacking)
         if drafts is not None and not self._give(requests, turns, drafts):
             return None
         sizes = [size_of(*each, self._drafter) for each in zip(requests, turns, depths, strict=True)]
@@ -178,14 +180,8 @@ class NativeRounds:
         turn = self._turns[request.id] = Turn(number, len(context.tokens))
         return turn
 
-    def _seat(self, requests: Sequence[Request], turns: Sequence[Turn], depths: Sequence[int]) -> None:
-        """Have the draft model follow those that draft and whose text it has not read."""
-        drafter, lacking = self._drafter, []
-        for request, turn, depth in zip(requests, turns, depths, strict=True):
-            if depth and (turn.seat is None or turn.length - len(turn.seat.held) > LONG):
-                lacking.append((request.context, turn))
-        if not lacking or drafter is None:
-            return
+    def _seat(self, drafter: ModelDrafter, lacking: Sequence[tuple[Context, Turn]]) -> None:
+        """Have the draft model follow these requests, whose texts it has not read."""
         for (context, turn), seat in zip(lacking, drafter.seats([each for each, _ in lacking]), strict=True):
             turn.seat, turn.seat_room = seat, 0
             if seat is not None:
@@ -211,7 +207,7 @@ class NativeRounds:
         """Take over what a round has committed."""
         steps, rows = [], 0
         committed = self._rounds.committed(len(requests))
-        features = self._rounds.features(self._target.sizes[-1]) if self._speculation.wants_states else None
+        features = self._rounds.features(self._target.sizes[-1]) if self._wants_states else None
         for i, (request, found) in enumerate(zip(requests, committed, strict=True)):
             try:
                 if features is not None:

@@ -198,11 +198,6 @@ class SpeculationController:
         most = max(0, min(_room(request), self.target.sizes[-1] - 1))
         return Draft.chain(request.context.given[begun : begun + most], GIVEN)
 
-    @property
-    def wants_states(self) -> bool:
-        """Whether the drafter asked for hidden states of the target."""
-        return self._wanted is not None
-
     def give_states(self, request: Request, output: PassOutput, first: int, path: Sequence[int]) -> None:
         """Give the drafter the hidden states that it asked for, of the tokens that a pass has committed.
 

@@ -253,9 +253,7 @@ class ModelWeights:
     def expect(self, stateful: bool) -> None:
         """Run the model's own forward for the proof at load; its attention is left switched.
 
-        There is no proof for three kinds of models. A recorded model was proven when it was recorded. The decoder of an
-        encoder-decoder model is one of ``FAMILIES``, and has no forward of its own. With offloaded weights a pass costs
-        as much as loading them.
+        Not for recorded models (proven before), encoder-decoders (no own forward) and offloaded weights (slow passes).
         """
         apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded
         if self.expected is not None or apart or self.max_context < PROOF + 2:

@@ -120,8 +120,8 @@ class RequestNoise(Uniforms):
             row = weights.ctypes.data, weights.size, count
             found: int = kernels.sk_ranked(*row, self.state, position, *known, ranked, sums)
             return ranked[:found], sums[:found]
-        tokens = weights.nonzero()[0] if support is None else support
-        return _best(weights[tokens], self._noise(position, tokens), tokens, count)
+        some = weights.nonzero()[0] if support is None else support
+        return _best(weights[some], self._noise(position, some), some, count)
 
     def gumbel(self, position: int, vocab_size: int) -> torch.Tensor:
         """Standard Gumbel noise of one position, (V,) float32; of a larger V the first entries are the same."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sakiyomi.cache.mapped_files import MappedFiles
@@ -49,13 +49,8 @@ POLICIES: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in 
 """Eviction policies, by the name in ``cache=``."""
 SPARSE: dict[str, Callable[..., Sparse]] = {MInference.name: MInference}
 """Sparse attention of prompts, likewise."""
-MERGERS: dict[str, Callable[..., LoCoCo]] = {"lococo": LoCoCo}
-"""Mergers of dropped pairs, likewise."""
-PACKINGS: dict[str, type[Packing]] = {"quant": Packing, "kvquant": LeveledPacking}
-"""Quantizations, likewise; bits follow the name."""
-PLACES: dict[str, Callable[..., MappedFiles]] = {"offload": MappedFiles}
-"""Storage of all pairs, likewise."""
-_MAKERS: Mapping[str, Any] = ChainMap[str, Any](POLICIES, SPARSE, MERGERS, PACKINGS, PLACES)
+_OTHERS = {"lococo": LoCoCo, "quant": Packing, "kvquant": LeveledPacking, "offload": MappedFiles}
+_MAKERS = ChainMap[str, Any](POLICIES, SPARSE, _OTHERS)
 
 
 class CacheSpec(NamedTuple):

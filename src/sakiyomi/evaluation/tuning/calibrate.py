@@ -79,11 +79,6 @@ class Candidate:
         """Rounds of texts that are written at once."""
         return watched(self.engine(gamma).engine, self.heard, prompts, replace(params, gamma=gamma))
 
-    @property
-    def plain_seconds(self) -> float:
-        """Of a plain round."""
-        return usual(self.plain)
-
     def chains(self) -> list[Round]:
         """All rounds of chains whose times are known."""
         return [part for gamma in RUN for text in self.alone[gamma] for part in text]
@@ -104,6 +99,7 @@ class Calibration:
 
     Attributes:
         texts: how many were written in batches.
+        rows: rows that a pass over so many tokens has.
     """
 
     def __init__(
@@ -112,7 +108,7 @@ class Calibration:
         self.llm, self.params = llm, params
         self.candidates = {candidate.spec: candidate for candidate in candidates}
         self.refused = refused
-        self.undrafted = EngineView(llm)
+        self.undrafted, self.rows = EngineView(llm), llm.target.padded
         self.plain: list[Sequence[Round]] = []
         self.texts = 0
 
@@ -157,10 +153,6 @@ class Calibration:
 
     # ------------------------------------------------------------ what follows
 
-    def rows(self, tokens: int) -> int:
-        """Rows that a pass over so many tokens has."""
-        return self.llm.target.padded(tokens)
-
     @property
     def plain_seconds(self) -> float:
         """Of a plain round."""
@@ -189,7 +181,7 @@ class Calibration:
         for texts in (self.plain, *candidate.alone.values(), *candidate.many.values()):
             if not any(texts):
                 raise InputError(OVER)
-        costs, plain, chains = self.costs(candidate), candidate.plain_seconds, Chains(candidate.many)
+        costs, plain, chains = self.costs(candidate), usual(candidate.plain), Chains(candidate.many)
         found: dict[Gamma, Expected] = {gamma: chains.expect(gamma, costs, self.rows, plain) for gamma in GAMMAS}
         found["auto"] = weighed(candidate.alone["auto"], candidate.alone[DEEP], candidate.many[DEEP], plain)
         return found
@@ -208,6 +200,6 @@ class Calibration:
             "by_rank": by_rank(weighing),
             "by_confidence": by_chance(deep),
             "draft_ms": 1000 * step,
-            "c": step / candidate.plain_seconds,
+            "c": step / usual(candidate.plain),
             "overhead_ms": 1000 * costs.other(4),
         }
