@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from sakiyomi import LLM
-from sakiyomi.cache.policies.specs import PACKINGS, POLICIES, SPARSE
+from sakiyomi.cache.policies.specs import POLICIES, SPARSE
+from sakiyomi.core.cache_specs import CACHE_FORMS
 from sakiyomi.core.embedded import DEFAULT, DRAFTS
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.engine.machine import bandwidth
@@ -236,7 +237,7 @@ def caches(bench: Bench) -> Lines:
     run()  # warms up
     full, mode = run()
     yield _cache_line("full", full, full, mode)
-    for name in [*POLICIES, *SPARSE, *(f"{name}-{bits}" for name, made in PACKINGS.items() for bits in made.choices)]:
+    for name in [*POLICIES, *SPARSE, *(name for name, form in CACHE_FORMS.items() if form.kind == "packing")]:
         roomy, tight = _budgets(name)
         try:
             (free, mode), (bound, _) = run(**roomy), run(**tight)

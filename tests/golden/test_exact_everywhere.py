@@ -38,7 +38,8 @@ from sakiyomi.cache.policies.merging.formats import write_merging
 from sakiyomi.cache.policies.retaining.formats import write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
-from sakiyomi.cache.policies.specs import MERGERS, PACKINGS, PLACES, SPARSE
+from sakiyomi.cache.policies.specs import SPARSE
+from sakiyomi.core.cache_specs import CACHE_FORMS
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.drafters import DRAFTERS
@@ -73,10 +74,9 @@ def member(name: str, make: Any) -> str:
 
 def caches() -> Iterator[str]:
     yield from (member(name, make) for name, make in POLICIES.items())
-    yield from (f"h2o[local=8]+{name}:?" for name in MERGERS)
-    yield from (f"{name}-{bits}[residual=16]" for name, packing in PACKINGS.items() for bits in packing.choices)
+    others = {"merger": "h2o[local=8]+{}:?", "packing": "{}[residual=16]", "offloaded": "{}"}
+    yield from (others[form.kind].format(name) for name, form in CACHE_FORMS.items() if form.kind in others)
     yield from (member(name, make) for name, make in SPARSE.items())
-    yield from PLACES
     # Several at once: what is dropped and packed, what is packed and read in part, what moves.
     yield from ("locret:?[local=8]+quant-4[residual=16]", "streaming[local=8,positions=reassigned]")
     yield f"kvquant-4[residual=16]+{member('minference', SPARSE['minference'])}"

@@ -75,7 +75,8 @@ def test_a_plain_text_is_split_into_documents() -> None:
             gzip.compress(b"once upon a time " * 99, mtime=0).replace(b"\xcb\xcf", b"\x34\xcf"),
             "cannot read",
         ),
-        ("b.txt", None, "cannot read"),
+        ("b.txt", None, "cannot read.*no such file"),
+        ("b", None, "cannot read.*no such file"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
@@ -87,6 +88,7 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes | None, m
 
 
 def test_other_endings_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").touch()
     with pytest.raises(InputError, match=r"neither \.jsonl, \.json nor \.txt"):
         list(read_documents(tmp_path / "a.parquet"))
 

@@ -19,7 +19,7 @@ from sakiyomi.train.checkpoint import checkpoints, load_checkpoint, save_checkpo
 from sakiyomi.train.llama import grow, new_llama
 from sakiyomi.train.progress import Schedule
 from sakiyomi.train.target import train_target
-from sakiyomi.train.tokenizer import train_tokenizer
+from sakiyomi.train.tokenizer import load_tokenizer, train_tokenizer
 from train_toys import losses, stop_at, target_config
 
 
@@ -49,6 +49,11 @@ def test_a_tiny_target_from_end_to_end(tmp_path: Path) -> None:
     assert "sakiyomi train target --out x" in text
     assert "bits per character" in text
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_tokenizer_folder_has_to_be_there(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="there is no tokenizer folder"):
+        load_tokenizer(tmp_path / "none")
 
 
 def test_the_card_names_no_picture_that_was_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,8 @@ def read_records(path: Path, *, answered: bool = False) -> Generator[Record]:
 
 def _values(path: Path) -> Iterator[tuple[int, Any]]:
     """JSON values with their line numbers."""
+    if not path.exists():
+        raise LoadError(f"cannot read training text {path}: there is no such file; check the path")
     plain = path.with_suffix("") if path.suffix == ".gz" else path
     if plain.suffix not in (".jsonl", ".json", ".txt"):
         raise InputError(f"{path} is neither .jsonl, .json nor .txt (.gz allowed); convert it first")

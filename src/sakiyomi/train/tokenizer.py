@@ -88,6 +88,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     Raises:
         LoadError: it is missing or holds no tokenizer with an end token.
     """
+    if not folder.is_dir():
+        raise LoadError(f"there is no tokenizer folder {str(folder)!r}; check the path")
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(folder, trust_remote_code=False)
     check_end(tokenizer, str(folder))
     return tokenizer
