@@ -116,8 +116,9 @@ class KernelRounds:
         self._since = 0
 
     def __del__(self) -> None:
-        if self.number:
-            self.kernels.sk_free_rounds(self.number)
+        number, self.number = self.number, 0  # Ctrl-C may come between two lines: never freed twice
+        if number:
+            self.kernels.sk_free_rounds(number)
 
     def committed(self, count: int) -> list[Committed]:
         """What the last round has committed of so many requests."""
@@ -186,11 +187,11 @@ class KernelRounds:
         found = [_proven(*each) for each in zip(self.models, rows, places, strict=True)]
         if not all(found):
             return False
+        self.generation += 1  # if what follows is interrupted, nobody uses the old object
+        self._made_for = []
         self.__del__()
-        self.number, self._made_for = 0, []  # if what follows is interrupted, nothing refers to them
         self._passes.clear()
         self._checked.clear()
-        self.generation += 1
         tables = [numbers([0, self._width, 0, 0])] * 2
         for model, sizes in zip(self.models, found, strict=True):
             passes = {size: model.replayed(size) for size in sizes}
