@@ -249,6 +249,8 @@ def test_what_is_no_heads_is_refused(tmp_path: Path) -> None:
     refuse(broken(lambda tensors: tensors.update({"x": torch.zeros(2)})), "'x'")
     refuse(broken(lambda tensors: tensors.update({"0.0.linear.weight": torch.zeros(H, H + 1)})), "differ in shape")
     refuse(broken(lambda tensors: tensors.update({"0.2.weight": torch.zeros(V, H).half()})), "dtype")
+    refuse(broken(lambda tensors: tensors.update({n: torch.zeros(0, 0) for n in tensors})), "no weight of a head")
+    refuse(broken(lambda tensors: tensors.update({n: t.int() for n, t in tensors.items()})), "no weight of a head")
     cut = broken(lambda tensors: None)
     file = cut / "medusa_lm_head.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -22,6 +22,7 @@ from sakiyomi.model_executor.gguf.blocks import (
     dequantize,
     share_embedding,
 )
+from sakiyomi.model_executor.loading.recording import undeprecated
 
 pytestmark = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
 ROWS = (*range(1, 41), 300)
@@ -163,8 +164,13 @@ def test_embeddings_are_rows_of_the_numbers(table: PackedWeights, name: str, dty
         assert embedding.weight.dtype == dtype
         with pytest.raises(IndexError):
             embedding.rows(torch.tensor([70]))
-        with pytest.raises(RuntimeError, match="a row that is none"):
+        with pytest.raises(IndexError):
             embedding(torch.tensor([-1]))
+        with undeprecated():
+            recorded = torch.jit.trace(embedding, ids, check_trace=False)
+        assert torch.equal(recorded(ids.flip(1)), numbers[ids.flip(1)] * embedding.scale)
+        with pytest.raises(RuntimeError, match="a row that is none"):
+            recorded(torch.tensor([-1]))
 
 
 @pytest.mark.parametrize("name", ["F16", "Q4_1", "Q6_K", "IQ4_XS", "MXFP4"])
@@ -181,17 +187,20 @@ def test_experts(table: PackedWeights, name: str) -> None:
                 assert choice != expert or torch.equal(found[row, place], alone[row])
 
 
-def test_layers_of_several_formats_are_computed_together(table: PackedWeights) -> None:
-    """As q, k and v of a file whose values have more bits."""
-    rows = some_rows(5, 512, torch.float32)[None]
-    names = ("Q4_K", "Q4_K", "Q6_K", "Q8_0", "F16", "F32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [5, 48])
+def test_layers_of_several_formats_are_computed_together(table: PackedWeights, count: int, dtype: torch.dtype) -> None:
+    """As q, k and v of a file whose values have more bits; beside layers that are in no blocks."""
+    rows = some_rows(count, 512, dtype)[None]
+    names = ("Q4_K", "Q4_K", "Q6_K", "Q8_0", "F16", "F32", "BF16")
     layers = [
-        add_linear(table, name, random_blocks(name, 64 + 8 * i, 512, i), None, torch.float32, rounded=i != 1)
+        add_linear(table, name, random_blocks(name, 64 + 8 * i, 512, i), None, dtype, rounded=i != 1)
         for i, name in enumerate(names)
     ]
+    layers += [table.add_linear(torch.randn(40, 512).to(dtype), None, bits=bits) for bits in (4, 8, 16)]
     alone = [layer(rows) for layer in layers]
     join_siblings(table, layers)
-    begin(table, 5)
+    begin(table, count)
     for layer, expected in zip(layers, alone, strict=True):
         assert torch.equal(layer(rows), expected)
 

@@ -409,6 +409,40 @@ def test_kimis_calls_have_the_ids_that_its_template_takes_back() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "models", [form.models for form in FORMATS if form.call.startswith('{"') and not form.channels]
+)
+def test_a_call_that_is_an_object_may_be_laid_out_in_any_way(models: str) -> None:
+    """Models that are not forced write objects as other JSON writers do: indented, with an id, arguments first."""
+    form = FORMS[models]
+    field = next(name for name in ("arguments", "parameters") if f'"{name}"' in form.call)
+    own = {"name": "go", field: {"to": "sea"}}
+    for said in (own, dict(reversed(own.items())), own | {"id": "1"}, {"type": "function"} | own):
+        for text in (json.dumps(said), json.dumps(said, indent=2), json.dumps(said).replace(":", " :")):
+            body = f"[\n{text}\n]\n" if form.listed else f"\n{text}\n"
+            reader = ToolReader(form)
+            plain, calls = reader.push(form.opening + body + form.closing, True)
+            assert not plain.strip(), text
+            assert [(each["function"]["name"], each["function"]["arguments"]) for each in calls] == [
+                ("go", '{"to": "sea"}')
+            ]
+    for wrong in ({"name": "go"}, {"name": 3, field: {}}, ["go"]):
+        text = form.opening + (json.dumps([wrong]) if form.listed else json.dumps(wrong)) + form.closing
+        assert ToolReader(form).push(text, True) == (text, []), wrong
+
+
+def test_a_list_of_no_calls_is_no_text() -> None:
+    assert ToolReader(FORMS["Mistral"]).push("[TOOL_CALLS][]", True) == ("", [])
+
+
+@pytest.mark.parametrize("models", ["Mistral since 2025", "Kimi K2", "DeepSeek V3, R1"])
+def test_a_name_may_have_white_space_in_and_around_it(models: str) -> None:
+    form = FORMS[models]
+    call = form.call.replace("{name}", " look far ").replace("{number}", "0").replace("{arguments}", "{}")
+    (found,) = ToolReader(form).push(form.opening + call + form.closing, True)[1]
+    assert found["function"]["name"] == "look far"
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_calls_are_found_however_the_text_is_cut(size: int) -> None:
     call = '<tool_call>\n{"name": "go", "arguments": {"to": "海"}}\n</tool_call>'

@@ -34,8 +34,9 @@ _MOVED = {
     "bench inflate": "python benchmarks/inflate.py OUT_FOLDER",
     "models --markdown": "python tests/causal_models.py",
     "plan cluster": "python benchmarks/cluster.py",
+    "train retriever": "python recipes/retriever.py --out OUT",
 }
-"""What left the package for the source repository: the command and the word after it, and the script."""
+"""Commands and options that left the package for the source repository, and the script that replaces each."""
 
 
 def panel(group: str, name: str) -> str:
@@ -54,7 +55,7 @@ class _Sectioned:
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """See click."""
-        for word in args:
+        for word in (*args[:1], *(word for word in args if word.startswith("-"))):
             if (script := _MOVED.get(f"{ctx.info_name} {word}")) is not None:
                 raise InputError(f"{ctx.info_name} {word} is now in the source repository: {script}")
         return super().parse_args(ctx, args)  # type: ignore[misc]

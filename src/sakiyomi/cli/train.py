@@ -18,26 +18,15 @@ from sakiyomi.cli.common import ALIASES, INTERRUPTED, flag_help
 from sakiyomi.cli.help import Sections, SectionsGroup, panel
 from sakiyomi.cli.output import quiet
 from sakiyomi.cli.settings import ENVIRONMENT, config_flag, keyword
-from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.core.preflight import check_settings
 from sakiyomi.train.commands import COMMANDS
 from sakiyomi.train.settings import Flag, Settings
 
-
-class TrainGroup(SectionsGroup):
-    """The command with those below it; one that left the package says where it is."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """See click."""
-        if args[0] == "retriever":
-            raise InputError("train retriever is in the source repository now: python recipes/retriever.py --out OUT")
-        return super().resolve_command(ctx, args)
-
-
 EXAMPLE = "Example: sakiyomi train draft --target FOLDER --text stories.txt --out my-draft --minutes 10"
 app = typer.Typer(
     name="train",
-    cls=TrainGroup,
+    cls=SectionsGroup,
     help="Train a target from text, its draft or heads, or count n-grams.",
     epilog=EXAMPLE,
     rich_markup_mode=None,

@@ -157,7 +157,8 @@ class Engine:
         request = self._requests.make(prompt, params, **options)
         with self._lock:
             others = [*self._running, *self._waiting]
-            if request.place is not None and any(other.place is request.place for other in others):
+            place = request.options.place
+            if place is not None and any(other.options.place is place for other in others):
                 raise InputError("the conversation has a request under way; wait for its end, or leave its stream")
             self._slots.check_memory([*others, request])
             self._waiting.append(request)
@@ -247,7 +248,7 @@ class Engine:
     def release(self, place: RetainedSlot) -> None:
         """Free what a conversation keeps; a request of it that is under way ends."""
         with self._lock:
-            for request in [r for r in (*self._waiting, *self._running) if r.place is place]:
+            for request in [r for r in (*self._waiting, *self._running) if r.options.place is place]:
                 self.remove(request.id)
             self._slots.release(place)
 

@@ -110,8 +110,8 @@ def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) 
     """How a request's drafts are judged, as the kernels take it; nothing: by Python, or it wants more of a round than
     they leave, or trees on a device whose memory they do not reach.
     """
-    context, params = request.context, request.context.params
-    seen = request.rounds_trace or request.keep_logits or params.logprobs is not None
+    context, params, options = request.context, request.context.params, request.options
+    seen = options.rounds_trace or options.keep_logits or params.logprobs is not None
     if seen or context.source is not None:
         return b""
     if drafter is not None:

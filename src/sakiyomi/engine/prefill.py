@@ -53,7 +53,7 @@ class Prefill:
         chunk, began, eviction = self._next_chunk(running, steps), self.target.forward_seconds, self.target.eviction
         if not chunk:
             return [], PassOutput.empty(self.target.vocab_size)
-        asking = any(part.request.wants_prompt_logprobs or part.request.states is not None for part in chunk)
+        asking = any(part.request.wants_prompt_logprobs or part.request.options.states is not None for part in chunk)
         whole = asking or eviction.needs_log_probs  # logits of all rows are wanted, not of the last ones alone
         try:
             parts, output = chunk, self.target.score([part.rows for part in chunk], last=not whole)
@@ -73,7 +73,8 @@ class Prefill:
                 continue
             self.give_states(request, output, rows.length, at)
             request.cached += len(rows.tokens)
-            if request.place is None or not request.place.beginning:
+            place = request.options.place
+            if place is None or not place.beginning:
                 request.cached = eviction.reread_from(request.seat, request.prompt_tokens, request.cached)
             if request.prefilled:
                 complete.append(part)
@@ -122,8 +123,8 @@ class Prefill:
             try:
                 if request.wants_prompt_logprobs:
                     request.add_prompt_logprobs(logits, at)
-                if request.states is not None:
-                    request.states.append(output.features[HEAD][first : first + count].float().sum(0))
+                if (states := request.options.states) is not None:
+                    states.append(output.features[HEAD][first : first + count].float().sum(0))
                 if self.target.eviction.needs_log_probs:
                     self.target.eviction.add_prompt_log_probs(request.seat, logits, request.tokens, at, at + count)
             except Exception as error:

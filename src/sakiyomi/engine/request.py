@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 import numpy as np
 import torch
@@ -69,14 +68,24 @@ class RetainedSlot:
         return alike(self.held, tokens)
 
 
-class RequestOptions(TypedDict, total=False):
-    """Fields of a ``Request`` that its caller may choose, see there."""
+@dataclass(frozen=True)
+class RequestOptions:
+    """What the caller wants of a ``Request`` beside its text.
 
-    rounds_trace: bool
-    keep_logits: bool
-    outbox: deque[Step] | None
-    place: RetainedSlot | None
-    states: list[Tensor] | None
+    Attributes:
+        rounds_trace: keep every round's tree.
+        keep_logits: keep the raw logits of every new token, in ``Request.logits``, (V,) float32 each.
+        outbox: also gets every step, for a caller that does not run the rounds itself.
+        place: of the conversation that it belongs to; takes the slot over when the request is over.
+        states: gets a sum for each chunk of the prompt, (hidden,) float32: of what the head of the target read for its
+            tokens; None: they are not wanted.
+    """
+
+    rounds_trace: bool = False
+    keep_logits: bool = False
+    outbox: deque[Step] | None = None
+    place: RetainedSlot | None = None
+    states: list[Tensor] | None = None
 
 
 @dataclass(eq=False)
@@ -89,14 +98,9 @@ class Request:
         sampler, verifier, policy: made from the parameters once.
         text: turns tokens into text as they come.
         last: most tokens that prompt and output may have together.
-        rounds_trace: keep every round's tree.
-        keep_logits: keep the raw logits of every new token, in ``logits``, (V,) float32 each.
+        options: what its caller wants beside the text.
         live: text is wanted as it comes, not only at the end.
-        outbox: also gets every step, for a caller that does not run the rounds itself.
-        place: of the conversation that it belongs to; takes the slot over when the request is over.
         prompt_logprobs: of the prompt's tokens so far, if they were asked for.
-        states: gets a sum for each chunk of the prompt, (hidden,) float32: of what the head of the target read for its
-            tokens; None: they are not wanted.
         shares: what others have read of its prompt's beginning is not computed again, and they may copy from it.
         error: what ended the request, if it was not its text: a processor of the user's that raised, its removal.
         slot: place in the target's cache; None while waiting.
@@ -115,12 +119,8 @@ class Request:
     policy: DraftLengthPolicy
     text: TextStream
     last: int
-    rounds_trace: bool = False
-    keep_logits: bool = False
+    options: RequestOptions
     live: bool = True
-    outbox: deque[Step] | None = None
-    place: RetainedSlot | None = None
-    states: list[Tensor] | None = None
     shares: bool = True
     slot: int | None = None
     cached: int = 0
@@ -225,9 +225,9 @@ class Request:
             self.stats.tokens += used
         else:
             self._count(len(draft.tree.tokens), len(verdict.path), len(verdict.refused), used)
-        if self.keep_logits:  # copies: the next pass may write to the same place
+        if self.options.keep_logits:  # copies: the next pass may write to the same place
             self.logits.extend(rows.raw[place].to(torch.float32, copy=True) for place in places)
-        if self.rounds_trace and self.stats.rounds and not repeated:
+        if self.options.rounds_trace and self.stats.rounds and not repeated:
             self.rounds.append(self._round(draft, verdict, rows))
         return self._take(tokens, entries, text, reason)
 
@@ -271,8 +271,8 @@ class Request:
 
     def _post(self, step: Step) -> Step:
         """Append a step to the outbox, before the request counts as over: a waiting caller then finds it."""
-        if self.outbox is not None:
-            self.outbox.append(step)
+        if self.options.outbox is not None:
+            self.options.outbox.append(step)
         return step
 
     def _compare(self, tokens: Sequence[int]) -> None:
@@ -367,7 +367,7 @@ class Request:
         if self.error is not None:
             raise self.error
         assert self.finish_reason is not None
-        source, rounds = self.context.source, self.rounds if self.rounds_trace else None
+        source, rounds = self.context.source, self.rounds if self.options.rounds_trace else None
         length = self.prompt_tokens if source is None else source.length
         scored = self.prompt_logprobs if self.wants_prompt_logprobs else None
         return Generation(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Any, TypedDict
+
+from torch import Tensor
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.outputs import Step
 from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.core.text import TextStream
 from sakiyomi.drafters.base import Context
@@ -23,8 +27,8 @@ TOGETHER = 4
 """Draft tokens of "auto" where processes share a target."""
 
 
-class SubmitOptions(RequestOptions, total=False):
-    """Options of one request beside its parameters, see ``Engine.submit``; ``RequestOptions`` are stored in it.
+class SubmitOptions(TypedDict, total=False):
+    """Options of one request beside its parameters, see ``Engine.submit``; the last five are its ``RequestOptions``.
 
     Attributes:
         key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
@@ -44,6 +48,11 @@ class SubmitOptions(RequestOptions, total=False):
     live: bool
     shares: bool
     given: Sequence[int]
+    rounds_trace: bool
+    keep_logits: bool
+    outbox: deque[Step] | None
+    place: RetainedSlot | None
+    states: list[Tensor] | None
 
 
 @dataclass(eq=False)
@@ -91,15 +100,16 @@ class RequestFactory:
         live: bool = True,
         shares: bool = True,
         given: Sequence[int] = (),
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> Request:
         """A request that has no slot yet. Takes and raises what ``Engine.submit`` does."""
+        wanted = RequestOptions(**options)
         asked = prompt if isinstance(prompt, TokenizedPrompt) else self.process(prompt, as_params(params))
         tokens, params = asked.tokens, asked.params
         if self.shared:
             params, bounded = _alike(params), False
-        scored = self._scored(asked, options.get("place"))
-        shares = shares and not scored and options.get("states") is None
+        scored = self._scored(asked, wanted.place)
+        shares = shares and not scored and wanted.states is None
         depth = self.depth if params.gamma == params.tree == params.nodes == "auto" else None
         if depth is not None:
             params = replace(params, tree="chain")
@@ -121,7 +131,7 @@ class RequestFactory:
         )
         last = min(len(tokens) + params.max_new_tokens, self.max_context)
         live = live or bool(params.stop)
-        return Request(context, len(tokens), sampler, verifier, policy, text, last, live=live, shares=shares, **options)
+        return Request(context, len(tokens), sampler, verifier, policy, text, last, wanted, live=live, shares=shares)
 
     def _check_given(self, given: Sequence[int], params: SamplingParams, verifier: Verifier) -> None:
         """Refuse a beginning of a text that cannot be verified.

@@ -81,7 +81,7 @@ class SlotManager:
         """
         kin = [(other, alike(request.tokens, other.tokens)) for other in self._seated if self._akin(request, other)]
         self._seated[request] = [(other, count) for other, count in kin if count >= LEAST]
-        place, lender = request.place, self._lender(request)
+        place, lender = request.options.place, self._lender(request)
         if place is None or place.slot is None:
             place = self._taken_over(request, lender)
         if place is not None:
@@ -122,7 +122,8 @@ class SlotManager:
 
     def _restore_prefix(self, request: Request) -> None:
         """Fill the slot from the request's prefix, if it has one and begins with all of it."""
-        prefix = request.place.prefix if request.place is not None else None
+        place = request.options.place
+        prefix = place.prefix if place is not None else None
         if prefix is None or (self._exact and len(prefix.tokens) % self._chunk_size):
             return  # the rows of its shorter last chunk were rounded differently
         count = len(prefix.tokens)
@@ -249,7 +250,7 @@ class SlotManager:
 
         What is evicted at the end of this one cannot be brought back.
         """
-        place, at = request.place, request.cached
+        place, at = request.options.place, request.cached
         if place is None or place.beginning or self._cache.dropped is None or not self._eviction.chunked:
             return
         if at <= self._read_once(request) < at + self._chunk_size and self._eviction.lendable(request.seat, at) == at:
@@ -262,7 +263,7 @@ class SlotManager:
         self._seated.pop(request, None)
         if request.error is None:
             self.share()  # no request waits for it any more
-        place, slot, request.slot = request.place, request.slot, None
+        place, slot, request.slot = request.options.place, request.slot, None
         if slot is not None and place is not None and request.error is None:
             # A stop may have cut the round's path, so that the cache holds more than was committed. The last token
             # counts as unread, as without drafts: the next request then reads from the same place.
@@ -305,7 +306,7 @@ class SlotManager:
         if known and now - when < RECENTLY:
             return
         columns = max(request.last for request in requests)
-        others = sum(all(request.place is not place for request in requests) for place in self._kept)
+        others = sum(all(request.options.place is not place for request in requests) for place in self._kept)
         least, wanted = min(len(requests), most), min(len(requests) + others, most)
         self._cache.needs(least, columns)
         while wanted > least:

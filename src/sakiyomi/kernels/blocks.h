@@ -97,8 +97,7 @@ inline f16v load_halves(const uint16_t* from) {
 }
 
 // 16 signed bytes as numbers.
-typedef int8_t Sixteen __attribute__((vector_size(16)));
-inline f16v signed_of(Sixteen bytes) {
+inline f16v signed_of(b16i bytes) {
 #if defined(__AVX512F__)
   return (f16v)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
 #elif defined(__AVX2__)
@@ -112,7 +111,7 @@ inline f16v signed_of(Sixteen bytes) {
 }
 
 // Scales and minimums of a block's groups.
-struct Scales {
+struct alignas(64) Scales {
   float scale[most_groups][block_width], low[most_groups][block_width];
 
   // From the header of a block; where it is the group, to this one's place.
@@ -130,12 +129,12 @@ struct Scales {
       for (int64_t g = 0; g < groups; ++g) {
         const int8_t* own = factors + g * block_width + 16 * c;
         if (form.factors == 4) {  // scales and minimums share bytes
-          const Sixteen all = load<Sixteen>(own);
+          const b16i all = load<b16i>(own);
           store16(scale[g] + 16 * c, signed_of(all & 15) * whole), store16(low[g] + 16 * c, signed_of((all >> 4) & 15) * least);
           continue;
         }
-        store16(scale[g] + 16 * c, signed_of(load<Sixteen>(own)) * whole);
-        if (form.low) store16(low[g] + 16 * c, signed_of(load<Sixteen>(own + groups * block_width)) * least);
+        store16(scale[g] + 16 * c, signed_of(load<b16i>(own)) * whole);
+        if (form.low) store16(low[g] + 16 * c, signed_of(load<b16i>(own + groups * block_width)) * least);
       }
     }
   }
@@ -339,16 +338,16 @@ inline float largest_of(f16v a, f16v b) {
 #endif
 }
 
-// Of 16 bytes, and of the 16 behind them.
-inline void sum_bytes(const int8_t* bytes, int32_t sums[2]) {
+// Sums of 16 bytes, and of 16 others.
+inline void sum_bytes(b16i first, b16i second, int32_t sums[2]) {
 #if defined(__AVX2__)
-  const __m256i all = load<__m256i>(bytes), pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), all);
+  const __m256i all = _mm256_set_m128i((__m128i)second, (__m128i)first), pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), all);
   const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)), eights = _mm256_hadd_epi32(fours, fours);
   const __m256i both = _mm256_hadd_epi32(eights, eights);
   sums[0] = _mm256_extract_epi32(both, 0), sums[1] = _mm256_extract_epi32(both, 4);
 #else
   sums[0] = sums[1] = 0;
-  for (int t = 0; t < 16; ++t) sums[0] += bytes[t], sums[1] += bytes[16 + t];
+  for (int t = 0; t < 16; ++t) sums[0] += first[t], sums[1] += second[t];
 #endif
 }
 
@@ -362,15 +361,14 @@ void to_grouped(const T* x, int64_t rows, int64_t in, bool tiled, GroupedBytes& 
     for (int64_t i = begin * groups; i < end * groups; ++i) {
       const f16v a = load16(x + i * group_length), b = load16(x + i * group_length + 16);
       const float most = largest_of(a, b), inverse = most > 0 ? 127.0f / most : 0.0f, scale = most / 127.0f;
-      int8_t bytes[group_length];
-      put_bytes(bytes, a * inverse), put_bytes(bytes + 16, b * inverse);
+      const b16i bytes[2] = {bytes_of(a * inverse), bytes_of(b * inverse)};
       int32_t sums[2];
-      sum_bytes(bytes, sums);
+      sum_bytes(bytes[0], bytes[1], sums);
       to.scale[i] = scale;
       for (int h = 0; h < 2; ++h) to.sums[0][2 * i + h] = sums[h], to.wholes[0][2 * i + h] = float(sums[h]) * scale;
       to.sums[1][i] = sums[0] + sums[1], to.wholes[1][i] = float(sums[0] + sums[1]) * scale;
 #if defined(PAIRS)
-      put_row(bytes, group_length, to.data.data() + i * group_length / row_bytes_step);
+      put_row((const int8_t*)bytes, group_length, to.data.data() + i * group_length / row_bytes_step);
 #else
       const int64_t row = i / groups, place = tiled ? (row / tile_rows * groups + i % groups) * tile_rows + row % tile_rows : i;
       std::memcpy(to.data.data() + place * group_length, bytes, group_length);
@@ -382,11 +380,13 @@ void to_grouped(const T* x, int64_t rows, int64_t in, bool tiled, GroupedBytes& 
 // Codes as they are multiplied.
 #if defined(PAIRS)
 using Ready = Pairs;
+inline Ready held_ready(const Ready& from) { return {held(from.even), held(from.odd)}; }
 inline Ready ready_of(Eights codes) {
   return {_mm256_and_si256((__m256i)codes, _mm256_set1_epi16(255)), _mm256_srli_epi16((__m256i)codes, 8)};
 }
 #else
 using Ready = Eights;
+inline Ready held_ready(Ready from) { return from; }
 inline Ready ready_of(Eights codes) { return codes; }
 #endif
 
@@ -406,7 +406,7 @@ inline Whole add_products(Whole sum, const Ready& codes, const GroupedByte* x) {
 // A tile whose codes are taken apart already, for many rows.
 struct ReadyCodes {
   const Ready* ready;
-  inline const Ready& operator()(int64_t k, int c) const { return ready[k * native_parts + c]; }
+  inline Ready operator()(int64_t k, int c) const { return held_ready(ready[k * native_parts + c]); }
 };
 template <typename C>
 struct FreshCodes {
@@ -460,8 +460,9 @@ void block_of_codes(C codes, const Weight& w, const GroupedBytes& x, Panel panel
   const BlockFormat& form = *w.form;
   const int64_t blocks = w.in / form.length, tiles = form.length / tile_length, groups = tile_length / group;
   codes.numbers = form.table;
-  in_strips<rows_of_halves>(panel, [&](int64_t row, int64_t count, bool many) {
+  in_strips<rows_of_halves>(panel, [&](int64_t row, int64_t count, bool) {
     f16v sum[strip_rows][2] = {};
+    const bool many = count > (pieces_ahead ? rows_of_halves + 1 : rows_of_halves);
     const uint8_t* at = (const uint8_t*)w.data + first / block_width * blocks * form.size();
     for (int64_t b = 0; b < blocks; ++b) {
       Scales scales;

@@ -549,19 +549,25 @@ void block_of_halves(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t
 }
 
 // 16 numbers, rounded to the nearest whole number, of equally near ones to the even one.
-inline void put_bytes(int8_t* to, f16v x) {
+typedef int8_t b16i __attribute__((vector_size(16)));
+inline b16i bytes_of(f16v x) {
 #if defined(__AVX512F__)
-  __m128i y = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)x));
-  std::memcpy(to, &y, 16);
+  return (b16i)_mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)x));
 #elif defined(__AVX2__)
   const __m256i halves = _mm256_packs_epi32(_mm256_cvtps_epi32((__m256)x.lo), _mm256_cvtps_epi32((__m256)x.hi));
   const __m256i y = _mm256_permute4x64_epi64(halves, 0xd8);
-  store(to, _mm_packs_epi16(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
+  return (b16i)_mm_packs_epi16(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
 #else
   float all[16];
   store(all, x);
-  for (int t = 0; t < 16; ++t) to[t] = int8_t(std::nearbyint(all[t]));
+  b16i y;
+  for (int t = 0; t < 16; ++t) y[t] = int8_t(std::nearbyint(all[t]));
+  return y;
 #endif
+}
+inline void put_bytes(int8_t* to, f16v x) {
+  const b16i y = bytes_of(x);
+  std::memcpy(to, &y, 16);
 }
 
 // Rounded numbers of a row, a multiple of 4, as they are multiplied.

@@ -213,6 +213,7 @@ class PackedEmbedding(PackedLayer):
     ) -> None:
         super().__init__(index, in_features, out_features, dtype, FORMATS[blocks.name].bits, tensors, blocks=blocks)
         self.num_embeddings, self.embedding_dim, self.scale = out_features, in_features, scale
+        self._factor = float(torch.tensor(scale, dtype=dtype))  # as transformers multiplies: by a number of that dtype
         self._table = weakref.ref(table)
         self._numbers: weakref.ref[Tensor] | None = None
 
@@ -229,18 +230,25 @@ class PackedEmbedding(PackedLayer):
         return found
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows (N, width) of these tokens (N), int64, without the scale, in a pass or between passes."""
+        """Rows (..., width) of these tokens, int64, without the scale, in a pass or between passes.
+
+        Raises:
+            IndexError: one of them is none.
+        """
         table, ids = self._table(), ids.contiguous()
         assert table is not None, "a layer's table lives as long as its model"
-        made = torch.empty((len(ids), self.in_features), dtype=self.dtype)
-        if not table.library.sk_look_up(table.number, self.index, ids.data_ptr(), len(ids), made.data_ptr()):
+        made = torch.empty((*ids.shape, self.in_features), dtype=self.dtype)
+        if not table.library.sk_look_up(table.number, self.index, ids.data_ptr(), ids.numel(), made.data_ptr()):
             raise IndexError("index out of range in self")  # as torch says it
         return made
 
     def forward(self, ids: Tensor) -> Tensor:
         """(...) int64 to (..., width)."""
-        made: Tensor = torch.ops.sakiyomi_cpu.look_up(ids, self.index, self.in_features)
-        return made if self.scale == 1.0 else made * torch.tensor(self.scale, dtype=self.dtype)
+        if torch._C._is_tracing():  # a recorded pass calls the kernel by the layer's number, in the tables of its model
+            made: Tensor = torch.ops.sakiyomi_cpu.look_up(ids, self.index, self.in_features)
+        else:
+            made = self.rows(ids)
+        return made if self.scale == 1.0 else made * self._factor
 
 
 class PackedWeights:

@@ -59,6 +59,54 @@ bool multiplies(int64_t rows, int64_t bits) {
   return true;
 }
 
+// The code of an input of a channel, 0 to 31 both, as blocks.py lays out a tile.
+inline int code_of(const BlockFormat& form, const uint8_t* tile, int64_t channel, int64_t input) {
+  const int64_t step = input / 4, vector = channel / 16, byte = channel % 16 * 4 + input % 4, quarter = 2 * (2 * (step % 2) + vector);
+  if (form.bits == 8) return tile[128 * step + 4 * channel + input % 4] - form.offset;
+  int code = form.bits > 3 ? tile[64 * step + byte] >> 4 * vector & 15 : tile[64 * (step / 2) + byte] >> quarter & 3;
+  if (form.bits == 6) code |= (tile[512 + 64 * (step / 2) + byte] >> quarter & 3) << 4;
+  const int64_t bit = 4 * channel + input % 4;
+  if (form.bits == 5) code |= (tile[512 + 16 * step + bit / 8] >> bit % 8 & 1) << 4;
+  if (form.bits == 3) code |= (tile[256 + 16 * step + bit / 8] >> bit % 8 & 1) << 2;
+  return (form.table ? form.table[code] : code) - form.offset;
+}
+
+// Rows times codes of a format, whose scales are 1 and minimums 2: true where all sums are right. Rows are whole numbers, 127 among each
+// 32 of them, so that their scales are 1, too.
+template <typename T>
+bool multiplies_blocks(const BlockFormat& form, int64_t rows, bool grouped) {
+  constexpr int64_t in = 256, out = 40, blocks = 2;
+  const int64_t header = form.header(), each = form.size(), tiles = form.length / tile_length;
+  std::vector<uint8_t> data(blocks * in / form.length * each + bytes_ahead);
+  for (size_t i = 0; i < data.size(); ++i) data[i] = uint8_t((i * 2654435761u) >> 13);
+  for (int64_t b = 0; b < blocks * in / form.length; ++b) {
+    uint8_t* at = data.data() + b * each;
+    for (int64_t t = 0; t < block_width; ++t) {
+      const uint16_t one = form.type == mxfp4_type ? 0x3f80 : 0x3c00, two = 0x4000;
+      std::memcpy(at + 2 * t, &one, 2);
+      if (form.low) std::memcpy(at + 64 + 2 * t, &two, 2);
+    }
+    std::memset(at + (form.low ? 128 : 64), form.factors == 4 ? 0x11 : 1, header - (form.low ? 128 : 64));
+  }
+  std::vector<T> x(rows * in), y(rows * out);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t k = 0; k < in; ++k) x[r * in + k] = as<T>(k % 32 == r % 32 ? 127 : (r + k) % 5 - 2);
+  const Weight weight{data.data(), nullptr, nullptr, nullptr, nullptr, in, out, sizeof(T) == 2, {}, &form, grouped};
+  void* to = y.data();
+  multiply<T>({&weight}, x.data(), &to, rows);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < out; ++c) {
+      float expected = 0;
+      for (int64_t k = 0; k < in; ++k) {
+        const uint8_t* at = data.data() + (c / block_width * in / form.length + k / form.length) * each;
+        const int code = code_of(form, at + header + k % form.length / tile_length % tiles * form.tile_size(), c % block_width, k % tile_length);
+        expected += value_of(x[r * in + k]) * (code + (form.low ? 2 : 0));
+      }
+      if (y[r * out + c] != as<T>(expected)) return false;
+    }
+  return true;
+}
+
 // Rows of a chain of which each looks for one key.
 template <typename T>
 bool attends(int64_t rows) {
@@ -88,6 +136,10 @@ inline int self_test() {
   for (int64_t rows : {1, 3, 50})
     for (int64_t bits : {16, 8, 4})
       if (fails(multiplies<float>(rows, bits)) || fails(multiplies<bf16>(rows, bits))) return check;
+  for (const BlockFormat& form : block_formats)
+    for (int64_t rows : {1, 3, 50})
+      for (bool grouped : {false, true})
+        if (form.scaled() && (fails(multiplies_blocks<float>(form, rows, grouped)) || fails(multiplies_blocks<bf16>(form, rows, grouped)))) return check;
   for (int64_t rows : {1, 20})
     if (fails(attends<float>(rows)) || fails(attends<bf16>(rows))) return check;
   std::vector<float> row(5000, -1.0f);

@@ -232,6 +232,12 @@ class ModelWeights:
         return context_note(self.config, self.max_context)
 
     @property
+    def quantizes(self) -> bool:
+        """Whether weights were quantized here, or layers in block formats quantize their rows."""
+        layers = (module for module in self.module.modules() if isinstance(module, PackedLayer))
+        return self.quantization is not None or any(each.blocks is not None and each.blocks.rounded for each in layers)
+
+    @property
     def packed_experts(self) -> bool:
         """Whether the kernels have all experts of a mixture, so that a row's sums do not depend on other rows."""
         return self.packed is not None and self.packed.experts

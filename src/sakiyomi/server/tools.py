@@ -62,7 +62,7 @@ class ToolFormat:
         closing: mark after them.
         pad: written inside the marks; read as any white space.
         call: one call, with {name} and {arguments} in it, and {number} where calls are numbered. White space is read as
-            any other.
+            any other; a call that is a JSON object may have other fields too, in any order.
         listed: one opening is followed by a JSON list of calls.
         apart: one opening is followed by calls one after the other. Otherwise each call has its own opening.
         id: the id of a call, which the template takes back, with {name} and {number} in it; "" for a new one.
@@ -103,37 +103,53 @@ class ToolFormat:
 
     def read(self, text: str, schemas: Schemas) -> tuple[list[Found], str] | None:
         """The calls at the beginning of a text after the opening, and the rest; None: they are incomplete, or none."""
-        calls: list[Found] = []
-        begin, end = ("[", "]" + self.closing) if self.listed else ("", self.closing)
-        more = text.lstrip().startswith(begin)
-        text = text.lstrip()[len(begin) :]
-        while more:
-            if (found := self._call(text, schemas)) is None:
-                return None
-            calls.append(found[0])
-            text = found[1].lstrip() if end else found[1]
-            more = text.startswith(",") if self.listed else self.apart and not text.startswith(end)
-            text = text[1:] if self.listed and more else text
-        return (calls, text[len(end) :]) if calls and text.startswith(end) else None
+        calls: list[Found | None] = []
+        if self.call.startswith('{"'):
+            value, rest = _value(text) or (None, "")
+            values = value if self.listed else [value]
+            calls = [self._object(each) for each in values] if isinstance(values, list) else [None]
+        else:
+            rest = text
+            while not calls or (self.apart and not rest.startswith(self.closing)):
+                found = self._call(rest, schemas)
+                if found is None:
+                    return None
+                calls.append(found[0])
+                rest = found[1].lstrip() if self.closing else found[1]
+        rest = rest.lstrip() if self.closing else rest
+        known = [call for call in calls if call is not None]
+        complete = len(known) == len(calls) and rest.startswith(self.closing)
+        return (known, rest[len(self.closing) :]) if complete else None
 
     def _call(self, text: str, schemas: Schemas) -> tuple[Found, str] | None:
         """The call at the beginning of a text, and the rest; None: it is incomplete, or none."""
         head, _, tail = map(_lenient, self.call.partition("{arguments}"))
         if (begun := re.match(rf"\s*{head}", text)) is None:
             return None
-        parts = begun.groupdict()
-        if self.pairs is not None:
-            if (found := self.pairs.read(text[begun.end() :], schemas.get(parts["name"], {}))) is None:
-                return None
-            arguments, rest = found
-        else:
-            try:
-                arguments, place = _decode(text, begun.end())
-            except (ValueError, RecursionError):
-                return None
-            rest = text[place:]
-        ended = re.match(rf"\s*{tail}" if tail else "", rest)
-        return None if ended is None else (Found(arguments=arguments, **parts), rest[ended.end() :])
+        parts, rest = begun.groupdict(), text[begun.end() :]
+        found = _value(rest) if self.pairs is None else self.pairs.read(rest, schemas.get(parts["name"], {}))
+        ended = None if found is None else re.match(rf"\s*{tail}" if tail else "", found[1])
+        if found is None or ended is None:
+            return None
+        return Found(arguments=found[0], **parts), found[1][ended.end() :]
+
+    def _object(self, value: Any) -> Found | None:
+        """A JSON value as a call, whatever the order of its fields; further fields are ignored. None: it is no call."""
+        fields = json.loads(self.call.replace("{arguments}", '"{arguments}"'))
+        if not isinstance(value, dict) or not fields.keys() <= value.keys():
+            return None
+        found = Found(**{part.strip("{}"): value[field] for field, part in fields.items()})
+        return found if isinstance(found.name, str) else None
+
+
+def _value(text: str) -> tuple[Any, str] | None:
+    """The JSON value at the beginning of a text, and the rest; None: it is incomplete, or none."""
+    text = text.lstrip()
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return value, text[end:]
 
 
 class Found(NamedTuple):
@@ -145,8 +161,7 @@ class Found(NamedTuple):
 
 
 _MARK = re.compile(r"<[^<>{}\s]+>|\[[A-Z_]+\]")
-_PARTS = {"{name}": r"(?P<name>[\w.-]+)", "{number}": r"(?P<number>\d+)"}
-_decode = json.JSONDecoder().raw_decode
+_PARTS = {"{name}": r"\s*(?P<name>[^<>\[\]\s](?:[^<>\[\]\n]*[^<>\[\]\s])?)\s*", "{number}": r"(?P<number>\d+)"}
 
 
 def _lenient(text: str) -> str:

@@ -167,6 +167,9 @@ def _from_tensors(folder: Path, tensors: Mapping[str, Tensor], form: _Form) -> M
         raise LoadError(f"{folder} holds no {WHAT}; check that it is the folder of the heads")
     heads, layers = (1 + max(int(match[part]) for match in blocks) for part in ("head", "layer"))
     first, bias = named[blocks[0][0]], any(match["part"] == "bias" for match in blocks)
+    if not first.numel() or not first.is_floating_point():
+        what = f"{blocks[0][0]} is {tuple(first.shape)} in {first.dtype}"
+        raise LoadError(f"{folder}: {what}, which is no weight of a head; get the heads again")
     size = max(first.shape, default=1)
     vocab = max(named[own[0]].numel() // size, 1) if own else None
     shape = HeadsShape(heads, layers, size, vocab, heads if len(own) > 1 else len(own), bias)
